@@ -1,0 +1,245 @@
+"""The command ``elastic``: train, status, logs, simulate, data prepare, checkpoint ls | verify | export."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elastic.errors import STOPPED, ElasticError
+from elastic.job import Job
+from elastic.report.story import Line, StepLine
+from storage.errors import StorageError
+
+console = Console(highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0 finished, 3 stopped and resumable, 1 the job's own error, 2 the platform gave up."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    known, options = parser.parse_known_args(arguments)
+    if options and known.command != "train":
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
+    try:
+        code: int = known.perform(known, options)
+    except ElasticError as error:
+        say(str(error), "elastic: ", "red")
+        return error.exit_code
+    except StorageError as error:
+        say(str(error), "elastic: ", "red")
+        return ElasticError.exit_code
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on")
+        return STOPPED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="elastic", description="Train large models on machines that come and go.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser("train", help="train a job, or go on with its run", add_help=False)
+    train.add_argument("job", nargs="?", type=Path)
+    train.add_argument("--local", action="store_true", help="one worker in this process, without Ray")
+    train.add_argument("--address", help="the Ray cluster; default: the one submitted to, else a new one on this machine")
+    train.add_argument("-h", "--help", action="store_true")
+    train.set_defaults(perform=_train)
+
+    status = commands.add_parser("status", help="where a run stands, live")
+    status.add_argument("job", type=Path)
+    status.add_argument("--once", action="store_true", help="print once instead of following")
+    status.set_defaults(perform=_status)
+
+    logs = commands.add_parser("logs", help="the last lines of a worker, and how it ended")
+    logs.add_argument("job", type=Path)
+    logs.add_argument("worker", nargs="?", help="default: every worker that has a log")
+    logs.set_defaults(perform=_logs)
+
+    simulate = commands.add_parser("simulate", help="run the control plane against simulated faults")
+    simulate.add_argument("--seeds", type=int, default=1000)
+    simulate.add_argument("--first", type=int, default=0)
+    simulate.set_defaults(perform=_simulate)
+
+    data = commands.add_parser("data", help="prepare datasets").add_subparsers(dest="what", required=True)
+    prepare = data.add_parser("prepare", help="token shards from a folder of text")
+    prepare.add_argument("source", type=Path)
+    prepare.add_argument("destination")
+    prepare.add_argument("--suffix", action="append", help="which files; default: .txt .md .rst .py")
+    prepare.set_defaults(perform=_prepare)
+
+    checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run").add_subparsers(dest="what", required=True)
+    for name, perform, text in (
+        ("ls", _checkpoint_ls, "list them"),
+        ("verify", _checkpoint_verify, "check every digest"),
+        ("export", _checkpoint_export, "write whole tensors as plain safetensors"),
+    ):
+        command = checkpoint.add_parser(name, help=text)
+        command.add_argument("job", type=Path)
+        if name != "ls":
+            command.add_argument("--step", type=int, help="default: the newest good one")
+        if name == "export":
+            command.add_argument("--to", type=Path, required=True)
+        command.set_defaults(perform=perform)
+    return parser
+
+
+def say(text: str, head: str = "", style: str = "") -> None:
+    """One line, however long, after ``head`` in colour; whatever brackets ``text`` holds are only brackets."""
+    console.print(Text.assemble((head, style), text), soft_wrap=True)
+
+
+def show(line: Line) -> None:
+    """A step overwrites the step before it on a terminal; a sentence stays."""
+    clock = time.strftime("%H:%M:%S", time.localtime(line.at))
+    if not isinstance(line, StepLine):
+        say(line.text, f"{clock} ", "dim")
+        return
+    console.print(
+        f"[dim]{clock}[/] step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {line.tokens_per_s:>9,.0f} tokens/s  "
+        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}",
+        soft_wrap=True,
+        end="\r" if console.is_terminal and line.step < line.steps else "\n",
+    )
+
+
+# ---- the commands
+
+
+def _train(known: argparse.Namespace, options: list[str]) -> int:
+    from actors.launch import launch
+    from elastic.settings import print_help
+
+    if known.help or known.job is None:
+        print("usage: elastic train JOB.toml [--local] [--address ADDRESS] [--section.option value ...]\n")
+        print_help(Job, "elastic train JOB.toml")
+        return 0 if known.help else 2
+    sys.path.insert(0, str(Path.cwd()))
+    job = Job.load(known.job, options)
+    for warning in job.warnings():
+        say(warning, "note: ", "yellow")
+    result = launch(job, address=known.address, local=known.local, show=show)
+    if result.job_error:
+        print(result.job_error)
+    colour = {"Finished": "green", "Stopped": "yellow"}.get(result.state, "red")
+    say(f" at step {result.step} of {job.steps}: {result.reason}", result.state, colour)
+    if result.exit_code in (2, 3):
+        say("the same command goes on from the newest good checkpoint")
+    return result.exit_code
+
+
+def _status(known: argparse.Namespace, _: list[str]) -> int:
+    import ray
+
+    from actors import cluster
+    from actors.launch import attach
+    from elastic.runs import Run
+
+    job = Job.load(known.job, [])
+    owner = Run.open(job).owner()
+    if owner is None:
+        say(f"{job.name} has never run in {job.bucket}")
+        return 0
+    coordinator = None
+    if owner["address"] != "local" and cluster.reachable(owner["address"]):
+        cluster.connect(owner["address"])
+        coordinator = attach(job.name)
+    if coordinator is None:
+        say(f"{job.name} is not running; newest good checkpoint: {Run.open(job).newest() or 'none'}")
+        return 0
+    seen = 0
+    while True:
+        try:
+            view = ray.get(coordinator.view.remote(seen))
+        except ray.exceptions.RayActorError:
+            return 0
+        if seen == 0:
+            workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
+            say(
+                f"{view.token}: {view.state}, step {view.step} of {view.steps}, generation {view.generation}, "
+                f"incarnation {view.incarnation}; workers {workers or 'none'}; {view.reason}"
+            )
+        for line in view.lines[-20:]:
+            show(line)
+        seen += len(view.lines)
+        if known.once or view.over:
+            return 0
+        time.sleep(0.2)
+
+
+def _logs(known: argparse.Namespace, _: list[str]) -> int:
+    from storage.objects import ObjectStore
+
+    job = Job.load(known.job, [])
+    store = ObjectStore.open(job.bucket)
+    prefix = f"{job.name}/logs/"
+    keys = [key for key in store.list(prefix) if known.worker in (None, Path(key).stem)]
+    if not keys:
+        of = f" of {known.worker}" if known.worker else ""
+        say(f"no logs{of} in {job.bucket}/{prefix}: they are kept when a worker ends")
+        return 1
+    for key in keys:
+        print(store.get(key).decode(errors="replace"))
+    return 0
+
+
+def _simulate(known: argparse.Namespace, _: list[str]) -> int:
+    from elastic.sim import Violation, coverage_table, run_many
+
+    began = time.monotonic()
+    try:
+        coverage = run_many(range(known.first, known.first + known.seeds))
+    except Violation as violation:
+        say(str(violation))
+        return 1
+    print(coverage_table(coverage))
+    print(f"{known.seeds} seeds, no violation, {time.monotonic() - began:.1f} s")
+    return 0
+
+
+def _prepare(known: argparse.Namespace, _: list[str]) -> int:
+    from elastic.data.prepare import SUFFIXES, prepare
+
+    summary = prepare(known.source, known.destination, tuple(known.suffix or SUFFIXES))
+    say(str(summary))
+    return 0
+
+
+def _checkpoint_ls(known: argparse.Namespace, _: list[str]) -> int:
+    from elastic.runs import Run
+
+    run = Run.open(Job.load(known.job, []))
+    newest = run.newest()
+    table = Table("step", "generation", "files", "bytes", "layout", "state")
+    for listed in run.checkpoints.versions():
+        version, manifest = listed.version, listed.manifest
+        state = "damaged" if listed.damaged else "incomplete" if manifest is None else "newest good" if version == newest else "good"
+        files = manifest.files if manifest else ()
+        layout = "×".join(str(n) for n in manifest.about["layout"].values()) if manifest else ""
+        table.add_row(str(version.step), str(version.generation), str(len(files)), f"{sum(f.size for f in files):,}", layout, state)
+    console.print(table)
+    return 0
+
+
+def _checkpoint_verify(known: argparse.Namespace, _: list[str]) -> int:
+    from elastic.runs import Run
+
+    run = Run.open(Job.load(known.job, []))
+    report = run.checkpoints.verify(run.version_at(known.step))
+    say(str(report))
+    return 0 if report.good else 1
+
+
+def _checkpoint_export(known: argparse.Namespace, _: list[str]) -> int:
+    from elastic.runs import Run
+
+    run = Run.open(Job.load(known.job, []))
+    for path in run.checkpoints.export(run.version_at(known.step), known.to):
+        say(str(path))
+    return 0

@@ -1,0 +1,214 @@
+"""Performs actions: starts workers, opens stores, sends plans, fences, settles, kills, writes manifests.
+
+Messages to one worker go out in the order of the actions and are received in that order.  What must wait for an answer (a store's
+address, the bucket) runs on a small pool and reports back as an event, so that the coordinator never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.keeper import Keeper
+from actors.worker import Worker
+from elastic.control.actions import (
+    Action,
+    CommitManifest,
+    Exit,
+    Fence,
+    Form,
+    Go,
+    Kill,
+    Pause,
+    Quarantine,
+    Settle,
+    StartWorkers,
+)
+from elastic.control.events import Event, KeeperLost, KeeperUp, Lost, Saved, SaveFailed, StartFailed
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.job import Job
+from elastic.runs import Run, SavedShard
+from storage.errors import StorageError
+
+STORE_DEADLINE_S = 10
+KEPT_CHECKPOINTS = 4
+
+
+class Group:
+    """The actors of one run.  ``post`` puts an event into the coordinator's inbox; safe from any thread."""
+
+    def __init__(self, job: Job, run: Run, token: str, coordinator: Any, search_path: list[str], post: Callable[[Event], None]) -> None:
+        self.job, self.run, self.token, self.coordinator, self.search_path, self.post = job, run, token, coordinator, search_path, post
+        self.workers: dict[WorkerId, Any] = {}
+        self.joined: dict[WorkerId, NodeId] = {}
+        self.keepers: dict[NodeId, Any] = {}
+        self.shards: dict[Version, dict[WorkerId, SavedShard]] = {}
+        self._lives: list[Any] = []
+        """A call to each actor that ends when it does."""
+        self._closing = False
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
+
+    def perform(self, action: Action) -> None:
+        match action:
+            case StartWorkers(workers):
+                for worker in workers:
+                    self._start(worker)
+            case Form():
+                self._pool.submit(self._form, action)
+            case Go(generation, members):
+                self._send(members, "go", generation)
+            case Pause(generation, members, save):
+                self._send(members, "pause", generation, save)
+            case Fence(generation, members):
+                self._send(members, "fence", generation)
+            case Settle(generation, members, outcome):
+                self._send(members, "settle", generation, outcome)
+                for keeper in self.keepers.values():
+                    keeper.close_store.remote(generation)
+            case Kill(workers, _):
+                for worker in workers:
+                    self._kill(worker)
+            case CommitManifest(version, lineage):
+                self._pool.submit(self._commit, version, lineage)
+            case Quarantine(version, reason):
+                self._pool.submit(self.run.checkpoints.quarantine, version, reason)
+            case Exit(workers):
+                self._send(workers, "exit")
+
+    # ---- workers
+
+    def _start(self, worker: WorkerId) -> None:
+        """A detached actor: it survives the coordinator, and ``reap`` ends it."""
+        actor = (
+            ray.remote(concurrency_groups={"control": 1})(Worker)
+            .options(
+                name=f"{self.token}/{worker}",
+                lifetime="detached",
+                max_restarts=0,
+                num_cpus=self.job.workers.cpus,
+                num_gpus=self.job.workers.gpus,
+                scheduling_strategy="SPREAD",
+            )
+            .remote(self.job, self.token, worker, self.coordinator, self.search_path)
+        )
+        self.workers[worker] = actor
+        self._when_done(actor.train.remote(), lambda error: self._ended(worker, error))
+
+    def _ended(self, worker: WorkerId, error: BaseException | None) -> None:
+        reason = _why(error)
+        self.post(Lost(worker, reason) if worker in self.joined else StartFailed(worker, reason))
+
+    def _when_done(self, ref: Any, then: Callable[[BaseException | None], None]) -> None:
+        def done(future: Future[Any]) -> None:
+            then(future.exception())
+
+        self._lives.append(ref)
+        ref.future().add_done_callback(done)
+
+    def welcome(self, worker: WorkerId, node: NodeId) -> None:
+        """The worker has joined: its node's keeper follows it from now on."""
+        self.joined[worker] = node
+        if node in self.keepers:
+            self.keepers[node].watch.remote(worker)
+
+    def _kill(self, worker: WorkerId) -> None:
+        if worker in self.workers:
+            ray.kill(self.workers[worker], no_restart=True)
+        keeper = self.keepers.get(self.joined.get(worker, NodeId("")))
+        if keeper is not None:
+            keeper.kill.remote(worker)
+
+    def _send(self, workers: tuple[WorkerId, ...], method: str, *arguments: object) -> None:
+        for worker in workers:
+            if worker in self.workers:
+                getattr(self.workers[worker], method).remote(*arguments)
+
+    def _form(self, action: Form) -> None:
+        plan = action.plan
+        try:
+            store = ray.get(self.keepers[plan.store_node].open_store.remote(plan.generation), timeout=STORE_DEADLINE_S)
+        except (ray.exceptions.RayError, KeyError) as error:
+            self.post(KeeperLost(plan.store_node, f"it opened no store for generation {plan.generation}: {_why(error)}"))
+            return
+        self._send(plan.members, "form", plan, store)
+
+    # ---- keepers
+
+    def keep(self, node: NodeId) -> None:
+        """Start the keeper of a node that has none, unless it has none because the run is over."""
+        if self._closing:
+            return
+        actor = (
+            ray.remote(Keeper)
+            .options(
+                name=f"{self.token}/keeper-{node[:12]}",
+                lifetime="detached",
+                max_restarts=0,
+                num_cpus=0,
+                max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(self.token, self.job.bucket, self.job.name, self.coordinator)
+        )
+        self.keepers[node] = actor
+        self._when_done(actor.__ray_ready__.remote(), lambda error: self._keeper_ready(node, error))
+
+    def _keeper_ready(self, node: NodeId, error: BaseException | None) -> None:
+        if error is not None:
+            self._keeper_lost(node, error)
+            return
+        self.post(KeeperUp(node))
+        for worker, home in list(self.joined.items()):
+            if home == node:
+                self.keepers[node].watch.remote(worker)
+        self._when_done(self.keepers[node].wait.remote(), lambda ended: self._keeper_lost(node, ended))
+
+    def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
+        self.keepers.pop(node, None)
+        self.post(KeeperLost(node, _why(error)))
+
+    # ---- the bucket
+
+    def receive(self, version: Version, worker: WorkerId, shard: SavedShard) -> None:
+        """A worker's part of the checkpoint of ``version``; kept until newer ones push it out, for a manifest may be asked for again."""
+        self.shards.setdefault(version, {})[worker] = shard
+        for old in sorted(self.shards)[:-KEPT_CHECKPOINTS]:
+            del self.shards[old]
+
+    def _commit(self, version: Version, lineage: tuple[tuple[int, int], ...]) -> None:
+        """From the shards of the latest world that wrote this version: an earlier one may have been cut off half way."""
+        try:
+            shards = list(self.shards[version].values())
+            latest = max(shard.generation for shard in shards)
+            written = [shard for shard in shards if shard.generation == latest]
+            digest = self.run.commit(version, [shard.receipt for shard in written], lineage, written[0].layout)
+        except (StorageError, OSError, KeyError) as error:
+            self.post(SaveFailed(version, f"{type(error).__name__}: {error}"))
+        else:
+            self.post(Saved(version, digest))
+
+    # ---- the end
+
+    def reap(self, grace_s: float) -> None:
+        """End every process of the run, in good order where it will, and leave nothing on any node."""
+        self._closing = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        closing = [keeper.close.remote() for keeper in self.keepers.values()]
+        ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None
+        for actor in [*self.workers.values(), *self.keepers.values()]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor, no_restart=True)
+        ray.wait(self._lives, num_returns=len(self._lives), timeout=grace_s) if self._lives else None
+
+
+def _why(error: BaseException | None) -> str:
+    if error is None:
+        return "its process left"
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "its node died" if "node has died" in str(error) else "its process died"
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"

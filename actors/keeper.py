@@ -1,0 +1,105 @@
+"""One keeper a node: no accelerator, no training.  It hosts the store in which a generation meets, watches the node's workers, and
+keeps what a dead one printed.
+
+Its heartbeat has a thread of its own, so that nothing it does can make it look dead.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import ray
+
+from actors.processes import Process, describe, log_file, log_folder, sweep
+from elastic.control.events import Beat, Progress
+from elastic.ids import NodeId, WorkerId
+from elastic.train.counters import Counters, segment
+from storage.errors import StorageError
+from storage.objects import ObjectStore
+
+BEAT_S = 0.5
+LOG_LINES = 200
+
+
+class Keeper:
+    def __init__(self, run: str, bucket: str, name: str, coordinator: Any) -> None:
+        self.run, self.coordinator = run, coordinator
+        self.logs = f"{name}/logs/{run.removeprefix(f'{name}-')}"
+        sweep(name)
+        self.store = ObjectStore.open(bucket)
+        self.node = NodeId(ray.get_runtime_context().get_node_id())
+        self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
+        self.stores: dict[int, Any] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def open_store(self, generation: int) -> tuple[str, int]:
+        """Host the store of ``generation`` here; where it listens."""
+        from torch.distributed import TCPStore
+
+        host = ray.util.get_node_ip_address()
+        if generation not in self.stores:
+            self.stores[generation] = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        return host, self.stores[generation].port
+
+    def close_store(self, generation: int) -> None:
+        """Whoever still waits in the store of ``generation`` is freed with an error."""
+        self.stores.pop(generation, None)
+
+    def watch(self, worker: WorkerId) -> None:
+        """Follow a worker of this node, which has joined."""
+        counters = Counters(segment(self.run, worker), create=False)
+        self.workers[worker] = (Process(counters["pid"]), counters)
+
+    def kill(self, worker: WorkerId) -> None:
+        if worker in self.workers:
+            self.workers[worker][0].kill()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            progress = tuple(
+                Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"])
+                for worker, (_, c) in sorted(self.workers.items())
+            )
+            self.coordinator.post.remote(Beat(self.node, progress))
+
+    def _watch(self) -> None:
+        while not self._closed.wait(0.05):
+            for worker, (process, _) in list(self.workers.items()):
+                if process.ended():
+                    time.sleep(0.05)  # until its parent has reaped it: only then does the kernel tell the status
+                    del self.workers[worker]
+                    self._keep_log(worker, describe(process.status()))
+
+    def _keep_log(self, worker: WorkerId, how: str) -> None:
+        path = log_file(self.run, worker)
+        lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
+        text = "\n".join([f"# {worker} on node {self.node[:8]}: {how}", *lines, ""])
+        try:
+            self.store.put(f"{self.logs}/{worker}.log", text.encode())
+        except (StorageError, OSError) as error:
+            print(f"the log of {worker} could not be kept: {error}", flush=True)
+
+    def close(self) -> None:
+        """The run is over: keep the logs of those that left in good order, and leave nothing on the node."""
+        self._closed.set()
+        for worker, (process, _) in sorted(self.workers.items()):
+            deadline = time.monotonic() + 5
+            while not process.ended() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            process.kill()
+            self._keep_log(worker, describe(process.status()) if process.ended() else "ended by its keeper")
+        self.workers.clear()
+        self.stores.clear()
+        for path in segment(self.run, "x").parent.glob(f"elastic-{self.run}-*"):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(log_folder(self.run), ignore_errors=True)
+
+    def wait(self) -> None:
+        """Never returns: whoever holds this call learns at once when the keeper dies."""
+        threading.Event().wait()

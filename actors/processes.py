@@ -1,0 +1,76 @@
+"""Processes as the operating system sees them: their log files, their deaths, the signal they died of."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import tempfile
+from pathlib import Path
+
+from elastic.train.counters import Counters, segment
+
+_PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
+_PIDFD_INFO_EXIT = 1 << 3
+
+
+def log_folder(run: str) -> Path:
+    return Path(tempfile.gettempdir()) / "elastic" / run
+
+
+def log_file(run: str, worker: str) -> Path:
+    """What the worker printed, on its node."""
+    return log_folder(run) / f"{worker}.log"
+
+
+def sweep(name: str) -> None:
+    """Remove what earlier lives of the run left on this node when everything was killed at once: segments of dead processes."""
+    for path in segment(f"{name}-????-??????", "w*").parent.glob(segment(f"{name}-????-??????", "w*").name):
+        counters = Counters(path, create=False)
+        pid = counters["pid"]
+        counters.close()
+        if pid and not Path(f"/proc/{pid}").exists():
+            path.unlink(missing_ok=True)
+
+
+class Process:
+    """A handle on one process, by pidfd: never confused with a later process of the same number."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def ended(self) -> bool:
+        return bool(select.select([self._descriptor], [], [], 0)[0])
+
+    def kill(self) -> None:
+        try:
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def status(self) -> int | None:
+        """The wait status of the ended process, from the kernel (Linux 6.15 and later tell it to others than the parent); else None."""
+        buffer = bytearray(64)
+        struct.pack_into("Q", buffer, 0, _PIDFD_INFO_EXIT)
+        try:
+            fcntl.ioctl(self._descriptor, _PIDFD_GET_INFO, buffer, True)
+        except OSError:
+            return None
+        mask, status = struct.unpack_from("Q", buffer, 0)[0], struct.unpack_from("i", buffer, 60)[0]
+        return status if mask & _PIDFD_INFO_EXIT else None
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def describe(status: int | None) -> str:
+    """How a process ended, in words."""
+    if status is None:
+        return "ended; this kernel does not tell how (nothing in its log: SIGKILL, often from the kernel when memory runs out)"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return f"killed by signal {number} ({signal.Signals(number).name})"
+    return f"exited with code {os.waitstatus_to_exitcode(status)}"

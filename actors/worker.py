@@ -1,0 +1,147 @@
+"""One worker: one process, one accelerator or CPU slot.
+
+The training thread is the actor method ``train``; the control methods run in a concurrency group of their own, in order, and
+answer while the training thread computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from actors.processes import log_file
+from elastic.control.commit import Outcome
+from elastic.control.events import Event, Joined, StartFailed
+from elastic.errors import ElasticError
+from elastic.ids import NodeId, WorkerId
+from elastic.job import Job
+from elastic.plan.plan import Plan
+from elastic.runs import SavedShard
+from elastic.train.counters import Counters, segment
+from storage.errors import StorageError
+
+if TYPE_CHECKING:
+    from elastic.train.loop import Trainer
+
+
+class Worker:
+    """Made by ``actors/group.py``; ``train`` is called once, and its return or failure is how Ray tells that the process ended."""
+
+    def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str]) -> None:
+        self.job, self.worker, self.coordinator = job, worker, coordinator
+        sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
+        _redirect_output(log_file(run, worker))
+        faulthandler.register(signal.SIGUSR1)  # where it stands, into its log: for whoever looks at a hang
+        self.counters = Counters(segment(run, worker), create=True)
+        self.counters["pid"] = os.getpid()
+        self.trainer: Trainer | None = None
+        self._renew_now = threading.Event()
+
+    def train(self) -> None:
+        """From imports to the end of the run."""
+        from elastic.train.loop import Trainer
+        from elastic.train.setup import kind_of, make_session, prepare_process
+        from elastic.train.state import build_model, rows_of, tensors_of
+        from storage.checkpoints import Checkpoints
+        from storage.objects import ObjectStore
+
+        try:
+            device = prepare_process(self.job)
+            session = make_session(self.job, self.counters)
+            rows = rows_of(tensors_of(build_model(self.job)))
+        except (ElasticError, StorageError) as error:
+            self.report(StartFailed(self.worker, str(error)))
+            return
+        checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
+        self.trainer = Trainer(session, self.worker, device, checkpoints, self.report)
+        threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
+        node = NodeId(ray.get_runtime_context().get_node_id())
+        self.report(Joined(self.worker, node, kind_of(device), rows))
+        self._end(self.trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        """Run to the end, then leave at once: a detached actor would stay, and one that failed must not look alive."""
+        code = 1
+        try:
+            trainer.run()
+            code = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    def report(self, event: Event, shard: SavedShard | None = None) -> None:
+        self.coordinator.post.remote(event, shard)
+
+    def _keep_lease(self, trainer: Trainer) -> None:
+        """Ask for the lease while the coordinator answers; a worker that nobody answers for two leases ends itself."""
+        lease_s = self.job.deadlines.lease_s
+        heard_at = time.monotonic()
+        while True:
+            asked_at, answer = time.monotonic(), None
+            with contextlib.suppress(ray.exceptions.RayError):
+                answer = ray.get(self.coordinator.renew.remote(self.worker, trainer.gate.generation), timeout=lease_s / 4)
+            if answer is not None:
+                heard_at = asked_at
+                trainer.gate.acknowledge(answer.recorded_step)
+                if answer.granted:
+                    trainer.gate.lease_until = asked_at + lease_s
+            if time.monotonic() > heard_at + 2 * lease_s:
+                print(f"{self.worker}: no coordinator answered for {2 * lease_s:.0f} s; leaving", flush=True)
+                os._exit(3)
+            self._renew_now.wait(lease_s / 4)
+            self._renew_now.clear()
+
+    @property
+    def _trainer(self) -> Trainer:
+        if self.trainer is None:
+            raise RuntimeError(f"{self.worker} has not joined yet")
+        return self.trainer
+
+    # ---- control thread: each is what ``elastic/train/loop.py`` says
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def form(self, plan: Plan, store: tuple[str, int]) -> None:
+        self._trainer.form(plan, store)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def go(self, generation: int) -> None:
+        self._trainer.go(generation)
+        self._renew_now.set()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def pause(self, generation: int, save: bool) -> None:
+        self._trainer.pause(generation, save)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def fence(self, generation: int) -> None:
+        self._trainer.fence(generation)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def settle(self, generation: int, outcome: Outcome | None) -> None:
+        self._trainer.settle(generation, outcome)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def exit(self) -> None:
+        self._trainer.exit()
+
+
+def _redirect_output(path: Path) -> None:
+    """What the process prints goes to a file that its keeper can read after its death."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    faulthandler.enable(all_threads=False)  # a segmentation fault leaves a traceback there too

@@ -1,0 +1,91 @@
+"""What to do: all that ``advance`` may ask for.  Performed in order by ``actors/group.py``; each is safe to do twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.control.commit import Outcome
+from elastic.ids import Version, WorkerId
+from elastic.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """Start ``workers``, new processes with ids never used before."""
+
+    workers: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Open a store for the generation on the plan's store node, then send the plan to every member."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Go:
+    """All are ready: begin stepping; what was held in older layouts may be dropped."""
+
+    generation: int
+    members: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Ask the members to agree, in their next commit, to stop at the boundary after it; ``save``: and to save there."""
+
+    generation: int
+    members: tuple[WorkerId, ...]
+    save: bool
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Let nothing more be applied in ``generation``; each answers ``Fenced``.  Nothing is aborted yet."""
+
+    generation: int
+    members: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True)
+class Settle:
+    """All are fenced or expelled: apply ``outcome`` where it is prepared (None: drop), then abort and leave the groups."""
+
+    generation: int
+    members: tuple[WorkerId, ...]
+    outcome: Outcome | None
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End these processes.  A wish: only ``Lost`` says that it came true."""
+
+    workers: tuple[WorkerId, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class CommitManifest:
+    """All shards of ``version`` are in: write its manifest, create-only, and report ``Saved`` or ``SaveFailed``."""
+
+    version: Version
+    lineage: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Add DAMAGED.json to the checkpoint of ``version``."""
+
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The run is over for these workers: leave in good order."""
+
+    workers: tuple[WorkerId, ...]
+
+
+Action = StartWorkers | Form | Go | Pause | Fence | Settle | Kill | CommitManifest | Quarantine | Exit

@@ -1,0 +1,147 @@
+"""Events, decisions and :class:`RunState` <-> the JSON of the journal, exactly.
+
+A dataclass becomes an object with its name under ``$``; tuples become arrays; floats are written as ``float.hex()``, so that what
+comes back is bit for bit what went in (JSON readers round, and know neither infinity nor NaN).  Reading follows the types that the
+dataclasses declare, and refuses by name what it does not know: a journal of another version is an error, not a guess.
+
+A record holds an event and the decision: the state, actions and reason, and the fields of ``RunState`` that it ``changed``.
+Recovery folds these; it does not decide again, so a journal stays readable when the rules have changed since.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from elastic.control.actions import Action
+from elastic.control.events import Event
+from elastic.control.states import RunState
+from elastic.control.turn import Transition
+
+FORMAT = 1
+
+Json = Any
+
+
+class UnknownFormat(ValueError):
+    """The journal was written by a version that this one does not understand."""
+
+
+# ---- records
+
+
+def snapshot(run: RunState, code: str = "") -> dict[str, Json]:
+    """What a segment of the journal begins with: all that was known.  ``code``: version of the code that wrote it."""
+    return {"format": FORMAT, "code": code, "run": encode(run)}
+
+
+def record(number: int, at: float, event: Event, before: RunState, transition: Transition) -> dict[str, Json]:
+    """One decision.  ``before``: the run as the record before left it (transitions between may go unrecorded)."""
+    return {
+        "n": number,
+        "at": at,
+        "event": encode(event),
+        "state": type(transition.run.state).__name__,
+        "changed": changes(before, transition.run),
+        "actions": encode(transition.actions),
+        "reason": transition.reason,
+    }
+
+
+def changes(before: RunState, after: RunState) -> dict[str, Json]:
+    """The fields of ``after`` that differ, encoded."""
+    pairs = ((each.name, getattr(before, each.name), getattr(after, each.name)) for each in fields(RunState))
+    return {name: encode(new) for name, old, new in pairs if new is not old and new != old}
+
+
+def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) -> RunState:
+    """The run as the last of ``records`` left it; they follow ``snapshot`` without a gap."""
+    if snapshot["format"] != FORMAT:
+        raise UnknownFormat(f"the journal has format {snapshot['format']}, this version reads {FORMAT}")
+    run = dict(snapshot["run"])
+    for each in records:
+        run.update(each["changed"])
+    return decode_run(run)
+
+
+# ---- values
+
+
+def encode(value: object) -> Json:
+    """As JSON; raises :class:`TypeError` for what has no place in a journal."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, tuple):
+        return [encode(each) for each in value]
+    if isinstance(value, dict):
+        return {key: encode(each) for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"$": type(value).__name__, **{name: encode(getattr(value, name)) for name in _hints(type(value))}}
+    raise TypeError(f"{type(value).__name__} has no form in the journal: {value!r}")
+
+
+def decode_event(json: Json) -> Event:
+    event: Event = decode(Event, json)
+    return event
+
+
+def decode_action(json: Json) -> Action:
+    action: Action = decode(Action, json)
+    return action
+
+
+def decode_run(json: Json) -> RunState:
+    run: RunState = decode(RunState, json)
+    return run
+
+
+def decode(hint: Any, json: Json) -> Any:
+    """The value of type ``hint`` that :func:`encode` made ``json`` of."""
+    kind = get_origin(hint)
+    if kind in (Union, types.UnionType):
+        return _decode_union(get_args(hint), json)
+    if kind is tuple:
+        return _decode_tuple(get_args(hint), json)
+    if kind is dict:
+        return {key: decode(get_args(hint)[1], each) for key, each in json.items()}
+    if is_dataclass(hint):
+        return _decode_fields(hint, json)
+    if hint is float:
+        return float.fromhex(json) if isinstance(json, str) else json
+    return json
+
+
+def _decode_union(options: tuple[Any, ...], json: Json) -> Any:
+    if json is None or not isinstance(json, dict):
+        return json if json is None else decode(next(each for each in options if each is not types.NoneType), json)
+    by_name: dict[str, type] = {each.__name__: each for each in options if isinstance(each, type)}
+    if json.get("$") not in by_name:
+        raise UnknownFormat(f"the journal has {json.get('$')!r} where one of {', '.join(sorted(by_name))} is expected")
+    return decode(by_name[json["$"]], json)
+
+
+def _decode_tuple(options: tuple[Any, ...], json: Json) -> tuple[Any, ...]:
+    if len(options) == 2 and options[1] is Ellipsis:
+        return tuple(decode(options[0], each) for each in json)
+    return tuple(decode(option, each) for option, each in zip(options, json, strict=True))
+
+
+def _decode_fields(kind: Any, json: Json) -> Any:
+    hints = _hints(kind)
+    if json.get("$") != kind.__name__:
+        raise UnknownFormat(f"the journal has {json.get('$')!r} where {kind.__name__} is expected")
+    unknown = sorted(json.keys() - hints.keys() - {"$"})
+    if unknown:
+        raise UnknownFormat(f"{kind.__name__} of the journal has unknown fields: {', '.join(unknown)}")
+    return kind(**{name: decode(hint, json[name]) for name, hint in hints.items() if name in json})
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {each.name: hints[each.name] for each in fields(kind)}

@@ -1,0 +1,123 @@
+"""The commit of a step: what every member puts into the one all-gather, and what all of them conclude from it.
+
+The record is a fixed-size vector of float64 (integers below 2**53 are exact), so that it travels in one small collective
+on any backend and can be filled in on the accelerator.  The collective completes nowhere unless every member's gradients were
+complete: having seen it *is* the commit.  An aborted collective can look complete over garbage, so each record names whom it
+is from and carries a checksum; one wrong record and there is no outcome.
+
+    [MAGIC, incarnation, generation, step, world rank, boundary, finite, squared norm]
+    then for each of the member's rounds   [loss sum, token count, sample ids ...]
+    then the checksum: the wrapping 64-bit sum of everything before it, word i as a bit pattern times 2i + 1, so that order counts
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from elastic.plan.batch import microbatch_of, rounds
+
+GO_ON, PAUSE, SAVE_AND_PAUSE = 0, 1, 2
+"""What a member asks for at the boundary after this step; the greatest of all members counts."""
+
+MAGIC = 20260721.0
+HEADER = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The commit of one step, the same on every member.
+
+    ``squared_norm`` is that of the summed gradient, before it is divided by ``tokens``; ``losses`` and ``counts`` are sums
+    by microbatch, in order; ``samples`` the ids each microbatch read (the ledger).  ``finite`` False: the update is skipped.
+    """
+
+    step: int
+    generation: int
+    squared_norm: float
+    losses: tuple[float, ...]
+    counts: tuple[int, ...]
+    samples: tuple[tuple[int, ...], ...]
+    finite: bool
+    boundary: int = GO_ON
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's valid tokens, added in microbatch order."""
+        total = 0.0
+        for part in self.losses:
+            total += part
+        return total / max(self.tokens, 1)
+
+    @property
+    def norm(self) -> float:
+        """Norm of the mean gradient, the one that is clipped."""
+        return float(self.squared_norm**0.5 / max(self.tokens, 1))
+
+
+@dataclass(frozen=True)
+class CommitShape:
+    """What fixes the size of a record: the same for every member of a world."""
+
+    incarnation: int
+    generation: int
+    microbatches: int
+    microbatch: int
+    world: int
+
+    @property
+    def rounds(self) -> int:
+        return rounds(self.microbatches, self.world)
+
+    @property
+    def fields(self) -> int:
+        """Number of float64 in one record, checksum included."""
+        return HEADER + self.rounds * (2 + self.microbatch) + 1
+
+
+class BadRecord(ValueError):
+    """A gathered record is not what its member sent: the collective was aborted under us."""
+
+
+def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
+    """The outcome of ``step`` from the records of all members in order of world rank (little-endian float64).
+
+    Raises :class:`BadRecord` when any of them is garbage.
+    """
+    size = shape.fields * 8
+    if len(gathered) != size * shape.world:
+        raise BadRecord(f"{len(gathered)} bytes of commit records instead of {size * shape.world}")
+    records = [_record(shape, step, rank, gathered[rank * size : (rank + 1) * size]) for rank in range(shape.world)]
+    parts = {}
+    for rank, record in enumerate(records):
+        for round_ in range(shape.rounds):
+            index = microbatch_of(round_, rank, shape.world, shape.microbatches)
+            if index is not None:
+                first = HEADER + round_ * (2 + shape.microbatch)
+                parts[index] = record[first : first + 2 + shape.microbatch]
+    ordered = [parts[i] for i in range(shape.microbatches)]
+    return Outcome(
+        step=step,
+        generation=shape.generation,
+        squared_norm=records[0][7],
+        losses=tuple(part[0] for part in ordered),
+        counts=tuple(int(part[1]) for part in ordered),
+        samples=tuple(tuple(int(i) for i in part[2:]) for part in ordered),
+        finite=all(record[6] == 1.0 for record in records),
+        boundary=int(max(record[5] for record in records)),
+    )
+
+
+def _record(shape: CommitShape, step: int, rank: int, raw: bytes) -> tuple[float, ...]:
+    words = struct.unpack(f"<{shape.fields}q", raw)
+    if (sum((2 * i + 1) * word for i, word in enumerate(words[:-1])) - words[-1]) % 2**64:
+        raise BadRecord(f"the commit record of world rank {rank} at step {step} has a wrong checksum")
+    fields = struct.unpack(f"<{shape.fields}d", raw)
+    expected = (MAGIC, float(shape.incarnation), float(shape.generation), float(step), float(rank))
+    if fields[:5] != expected:
+        raise BadRecord(f"the commit record of world rank {rank} says {fields[1:5]} instead of {expected[1:]}")
+    return fields

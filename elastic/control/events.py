@@ -1,0 +1,207 @@
+"""What happened: everything the coordinator can learn.  Frozen; each says who says so and in which generation.
+
+An event is a fact about its sender, never an instruction.  One that carries an older generation is refused by ``advance``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.control.commit import Outcome
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.transfer import Holding
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker's process is up, its imports are done, and it can be given a plan.
+
+    ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``rows`` are the distinct
+    dim-0 lengths of the state's tensors: all that coverage of dim-0 shards depends on.
+    """
+
+    worker: WorkerId
+    node: NodeId
+    kind: str
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The worker's process is gone for good, seen by its node or by Ray: it can act no more."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """A worker that was asked for did not come up (never ``Joined``)."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class KeeperUp:
+    node: NodeId
+
+
+@dataclass(frozen=True)
+class KeeperLost:
+    node: NodeId
+    reason: str
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """So many more workers the cluster could start now."""
+
+    slots: int
+
+
+@dataclass(frozen=True)
+class Here:
+    """The plan of ``generation`` arrived; no collective was begun yet."""
+
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Groups formed, state healed: the worker holds its shard of the plan's version in the plan's layout.
+
+    ``form_s``, ``heal_s``: how long the two took here (for the report; decides nothing).
+    """
+
+    worker: WorkerId
+    generation: int
+    form_s: float = 0.0
+    heal_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """The world committed a step.  Sent by world rank 0 once it applied it."""
+
+    worker: WorkerId
+    generation: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """A member asked for its lease on ``generation`` to be prolonged, and was granted it."""
+
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and collective of ``step``."""
+
+    worker: WorkerId
+    generation: int
+    step: int
+    microbatch: int
+    collective: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A keeper is alive, and this is how far the workers of its node are."""
+
+    node: NodeId
+    progress: tuple[Progress, ...]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A member cannot go on in ``generation`` and stands still, not fenced, groups not left.
+
+    cause "peer": a collective failed; "job": the user's code raised (``signature``: exception type and user frame);
+    "device": this process is unusable (sticky error): replace it; "damaged": ``version`` in the bucket cannot be read;
+    "lease": its lease ran out.
+    """
+
+    worker: WorkerId
+    generation: int
+    step: int
+    cause: str
+    detail: str
+    signature: str = ""
+    version: Version | None = None
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """The worker will apply nothing more in ``generation``.  Answer to ``Fence``, and sent unasked at an agreed boundary.
+
+    ``held``: what it holds complete and unharmed (old and new layout while healing).  ``prepared``: the step whose gradients are
+    complete here but not applied.  ``outcomes``: the last commits it has seen, oldest first: evidence, and the ledger of a dead rank 0.
+    A worker that failed while applying holds nothing.
+    """
+
+    worker: WorkerId
+    generation: int
+    held: tuple[Holding, ...]
+    prepared: int | None
+    outcomes: tuple[Outcome, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardSaved:
+    """The worker's part of the checkpoint of ``version`` is in the bucket, digests taken."""
+
+    worker: WorkerId
+    version: Version
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The manifest of ``version`` is durable; ``digest`` is its own."""
+
+    version: Version
+    digest: str
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """The user, or a driver that went away, wants a clean stop with a save."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time went by."""
+
+
+Event = (
+    Joined
+    | Lost
+    | StartFailed
+    | KeeperUp
+    | KeeperLost
+    | Capacity
+    | Here
+    | Ready
+    | StepDone
+    | Renewed
+    | Beat
+    | Broken
+    | Fenced
+    | ShardSaved
+    | Saved
+    | SaveFailed
+    | StopRequested
+    | Tick
+)

@@ -1,0 +1,107 @@
+"""How a world comes to be: a plan, then ``Here`` from each member (no collective yet), then ``Ready`` from each.
+
+One absent member lets *every* member's group formation time out, so whoever is not ready is not to blame: whoever is not here is.
+"""
+
+from __future__ import annotations
+
+from elastic.control import checkpoints, lineage, membership
+from elastic.control.actions import Form, Go
+from elastic.control.events import Here, Ready
+from elastic.control.health import Watch
+from elastic.control.seating import candidates, layout_of, make_plan
+from elastic.control.states import Forming, Running, Waiting
+from elastic.control.stepping import finish
+from elastic.control.stopping import expel, stop
+from elastic.control.turn import Turn, count, names
+from elastic.plan.plan import Plan
+
+
+def form(turn: Turn) -> None:
+    """Begin the next generation with whoever is there, or wait."""
+    run, plan = turn.run, make_plan(turn.run, turn.rules)
+    if plan is None:
+        if not isinstance(run.state, Waiting):
+            turn.to(Waiting(turn.now))
+            turn.say(f"wait: {_shortage(turn)}")
+        return
+    given_up = lineage.abandoned(run.lineage, plan.version)
+    kept = lineage.cut(run.lineage, plan.version)
+    turn.know(
+        generation=plan.generation,
+        lineage=kept,
+        saves=tuple(each for each in run.saves if lineage.contains(kept, each.version)),
+        last=None if given_up else run.last,
+        seats=plan.members,
+        kind=run.workers[plan.members[0]].kind,
+        lease_until=0.0,
+    )
+    turn.to(Forming(plan, turn.now + turn.rules.form_s))
+    turn.do(Form(plan))
+    turn.say(_announcement(plan, given_up))
+
+
+def _announcement(plan: Plan, given_up: tuple[tuple[int, int, int], ...]) -> str:
+    text = f"form generation {plan.generation} of {names(plan.members)} ({plan.layout}) at step {plan.version.step} ({plan.tier})"
+    for generation, first, last in given_up:
+        text += f", abandons step{f' {first}' if first == last else f's {first}–{last}'} of generation {generation}"
+    return text
+
+
+def _shortage(turn: Turn) -> str:
+    there, low = len(candidates(turn.run, turn.rules)), turn.rules.min_workers
+    if layout_of(there, turn.rules) is not None:
+        return "no keeper is there to host the store"
+    return f"{count(there, 'worker')} {'is' if there == 1 else 'are'} too few for any layout (at least {low})"
+
+
+def here(turn: Turn, event: Here) -> None:
+    state = turn.run.state
+    if isinstance(state, Forming) and event.worker not in state.here:
+        turn.amend(here=(*state.here, event.worker))
+
+
+def ready(turn: Turn, event: Ready) -> None:
+    state = turn.run.state
+    if isinstance(state, Forming) and event.worker not in state.ready:
+        here = state.here if event.worker in state.here else (*state.here, event.worker)
+        turn.amend(here=here, ready=(*state.ready, event.worker))
+
+
+def forming(turn: Turn, state: Forming) -> None:
+    plan, there = state.plan, len(state.here)
+    if len(state.ready) == len(plan.members):
+        go(turn, plan)
+    elif turn.run.stop and (plan.tier == "init" or plan.version in turn.run.saved):
+        stop(turn, f"stop asked for ({turn.run.stop}) with nothing to save")
+    elif turn.now >= state.deadline and there < len(plan.members):
+        absent = tuple(worker for worker in plan.members if worker not in state.here)
+        expel(turn, absent, f"{names(absent)} did not take the plan within {turn.rules.form_s:g} s")
+    elif turn.now >= state.deadline:
+        _blame_the_store(turn, state)
+
+
+def _blame_the_store(turn: Turn, state: Forming) -> None:
+    """All were there: a stuck one makes the others look stuck, so nobody is killed the first time."""
+    plan, again = state.plan, bool(turn.run.blamed)
+    turn.know(blamed=(*turn.run.blamed, plan.store_node))
+    stuck = tuple(worker for worker in plan.members if worker not in state.ready)
+    cause = f"all {len(plan.members)} were there, but {names(stuck)} did not get ready within {turn.rules.form_s:g} s"
+    if again and state.ready:
+        expel(turn, stuck, cause)
+    else:
+        stop(turn, f"{cause}; blame the store on {plan.store_node} or the network")
+
+
+def go(turn: Turn, plan: Plan) -> None:
+    """All members are at the plan's version.  What each holds from now on, its answer to the fence will say."""
+    membership.hold(turn, {worker: () for worker in plan.members})
+    watch = Watch(moved_at=turn.now, stepped_at=turn.now)
+    turn.know(watch=watch, blamed=(), lease_until=turn.now + turn.rules.lease_s)
+    turn.do(Go(plan.generation, plan.members))
+    turn.say(f"generation {plan.generation} runs")
+    if plan.version.step >= turn.rules.target_step:
+        checkpoints.begin_again(turn, plan.version, plan.members)
+        finish(turn, plan)
+    else:
+        turn.to(Running(plan, turn.now))

@@ -1,0 +1,88 @@
+"""Is the world moving, and if not, who holds it up?
+
+Waiting members stand still too, so standing still proves nothing.  The culprit is the one that has *completed* least: all
+others wait for it in a collective.  Keepers read each member's counters in shared memory and send them with their heartbeats, so
+a process that hangs or is stopped is seen all the same.  Where several have completed equally little, the fence tells: a stopped
+process does not answer it, and a hanging one does not follow the next plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from elastic.control.events import Progress
+from elastic.ids import WorkerId
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A member's counters: what it has completed, when that was first seen, and when it was seen last."""
+
+    completed: tuple[int, int, int]
+    since: float
+    heard_at: float
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is known of a world's pace.  ``moved_at``: when any member was last seen to complete something."""
+
+    moved_at: float = 0.0
+    stepped_at: float = 0.0
+    step_s: float = 0.0
+    """Recent time of a step: half of it the last one's, a quarter the one's before, ..."""
+    seen: dict[WorkerId, Seen] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Nobody moves.  ``culprit`` is None when it is not known who holds the others up."""
+
+    culprit: WorkerId | None
+    sentence: str
+
+
+def observe(watch: Watch, progress: Iterable[Progress], now: float) -> Watch:
+    """The counters of some members, as of now."""
+    seen, moved_at = dict(watch.seen), watch.moved_at
+    for report in progress:
+        completed = (report.step, report.microbatch, report.collective)
+        before = seen.get(report.worker)
+        if before is None or completed > before.completed:
+            seen[report.worker] = Seen(completed, now, now)
+            moved_at = now
+        else:
+            seen[report.worker] = replace(before, heard_at=now)
+    return replace(watch, seen=seen, moved_at=moved_at)
+
+
+def stepped(watch: Watch, now: float) -> Watch:
+    """The world committed a step."""
+    step_s = now - watch.stepped_at
+    return replace(watch, moved_at=now, stepped_at=now, step_s=(watch.step_s + step_s) / 2 if watch.step_s else step_s)
+
+
+def patience_s(watch: Watch, stall_s: float) -> float:
+    """How long nobody may move: three recent steps at least, so that slow is not taken for stuck."""
+    return max(stall_s, 3 * watch.step_s)
+
+
+def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: float) -> Stall | None:
+    """Does the world stand still, and because of whom?  A member whose keeper is silent too is never blamed."""
+    still_s = now - watch.moved_at
+    if still_s < patience_s(watch, stall_s):
+        return None
+    still = f"no member moved for {still_s:.1f} s"
+    unheard = [worker for worker in members if worker not in watch.seen or watch.seen[worker].heard_at <= watch.moved_at]
+    if unheard:
+        return Stall(None, f"{still}; nobody is blamed, for nothing was heard from the node of {unheard[0]}")
+    return _blame(watch, members, still)
+
+
+def _blame(watch: Watch, members: tuple[WorkerId, ...], still: str) -> Stall:
+    ranked = sorted((watch.seen[worker].completed, watch.seen[worker].since, worker) for worker in members)
+    if len(ranked) > 1 and ranked[0][:2] == ranked[1][:2]:
+        return Stall(None, f"{still}; nobody is blamed, for {ranked[0][2]} and {ranked[1][2]} have completed equally little")
+    (step, microbatch, collective), _, culprit = ranked[0]
+    return Stall(culprit, f"{still}; {culprit} has completed least (step {step}, microbatch {microbatch}, collective {collective})")

@@ -1,0 +1,95 @@
+"""Which workers and keepers there are.  Ids are chosen here and never used again, so a word of the dead is known as such."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.control import saving
+from elastic.control.actions import Kill, StartWorkers
+from elastic.control.events import Joined, StartFailed
+from elastic.control.states import Finishing, Worker
+from elastic.control.turn import Turn, count, names
+from elastic.ids import NodeId, WorkerId
+from elastic.plan.transfer import Holding
+
+
+def joined(turn: Turn, event: Joined) -> None:
+    run = turn.run
+    if event.worker in run.workers:
+        return turn.refuse(f"{event.worker} has joined already")
+    if event.worker not in run.starting:
+        turn.do(Kill((event.worker,), "nobody waits for it"))
+        return turn.refuse(f"nobody waits for {event.worker}")
+    _start_is_over(turn, event.worker)
+    if run.rows and event.rows != run.rows:
+        turn.do(Kill((event.worker,), "its model has other sizes"))
+        return turn.say(f"{event.worker} is sent away: its model has other sizes than the others'")
+    turn.know(workers={**run.workers, event.worker: Worker(event.node, event.kind, turn.now)}, rows=event.rows)
+    other = turn.rules.reproducible and run.kind not in ("", event.kind)
+    left_out = f", but cannot be a member: it is {event.kind}, and only {run.kind} gives equal bits" if other else ""
+    turn.say(f"{event.worker} joined on node {event.node[:8]}{left_out}")
+
+
+def start_failed(turn: Turn, event: StartFailed) -> None:
+    """Its place among the workers is free again; the next attempt waits a little, so that a storm of failures does not spin."""
+    if event.worker not in turn.run.starting:
+        return turn.refuse(f"{event.worker} is not being started")
+    _start_is_over(turn, event.worker)
+    turn.know(start_after=turn.now + turn.rules.grow_debounce_s)
+    turn.say(f"{event.worker} did not start ({event.reason})")
+
+
+def _start_is_over(turn: Turn, worker: WorkerId) -> None:
+    turn.know(starting={each: asked_at for each, asked_at in turn.run.starting.items() if each != worker})
+
+
+def start_workers(turn: Turn) -> None:
+    """Ask for as many as the cluster has room for, up to the maximum; forget those that do not come."""
+    run, rules = turn.run, turn.rules
+    late = tuple(worker for worker, asked_at in run.starting.items() if turn.now - asked_at >= rules.form_s)
+    for worker in late:
+        _start_is_over(turn, worker)
+    if late:
+        turn.do(Kill(late, f"not there {rules.form_s:g} s after it was asked for"))
+        turn.say(f"{names(late)} did not join within {rules.form_s:g} s")
+    number = min(run.slots, rules.max_workers - len(run.workers) - len(turn.run.starting))
+    if number <= 0 or run.stop or turn.now < run.start_after or isinstance(run.state, Finishing):
+        return
+    new = tuple(WorkerId(f"w{run.next_worker + i}") for i in range(number))
+    asked = {**turn.run.starting, **dict.fromkeys(new, turn.now)}
+    turn.know(starting=asked, slots=run.slots - number, next_worker=run.next_worker + number)
+    turn.do(StartWorkers(new))
+    turn.say(f"start {names(new)}: {count(len(run.workers), 'worker')} of at most {rules.max_workers}")
+
+
+def remove(turn: Turn, workers: tuple[WorkerId, ...]) -> None:
+    """They are no part of the run any more; saves that still need a part from them cannot become complete."""
+    kept = {worker: known for worker, known in turn.run.workers.items() if worker not in workers}
+    turn.know(workers=kept, saves=saving.survivors(turn.run.saves, workers))
+
+
+def expel(turn: Turn, workers: tuple[WorkerId, ...], why: str) -> None:
+    """End them.  A kill is a wish: whatever they say from now on is refused."""
+    if workers:
+        turn.do(Kill(workers, why))
+        remove(turn, workers)
+
+
+def hold(turn: Turn, holdings: dict[WorkerId, tuple[Holding, ...]]) -> None:
+    """What those workers hold, as far as they are still here."""
+    known = turn.run.workers
+    turn.know(workers={**known, **{w: replace(known[w], holdings=held) for w, held in holdings.items() if w in known}})
+
+
+def unfit(turn: Turn, worker: WorkerId, why: str) -> None:
+    """It can take part no more, and is replaced once the generation is settled."""
+    turn.know(workers={**turn.run.workers, worker: replace(turn.run.workers[worker], unfit=why)})
+
+
+def keeper_up(turn: Turn, node: NodeId) -> None:
+    if node not in turn.run.keepers:
+        turn.know(keepers=tuple(sorted((*turn.run.keepers, node))))
+
+
+def keeper_lost(turn: Turn, node: NodeId) -> None:
+    turn.know(keepers=tuple(keeper for keeper in turn.run.keepers if keeper != node))

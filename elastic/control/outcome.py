@@ -1,0 +1,51 @@
+"""The outcome of a broken step: applied by all members or by none.
+
+The all-gather of commit records may have completed on any subset of the members when a world breaks.  Whoever saw it complete is
+evidence that the step is committed: then every member whose gradients are complete applies it, with that same record, and all
+hold the same version.  Without evidence all drop it, and the next world computes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic.control.commit import Outcome
+from elastic.control.events import Fenced
+from elastic.ids import Version, WorkerId
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What the members are told (``outcome``: None is drop), and what each then holds."""
+
+    outcome: Outcome | None
+    applied_by: tuple[WorkerId, ...]
+    holdings: dict[WorkerId, tuple[Holding, ...]]
+
+
+def newest(evidence: Iterable[Outcome | None], generation: int) -> Outcome | None:
+    """The latest commit of ``generation`` that anybody has seen."""
+    return max((each for each in evidence if each and each.generation == generation), key=lambda each: each.step, default=None)
+
+
+def settle(plan: Plan, answers: Iterable[Fenced], top: Outcome | None) -> Settlement:
+    """``top``: the newest evidence of all: reports of members that died since, and the answers' own."""
+    applied, holdings = [], {}
+    for answer in answers:
+        holding = _applies(plan, answer, top)
+        if holding is not None:
+            applied.append(answer.worker)
+        holdings[answer.worker] = (holding,) if holding is not None else answer.held
+    return Settlement(top if applied else None, tuple(applied), holdings)
+
+
+def _applies(plan: Plan, answer: Fenced, top: Outcome | None) -> Holding | None:
+    """What the member holds once it has applied ``top``; None when it cannot or has already."""
+    if top is None or answer.prepared != top.step:
+        return None
+    shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(answer.worker))[1])
+    before = [each for each in answer.held if (each.shard_count, each.shard_index) == shard and each.version.step == top.step - 1]
+    return Holding(answer.worker, Version(top.step, top.generation), *shard) if before else None

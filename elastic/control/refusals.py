@@ -1,0 +1,33 @@
+"""Worlds are numbered: what carries an older number, or comes from somebody whose word counts no more, is refused."""
+
+from __future__ import annotations
+
+from elastic.control.events import Broken, Event, Fenced, Here, Ready, Renewed, StepDone
+from elastic.control.states import RunState, Stopping
+
+OfAGeneration = Here | Ready | StepDone | Renewed | Broken | Fenced
+
+
+def refusal(run: RunState, event: Event) -> str | None:
+    """Why ``event`` changes nothing; None when it is to be heard."""
+    if run.over:
+        return f"the run is over ({type(run.state).__name__})"
+    return _out_of_date(run, event) if isinstance(event, OfAGeneration) else None
+
+
+def _out_of_date(run: RunState, event: OfAGeneration) -> str | None:
+    what = f"{type(event).__name__} of {event.worker}"
+    if event.generation != run.generation:
+        return f"{what} is of generation {event.generation}, the run is at {run.generation}"
+    if run.plan is None:
+        return f"{what}: generation {event.generation} is settled"
+    if event.worker not in run.plan.members:
+        return f"{what}, which is no member of generation {event.generation}"
+    if event.worker not in run.workers and not _evidence_of_the_dead(run, event):
+        return f"{what}, which is lost or expelled"
+    return None
+
+
+def _evidence_of_the_dead(run: RunState, event: OfAGeneration) -> bool:
+    """A commit that was reported before the reporter died is a fact; one who is expelled may still live and say more."""
+    return isinstance(event, StepDone) and isinstance(run.state, Stopping) and event.worker not in run.state.expelled

@@ -1,0 +1,36 @@
+"""The budgets and deadlines that ``advance`` decides by: all that a run may be told, in one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.plan.layout import LayoutRule
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``*_s`` are seconds; a deadline is the last resort, for what nobody knows."""
+
+    min_workers: int
+    max_workers: int
+    layout: LayoutRule
+    target_step: int
+    save_every: int
+    form_s: float = 120.0
+    """From sending a plan until every member is ready; also how long a new process may take to join."""
+    fence_s: float = 10.0
+    """From a fence until a member that has not answered is expelled."""
+    stall_s: float = 60.0
+    """Without progress of any member, before somebody is blamed; at least three recent steps."""
+    lease_s: float = 120.0
+    """How long a member that hears no coordinator may go on."""
+    wait_s: float = 600.0
+    """Waiting for enough workers before the run gives up."""
+    stop_s: float = 60.0
+    """For a last save, without any part of it arriving."""
+    max_fruitless: int = 5
+    """Generations in a row that may end without one commit."""
+    grow_debounce_s: float = 2.0
+    """How long to wait for other newcomers after one joined, and before starting again after a start failed."""
+    reproducible: bool = True
+    """Workers of one kind only: others do not give equal bits."""

@@ -1,0 +1,62 @@
+"""When to save to the bucket, and when a save is complete.
+
+Each member writes its own part in the background and reports it; only when all members of the world that began the save have, and
+the version is on the lineage, is the manifest written.  A save that lost a writer can never be complete and is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from elastic.ids import Version, WorkerId
+
+
+def due(step: int, save_every: int, target_step: int) -> bool:
+    """Is the state after ``step`` saved to the bucket?"""
+    return step > 0 and (step % save_every == 0 or step == target_step)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint on its way.  ``members``: who writes it; ``reported``: whose part is in the bucket."""
+
+    version: Version
+    members: tuple[WorkerId, ...]
+    reported: tuple[WorkerId, ...] = ()
+    ask_at: float = 0.0
+    """When to ask for the manifest (again), once complete."""
+    asked: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return set(self.reported) >= set(self.members)
+
+
+Saves = tuple[Saving, ...]
+"""In order of version, one each."""
+
+
+def find(saves: Saves, version: Version) -> Saving | None:
+    return next((saving for saving in saves if saving.version == version), None)
+
+
+def put(saves: Saves, saving: Saving) -> Saves:
+    """With ``saving`` in the place of what there was of its version."""
+    return tuple(sorted((*without(saves, saving.version), saving), key=lambda each: each.version))
+
+
+def without(saves: Saves, version: Version) -> Saves:
+    return tuple(saving for saving in saves if saving.version != version)
+
+
+def report(saving: Saving, worker: WorkerId) -> Saving:
+    """With the part of ``worker``."""
+    reported = {*saving.reported, worker}
+    return replace(saving, reported=tuple(member for member in saving.members if member in reported))
+
+
+def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
+    """Those that need nothing more from ``gone``."""
+    lost = set(gone)
+    return tuple(saving for saving in saves if not lost & (set(saving.members) - set(saving.reported)))

@@ -1,0 +1,97 @@
+"""The next generation: who sits where, and which state it begins from.
+
+Survivors keep their order and come first, so most slices stay where they are.  The state is the newest version on the lineage that
+the chosen members hold completely, or that is in the bucket; never a mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.control import lineage
+from elastic.control.rules import Rules
+from elastic.control.states import RunState
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout, choose
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding, covered, newest_covered
+
+
+@dataclass(frozen=True)
+class Source:
+    """A version and where it comes from: see :class:`Plan`."""
+
+    version: Version
+    tier: str
+    holders: tuple[Holding, ...]
+
+
+def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
+    """Workers that could be members, those of the last world first, in their order."""
+    fit = [worker for worker, known in run.workers.items() if not known.unfit and _same_kind(run, known.kind, rules)]
+    seated = [worker for worker in run.seats if worker in fit]
+    return (*seated, *(worker for worker in fit if worker not in run.seats))
+
+
+def _same_kind(run: RunState, kind: str, rules: Rules) -> bool:
+    first = run.kind or next((worker.kind for worker in run.workers.values() if not worker.unfit), kind)
+    return not rules.reproducible or kind == first
+
+
+def layout_of(workers: int, rules: Rules) -> Layout | None:
+    """What so many workers become, if that is enough."""
+    layout = choose(min(workers, rules.max_workers), rules.layout)
+    return layout if layout is not None and layout.world >= rules.min_workers else None
+
+
+def make_plan(run: RunState, rules: Rules) -> Plan | None:
+    """The plan of the next generation; None while too few workers, or no keeper to host its store, are there."""
+    there = candidates(run, rules)
+    layout = layout_of(len(there), rules)
+    if layout is None or not run.keepers:
+        return None
+    members = _choose_members(run, there, layout.world)
+    source = newest_source(run, members)
+    store = _store_node(run, members)
+    return Plan(run.incarnation, run.generation + 1, layout, members, source.version, source.tier, source.holders, store_node=store)
+
+
+def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
+    """All that ``members`` hold of versions on the lineage."""
+    held = [holding for member in members for holding in run.workers[member].holdings]
+    alive = {holding for holding in held if lineage.contains(run.lineage, holding.version)}
+    return sorted(alive, key=lambda each: (each.worker, each.version, each.shard_count, each.shard_index))
+
+
+def newest_source(run: RunState, members: Sequence[WorkerId]) -> Source:
+    """The newest version that ``members`` can begin from.  Live wins over the bucket where both have it."""
+    held = held_by(run, members)
+    live = newest_covered(held, run.rows)
+    stored = run.saved[-1] if run.saved else None
+    version = max((each for each in (live, stored) if each is not None), default=None)
+    if version is None:
+        return Source(Version(0, 0), "init", ())
+    return Source(version, "live" if version == live else "bucket", tuple(each for each in held if each.version == version))
+
+
+def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int) -> tuple[WorkerId, ...]:
+    """Leave out those that hold least, from the end, but nobody without whom the newest version is incomplete."""
+    members = list(there)
+    while len(members) > world:
+        held = held_by(run, members)
+        newest = newest_covered(held, run.rows)
+        ranked = sorted(reversed(members), key=lambda worker: sum((h.worker, h.version) == (worker, newest) for h in held))
+        spared = (worker for worker in ranked if newest is None or _without(held, worker, newest, run.rows))
+        members.remove(next(spared, ranked[0]))
+    return tuple(members)
+
+
+def _without(held: list[Holding], worker: WorkerId, version: Version, rows: tuple[int, ...]) -> bool:
+    return covered([each for each in held if each.version == version and each.worker != worker], rows)
+
+
+def _store_node(run: RunState, members: tuple[WorkerId, ...]) -> NodeId:
+    """A keeper's node: one that was blamed least, if possible a member's."""
+    near = [run.workers[member].node for member in members]
+    return min((*(node for node in near if node in run.keepers), *run.keepers), key=run.blamed.count)

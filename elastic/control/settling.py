@@ -1,0 +1,141 @@
+"""What becomes of a world that has ended, and of a run without one.
+
+Nothing is aborted before every member has answered the fence or is certainly out.  Then the outcome of the broken step is decided,
+once, from all evidence, and what each survivor holds is known without asking again.
+"""
+
+from __future__ import annotations
+
+from elastic.control import membership, saving
+from elastic.control.actions import Exit, Fence, Kill, Settle
+from elastic.control.forming import form
+from elastic.control.health import stall
+from elastic.control.outcome import Settlement, newest, settle
+from elastic.control.seating import candidates
+from elastic.control.states import Failed, Finished, Finishing, Stopped, Stopping, Waiting
+from elastic.control.stepping import expecting, finish
+from elastic.control.stopping import stop, unblock
+from elastic.control.turn import Turn, count, names
+
+
+def waiting(turn: Turn, state: Waiting) -> None:
+    run, rules = turn.run, turn.rules
+    there = candidates(run, rules)
+    fresh = not any(worker in run.seats for worker in there)  # survivors go on at once; a new world may wait for those on their way
+    if _finished(turn):
+        end(turn, Finished(), f"finished: step {run.saved[-1].step} is in the bucket")
+    elif run.stop:
+        end(turn, *_stopped(turn))
+    elif not (fresh and expecting(turn, there)):
+        form(turn)
+    if isinstance(turn.run.state, Waiting) and turn.now - state.since >= rules.wait_s:
+        end(turn, Failed(f"waited {rules.wait_s:g} s for workers: {count(len(there), 'worker')} of at least {rules.min_workers}"))
+
+
+def finishing(turn: Turn, state: Finishing) -> None:
+    run = turn.run
+    if _finished(turn):
+        end(turn, Finished(), f"finished at step {run.version.step}")
+    elif saving.find(run.saves, run.version) is None:
+        stop(turn, "the last checkpoint cannot become complete")
+    elif turn.now >= state.deadline:
+        stop(turn, f"nothing of the last checkpoint arrived for {turn.rules.stop_s:g} s")
+
+
+def stopping(turn: Turn, state: Stopping) -> None:
+    if state.planned and turn.run.version.step >= turn.rules.target_step:
+        return finish(turn, state.plan)
+    if state.planned and state.pending:
+        stalled = stall(turn.run.watch, state.plan.members, turn.now, turn.rules.stall_s)
+        return unblock(turn, stalled) if stalled else None
+    if state.pending and turn.now >= state.deadline:
+        state = _expel_the_silent(turn, state)
+    if state.pending or not _certain(turn, state) or _awaits_save(turn, state):
+        return
+    _settle(turn, state)
+    _next(turn, state)
+
+
+def _certain(turn: Turn, state: Stopping) -> bool:
+    """Can the generation commit no more?  Where nobody can be reached, only once every lease has run out."""
+    return bool(state.answers or state.lost) or turn.now >= turn.run.lease_until
+
+
+def _expel_the_silent(turn: Turn, state: Stopping) -> Stopping:
+    silent, generation = state.pending, state.plan.generation
+    if not _certain(turn, state):
+        turn.amend(deadline=turn.now + turn.rules.fence_s)
+        turn.do(Fence(generation, silent))
+        turn.say(f"nobody of generation {generation} answers: ask again until the leases have run out")
+    else:
+        why = f"no answer to the fence of generation {generation} within {turn.rules.fence_s:g} s"
+        membership.expel(turn, silent, why)
+        turn.amend(pending=(), expelled=(*state.expelled, *silent))
+        turn.say(f"{why}: expel {names(silent)}")
+    assert isinstance(turn.run.state, Stopping)
+    return turn.run.state
+
+
+def _awaits_save(turn: Turn, state: Stopping) -> bool:
+    on_its_way = saving.find(turn.run.saves, turn.run.version) is not None
+    return state.planned and state.save and on_its_way and turn.now < state.deadline
+
+
+def _settle(turn: Turn, state: Stopping) -> None:
+    run, plan = turn.run, state.plan
+    answers = [answer for answer in state.answers if answer.worker in run.workers]
+    settlement = settle(plan, answers, newest((run.last,), plan.generation))
+    survivors = tuple(answer.worker for answer in answers)
+    membership.hold(turn, settlement.holdings)
+    if survivors:
+        turn.do(Settle(plan.generation, survivors, settlement.outcome))
+    _say_outcome(turn, settlement, {answer.prepared for answer in answers if answer.prepared})
+    unusable = tuple(worker for worker in survivors if run.workers[worker].unfit)
+    membership.expel(turn, unusable, "its process is unusable")
+    if run.version.generation != plan.generation:
+        turn.know(fruitless=run.fruitless + 1)
+
+
+def _say_outcome(turn: Turn, settlement: Settlement, prepared: set[int]) -> None:
+    if settlement.outcome is not None:
+        turn.say(f"step {settlement.outcome.step} was committed: it is applied by {names(settlement.applied_by)} too")
+    elif prepared:
+        turn.say(f"nobody saw step {max(prepared)} committed: it is dropped")
+
+
+def _next(turn: Turn, state: Stopping) -> None:
+    run, rules = turn.run, turn.rules
+    if state.job_error:
+        step = run.failures[-1].step
+        who = names(tuple(dict.fromkeys(failure.worker for failure in run.failures if failure.step == step)))
+        end(turn, Failed(f"job error: {run.failures[-1].signature} at step {step}, again on {who}", state.job_error))
+    elif _finished(turn):
+        end(turn, Finished(), f"finished at step {run.saved[-1].step}")
+    elif run.stop:
+        end(turn, *_stopped(turn))
+    elif run.fruitless > rules.max_fruitless:
+        budget = f"{run.fruitless} generations in a row ended without a commit, {rules.max_fruitless} may"
+        end(turn, Failed(f"{budget}; the last one: {state.cause}"))
+    else:
+        form(turn)
+
+
+def _finished(turn: Turn) -> bool:
+    return bool(turn.run.saved) and turn.run.saved[-1].step >= turn.rules.target_step
+
+
+def _stopped(turn: Turn) -> tuple[Stopped, str]:
+    run = turn.run
+    saved = run.saved[-1].step if run.saved else 0
+    unsaved = f"; steps {saved + 1}–{run.version.step} are not saved" if run.version.step > saved else ""
+    return Stopped(f"{run.stop}"), f"stopped ({run.stop}), resumes from step {saved}{unsaved}"
+
+
+def end(turn: Turn, state: Finished | Stopped | Failed, sentence: str = "") -> None:
+    """The run is over for everybody."""
+    turn.to(state)
+    turn.say(sentence or getattr(state, "reason", ""))
+    if turn.run.workers:
+        turn.do(Exit(tuple(turn.run.workers)))
+    if turn.run.starting:
+        turn.do(Kill(tuple(turn.run.starting), "the run is over"))

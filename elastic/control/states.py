@@ -1,0 +1,223 @@
+"""The states of a run, the edges between them, and everything the coordinator knows.
+
+    Waiting ──► Forming ──► Running ──► Finishing ──► Finished
+       ▲           │           │            │
+       │           ▼           ▼            ▼
+       └─────── Stopping ◄─────┴────────────┘ ──► Stopped, Failed
+
+Failure, growth, preemption and a user's stop are all edges of this one table; a state that lives as a flag is a state that nobody
+can list.  All values are immutable: dictionaries are replaced, never changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.control import lineage
+from elastic.control.commit import Outcome
+from elastic.control.events import Fenced
+from elastic.control.health import Watch
+from elastic.control.lineage import Lineage
+from elastic.control.saving import Saves
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """No world: too few workers for any layout."""
+
+    since: float
+
+
+@dataclass(frozen=True)
+class Forming:
+    """The plan is sent.  ``here``: it arrived; ``ready``: groups formed, state healed."""
+
+    plan: Plan
+    deadline: float
+    here: tuple[WorkerId, ...] = ()
+    ready: tuple[WorkerId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Running:
+    """The world steps."""
+
+    plan: Plan
+    since: float
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The world comes to an end; nothing is aborted before nobody is ``pending``.
+
+    ``planned``: at a boundary that the members agree on in a commit; otherwise they were fenced.  ``answers``: who can apply
+    nothing more, and what they hold.  ``lost``: members whose end is certain.  ``expelled``: killed, their word counts no more, yet
+    perhaps still alive.  ``save``: the boundary is also saved.  ``job_error``: the user's traceback when the job is at fault.
+    """
+
+    plan: Plan
+    cause: str
+    planned: bool
+    pending: tuple[WorkerId, ...]
+    deadline: float
+    answers: tuple[Fenced, ...] = ()
+    lost: tuple[WorkerId, ...] = ()
+    expelled: tuple[WorkerId, ...] = ()
+    save: bool = False
+    job_error: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """One member certainly takes no more part, and a commit needs them all: the generation can never commit again."""
+        return bool(self.answers or self.lost)
+
+
+@dataclass(frozen=True)
+class Finishing:
+    """The target step is committed, its checkpoint on the way."""
+
+    plan: Plan
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The target step is in the bucket."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Somebody asked for it; the same command resumes."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A budget is spent, or (``job_error``: the user's traceback) the job itself is at fault."""
+
+    reason: str
+    job_error: str = ""
+
+
+State = Waiting | Forming | Running | Stopping | Finishing | Finished | Stopped | Failed
+TERMINAL = (Finished, Stopped, Failed)
+
+ALLOWED: dict[type[State], frozenset[type[State]]] = {
+    Waiting: frozenset({Forming, Stopped, Failed, Finished}),
+    Forming: frozenset({Running, Stopping, Finishing}),  # Finishing: at the target, only its checkpoint is missing
+    Running: frozenset({Stopping, Finishing}),
+    Stopping: frozenset({Forming, Waiting, Stopped, Failed, Finishing, Finished}),  # Finishing: the target came before the boundary
+    Finishing: frozenset({Stopping, Finished}),
+    Finished: frozenset(),
+    Stopped: frozenset(),
+    Failed: frozenset(),
+}
+"""From each state the states that may follow it directly."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process that joined and is not known to be gone.  ``unfit``: why it can take part no more; it is replaced."""
+
+    node: NodeId
+    kind: str
+    joined_at: float
+    holdings: tuple[Holding, ...] = ()
+    unfit: str = ""
+
+
+@dataclass(frozen=True)
+class JobFailure:
+    """The user's code raised ``signature`` (exception type and frame) while ``step`` was computed."""
+
+    signature: str
+    step: int
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The coordinator's whole knowledge of a run, replaced at each event."""
+
+    incarnation: int
+    generation: int
+    """The highest begun."""
+    state: State
+    workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    """In the order in which they joined."""
+    starting: dict[WorkerId, float] = field(default_factory=dict)
+    """Asked for, not joined yet; when it was asked."""
+    keepers: tuple[NodeId, ...] = ()
+    slots: int = 0
+    """Workers the cluster could still start."""
+    start_after: float = 0.0
+    next_worker: int = 1
+    rows: tuple[int, ...] = ()
+    """Distinct lengths of the state's tensors along dim 0."""
+    kind: str = ""
+    """The first member's; with ``reproducible`` only workers of it may be members, so it never changes."""
+    seats: tuple[WorkerId, ...] = ()
+    """The latest plan's members, in the order in which they shall sit next."""
+    blamed: tuple[NodeId, ...] = ()
+    """Store nodes with which forming failed though every member was there, since the last world that formed."""
+    lineage: Lineage = ()
+    saved: tuple[Version, ...] = ()
+    """Durable versions on the lineage, oldest first."""
+    saves: Saves = ()
+    last: Outcome | None = None
+    """The newest commit."""
+    watch: Watch = field(default_factory=Watch)
+    lease_until: float = 0.0
+    """When the last lease on the generation has run out: silent members have stopped of their own accord."""
+    fruitless: int = 0
+    """Generations in a row that ended without a commit."""
+    failures: tuple[JobFailure, ...] = ()
+    stop: str = ""
+    """Why a stop is asked for."""
+
+    @staticmethod
+    def begin(
+        incarnation: int,
+        now: float,
+        saved: tuple[Version, ...] = (),
+        lineage: Lineage = (),
+        generation: int = 0,
+        next_worker: int = 1,
+    ) -> RunState:
+        """From nothing, or from what the bucket says.  The next generation is later than ``generation`` and all of ``lineage``."""
+        generation = max(generation, *(each for each, _ in lineage), 0)
+        known = tuple(sorted(version for version in saved if on(lineage, version)))
+        return RunState(incarnation, generation, Waiting(now), lineage=lineage, saved=known, next_worker=next_worker)
+
+    @property
+    def version(self) -> Version:
+        """Where the lineage stands: the newest committed version."""
+        return lineage.tip(self.lineage)
+
+    @property
+    def step(self) -> int:
+        """The newest committed."""
+        return self.version.step
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of the present generation, while it is not settled."""
+        return self.state.plan if isinstance(self.state, Forming | Running | Stopping | Finishing) else None
+
+    @property
+    def over(self) -> bool:
+        return isinstance(self.state, TERMINAL)
+
+    def grants_lease(self, generation: int) -> bool:
+        """May a member's lease on ``generation`` be prolonged?  Not once it is fenced."""
+        state = self.state
+        stepping = isinstance(state, Running | Finishing) or (isinstance(state, Stopping) and state.planned)
+        return stepping and generation == self.generation
+
+
+on = lineage.contains

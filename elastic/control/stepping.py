@@ -1,0 +1,93 @@
+"""A world that steps: commits, stalls, growth, the last step."""
+
+from __future__ import annotations
+
+from elastic.control import checkpoints, lineage, membership
+from elastic.control.actions import Pause
+from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
+from elastic.control.events import Fenced, StepDone
+from elastic.control.health import stall, stepped
+from elastic.control.outcome import newest
+from elastic.control.saving import due
+from elastic.control.seating import candidates, layout_of
+from elastic.control.states import Finishing, Forming, Running, Stopping
+from elastic.control.stopping import pause, stop, unblock
+from elastic.control.turn import Turn
+from elastic.ids import Version, WorkerId
+from elastic.plan.plan import Plan
+
+
+def step_done(turn: Turn, event: StepDone) -> None:
+    committed(turn, event.outcome)
+    state = turn.run.state
+    if isinstance(state, Stopping) and state.planned and event.outcome.boundary == GO_ON:
+        turn.do(Pause(state.plan.generation, state.plan.members, state.save))  # it came too late for this commit, or not at all
+
+
+def committed(turn: Turn, outcome: Outcome) -> None:
+    """Whoever has seen a commit is proof of it."""
+    run, plan = turn.run, turn.plan
+    if outcome.generation != plan.generation or outcome.step <= run.version.step:
+        return
+    version = Version(outcome.step, outcome.generation)
+    turn.know(
+        lineage=lineage.extended(run.lineage, version),
+        last=outcome,
+        fruitless=0,
+        failures=tuple(failure for failure in run.failures if failure.step > outcome.step),
+        watch=stepped(run.watch, turn.now),
+    )
+    if due(outcome.step, turn.rules.save_every, turn.rules.target_step) or outcome.boundary == SAVE_AND_PAUSE:
+        checkpoints.begin(turn, version, plan.members)
+
+
+def running(turn: Turn, state: Running) -> None:
+    run, plan = turn.run, state.plan
+    if run.version.step >= turn.rules.target_step:
+        finish(turn, plan)
+    elif run.stop:
+        pause(turn, f"stop asked for ({run.stop})", save=True)
+    elif stalled := stall(run.watch, plan.members, turn.now, turn.rules.stall_s):
+        unblock(turn, stalled)
+    elif len(run.workers) > len(plan.members):
+        grow(turn, plan)
+
+
+def grow(turn: Turn, plan: Plan) -> None:
+    """Take in newcomers at a step boundary, several at once rather than one after the other."""
+    there = candidates(turn.run, turn.rules)
+    layout = layout_of(len(there), turn.rules)
+    if layout is not None and layout.world > plan.layout.world and not expecting(turn, there):
+        pause(turn, f"grow from {plan.layout} to {layout}", save=False)
+
+
+def expecting(turn: Turn, there: tuple[WorkerId, ...]) -> bool:
+    """Others are about to join, and the last newcomer did just now."""
+    newest_s = turn.now - max((turn.run.workers[worker].joined_at for worker in there), default=turn.now)
+    return bool(turn.run.starting) and newest_s < turn.rules.grow_debounce_s
+
+
+def finish(turn: Turn, plan: Plan) -> None:
+    turn.to(Finishing(plan, turn.now + turn.rules.stop_s))
+    turn.say(f"step {turn.run.version.step} is the last: its checkpoint is on the way")
+
+
+def fenced(turn: Turn, event: Fenced) -> None:
+    """The member applies nothing more in this generation: what it holds is certain now."""
+    state = turn.run.state
+    if isinstance(state, Finishing):
+        return
+    if isinstance(state, Forming | Running):
+        stop(turn, f"{event.worker} takes no more part")
+        return fenced(turn, event)
+    assert isinstance(state, Stopping)
+    if event.worker not in state.pending:
+        return turn.refuse(f"{event.worker} has answered already")
+    membership.hold(turn, {event.worker: event.held})
+    pending = tuple(worker for worker in state.pending if worker != event.worker)
+    turn.amend(pending=pending, answers=(*state.answers, event))
+    if state.save and not pending:
+        turn.amend(deadline=turn.now + turn.rules.stop_s)
+    seen = newest(event.outcomes, state.plan.generation)
+    if seen is not None:
+        committed(turn, seen)

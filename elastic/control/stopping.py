@@ -1,0 +1,124 @@
+"""How a world is brought to an end.
+
+A stop is *planned* when the members agree on a boundary in a commit: nothing is lost.  Otherwise it is a fence, an outcome, and
+only then an abort.  Same state, same answers: a planned stop that meets a loss becomes the other kind.
+"""
+
+from __future__ import annotations
+
+from elastic.control import checkpoints, membership
+from elastic.control.actions import Fence, Pause
+from elastic.control.events import Broken, StopRequested
+from elastic.control.health import Stall
+from elastic.control.states import Finishing, JobFailure, Running, Stopping, Waiting
+from elastic.control.turn import Turn, count, names
+from elastic.ids import WorkerId
+
+NEVER = float("inf")
+
+
+def pause(turn: Turn, cause: str, *, save: bool) -> None:
+    """A planned stop."""
+    plan = turn.plan
+    turn.to(Stopping(plan, cause, True, plan.members, NEVER, save=save))
+    turn.do(Pause(plan.generation, plan.members, save))
+    turn.say(f"{cause}: generation {plan.generation} pauses at the next boundary")
+
+
+def stop(turn: Turn, cause: str, *, expelled: tuple[WorkerId, ...] = (), job_error: str = "") -> None:
+    """An unplanned stop: fence first."""
+    plan = turn.plan
+    pending = tuple(worker for worker in plan.members if worker in turn.run.workers)
+    lost = tuple(worker for worker in plan.members if worker not in pending and worker not in expelled)
+    deadline = turn.now + turn.rules.fence_s
+    turn.to(Stopping(plan, cause, False, pending, deadline, lost=lost, expelled=expelled, job_error=job_error))
+    if pending:
+        turn.do(Fence(plan.generation, pending))
+    turn.say(f"{cause}: stop generation {plan.generation} of {count(len(plan.members), 'worker')}")
+
+
+def expel(turn: Turn, workers: tuple[WorkerId, ...], cause: str) -> None:
+    """End ``workers``, and with them the generation."""
+    membership.expel(turn, workers, cause)
+    stop(turn, f"{cause}: expel {names(workers)}", expelled=workers)
+
+
+def give_up_the_boundary(turn: Turn) -> None:
+    """The members cannot agree on it any more: the stop is no longer a planned one."""
+    turn.amend(planned=False, deadline=turn.now + turn.rules.fence_s)
+    state = turn.run.state
+    if isinstance(state, Stopping) and state.pending:
+        turn.do(Fence(state.plan.generation, state.pending))
+        turn.say(f"generation {state.plan.generation} stops at once")
+
+
+def member_lost(turn: Turn, worker: WorkerId, sentence: str) -> None:
+    """``worker`` is known to be gone for good, and no part of the run any more."""
+    state, plan = turn.run.state, turn.run.plan
+    if plan is None or worker not in plan.members or isinstance(state, Finishing):
+        turn.say(sentence)
+    elif isinstance(state, Stopping):
+        pending = tuple(each for each in state.pending if each != worker)
+        turn.amend(pending=pending, lost=(*state.lost, worker))
+        turn.say(sentence)
+        if state.planned and pending:
+            give_up_the_boundary(turn)
+    else:
+        stop(turn, sentence)
+
+
+def unblock(turn: Turn, stalled: Stall) -> None:
+    """The world stands still.  If it is known because of whom, without that one; else the fence will tell."""
+    state = turn.run.state
+    culprit = (stalled.culprit,) if stalled.culprit else ()
+    if not isinstance(state, Stopping):
+        return expel(turn, culprit, stalled.sentence) if culprit else stop(turn, stalled.sentence)
+    membership.expel(turn, culprit, stalled.sentence)
+    pending = tuple(worker for worker in state.pending if worker not in culprit)
+    turn.amend(pending=pending, expelled=(*state.expelled, *culprit))
+    turn.say(stalled.sentence)
+    give_up_the_boundary(turn)
+
+
+def broken(turn: Turn, event: Broken) -> None:
+    """A member stands still.  It still has to answer the fence: what it saw of the last commit counts."""
+    state = turn.run.state
+    job_error = _note_failure(turn, event) if event.cause == "job" else ""
+    if event.cause == "device":
+        membership.unfit(turn, event.worker, event.detail)
+    if event.cause == "damaged" and event.version is not None:
+        checkpoints.damaged(turn, event.version, f"{event.worker}: {event.detail}")
+    cause = f"{event.worker} cannot go on ({event.cause}: {event.detail.strip().rpartition(chr(10))[2]})"
+    if isinstance(state, Stopping):
+        turn.amend(job_error=state.job_error or job_error)
+        turn.say(cause)
+        if state.planned:
+            give_up_the_boundary(turn)
+    else:
+        stop(turn, cause, job_error=job_error)
+
+
+def _note_failure(turn: Turn, event: Broken) -> str:
+    """The user's own words when the job is at fault: the same error came back at the same step, on another worker.
+
+    The members move up by one seat, so that the microbatch is run by another one next time.  A single worker tries twice.
+    """
+    run, members = turn.run, turn.plan.members
+    same = [each for each in run.failures if (each.signature, each.step) == (event.signature, event.step)]
+    again = any(each.generation < event.generation and (each.worker != event.worker or len(members) == 1) for each in same)
+    if not any(each.generation == event.generation for each in run.failures):
+        turn.know(seats=(*run.seats[1:], *run.seats[:1]))
+    failure = JobFailure(event.signature, event.step, event.worker, event.generation)
+    turn.know(failures=(*run.failures, *((failure,) if failure not in run.failures else ())))
+    return event.detail or event.signature if again else ""
+
+
+def stop_requested(turn: Turn, event: StopRequested) -> None:
+    """A clean stop with a save, at the next occasion; a run that waits or steps goes on to say so itself."""
+    turn.know(stop=event.reason or "asked for")
+    state = turn.run.state
+    if isinstance(state, Stopping) and state.planned and state.pending and not state.save:
+        turn.amend(save=True)
+        turn.do(Pause(state.plan.generation, state.plan.members, save=True))
+    if not isinstance(state, Waiting | Running):
+        turn.say(f"stop asked for ({event.reason})")

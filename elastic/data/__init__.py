@@ -1,0 +1,1 @@
+"""READS: which samples make up a step (pure), and their tokens, in time."""

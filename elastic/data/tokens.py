@@ -1,0 +1,69 @@
+"""The dataset that most jobs use: samples of ``seq_len`` + 1 tokens of a row; the last token of one is the first of the next.
+
+So every token but the first is predicted exactly once an epoch; what is left over at the end is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from elastic.data.prepare import text_files
+from elastic.errors import DataError
+from storage.datasets import TokenFiles
+from storage.errors import Missing, StorageError
+from storage.objects import ObjectStore
+
+
+class TokenDataset:
+    """``path``: folder or URL that ``elastic data prepare`` has written.  Raises :class:`DataError` if it holds no sample."""
+
+    def __init__(self, path: str, seq_len: int) -> None:
+        if seq_len < 1:
+            raise DataError(f"data.args.seq_len = {seq_len} must be at least 1")
+        self.path, self.seq_len = path, seq_len
+        self._files = _open(path)
+        tokens = self._files.description.tokens
+        self._samples = (tokens - 1) // seq_len
+        if self._samples < 1:
+            raise DataError(
+                f"data.args.path = {path!r} has {tokens} tokens, too few for one sample of seq_len + 1 = {seq_len + 1}; "
+                f"prepare more text, or lower data.args.seq_len"
+            )
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """``tokens``: int64 [samples, seq_len + 1]."""
+        rows = np.empty((len(ids), self.seq_len + 1), np.int64)
+        for row, sample in zip(rows, ids, strict=True):
+            if not 0 <= sample < self._samples:
+                raise IndexError(f"sample {sample} of a dataset of {self._samples}")
+            row[:] = self._files.read(sample * self.seq_len, (sample + 1) * self.seq_len + 1)
+        return {"tokens": torch.from_numpy(rows)}
+
+    def fingerprint(self) -> str:
+        """Digest of all tokens."""
+        return self._files.description.fingerprint
+
+
+def _open(path: str) -> TokenFiles:
+    try:
+        return TokenFiles(ObjectStore.open(path))
+    except Missing:
+        raise DataError(_not_prepared(path)) from None
+    except StorageError as error:
+        raise DataError(f"data.args.path = {path!r}: {error}") from error
+
+
+def _not_prepared(path: str) -> str:
+    texts = len(text_files(Path(path)))
+    if texts:
+        command = f"elastic data prepare {shlex.quote(path)} {shlex.quote(os.path.abspath(path) + '-tokens')}"
+        return f"data.args.path = {path!r} is a folder of text ({texts} files), no dataset; run `{command}` and set path to that"
+    return f"data.args.path = {path!r} holds no dataset; run `elastic data prepare FOLDER_OF_TEXT {shlex.quote(path)}`"

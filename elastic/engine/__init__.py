@@ -1,0 +1,1 @@
+"""COMPUTES: worlds, sharded models, the ordered fold, the optimizer.  torch, no Ray."""

@@ -1,0 +1,19 @@
+"""Losses: a sum over valid tokens and their number, never a mean, so that membership cannot change the scale."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each next token.  ``batch["tokens"]``: int64 [batch, seq + 1]; negative targets are masked.
+
+    Returns (sum of losses as float32 scalar, number of valid targets as int64 scalar).
+    """
+    tokens = batch["tokens"]
+    logits = model(tokens[:, :-1].clamp_min(0))
+    targets = tokens[:, 1:].flatten()
+    loss = F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=-1, reduction="sum")
+    return loss, torch.count_nonzero(targets >= 0)

@@ -1,0 +1,256 @@
+"""The only maker of process groups and meshes: form, abort, close.
+
+A world lives for one generation.  Forming takes a store that no member hosts (its keeper does), under a prefix of the generation, so
+that nothing of an older world can be met.  ``abort`` may be called from another thread, and only after every member is fenced
+or expelled (DESIGN section 4): it frees a training thread that is stuck in a collective whose peer is gone.
+
+* NCCL: all communicators are aborted at once, each from a thread of its own.
+* gloo has no abort.  A peer that dies frees only those connected to it; the others wait on members that are alive but no longer
+  answer.  So the sockets of the groups, and only these, are shut down: those bound to a port that gloo listened on here, or
+  connected to one that it listened on elsewhere (each member publishes its own through the store while forming).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from elastic.errors import WorldBroken
+from elastic.plan.layout import Layout
+
+Endpoint = tuple[str, int]
+
+POLL_S = 0.0002
+
+
+class Staging:
+    """Pinned host memory by purpose, allocated once and used again.
+
+    Allocating it while a collective hangs would wait for the device, holding what an abort from another thread needs.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def buffer(self, key: str, like: torch.Tensor) -> torch.Tensor:
+        found = self._buffers.get(key)
+        if found is None or (found.shape, found.dtype) != (like.shape, like.dtype):
+            found = self._buffers[key] = torch.empty_like(like, device="cpu", pin_memory=True)
+        return found
+
+
+@dataclass
+class World:
+    """The process groups of one generation, seen from one member.  ``device.type`` "cuda" means NCCL, else gloo."""
+
+    generation: int
+    layout: Layout
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    store: dist.Store
+    listening: frozenset[int]
+    """Ports that this member's groups accept connections on (gloo)."""
+    peers: frozenset[Endpoint]
+    """Where the other members' groups accept theirs (gloo)."""
+    staging: Staging = field(default_factory=lambda: Staging())
+
+    @classmethod
+    def form(
+        cls, store: dist.Store, *, generation: int, layout: Layout, rank: int, device: torch.device, form_s: float, run_s: float
+    ) -> World:
+        """Meet the other members in ``store`` and make all groups.  Blocks until all are there, or raises after ``form_s``.
+
+        ``run_s``: timeout of collectives afterwards; a last resort, since losses are dealt with by ``abort``.
+        """
+        store = dist.PrefixStore(f"g{generation}", store)
+        store.set_timeout(datetime.timedelta(seconds=form_s))
+        before = _listening_ports()
+        with contextlib.ExitStack() as undo:
+            undo.callback(_forget_groups, device)  # whatever fails: this process must be able to form the next world
+            _init_default_group(store, rank, layout.world, device, form_s)
+            mesh = init_device_mesh(device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+            listening = _listening_ports() - before
+            peers = _exchange_endpoints(store, rank, layout.world, listening) if device.type == "cpu" else frozenset[Endpoint]()
+            world = cls(generation, layout, rank, device, mesh, store, frozenset(p for _, p in listening), peers)
+            world._run_in(form_s)
+            undo.pop_all()
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
+        return world
+
+    @classmethod
+    def alone(cls, device: torch.device, generation: int = 1) -> World:
+        """A world of one, in this process, that reaches for no network."""
+        options = dict(generation=generation, layout=Layout(), rank=0, device=device, form_s=60.0, run_s=3600.0)
+        return cls.form(dist.HashStore(), **options)  # type: ignore[arg-type]
+
+    @property
+    def size(self) -> int:
+        return self.layout.world
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh over which the state of one replica is split."""
+        return self.mesh["dp_shard"]
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("dp_shard")
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("dp_replicate")
+
+    def _run_in(self, deadline_s: float) -> None:
+        """A tiny collective on every group: a backend that connects lazily does so now, inside the forming deadline."""
+        one = torch.ones((), device=self.device)
+        for group in (None, self.shard_group, self.replicate_group):
+            dist.all_reduce(one, group=group)
+        found = self.to_host(one, time.monotonic() + deadline_s).item()
+        if found != self.size**2:
+            raise WorldBroken(f"the first all-reduces of generation {self.generation} gave {found} instead of {self.size**2}")
+
+    def to_host(self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False) -> torch.Tensor:
+        """``tensor`` in host memory.  On an accelerator this polls and never synchronises: a collective whose peer died does not end.
+
+        Raises :class:`WorldBroken` at ``until`` (``time.monotonic``), or as soon as ``given_up()``.
+        """
+        if tensor.device.type == "cpu":
+            return tensor
+        host = self.staging.buffer("to host", tensor)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        while not event.query():
+            if given_up() or time.monotonic() > until:
+                raise WorldBroken(f"a collective of generation {self.generation} did not end")
+            time.sleep(POLL_S)
+        return host
+
+    def to_device(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` on the device, without waiting for what it is doing.  One copy in flight for each ``key``."""
+        if self.device.type == "cpu":
+            return tensor
+        host = self.staging.buffer(key, tensor)
+        host.copy_(tensor)
+        return host.to(self.device, non_blocking=True)
+
+    def finish(self) -> None:
+        """Wait until the device has done all it was told; for local work only."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            while not event.query():
+                time.sleep(POLL_S)
+
+    def abort(self) -> int:
+        """Free whoever is stuck in a collective here.  From any thread; returns the number of sockets shut down (gloo)."""
+        if self.device.type == "cuda":
+            _abort_together()
+            return 0
+        count = 0
+        for sock in _own_sockets():
+            if self._is_ours(sock):
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        return count
+
+    def _is_ours(self, sock: socket.socket) -> bool:
+        try:
+            here, there = sock.getsockname(), sock.getpeername()
+        except OSError:
+            return False
+        return here[1] in self.listening or (_plain(there[0]), there[1]) in self.peers
+
+    def close(self) -> None:
+        """Forget the groups.  After ``abort``, or when no collective is under way."""
+        _forget_groups(self.device)
+
+
+def _init_default_group(store: dist.Store, rank: int, world: int, device: torch.device, form_s: float) -> None:
+    """Without ``device_id``: with it groups are split off NCCL's world, and a split after an abort crashes the process (torch 2.11)."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=form_s))
+
+
+def _forget_groups(device: torch.device) -> None:
+    """Leave no group behind.  ``destroy_process_group`` may not return after an NCCL abort, so there the registries are emptied."""
+    if not dist.is_initialized():
+        return
+    if device.type == "cpu":
+        dist.destroy_process_group()
+        return
+    c10d = dist.distributed_c10d
+    world = c10d._world
+    c10d._update_default_pg(None)
+    for registry in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag, world.tags_to_pg):
+        registry.clear()
+    world.pg_coalesce_state.clear()
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
+
+
+def _abort_together() -> None:
+    """Abort every NCCL communicator of this process at the same time.
+
+    One after the other would hang: ending a communicator frees device memory, which waits for the kernels of the others, which wait
+    for a dead peer until they are aborted too (torch's own grouping does not help, for it aborts from another thread each).
+    """
+    groups = list(dist.distributed_c10d._world.pg_names)
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """``output`` flat [members × n] from everyone's ``mine`` [n], in order of rank.  torch 2.13 renamed the call."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, mine, group=group)
+
+
+def _exchange_endpoints(store: dist.Store, rank: int, world: int, mine: set[Endpoint]) -> frozenset[Endpoint]:
+    store.set(f"listening/{rank}", json.dumps(sorted(mine)))
+    others = (json.loads(store.get(f"listening/{other}")) for other in range(world) if other != rank)
+    return frozenset((address, port) for endpoints in others for address, port in endpoints)
+
+
+def _own_sockets() -> Iterator[socket.socket]:
+    """This process's TCP sockets, each duplicated for the moment it is looked at."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type & socket.SOCK_STREAM:
+                yield sock
+
+
+def _listening_ports() -> set[Endpoint]:
+    return {
+        (_plain(sock.getsockname()[0]), sock.getsockname()[1])
+        for sock in _own_sockets()
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def _plain(address: str) -> str:
+    """IPv4 addresses seen through an IPv6 socket look like ``::ffff:10.0.0.1``."""
+    return address.removeprefix("::ffff:")

@@ -1,0 +1,97 @@
+"""Code that is named, not passed: ``pkg.module:name`` is the same on every node, or fails there with a sentence that says why."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from elastic.errors import CodeError
+
+PACKAGES = ("elastic", "actors", "storage")
+ROOT = Path(__file__).resolve().parents[1]
+"""The folder our packages lie in, side by side."""
+
+
+def split(path: str) -> tuple[str, str]:
+    """``"pkg.module:name"`` -> module, name.  Raises :class:`CodeError` for any other form."""
+    module, colon, name = path.partition(":")
+    parts = [*module.split("."), name]
+    if not colon or not all(part.isidentifier() for part in parts):
+        raise CodeError(f"{path!r} does not name code; write 'package.module:name', for example 'elastic.models.llama:build'")
+    return module, name
+
+
+def load(path: str) -> Any:
+    """What ``"pkg.module:name"`` names.  Raises :class:`CodeError`: malformed, not found, failing, or without that name."""
+    module_name, name = split(path)
+    module = _module(path, module_name)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = [known for known in vars(module) if not known.startswith("_")]
+        near = difflib.get_close_matches(name, public, 1)
+        there = ", ".join(sorted(public)[:8]) or "no public names"
+        hint = f"did you mean '{module_name}:{near[0]}'?" if near else f"it has {there}"
+        raise CodeError(f"{path!r}: the module {module_name} ({_place(module)}) has no {name!r}; {hint}") from None
+
+
+def _module(path: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise CodeError(_failed(path, name, error)) from error
+        first = ", ".join(repr(entry) for entry in sys.path[:3])
+        raise CodeError(
+            f"{path!r}: there is no module {error.name!r} on this machine's path, which begins with {first}; "
+            f"install its package on every node, or add its folder to PYTHONPATH"
+        ) from None
+    except Exception as error:  # the user's module may raise anything while it is imported; all of it is a named error
+        raise CodeError(_failed(path, name, error)) from error
+
+
+def _failed(path: str, module: str, error: Exception) -> str:
+    """Where the import failed: the innermost frame, which is as a rule the user's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((f for f in reversed(frames) if not f.filename.startswith("<frozen")), frames[-1])
+    what = f"{type(error).__name__}: {error}"
+    place = f"in {frame.filename}, line {frame.lineno}"
+    return f"{path!r}: importing {module} failed with {what} ({place}); mend it or install what it needs"
+
+
+def _place(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or "a folder without __init__.py"
+
+
+def check_packages(*folders: Path) -> None:
+    """Raise :class:`CodeError` if another folder or file takes the place of one of our packages.
+
+    Looked at: what this process would import, and ``folders`` that will stand first on the path of other processes (the
+    working folder of a submitted job).
+    """
+    for name in PACKAGES:
+        for place in (_resolved(name), *(found for folder in folders for found in _named(folder, name))):
+            if place is not None and place.resolve() != ROOT / name:
+                raise CodeError(f"{place} takes the place of Elastic's own package {name!r} ({ROOT / name}); rename it")
+
+
+def _resolved(name: str) -> Path | None:
+    """The folder or file that ``import name`` takes, or None if there is none."""
+    module = sys.modules.get(name)
+    spec = module.__spec__ if module is not None else find_spec(name)
+    if spec is None:
+        return None
+    if spec.submodule_search_locations is not None:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin or name)
+
+
+def _named(folder: Path, name: str) -> Sequence[Path]:
+    return [place for place in (folder / name, folder / f"{name}.py") if place.exists()]

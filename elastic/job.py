@@ -1,0 +1,337 @@
+"""What the user asks for: one immutable :class:`Job`, from TOML, from the command line or from Python.
+
+Every setting has its default and its meaning here and nowhere else.  ``Job.load`` reads a TOML file, ``Job(...)`` checks; a
+value that cannot work is refused here, before any worker starts, in a sentence that names the setting, its value and the fix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from elastic.control.rules import Rules
+from elastic.errors import CodeError, JobError
+from elastic.imports import split
+from elastic.plan.layout import LayoutRule
+from elastic.settings import COMMAND_LINE, Where, merge, read_options, read_toml, sentences
+
+
+def _code(path: str) -> str:
+    try:
+        split(path)
+    except CodeError:
+        raise ValueError("must name code as 'package.module:name'") from None
+    return path
+
+
+def _folder_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or set(name) == {"."}:
+        raise ValueError("must be a legal folder name: letters, digits, '.', '_' and '-' only")
+    return name
+
+
+def _place(url: str) -> str:
+    """Workers run in other folders: a path is made absolute where the job is read."""
+    if not url.strip():
+        raise ValueError("must be a folder, or a URL such as s3://bucket/prefix")
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
+
+
+def _fault_word(vocabulary: Literal["Kind", "Point"]) -> Callable[[str], str]:
+    def check(word: str) -> str:
+        from elastic.sim import faults  # only jobs with faults need the simulator's vocabulary
+
+        known = list(getattr(faults, vocabulary))
+        if word not in known:
+            raise ValueError(f"must be one of {', '.join(known)}")
+        return word
+
+    return check
+
+
+Auto = Literal["auto"]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Code = Annotated[str, AfterValidator(_code)]
+
+
+class Part(BaseModel):
+    """A group of settings: frozen, and no key that is not declared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class Data(Part):
+    """The samples.  ``dataset``: ``pkg.module:Class`` with ``len()``, ``read(ids)``, ``fingerprint()``, made with ``args``."""
+
+    dataset: Code = "elastic.data.tokens:TokenDataset"
+    args: dict[str, JsonValue] = {}
+    sampling: Literal["permutation", "with_replacement"] = "permutation"
+    prefetch: Positive = 2
+    """Microbatches read ahead of the one that is computed."""
+
+
+class Optim(Part):
+    """AdamW; weight decay is decoupled and spares biases, norms and every other tensor of fewer than two dimensions."""
+
+    lr: Annotated[float, Field(ge=0)] = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Norm above which the mean gradient is rescaled to it."""
+
+
+class Schedule(Part):
+    """Learning rate by step: linear warmup from 0, then a cosine down to ``final`` × lr at the last step; or constant."""
+
+    kind: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+class Parallel(Part):
+    """Degrees of the data axes.  ``auto``: ``dp_shard`` is the smallest allowed one, ``dp_replicate`` what fits beside it."""
+
+    dp_replicate: Positive | Auto = "auto"
+    dp_shard: Positive | Auto = "auto"
+    min_shard: Positive = 1
+    """Smallest shard degree at which one worker's part of the state fits its memory."""
+    use: Literal["all", "fit"] = "all"
+    """all: a larger shard degree when it uses workers that would be left over; fit: they become spares."""
+
+
+class Workers(Part):
+    """How many processes, and what each takes of its node."""
+
+    min: Positive = 1
+    max: Positive = 2
+    cpus: Annotated[float, Field(ge=0)] = 1
+    gpus: Annotated[int, Field(ge=0, le=1)] = 0
+    threads: Positive = 1
+    """Threads of one CPU worker's kernels; part of what makes two workers of one kind."""
+
+
+class Checkpoint(Part):
+    """Saves to the bucket.  When no worker holds the state, 2 × ``save_every`` steps may be lost: a save can be in flight."""
+
+    save_every: Positive = 50
+
+
+class Deadlines(Part):
+    """Seconds.  Deadlines are the last resort: what somebody knows is acted on at once."""
+
+    form_s: Seconds = 120
+    """From sending a plan until every member is ready."""
+    fence_s: Seconds = 10
+    """From a fence until a member that has not answered is expelled."""
+    stall_s: Seconds = 60
+    """Without progress of any member of a world, before the one that is furthest behind is expelled; grows with the step time."""
+    lease_s: Seconds = 120
+    """A member that hears no coordinator for so long stops stepping."""
+    wait_s: Seconds = 600
+    """Waiting for enough workers before the run gives up (and can be resumed)."""
+    stop_s: Seconds = 60
+    """For the final save of a stop."""
+    driver_s: Seconds = 20
+    """A run whose driver has not been heard for so long stops, unless ``on_driver_exit = "detach"``."""
+    grow_debounce_s: Seconds = 2
+    """How long to wait for other newcomers after one joined, and before starting again after a start failed."""
+
+
+class Fault(Part):
+    """One fault of a chaos run, performed by the worker on itself.  Points: see ``elastic/sim/faults.py``."""
+
+    point: Annotated[str, AfterValidator(_fault_word("Point"))]
+    step: Positive
+    world_rank: Annotated[int, Field(ge=0)] = 0
+    generation: Positive = 1
+    """Only there, so that the step done again by a later generation is spared."""
+    kind: Annotated[str, AfterValidator(_fault_word("Kind"))] = "SIGKILL"
+
+
+class Job(Part):
+    """One training job.  Its trajectory is a function of this object alone, never of the cluster."""
+
+    name: Annotated[str, AfterValidator(_folder_name)]
+    """The run: its folder in the bucket."""
+    bucket: Annotated[str, AfterValidator(_place)]
+    """fsspec URL or folder that every node sees as the same place."""
+    model: Code = "elastic.models.llama:build"
+    """``pkg.module:build``; ``build(**model_args) -> nn.Module`` on the meta device, with ``init_weights()``."""
+    model_args: dict[str, JsonValue] = {}
+    loss: Code = "elastic.engine.loss:next_token"
+    """``pkg.module:loss``; ``loss(model, batch) -> (loss_sum, count)``: a sum, and what it was summed over."""
+    seed: int = 0
+    steps: Positive = 100
+    global_batch: Positive = 16
+    """Samples of one step, whatever the number of workers."""
+    microbatch: Positive = 2
+    """Samples of one forward and backward."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of forward and backward.  Masters, moments and the gradient sum are float32 in either."""
+    compile: bool = False
+    """Compile each block of the model; new worlds of the same process reuse the code."""
+    reproducible: bool = True
+    """Bit-identical weights whatever died or joined on the way: ordered fold, deterministic kernels."""
+    on_driver_exit: Literal["stop", "detach"] = "stop"
+    data: Data = Data()
+    optim: Optim = Optim()
+    schedule: Schedule = Schedule()
+    parallel: Parallel = Parallel()
+    workers: Workers = Workers()
+    checkpoint: Checkpoint = Checkpoint()
+    deadlines: Deadlines = Deadlines()
+    faults: tuple[Fault, ...] = ()
+    """For chaos tests."""
+
+    if not TYPE_CHECKING:  # type checkers keep the typed constructor
+
+        def __init__(self, where: Where = lambda _: "Job", /, **settings: Any) -> None:
+            """Raises :class:`JobError`: one sentence a problem; ``where`` says who set a setting."""
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise JobError("\n".join(sentences(error, Job, where))) from None
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        problems = list(_disagreements(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Job:
+        """The job of a TOML file, with ``--section.option value`` overrides over it.  Raises :class:`JobError`."""
+        path = Path(path)
+        options = read_options(overrides, cls)
+        values = merge(read_toml(path), options, path.name)
+        checked: Callable[..., Job] = cls
+        return checked(lambda setting: COMMAND_LINE if setting in options else path.name, **values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """The inverse of :meth:`to_json`; :class:`JobError` if the settings are no longer valid."""
+        return cls(**json.loads(text))
+
+    def replace(self, **settings: Any) -> Job:
+        """The job with other values for some of its settings, checked again."""
+        return Job(**{name: getattr(self, name) for name in Job.model_fields} | settings)
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(mode="json"), indent=2)
+
+    def to_toml(self) -> str:
+        """As a job file, every setting written out.  Raises :class:`JobError` for a None inside ``args``: TOML has none."""
+        values = self.model_dump(mode="json")
+        lines = [f"{name} = {_toml(name, value)}" for name, value in values.items() if name not in _SECTIONS]
+        for section in _SECTIONS:
+            lines += ["", f"[{section}]"]
+            lines += [f"{name} = {_toml(f'{section}.{name}', value)}" for name, value in values[section].items()]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """sha256 over what defines the trajectory: a run may be resumed with other values of everything else.
+
+        New settings enter with their defaults, so compare it with the digest of a stored ``job.json`` *as this code reads it*.
+        """
+        return hashlib.sha256(json.dumps(self.trajectory(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def trajectory(self) -> dict[str, Any]:
+        """The settings that define it."""
+        return self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
+
+    @property
+    def microbatches(self) -> int:
+        """Of one step."""
+        return self.global_batch // self.microbatch
+
+    def layout_rule(self) -> LayoutRule:
+        degrees = (self.parallel.dp_replicate, self.parallel.dp_shard)
+        dp_replicate, dp_shard = (None if degree == "auto" else degree for degree in degrees)
+        return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
+
+    def rules(self) -> Rules:
+        """What ``advance`` must know of the job."""
+        return Rules(
+            min_workers=self.workers.min,
+            max_workers=self.workers.max,
+            layout=self.layout_rule(),
+            target_step=self.steps,
+            save_every=self.checkpoint.save_every,
+            reproducible=self.reproducible,
+            **self.deadlines.model_dump(exclude={"driver_s"}),
+        )
+
+    def warnings(self) -> list[str]:
+        """What works but is probably not meant, one sentence each."""
+        needed = 4 * self.workers.max
+        if self.workers.max > 1 and self.microbatches < needed:
+            return [
+                f"global_batch = {self.global_batch} is only {self.microbatches} microbatches of {self.microbatch} for up to "
+                f"{self.workers.max} workers: when their number does not divide it, some idle in a step's last round; "
+                f"{needed} or more microbatches keep that small"
+            ]
+        return []
+
+
+_SECTIONS = ("data", "optim", "schedule", "parallel", "workers", "checkpoint", "deadlines")
+_NOT_THE_TRAJECTORY: Any = {
+    **dict.fromkeys(("name", "bucket", "workers", "parallel", "deadlines", "checkpoint", "faults", "on_driver_exit"), True),
+    "data": {"prefetch"},
+}
+
+
+def _disagreements(job: Job) -> Iterator[str]:
+    """Checks over several settings: a sentence for each that fails."""
+    rest = job.global_batch % job.microbatch
+    if rest:
+        near = [n for n in (job.global_batch - rest, job.global_batch - rest + job.microbatch) if n]
+        yield (
+            f"global_batch = {job.global_batch} is not a multiple of microbatch = {job.microbatch}; "
+            f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
+        )
+    if job.schedule.warmup_steps > job.steps:
+        yield f"schedule.warmup_steps = {job.schedule.warmup_steps} is more than steps = {job.steps}; lower it or train longer"
+    if job.workers.min > job.workers.max:
+        yield f"workers.min = {job.workers.min} is more than workers.max = {job.workers.max}; raise the one or lower the other"
+        return
+    try:
+        job.layout_rule().check(job.workers.min, job.workers.max)
+    except ValueError as error:
+        yield str(error)
+
+
+def _toml(name: str, value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case str():
+            return _quoted(value)
+        case list():
+            return f"[{', '.join(_toml(name, item) for item in value)}]"
+        case dict():
+            return "{" + ", ".join(f"{_key(key)} = {_toml(f'{name}.{key}', item)}" for key, item in value.items()) + "}"
+        case _:
+            raise JobError(f"{name} = {value!r} cannot be written as TOML; leave it out, or keep the job as JSON")
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quoted(key)
+
+
+def _quoted(text: str) -> str:
+    """JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,1 @@
+"""Plain modules for one device; each may declare its sharding table."""

@@ -1,0 +1,125 @@
+"""A Llama-type decoder: RMSNorm before each part, rotary positions, SwiGLU, no biases (Touvron et al. 2023, section 2.2).
+
+Written for one device; ``sharding()`` says how it may be cut.  Dropout draws from the ambient generator, which the engine keys by
+(seed, step, microbatch).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic.models.spec import ShardingTable
+
+
+class Attention(nn.Module):
+    """Causal self-attention.  [batch, seq, dim] -> [batch, seq, dim]; ``kv_heads`` groups share keys and values."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, dim // heads, dropout
+        self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        q = rotate(self.wq(x).view(batch, seq, self.heads, self.head_dim), rope).transpose(1, 2)
+        k = rotate(self.wk(x).view(batch, seq, self.kv_heads, self.head_dim), rope).transpose(1, 2)
+        v = self.wv(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
+        self.attention = Attention(dim, heads, kv_heads, dropout)
+        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-5)
+        self.feed_forward = FeedForward(dim, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class Llama(nn.Module):
+    """tokens int64 [batch, seq] -> logits [batch, seq, vocab]."""
+
+    def __init__(
+        self,
+        vocab: int = 257,
+        dim: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        kv_heads: int | None = None,
+        hidden: int | None = None,
+        dropout: float = 0.0,
+        tied: bool = True,
+        rope_base: float = 10_000.0,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.rope_base, self.depth = dim // heads, rope_base, layers
+        hidden = hidden or -(-8 * dim // 3 // 32) * 32
+        self.embedding = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Block(dim, heads, kv_heads or heads, hidden, dropout) for _ in range(layers))
+        self.norm = nn.RMSNorm(dim, eps=1e-5)
+        self.output = nn.Linear(dim, vocab, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+    def init_weights(self) -> None:
+        """Normal(0, 0.02); projections back into the residual stream are divided by sqrt(2 × layers) (GPT-2, section 2.3)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.ones_(parameter)
+            else:
+                residual = name.endswith(("wo.weight", "w2.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * self.depth) ** 0.5 if residual else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        rope = rotary(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
+        for layer in self.layers:
+            x = layer(x, rope)
+        return self.output(self.norm(x))
+
+    def sharding(self) -> ShardingTable:
+        return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))
+
+
+def rotary(seq: int, head_dim: int, base: float, device: torch.device) -> Tensor:
+    """Cosines and sines of the rotary embedding, float32 [2, seq, head_dim // 2] (Su et al. 2021, section 3.2.2)."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequencies)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate halves of each head by position.  x [batch, seq, heads, head_dim]."""
+    cos, sin = rope[0][:, None, :].to(x.dtype), rope[1][:, None, :].to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+def build(**args: object) -> nn.Module:
+    """The model of a job: keyword arguments of :class:`Llama`."""
+    return Llama(**args)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""CHOOSES: who sits where, which microbatches each runs, where each slice comes from.  Pure, standard library only."""

@@ -1,0 +1,118 @@
+"""Layouts: the degrees of the axes, where a world rank sits in them, and what n workers become.
+
+Replicas are the outer axis, shards the inner one, so that the shards of one replica are neighbours:
+``world_rank = replicate_index * dp_shard + shard_index``.
+
+A :class:`LayoutRule` says which degrees may be used.  The shard degree has a floor: every worker that leaves makes the shards of
+the others larger, up to what their memory holds.  Below it there is no layout, and the run waits instead of running out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+USES = ("all", "fit")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``dp_replicate`` copies of the state, each split over ``dp_shard`` workers."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of members."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of members that run different microbatches at the same time: d of the batch plan."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, world_rank: int) -> tuple[int, int]:
+        """(replicate index, shard index) of a member."""
+        return divmod(world_rank, self.dp_shard)
+
+    def __str__(self) -> str:
+        return f"{self.dp_replicate}×{self.dp_shard}"
+
+
+@dataclass(frozen=True)
+class LayoutRule:
+    """Which layouts are allowed; a degree of None is chosen here.
+
+    ``use`` "all": a larger shard degree where that uses workers which would be left over; "fit": the smallest, they become spares.
+    Raises ValueError, naming the setting as the job file does, for a rule that no number of workers can meet.
+    """
+
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    min_shard: int = 1
+    use: str = "all"
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate", "dp_shard", "min_shard"):
+            degree = getattr(self, name)
+            if degree is not None and degree < 1:
+                raise ValueError(f"parallel.{name} = {degree} must be at least 1")
+        if self.use not in USES:
+            raise ValueError(f"parallel.use = {self.use!r} must be one of {', '.join(USES)}")
+        if self.dp_shard is not None and self.dp_shard < self.min_shard:
+            raise ValueError(
+                f"parallel.dp_shard = {self.dp_shard} is less than parallel.min_shard = {self.min_shard}; "
+                f'set dp_shard = {self.min_shard} or "auto", or lower min_shard'
+            )
+
+    def check(self, min_workers: int, max_workers: int) -> None:
+        """Raises ValueError when no number of workers from min to max becomes a world of at least ``min_workers`` members."""
+        worlds = [layout.world for _, layout in table(self, max_workers) if layout is not None]
+        if any(world >= min_workers for world in worlds):
+            return
+        enough = self._smallest(max(min_workers, max_workers + 1))
+        fixes = [f"workers.max = {enough}"] if enough else []
+        fixes += [f"workers.min = {max(worlds)}"] if worlds else []
+        fixes += ["smaller degrees"] if not worlds else []
+        raise ValueError(
+            f"{self} makes no world of {min_workers} or more members with workers.min = {min_workers} and "
+            f"workers.max = {max_workers}; set {' or '.join(fixes)}"
+        )
+
+    def _smallest(self, workers: int) -> int | None:
+        """The smallest number, from ``workers`` up, that becomes a world of at least so many members."""
+        period = (self.dp_replicate or 1) * (self.dp_shard or self.min_shard)
+        for n in range(workers, workers + period + 1):
+            layout = choose(n, self)
+            if layout is not None and layout.world >= workers:
+                return n
+        return None
+
+    def __str__(self) -> str:
+        settings = [f"dp_replicate = {self.dp_replicate or 'auto'}", f"dp_shard = {self.dp_shard or 'auto'}"]
+        floor = [f"min_shard = {self.min_shard}"] if self.dp_shard is None else []
+        return f"parallel ({', '.join(settings + floor)})"
+
+
+def choose(workers: int, rule: LayoutRule) -> Layout | None:
+    """What so many workers become: the layout with most members, then the smallest shard degree.  None: they have to wait."""
+    return max(_candidates(workers, rule), key=lambda layout: (layout.world, -layout.dp_shard), default=None)
+
+
+def table(rule: LayoutRule, n_max: int) -> tuple[tuple[int, Layout | None], ...]:
+    """(n, what n workers become) for n = 1 … n_max."""
+    return tuple((n, choose(n, rule)) for n in range(1, n_max + 1))
+
+
+def _candidates(workers: int, rule: LayoutRule) -> Iterator[Layout]:
+    for dp_shard in _shard_degrees(workers, rule):
+        dp_replicate = rule.dp_replicate or workers // dp_shard
+        if 1 <= dp_replicate * dp_shard <= workers:
+            yield Layout(dp_replicate, dp_shard)
+
+
+def _shard_degrees(workers: int, rule: LayoutRule) -> range:
+    lowest = rule.dp_shard or rule.min_shard
+    fixed = rule.dp_shard is not None or rule.use == "fit"
+    return range(lowest, lowest + 1 if fixed else workers + 1)

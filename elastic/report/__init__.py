@@ -1,0 +1,1 @@
+"""What happened, for people and for tests: pure functions of the journal."""

@@ -1,0 +1,92 @@
+"""Where the time of each recovery went, from the journal alone.
+
+detect    fault -> the coordinator knows            (needs the moment of the fault, from whoever caused it)
+decide    known -> all fenced, outcome decided      (fence first, abort second)
+abort     decided -> every member has left its groups and has the next plan
+re-form   until the process groups of the next generation exist
+heal      until every slice is at the plan's version
+go        until the members are told to step
+step      until the first commit of the new generation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One change of worlds.  Seconds; ``known_at`` and ``committed_at`` are wall clock."""
+
+    generation: int
+    reason: str
+    planned: bool
+    known_at: float
+    decide_s: float
+    abort_s: float
+    form_s: float
+    heal_s: float
+    go_s: float
+    step_s: float
+    committed_at: float
+
+
+def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
+    """Every change of worlds that reached a commit.  ``records``: journal records, in order."""
+    found: list[Recovery] = []
+    marks: dict[str, Any] = {}
+    for record in records:
+        _mark(marks, record)
+        if "committed" in marks:
+            if "known" in marks and "formed" in marks:
+                found.append(_recovery(marks))
+            marks = {}
+    return found
+
+
+def _mark(marks: dict[str, Any], record: Mapping[str, Any]) -> None:
+    at, event, actions = record["at"], record["event"], record["actions"]
+    names = {action["$"]: action for action in actions}
+    kind = event["$"]
+    if "Fence" in names and "go" in marks:  # the new world broke before its first commit: another recovery begins
+        marks.clear()
+    if {"Fence", "Pause"} & names.keys() and "known" not in marks:
+        marks.update(known=at, reason=record["reason"], planned="Pause" in names)
+    if "Form" in names:
+        marks.update(formed=at, generation=names["Form"]["plan"]["generation"], here=at, form=0.0, heal=0.0)
+        marks.setdefault("known", at)
+        marks.setdefault("reason", record["reason"])
+        marks.setdefault("planned", True)
+    if kind == "Here":
+        marks["here"] = at
+    if kind == "Ready":
+        marks["form"] = max(marks.get("form", 0.0), number(event["form_s"]))
+        marks["heal"] = max(marks.get("heal", 0.0), number(event["heal_s"]))
+    if "Go" in names:
+        marks["go"] = at
+    if kind == "StepDone" and "go" in marks:
+        marks["committed"] = at
+
+
+def number(value: Any) -> float:
+    """A float as the journal writes it (hexadecimal, exact)."""
+    return float.fromhex(value) if isinstance(value, str) else float(value)
+
+
+def _recovery(marks: Mapping[str, Any]) -> Recovery:
+    ready_s = marks["go"] - marks["here"]
+    return Recovery(
+        generation=marks["generation"],
+        reason=marks["reason"],
+        planned=marks["planned"],
+        known_at=marks["known"],
+        decide_s=marks["formed"] - marks["known"],
+        abort_s=marks["here"] - marks["formed"],
+        form_s=marks["form"],
+        heal_s=marks["heal"],
+        go_s=max(ready_s - marks["form"] - marks["heal"], 0.0),
+        step_s=marks["committed"] - marks["go"],
+        committed_at=marks["committed"],
+    )

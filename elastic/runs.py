@@ -1,0 +1,143 @@
+"""A run as it lies in the bucket: whose it is, where it stands, what is written about a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+import elastic
+from elastic.control import codec
+from elastic.control.states import RunState
+from elastic.errors import JobError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from storage import journal
+from storage.checkpoints import Checkpoints, ShardReceipt
+from storage.errors import Exists
+from storage.journal import Journal, claim_owner, owners
+from storage.objects import ObjectStore
+
+Lineage = tuple[tuple[int, int], ...]
+"""Who committed what, oldest first: (generation, last step it committed)."""
+
+
+@dataclass(frozen=True)
+class SavedShard:
+    """What goes to the coordinator with ``ShardSaved``: a checkpoint is made of the shards of one generation, in its layout."""
+
+    generation: int
+    layout: Layout
+    receipt: ShardReceipt
+
+
+class Run:
+    """The folder of a job's run.  ``open`` makes it, or refuses one that holds another job's."""
+
+    def __init__(self, job: Job, store: ObjectStore) -> None:
+        self.job, self.store = job, store
+        self.checkpoints = Checkpoints(store, job.name)
+
+    @classmethod
+    def open(cls, job: Job) -> Run:
+        """Raises :class:`JobError` when the folder holds the run of a job with another trajectory."""
+        store = ObjectStore.open(job.bucket)
+        key = f"{job.name}/job.json"
+        try:
+            store.put_if_absent(key, json.dumps({"format": 1, "digest": job.digest, "job": json.loads(job.to_json())}).encode())
+        except Exists:
+            found = Job(**json.loads(store.get(key))["job"])  # as this code reads it: new settings have their defaults
+            if found.digest != job.digest:
+                raise JobError(_other_job(job, found)) from None
+        return cls(job, store)
+
+    def claim(self, address: str) -> int:
+        """The next incarnation, claimed by a create-only write before its first action."""
+        return claim_owner(self.store, self.job.name, {"address": address, "host": platform.node()})
+
+    def owner(self) -> dict[str, Any] | None:
+        """Who claimed the run last."""
+        claims = owners(self.store, self.job.name)
+        return dict(claims[max(claims)]) if claims else None
+
+    def standing(self, incarnation: int, now: float) -> RunState:
+        """Where the run stands by its bucket: waiting, with every good checkpoint of its newest lineage.
+
+        The newest manifest says which generations committed which steps; what is not on that line was abandoned.
+        """
+        last = self._last_recorded()
+        generation, next_worker = (last.generation, last.next_worker) if last is not None else (0, 1)
+        listed = self.checkpoints.versions()
+        whole = [(each.version, each.manifest) for each in listed if each.manifest is not None]
+        if not whole:
+            return RunState.begin(incarnation, now, generation=generation, next_worker=next_worker)
+        newest, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
+        line: Lineage = tuple((int(by), int(to)) for by, to in manifest.about["lineage"])
+        good = tuple(each.version for each in listed if each.manifest is not None and not each.damaged)
+        return RunState.begin(incarnation, now, good, line, max(generation, newest.generation), next_worker)
+
+    def _last_recorded(self) -> RunState | None:
+        """What the run's last coordinator knew, as far as its journal reached the bucket: for numbers that are never used twice."""
+        segments = journal.read(self.store, self.job.name)
+        return codec.fold(*segments[-1]) if segments else None
+
+    def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
+        """The journal, to go on with."""
+        written = journal.records(self.store, self.job.name)
+        return Journal(self.store, self.job.name, local, written[-1]["n"] + 1 if written else 0, snapshot)
+
+    def records(self) -> list[Mapping[str, Any]]:
+        """Everything that was decided, as far as it is in the bucket."""
+        return journal.records(self.store, self.job.name)
+
+    def newest(self) -> Version | None:
+        """The newest good checkpoint."""
+        return max(self.standing(0, 0.0).saved, default=None)
+
+    def version_at(self, step: int | None) -> Version:
+        """The good checkpoint at ``step``, or the newest.  Raises :class:`JobError` when there is none."""
+        saved = self.standing(0, 0.0).saved
+        found = [version for version in saved if step in (None, version.step)]
+        if not found:
+            have = ", ".join(str(version.step) for version in saved) or "none"
+            at = "" if step is None else f" at step {step}"
+            raise JobError(f"no good checkpoint{at} in {self.store.url}/{self.job.name}; there are: {have}")
+        return max(found)
+
+    def commit(self, version: Version, receipts: Sequence[ShardReceipt], lineage: Lineage, layout: Layout) -> str:
+        """Write the manifest of ``version``; its digest."""
+        return self.checkpoints.commit(version, receipts, self._about(lineage, layout))
+
+    def _about(self, lineage: Lineage, layout: Layout) -> dict[str, Any]:
+        job = self.job
+        return {
+            "job": job.digest,
+            "lineage": [list(entry) for entry in lineage],
+            "layout": {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard},
+            "cursor": {"seed": job.seed, "sampling": job.data.sampling, "global_batch": job.global_batch},
+            "versions": {name: version_of(name) for name in ("torch", "ray", "safetensors")} | {"elastic": elastic.__version__},
+        }
+
+
+def _other_job(job: Job, found: Job) -> str:
+    """Which settings make it another job."""
+    ours, theirs = flat(job.trajectory()), flat(found.trajectory())
+    changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
+    shown = ", ".join(f"{key} = {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in changed[:4])
+    return (
+        f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({shown}); "
+        f"give this one another name, or the settings of the other to go on with it"
+    )
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        found |= flat(each, f"{prefix}{key}.") if isinstance(each, Mapping) else {f"{prefix}{key}": each}
+    return found

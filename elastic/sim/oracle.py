@@ -1,0 +1,313 @@
+"""What must never happen, judged from outside by one who sees everything.
+
+The oracle keeps the truth apart from the coordinator's knowledge: ``parent`` is what was really applied on top of what;
+``evidence``, ``answered``, ``lost``, ``expelled`` are what the coordinator was really told.  It shares no code with the machine it
+judges: coverage of shards, for one, is found row by row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle
+from elastic.control.commit import Outcome
+from elastic.control.events import Event, Fenced, Joined, Lost, Saved, StepDone, StopRequested
+from elastic.control.states import Failed, Finished, Stopped, Waiting
+from elastic.ids import Version, WorkerId
+from elastic.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from elastic.control.machine import Transition
+    from elastic.control.states import RunState
+    from elastic.sim.simulation import Simulation
+    from elastic.sim.worker import Worker
+
+ORIGIN = Version(0, 0)
+
+
+class Violation(AssertionError):
+    """A promise was broken.  ``simulate`` adds seed, time and the end of the story."""
+
+
+@lru_cache(maxsize=4096)
+def covers(shards: frozenset[tuple[int, int]], rows: tuple[int, ...]) -> bool:
+    """Whether shards (count, index) together hold every row, looked at one by one (torch's chunk rule)."""
+    return all(any(row // -(-length // count) == index for count, index in shards) for length in rows for row in range(length))
+
+
+class Oracle:
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.parent: dict[Version, Version] = {}
+        self.first_commit_at: dict[int, float] = {}
+        self.plans: dict[int, Plan] = {}
+        self.plan: Plan | None = None
+        self.joined: set[WorkerId] = set()
+        self.lost: set[WorkerId] = set()
+        self.expelled: set[WorkerId] = set()
+        self.answered: dict[int, set[WorkerId]] = defaultdict(set)
+        self.evidence: dict[int, dict[int, Outcome]] = defaultdict(dict)
+        self.told: set[tuple[int, int]] = set()
+        """(step, generation) of each commit that was reported at all, in time or not."""
+        self.went: set[int] = set()
+        self.settled: set[int] = set()
+        self.counting: set[Version] = set()
+        self.stop_asked = False
+        self.occasions: Counter[str] = Counter()
+        """How often the rare things happened: a promise is tested only where it is in danger."""
+        self.waiting_since: float | None = None
+
+    # -- what workers do ------------------------------------------------------------------------------------------
+
+    def applying(self, worker: Worker, outcome: Outcome) -> None:
+        """``worker`` begins an update: same outcome and same base as everybody, and not committed after a newer world's commit."""
+        world, base = worker.world, worker.version
+        assert world is not None
+        step, generation = outcome.step, outcome.generation
+        if outcome != world.outcomes.get(step):
+            raise Violation(f"{worker.name} applies an outcome of step {step} that generation {generation} never had")
+        expected = base_of(world.plan, step)
+        if base != expected:
+            raise Violation(f"{worker.name} applies step {step} of generation {generation} to {base}, not to {expected}")
+        self.parent[Version(step, generation)] = expected
+        self.first_commit_at.setdefault(generation, self.sim.clock.now)
+        self.occasions["an expelled worker applies a step"] += worker.name in self.expelled
+        for newer, at in self.first_commit_at.items():
+            if newer > generation and world.completed_at[step] > at:
+                raise Violation(f"two worlds commit: generation {generation} does, step {step}, after generation {newer} did")
+
+    def plan_arrives(self, worker: Worker, plan: Plan) -> None:
+        """What the plan says ``worker`` holds, it holds."""
+        for holding in plan.holders:
+            slot = (holding.version, holding.shard_count, holding.shard_index)
+            if holding.worker == worker.name and slot not in worker.held:
+                raise Violation(f"generation {plan.generation}: {worker.name} is said to hold {slot}, and holds {sorted(worker.held)}")
+
+    def manifest(self, version: Version, shards: frozenset[tuple[int, int]]) -> None:
+        if not covers(shards, self.sim.scenario.rows):
+            raise Violation(f"manifest of {version} with shards {sorted(shards)} only")
+
+    # -- what the coordinator is told, and what it decides ------------------------------------------------------------
+
+    def judge(self, before: RunState, event: Event, transition: Transition) -> None:
+        """One call of ``advance``."""
+        after = transition.run
+        if after.generation < before.generation or after.incarnation < before.incarnation:
+            raise Violation("generation or incarnation went back")
+        self._note(event, before.over)
+        settle: Settle | None = None
+        for action in transition.actions:
+            if isinstance(action, Kill):
+                self.expelled.update(action.workers)
+        for action in transition.actions:
+            settle = action if isinstance(action, Settle) else settle
+            self._judge_action(before, after, action, settle, transition.reason)
+        if after.state is not before.state:
+            self._judge_end(after, transition.reason)
+            self.waiting_since = (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
+
+    def _note(self, event: Event, over: bool) -> None:
+        if isinstance(event, StepDone):
+            self.told.add((event.outcome.step, event.generation))
+        elif isinstance(event, Fenced):
+            self.told.update((each.step, event.generation) for each in event.outcomes)
+        match event:
+            case Joined():
+                self.joined.add(event.worker)
+            case Lost():
+                self.lost.add(event.worker)
+            case StepDone() if event.worker not in self.expelled and event.generation not in self.settled:
+                self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
+                self.evidence[event.generation][event.outcome.step] = event.outcome
+            case Fenced() if event.worker not in self.expelled and event.generation not in self.settled:
+                self.answered[event.generation].add(event.worker)
+                self.evidence[event.generation].update({o.step: o for o in event.outcomes})
+            case Saved() if self.on_lineage(event.version) and not over:
+                self.counting.add(event.version)
+            case Saved():
+                self.occasions["a manifest comes in for a version given up"] += 1
+            case StopRequested():
+                self.stop_asked = True
+
+    def _judge_action(self, before: RunState, after: RunState, action: Action, settle: Settle | None, reason: str) -> None:
+        match action:
+            case Settle():
+                self._judge_settle(action)
+            case Go():
+                self.went.add(action.generation)
+            case Form():
+                self._judge_form(before, after, action.plan, settle, reason)
+                self.plans[action.plan.generation] = self.plan = action.plan
+            case Quarantine():
+                self.occasions["a damaged checkpoint is put away"] += 1
+                if action.version not in self.sim.cluster.bucket.damaged:
+                    raise Violation(f"{action.version} is put away and was not damaged")
+                self.counting.discard(action.version)
+
+    def _judge_settle(self, settle: Settle) -> None:
+        """Nothing is aborted before every member is out; evidence is neither dropped nor made up."""
+        generation, outcome = settle.generation, settle.outcome
+        self._all_out(self.plans[generation], "is settled")
+        evidence = self.evidence[generation]
+        top = max(evidence, default=0)
+        workers = self.sim.cluster.workers
+        prepared = [m for m in settle.members if workers[m].alive and workers[m].prepared == top]
+        if outcome is None and top and prepared:
+            raise Violation(f"step {top} of generation {generation} is dropped in spite of evidence: {prepared} are prepared")
+        if outcome is not None and evidence.get(outcome.step) != outcome:
+            raise Violation(f"step {outcome.step} of generation {generation} is to be applied without evidence")
+        if outcome is not None and outcome.step != top:
+            raise Violation(f"step {outcome.step} of generation {generation} is to be applied, there is evidence of step {top}")
+        if outcome is not None:  # perhaps nobody has begun the update yet, and yet it will be done
+            self.parent[Version(top, generation)] = base_of(self.plans[generation], top)
+        self.occasions["a step is applied after its world broke"] += outcome is not None
+        self.occasions["a prepared step is dropped"] += outcome is None and any(workers[m].prepared for m in settle.members)
+        self.settled.add(generation)
+
+    def _all_out(self, plan: Plan, what: str) -> None:
+        for member in plan.members:
+            if not (member in self.lost or member in self.expelled or member in self.answered[plan.generation]):
+                raise Violation(f"generation {plan.generation} {what}, {member} has neither answered its fence nor been expelled")
+
+    def _judge_form(self, before: RunState, after: RunState, plan: Plan, settle: Settle | None, reason: str) -> None:
+        rules, members = self.sim.rules, set(plan.members)
+        if plan.generation <= max(self.plans, default=0):
+            raise Violation(f"generation {plan.generation} is begun twice")
+        if not len(members) == len(plan.members) == plan.layout.world or not rules.min_workers <= len(members) <= rules.max_workers:
+            raise Violation(f"a world of {plan.layout} with members {plan.members}")
+        if unable := members - self.joined | members & (self.lost | self.expelled):
+            raise Violation(f"members that cannot act: {sorted(unable)}")
+        if self.plan is not None:
+            self._all_out(self.plan, "is followed by another")
+            self._cannot_commit(self.plan)
+            held = any(m in self.answered[self.plan.generation] for m in self.plan.members if m not in self.lost | self.expelled)
+            if held and self.plan.generation not in self.settled:
+                raise Violation(f"generation {self.plan.generation} was not settled")
+            self.settled.add(self.plan.generation)
+        self._judge_version(before, after, plan, settle, reason)
+
+    def _cannot_commit(self, plan: Plan) -> None:
+        """It was never told to go, one member is out for good, or no member has a lease left."""
+        if plan.generation not in self.went:
+            return
+        members = [self.sim.cluster.workers[m] for m in plan.members]
+        out = any(not w.alive or w.fenced >= plan.generation for w in members)
+        over = all(w.lease_until <= self.sim.clock.now for w in members)
+        self.occasions["a silent world's leases are waited out"] += over and not out
+        if not (out or over):
+            raise Violation(f"generation {plan.generation} may still commit: nobody is out and a lease runs")
+
+    def _judge_version(self, before: RunState, after: RunState, plan: Plan, settle: Settle | None, reason: str) -> None:
+        version = plan.version
+        if not self.on_lineage(version):
+            raise Violation(f"generation {plan.generation} starts from {version}, which was given up")
+        claimed = frozenset((h.shard_count, h.shard_index) for h in plan.holders if h.version == version)
+        if not (version == ORIGIN or version in self.counting or covers(claimed, self.sim.scenario.rows)):
+            raise Violation(f"generation {plan.generation} starts from {version}, which nobody holds whole")
+        for better in self._held_whole(settle):
+            if better.step > version.step:
+                raise Violation(f"{better} is given up for {version} although every slice of it is held")
+        lineage, truth = expanded(after.lineage), self.chain(version)
+        if lineage != truth:
+            raise Violation(f"the coordinator's lineage {lineage} is not what happened, {truth}")
+        given_up = len(expanded(before.lineage)) > version.step
+        if given_up and "abandon" not in reason:
+            raise Violation(f"steps after {version} are abandoned and the reason does not say so: {reason!r}")
+        self.occasions["steps are abandoned"] += given_up
+        self.occasions[f"a world starts from tier {plan.tier}"] += 1
+        self.occasions["shards are cut anew"] += any(count != plan.layout.dp_shard for count, _ in claimed)
+
+    def _held_whole(self, settle: Settle | None) -> list[Version]:
+        """Versions of the lineage that living, not expelled workers hold whole once ``settle`` is performed, or the bucket does."""
+        shards: dict[Version, set[tuple[int, int]]] = defaultdict(set)
+        for name in self.joined - self.lost - self.expelled:
+            worker = self.sim.cluster.workers[name]
+            if worker.alive:
+                for version, *shard in worker.held_after(settle):
+                    shards[version].add((shard[0], shard[1]))
+        rows = self.sim.scenario.rows
+        whole = [v for v, s in shards.items() if covers(frozenset(s), rows)]
+        return [v for v in (*whole, *self.counting) if self.on_lineage(v)]
+
+    def resumed(self) -> None:
+        """A new incarnation: of the workers there were, none is its own, and nobody has asked it to stop yet."""
+        self.expelled |= self.joined
+        self.stop_asked = False
+
+    # -- the truth ------------------------------------------------------------------------------------------------
+
+    def chain(self, version: Version) -> list[int]:
+        """The generations that committed steps 1, 2, ... up to ``version``."""
+        generations: list[int] = []
+        while version.step:
+            generations.append(version.generation)
+            version = self.parent[version]
+        return generations[::-1]
+
+    def on_lineage(self, version: Version) -> bool:
+        """``version`` is what the last plan starts from, came before it, or was committed by its world and not dropped."""
+        if version == ORIGIN:
+            return True
+        if self.plan is None or version not in self.parent:
+            return False
+        if version.generation == self.plan.generation:
+            return version.step <= max(self.evidence[version.generation], default=0)
+        tip = self.plan.version
+        while tip.step > version.step:
+            tip = self.parent[tip]
+        return tip == version
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def judge_ledger(self, run: RunState) -> None:
+        """Of each step of a finished run the coordinator was told what it consumed, unless nobody who knew could speak any more."""
+        if not isinstance(run.state, Finished):
+            return
+        for step, generation in enumerate(expanded(run.lineage), 1):
+            if (step, generation) not in self.told:
+                self.occasions["what a step consumed is known from the bucket only"] += 1
+                if self.answered[generation] or generation == run.generation:
+                    raise Violation(f"nobody told what step {step} of generation {generation} consumed")
+
+    def _judge_end(self, after: RunState, reason: str) -> None:
+        match after.state:
+            case Finished():
+                generations = expanded(after.lineage)
+                target = self.sim.rules.target_step
+                final = Version(target, generations[-1])
+                if generations != (truth := self.chain(final)):
+                    raise Violation(f"finished with the ledger {generations}, what happened is {truth}")
+                if final not in self.sim.cluster.bucket.manifests:
+                    raise Violation(f"finished, and {final} is not in the bucket")
+            case Stopped() if not self.stop_asked:
+                raise Violation("stopped, and nobody asked for it")
+            case Failed() if not self.may_fail():
+                raise Violation(f"failed with its budget unspent: {reason}")
+
+    def may_fail(self) -> bool:
+        """Whether a budget is spent, counted from what this oracle saw: the job's own error, fruitless generations, waiting."""
+        raised = [worker for _, worker in self.sim.cluster.errors_raised]
+        alone = self.plan is not None and len(self.plan.members) == 1
+        again = len(raised) > 1 and (alone or len(set(raised)) > 1)
+        fruitless = 0
+        for generation in sorted(self.plans, reverse=True):
+            if self.evidence[generation]:
+                break
+            fruitless += 1
+        waited_s = 0.0 if self.waiting_since is None else self.sim.clock.now - self.waiting_since
+        return again or fruitless > self.sim.rules.max_fruitless or waited_s >= self.sim.rules.wait_s
+
+
+def base_of(plan: Plan, step: int) -> Version:
+    """What the world of ``plan`` applies ``step`` to."""
+    return plan.version if step == plan.version.step + 1 else Version(step - 1, plan.generation)
+
+
+def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
+    """((generation, last step), ...) as the generation of each step."""
+    generations: list[int] = []
+    for generation, last_step in lineage:
+        generations += [generation] * (last_step - len(generations))
+    return generations

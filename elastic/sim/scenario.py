@@ -1,0 +1,92 @@
+"""What is simulated: a small job, a small cluster, its weather.  Times are in virtual seconds, a step takes about one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from elastic.control.rules import Rules
+from elastic.plan.layout import LayoutRule
+from elastic.sim.faults import Weather
+
+ROWS = ((8,), (7, 3), (12, 5, 1))
+"""Dim-0 lengths of the model's tensors: even, uneven and empty shards."""
+
+LAYOUTS = (
+    LayoutRule(dp_replicate=None, dp_shard=None, min_shard=1, use="all"),
+    LayoutRule(dp_replicate=None, dp_shard=None, min_shard=2, use="all"),
+    LayoutRule(dp_replicate=None, dp_shard=None, min_shard=2, use="fit"),
+    LayoutRule(dp_replicate=1, dp_shard=None, min_shard=1, use="all"),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One job on one cluster.  ``Scenario.drawn`` makes one from a seed; tests write their own."""
+
+    rules: Rules
+    weather: Weather = field(default_factory=Weather)
+    nodes: int = 3
+    slots: int = 4
+    """Workers that fit; zombies do not count."""
+    rows: tuple[int, ...] = (7, 3)
+    stop_at_s: float | None = None
+    """When the user asks for a stop, and impatiently once more."""
+    resumes: bool = False
+    """Whether the same command is given again after a stop: a new incarnation, which knows what the bucket says."""
+    error_step: int | None = None
+    """Step at which the user's code raises, on whoever has the microbatch ..."""
+    error_once: bool = True
+    """... the first time only, or each time."""
+    patience_s: float = 150.0
+    """Every run must have ended so long after its weather did."""
+
+    @staticmethod
+    def drawn(rng: random.Random) -> Scenario:
+        if rng.random() < 0.05:
+            return Scenario.isolation(rng)
+        layout = rng.choice(LAYOUTS)
+        low = max(rng.choice((1, 1, 2)), layout.min_shard)
+        high = rng.randint(max(low, 2), 5)
+        target_step = rng.randint(6, 14)
+        return Scenario(
+            rules=small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50))),
+            weather=Weather.drawn(rng),
+            nodes=rng.randint(2, 4),
+            slots=high + rng.randint(0, 1),
+            rows=rng.choice(ROWS),
+            stop_at_s=rng.uniform(0.0, 40.0) if rng.random() < 0.12 else None,
+            resumes=rng.random() < 0.5,
+            error_step=rng.randint(1, target_step) if rng.random() < 0.15 else None,
+            error_once=rng.random() < 0.6,
+        )
+
+    @staticmethod
+    def isolation(rng: random.Random) -> Scenario:
+        """A world is cut off from its coordinator again and again, and no kill arrives: only leases keep two worlds apart."""
+        return Scenario(
+            rules=small_rules(1, 2, LAYOUTS[0], target_step=rng.randint(20, 30), save_every=5),
+            weather=Weather(until_s=40.0, event_rate=0.08, calamities=("isolate",), kill_lost_chance=1.0),
+            nodes=2,
+            slots=3,
+        )
+
+
+def small_rules(min_workers: int, max_workers: int, layout: LayoutRule, target_step: int, save_every: int) -> Rules:
+    """Deadlines in the proportions of production, a step being a second."""
+    return Rules(
+        min_workers=min_workers,
+        max_workers=max_workers,
+        layout=layout,
+        target_step=target_step,
+        save_every=save_every,
+        form_s=12.0,
+        fence_s=3.0,
+        stall_s=6.0,
+        lease_s=12.0,
+        wait_s=300.0,
+        stop_s=10.0,
+        max_fruitless=6,
+        grow_debounce_s=2.0,
+        reproducible=True,
+    )

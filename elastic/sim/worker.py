@@ -1,0 +1,364 @@
+"""A worker's side of the protocol: the same rules as the real one, with durations drawn instead of work done.
+
+    idle -> forming -> healing -> ready -> (computing -> prepared -> applying)* -> left
+
+The rules that make promise 2 hold, each one line below: nothing is contributed and nothing applied once fenced; an answer to a
+fence waits until an update that has begun is over; nothing of a later generation is heard before the present one is left;
+nothing is applied on a lease that ran out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from elastic.control.actions import Settle
+from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
+from elastic.control.events import Broken, Fenced, Here, Joined, Progress, Ready, ShardSaved, StepDone
+from elastic.control.saving import due
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding
+from elastic.sim.faults import Kind, Point
+from elastic.sim.oracle import Violation
+from elastic.sim.world import World
+
+if TYPE_CHECKING:
+    from elastic.sim.simulation import Simulation
+
+
+class Phase(StrEnum):
+    IDLE = "idle"
+    FORMING = "forming"
+    HEALING = "healing"
+    READY = "ready"
+    COMPUTING = "computing"
+    PREPARED = "prepared"
+    APPLYING = "applying"
+    STANDING = "standing"
+    """Cannot go on, says so, waits to be fenced."""
+    DONE = "done"
+    """Nothing left to do in this world: target step, or agreed boundary."""
+
+
+class Worker:
+    """One process.  ``held`` is the truth about what it holds: (version, shard count, shard index)."""
+
+    def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
+        self.sim, self.name, self.node = sim, name, node
+        self.alive, self.frozen = True, False
+        self.joined = False
+        self.phase = Phase.IDLE
+        self.world: World | None = None
+        self.planned = self.fenced = 0  # highest generation it has begun / will apply nothing more of
+        self.held: set[tuple[Version, int, int]] = set()
+        self.shard = (1, 0)
+        self.prepared: int | None = None
+        self.outcomes: tuple[Outcome, ...] = ()
+        self.boundary = GO_ON
+        self.lease_until = 0.0
+        self.answer_due = False
+        self.progress: Progress | None = None
+        self._deferred: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+
+    # -- being a process ------------------------------------------------------------------------------------------
+
+    def receive(self, call: Callable[..., object], *args: Any) -> None:
+        """A message, or anything else from outside: nothing reaches the dead, and the frozen get it when thawed."""
+        if self.alive and not self.frozen:
+            call(*args)
+        elif self.alive:
+            self._backlog.append((call, args))
+
+    def later(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
+        """Work for the present world; forgotten if it is left before."""
+        self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, None, call, args)
+
+    def work(self, delay_s: float, point: Point, call: Callable[..., object], *args: Any) -> None:
+        """As ``later``, and a fault may strike at ``point`` before."""
+        self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, point, call, args)
+
+    def _in_world(self, world: World | None, point: Point | None, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if world is not self.world:
+            return
+        if point is not None:
+            self.sim.cluster.strike(self, point)
+        if self.alive:
+            self.receive(call, *args)
+
+    def freeze(self, thaw_s: float | None) -> None:
+        self.frozen = True
+        if thaw_s is not None:
+            self.sim.clock.after(thaw_s, self.thaw)
+
+    def thaw(self) -> None:
+        backlog, self._backlog, self.frozen = self._backlog, [], False
+        for call, args in backlog:
+            self.receive(call, *args)
+
+    def post(self, event: Any) -> None:
+        """A word that may be lost: what follows from its absence is settled by deadlines."""
+        self.sim.network.send(self.node, self.sim.coordinator.hear, self, event)
+
+    def report(self, event: Any) -> None:
+        """A word that is repeated until it is acknowledged, as long as this process lives: the ledger is made of it."""
+        self.sim.network.send_surely(self.node, self.sim.coordinator.hear, self, event)
+
+    def join(self) -> None:
+        self.joined = True
+        kind, rows = "cpu torch-2.13 threads-1", self.sim.scenario.rows
+        self.sim.network.send_surely(self.node, self.sim.coordinator.receive, Joined(self.name, self.node, kind, rows))
+
+    # -- forming and healing --------------------------------------------------------------------------------------
+
+    def form(self, plan: Plan) -> None:
+        if plan.generation <= max(self.planned, self.fenced):
+            return
+        if self.world is not None:
+            self._deferred.append((self.form, (plan,)))
+            return
+        self.sim.oracle.plan_arrives(self, plan)
+        self.planned, self.world, self.phase = plan.generation, self.sim.world(plan), Phase.FORMING
+        self.shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(self.name))[1])
+        self.boundary, self.prepared, self.outcomes = GO_ON, None, ()
+        self._count(plan.version.step + 1, 0, 0)
+        self.work(0.05 * self.sim.rng.random(), Point.FORMING, self._arrive, plan.generation)
+
+    def _arrive(self, generation: int) -> None:
+        self.post(Here(self.name, generation))
+        assert self.world is not None
+        self.world.arrive(self)
+
+    def formed(self) -> None:
+        if self._stopped(Phase.FORMING):
+            return
+        self.phase = Phase.HEALING
+        self.work(0.2 + 0.6 * self.sim.rng.random(), Point.HEALING, self._healed)
+
+    def _healed(self) -> None:
+        if self._stopped(Phase.HEALING):
+            return
+        assert self.world is not None
+        plan = self.world.plan
+        match self.sim.cluster.supply(self, plan):
+            case "damaged":
+                self._break("damaged", "digest differs", version=plan.version)
+            case "gone":
+                self.peer_lost()
+            case _:
+                self.held.add((plan.version, *self.shard))
+                self.phase = Phase.READY
+                self.lease_until = self.sim.clock.now + self.sim.rules.lease_s  # from its own word, not from the answer to it
+                self.post(Ready(self.name, plan.generation))
+
+    def go(self, generation: int) -> None:
+        if self.phase is not Phase.READY or self._generation() != generation or self.fenced >= generation:
+            return
+        assert self.world is not None
+        version = self.world.plan.version
+        self.held = {(version, *self.shard)}
+        self._renew(generation)  # at once: its Ready, from which the lease counts, may be long ago
+        if version.step >= self.sim.rules.target_step:
+            self._save(version)
+        self._start_step()
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> Version | None:
+        """The newest version it holds whole in the layout of its world."""
+        return max((v for v, *shard in self.held if tuple(shard) == self.shard), default=None)
+
+    def _start_step(self) -> None:
+        version = self.version
+        assert version is not None
+        if version.step >= self.sim.rules.target_step:
+            self.phase = Phase.DONE
+            return
+        self.phase = Phase.COMPUTING
+        self._count(version.step + 1, 0, 0)
+        point = Point.FORWARD if self.sim.rng.random() < 0.5 else Point.BACKWARD
+        self.work(0.4 + 0.4 * self.sim.rng.random(), point, self._computed, version.step + 1)
+
+    def _computed(self, step: int) -> None:
+        if self._stopped(Phase.COMPUTING):
+            return
+        self._count(step, 1, 0)
+        if self.sim.cluster.user_error(self, step):
+            self._break("job", "ValueError: bad sample", signature="ValueError at user.py:7")
+            return
+        self.work(0.02, Point.BEFORE_COMMIT, self._contribute, step)
+
+    def _contribute(self, step: int) -> None:
+        if self._stopped(Phase.COMPUTING):
+            return
+        assert self.world is not None
+        self.phase, self.prepared = Phase.PREPARED, step
+        self.world.contribute(self, step, self.boundary)
+
+    def commit_seen(self, outcome: Outcome) -> None:
+        if self._stopped(Phase.PREPARED):
+            return
+        self.outcomes = (*self.outcomes, outcome)
+        self._count(outcome.step, 1, 1)
+        self.work(0.02, Point.BEFORE_UPDATE, self._apply, outcome)
+
+    def _apply(self, outcome: Outcome) -> None:
+        if self._stopped(Phase.PREPARED):
+            return
+        if self.sim.clock.now > self.lease_until:
+            self._break("lease", "lease ran out")
+            return
+        self._begin_update(outcome, self._applied)
+
+    def _begin_update(self, outcome: Outcome, then: Callable[[Outcome], None]) -> None:
+        self.sim.oracle.applying(self, outcome)
+        self.phase = Phase.APPLYING
+        self.work(0.02 + 0.1 * self.sim.rng.random(), Point.IN_UPDATE, then, outcome)
+
+    def _update_done(self, outcome: Outcome) -> None:
+        version = Version(outcome.step, outcome.generation)
+        self.held, self.prepared = {(version, *self.shard)}, None
+        self._count(outcome.step + 1, 0, 0)
+        if due(outcome.step, self.sim.rules.save_every, self.sim.rules.target_step) or outcome.boundary == SAVE_AND_PAUSE:
+            self._save(version)
+
+    def _applied(self, outcome: Outcome) -> None:
+        if self.phase is not Phase.APPLYING:
+            return
+        self._update_done(outcome)
+        self.phase = Phase.DONE
+        assert self.world is not None
+        if self.world.plan.members[0] == self.name:
+            self.report(StepDone(self.name, outcome.generation, outcome))
+        if self.answer_due:
+            self._answer(outcome.generation)
+        elif outcome.boundary:
+            self.fenced = outcome.generation
+            self._answer(outcome.generation)
+        else:
+            self._start_step()
+
+    # -- control --------------------------------------------------------------------------------------------------
+
+    def pause(self, generation: int, save: bool) -> None:
+        if self._generation() == generation:
+            self.boundary = max(self.boundary, SAVE_AND_PAUSE if save else 1)
+
+    def fence(self, generation: int) -> None:
+        if self.world is not None and self.world.generation < generation:
+            self._deferred.append((self.fence, (generation,)))
+            return
+        if generation < self.planned or (self.world is None and generation == self.planned):
+            return
+        newly, self.fenced = self.fenced < generation, max(self.fenced, generation)
+        if self.phase is not Phase.APPLYING:
+            self._answer(generation)
+        elif newly:
+            self.answer_due = True
+
+    def _answer(self, generation: int) -> None:
+        self.answer_due = False
+        held = tuple(Holding(self.name, *slot) for slot in sorted(self.held))
+        outcomes = tuple(each for each in self.outcomes if each.generation == generation)
+        self.post(Fenced(self.name, generation, held, self.prepared, outcomes))
+
+    def settle(self, generation: int, outcome: Outcome | None) -> None:
+        if self.world is not None and self.world.generation < generation:
+            self._deferred.append((self.settle, (generation, outcome)))
+            return
+        if self._generation() != generation or self.phase is Phase.APPLYING:
+            return
+        if self.fenced < generation:
+            raise Violation(f"{self.name} is told to leave generation {generation}, and was never fenced")
+        if outcome is not None and self.prepared == outcome.step:
+            self._begin_update(outcome, self._settled)
+        else:
+            self._leave()
+
+    def _settled(self, outcome: Outcome) -> None:
+        self._update_done(outcome)
+        self._leave()
+
+    def _leave(self) -> None:
+        world, self.world, self.phase, self.prepared = self.world, None, Phase.IDLE, None
+        assert world is not None
+        world.gone(self)
+        deferred, self._deferred = self._deferred, []
+        for call, args in deferred:
+            call(*args)
+
+    def _renew(self, generation: int) -> None:
+        if self.fenced >= generation:
+            return
+        asked_at = self.sim.clock.now
+        self.sim.network.send(self.node, self.sim.coordinator.renew, self, generation, asked_at)
+        self.later(self.sim.rules.lease_s / 4, self._renew, generation)
+
+    def renewed(self, generation: int, lease_until: float) -> None:
+        if self._generation() == generation:
+            self.lease_until = max(self.lease_until, lease_until)
+
+    # -- going wrong ----------------------------------------------------------------------------------------------
+
+    def peer_lost(self) -> None:
+        """A collective failed under it."""
+        if self.phase in (Phase.FORMING, Phase.HEALING, Phase.PREPARED):
+            self._break("peer", "connection closed by peer")
+
+    def raises(self, point: Point) -> None:
+        """The user's code raised; in the middle of an update that leaves neither the old state nor the new."""
+        if point is not Point.IN_UPDATE:
+            self._break("job", "ValueError: flaky", signature=f"Flaky {self.sim.cluster.number()}")
+        elif self.fenced >= self.planned and not self.answer_due:
+            self.sim.cluster.die(self, Kind.EXIT)  # settling: the coordinator counts on this update, so it may not live without it
+        else:
+            self.held, self.prepared = set(), None
+            self._break("device", "update failed")
+            if self.answer_due:
+                self._answer(self.planned)
+
+    def _break(self, cause: str, detail: str, signature: str = "", version: Version | None = None) -> None:
+        self.phase = Phase.STANDING
+        self._complain(Broken(self.name, self.planned, self._at_step(), cause, detail, signature, version))
+
+    def _complain(self, broken: Broken) -> None:
+        """Again and again, for one message may be lost."""
+        if self.fenced < broken.generation:
+            self.post(broken)
+            self.later(4.0, self._complain, broken)
+
+    def held_after(self, settle: Settle | None) -> set[tuple[Version, int, int]]:
+        """What it will hold once ``settle`` has reached it."""
+        if settle is None or settle.outcome is None or self.name not in settle.members or self.prepared != settle.outcome.step:
+            return self.held
+        return {(Version(settle.outcome.step, settle.generation), *self.shard)}
+
+    # -- small things ---------------------------------------------------------------------------------------------
+
+    def _generation(self) -> int:
+        return 0 if self.world is None else self.world.generation
+
+    def _stopped(self, expected: Phase) -> bool:
+        """It is fenced, or no longer doing what this was the end of."""
+        return self.phase is not expected or self.fenced >= self.planned
+
+    def _at_step(self) -> int:
+        return 0 if self.progress is None else self.progress.step
+
+    def _count(self, step: int, microbatch: int, collective: int) -> None:
+        self.progress = Progress(self.name, self.planned, step, microbatch, collective)
+
+    def _save(self, version: Version) -> None:
+        """In the background, from a copy: neither the next step nor a fence disturbs it."""
+        self.sim.cluster.strike(self, Point.SAVE)
+        self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.shard)
+
+    def _shard_written(self, version: Version, shard: tuple[int, int]) -> None:
+        if self.sim.cluster.save_fails():
+            self.sim.clock.after(1.0, self.receive, self._shard_written, version, shard)
+            return
+        self.sim.cluster.bucket.shards.setdefault(version, set()).add(shard)
+        self.post(ShardSaved(self.name, version))

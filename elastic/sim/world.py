@@ -1,0 +1,82 @@
+"""The collectives of one generation: what physics, not a decision, makes of its members' doings.
+
+Two rules carry everything.  A collective completes nowhere unless every member contributed.  Once it has, it completes on *any
+subset* of the members: each sees it after its own time, and when a member has gone meanwhile perhaps never.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic.control.commit import GO_ON, Outcome
+from elastic.ids import WorkerId
+from elastic.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from elastic.sim.simulation import Simulation
+    from elastic.sim.worker import Worker
+
+
+class World:
+    """Members find each other (``arrive``), then commit step after step (``contribute``), until they leave."""
+
+    def __init__(self, sim: Simulation, plan: Plan) -> None:
+        self.sim, self.plan, self.generation = sim, plan, plan.generation
+        self.here: dict[WorkerId, Worker] = {}
+        self.broken = False
+        """A member died or left: nothing new completes."""
+        self.asked: dict[int, dict[WorkerId, int]] = {}
+        """By step: who contributed, and which boundary flag it asked for."""
+        self.completed_at: dict[int, float] = {}
+        self.outcomes: dict[int, Outcome] = {}
+
+    def arrive(self, worker: Worker) -> None:
+        """The groups form once all have arrived and the store answers; else each hangs until somebody tells it better."""
+        self.here[worker.name] = worker
+        if len(self.here) == len(self.plan.members):
+            self.sim.clock.after(0.1 + 0.4 * self.sim.rng.random(), self._form)
+
+    def _form(self) -> None:
+        if self.broken or not self.sim.cluster.store_answers(self.plan):
+            return
+        for name in self.plan.members:
+            worker = self.here[name]
+            worker.later(0.1 * self.sim.rng.random(), worker.formed)
+
+    def contribute(self, worker: Worker, step: int, boundary: int) -> None:
+        """The worker's record of ``step``.  The last one makes the commit."""
+        asked = self.asked.setdefault(step, {})
+        asked[worker.name] = boundary
+        if self.broken:
+            self._tell_of_loss(worker)
+        elif len(asked) == len(self.plan.members):
+            self._complete(step, max(asked.values(), default=GO_ON))
+
+    def _complete(self, step: int, boundary: int) -> None:
+        rng, clock = self.sim.rng, self.sim.clock
+        mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
+        self.outcomes[step] = Outcome(step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary)
+        self.completed_at[step] = clock.now
+        for name in self.plan.members:
+            delay_s = 0.02 + (0.05 if rng.random() < 0.8 else 0.6) * rng.random()
+            worker = self.here[name]
+            worker.later(delay_s, self._arrives, worker, step)
+
+    def _arrives(self, worker: Worker, step: int) -> None:
+        if self.broken and self.sim.rng.random() < 0.5:
+            self._tell_of_loss(worker)
+        else:
+            worker.commit_seen(self.outcomes[step])
+
+    def gone(self, worker: Worker) -> None:
+        """The worker died or left the groups."""
+        self.broken = True
+        for name in self.plan.members:
+            other = self.here.get(name)
+            if other is not None and other is not worker:
+                self._tell_of_loss(other)
+
+    def _tell_of_loss(self, worker: Worker) -> None:
+        """A closed socket tells those who were connected to it; the rest hang."""
+        if worker.world is self and self.sim.rng.random() < 0.6:
+            worker.later(0.02 + 0.3 * self.sim.rng.random(), worker.peer_lost)

@@ -1,0 +1,97 @@
+"""Saving: every member writes its part of each checkpoint once, in the background, while the next step runs.
+
+The part is copied aside at the step boundary; what is uploaded can therefore not change.  One save is in flight at a time: the next
+one waits for it, so memory stays bounded and a store that is slow slows saving down, visibly, instead of filling the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from elastic.control.events import SaveFailed, ShardSaved
+from elastic.engine.world import World
+from elastic.ids import Version, WorkerId
+from elastic.runs import SavedShard
+from elastic.train.faults import Faults
+from elastic.train.state import State
+from storage.checkpoints import Checkpoints, ShardReceipt
+from storage.errors import StorageError
+from storage.slices import Slice, Tensor, shard_slice
+
+Report = Callable[..., None]
+"""``report(event, shard=None)``: tell the coordinator; ``shard``: the :class:`SavedShard` of a ``ShardSaved``."""
+
+
+@dataclass
+class Snapshot:
+    """This member's part of a checkpoint, copied to host memory."""
+
+    version: Version
+    name: str
+    parts: list[tuple[Tensor, Slice, torch.Tensor]]
+    state: tuple[Tensor, ...]
+    """Every tensor there is: a checkpoint that lacks one is noticed."""
+
+
+def snapshot(state: State) -> Snapshot:
+    """Copy the slices that this member writes: its shard's, shared out over the replicas tensor by tensor."""
+    layout, world = state.world.layout, state.world
+    replica, index = layout.coordinates(world.rank)
+    parts = []
+    for number, tensor in enumerate(state.tensors):
+        once = tensor.kind in ("buffer", "scalar") and index != 0
+        if number % layout.dp_replicate != replica or once:
+            continue
+        part = shard_slice(tensor, state.shard.count, state.shard.index)
+        if part.count:
+            value = state.shard.values[tensor.kind, tensor.name]
+            parts.append((tensor, part, value.detach().to("cpu", copy=True).contiguous()))
+    return Snapshot(state.shard.version, f"shard-{world.rank:05d}-of-{world.size:05d}", parts, state.tensors)
+
+
+class Saver:
+    """Writes snapshots on a thread of its own (``threaded``) or at once; reports ``ShardSaved`` with the receipt."""
+
+    def __init__(self, checkpoints: Checkpoints, worker: WorkerId, report: Report, faults: Faults, *, threaded: bool = True) -> None:
+        self.checkpoints, self.worker, self.report, self.faults, self.threaded = checkpoints, worker, report, faults, threaded
+        self._thread: threading.Thread | None = None
+
+    def save(self, state: State) -> None:
+        """Begin to save the version that ``state`` holds; waits for the save before it."""
+        self.wait()
+        taken = snapshot(state)
+        if not self.threaded:
+            self._write(taken, state.world)
+            return
+        self._thread = threading.Thread(target=self._write, args=(taken, state.world), name="saver", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, taken: Snapshot, world: World) -> None:
+        def between_slices() -> None:
+            self.faults.strike("save", taken.version.step, world)
+
+        try:
+            receipt: ShardReceipt = self.checkpoints.write_shard(
+                taken.version,
+                taken.name,
+                [(tensor, part, _raw(value)) for tensor, part, value in taken.parts],
+                hook=between_slices,
+                state=taken.state,
+            )
+        except (StorageError, OSError) as error:
+            self.report(SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {error}"))
+        else:
+            self.report(ShardSaved(self.worker, taken.version), SavedShard(world.generation, world.layout, receipt))
+
+
+def _raw(value: torch.Tensor) -> memoryview:
+    return memoryview(value.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,59 @@
+"""Faults that a worker performs on itself, at an exact point of an exact step: the real signal, the real exit, the real exception."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+
+from elastic.engine.parallelize import sharding_table
+from elastic.engine.world import World
+from elastic.job import Fault
+
+
+class InjectedError(RuntimeError):
+    """The exception of a fault of kind "exception"."""
+
+
+class Faults:
+    """``strike`` names a point; if a fault is set there it happens.  Each happens once a process."""
+
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        self.faults = list(faults)
+        self.step = 0
+
+    def aim(self, step: int) -> None:
+        """Tell the hooks inside the model which step runs."""
+        self.step = step
+
+    def watch(self, model: torch.nn.Module, world: World) -> None:
+        """Make the points "forward" and "backward" lie inside the model: in its middle block, when it is entered and on the way back."""
+        if not self.faults:
+            return
+        blocks = sharding_table(model).blocks
+        middle = model.get_submodule(blocks[len(blocks) // 2]) if blocks else model
+
+        def after(_module: torch.nn.Module, _args: object, output: torch.Tensor) -> None:
+            self.strike("forward", self.step, world)
+            if output.requires_grad:
+                output.register_hook(lambda _grad: self.strike("backward", self.step, world))
+
+        middle.register_forward_hook(after)
+
+    def strike(self, point: str, step: int, world: World) -> None:
+        for fault in self.faults:
+            if (fault.point, fault.step, fault.world_rank, fault.generation) == (point, step, world.rank, world.generation):
+                self.faults.remove(fault)
+                perform(fault.kind)
+                return
+
+
+def perform(kind: str) -> None:
+    match kind:
+        case "exception":
+            raise InjectedError("injected by the job's faults")
+        case "exit":
+            os._exit(17)
+        case name:
+            signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened

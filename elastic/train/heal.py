@@ -1,0 +1,119 @@
+"""Bring every slice of a new shard to the plan's version, from the nearest place that holds it.
+
+Peers know from the same pure function who sends what to whom, so nothing is asked for: each pair exchanges one message with all its
+slices.  What a member holds already it copies from its own memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+
+from elastic.errors import StateMissing
+from elastic.ids import WorkerId
+from elastic.imports import load
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import moves
+from elastic.train.counters import Counters
+from elastic.train.state import DTYPES, Shard, State
+from storage.checkpoints import Checkpoints
+from storage.slices import Slice, Tensor, shard_slice
+
+
+def heal(state: State, plan: Plan, worker: WorkerId, held: list[Shard], checkpoints: Checkpoints, counters: Counters) -> None:
+    """Fill ``state.shard``.  ``held``: what this worker still has, any version, any layout."""
+    match plan.tier:
+        case "init":
+            initialise(state)
+        case "live":
+            counters["healed_live_bytes"] += from_members(state, plan, worker, held)
+        case "bucket":
+            counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints)
+        case tier:
+            raise AssertionError(f"unknown tier {tier!r}")
+
+
+@torch.no_grad()
+def initialise(state: State) -> None:
+    """World rank 0 runs ``init_weights`` and broadcasts, so that all begin alike whatever the user's initialisation draws on."""
+    sources: dict[str, torch.Tensor] = {}
+    if state.world.rank == 0:
+        torch.manual_seed(state.job.seed)
+        model = load(state.job.model)(**state.job.model_args)
+        model.init_weights()
+        sources = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for tensor in state.tensors:
+        value = state.shard.values[tensor.kind, tensor.name]
+        if tensor.kind not in ("parameter", "buffer"):
+            value.zero_()
+            continue
+        whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=state.world.device)
+        if state.world.rank == 0:
+            whole.copy_(sources[tensor.name])
+        dist.broadcast(whole, src=0)
+        part = shard_slice(tensor, state.shard.count, state.shard.index)
+        value.copy_(whole[part.start[0] : part.stop[0]] if tensor.shape else whole)
+
+
+@torch.no_grad()
+def from_members(state: State, plan: Plan, worker: WorkerId, held: list[Shard]) -> int:
+    """Exchange slices with the other members; returns the bytes received."""
+    tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
+    sources = [shard for shard in held if shard.version == plan.version]
+    outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
+    incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for move in moves(state.tensors, plan.holders, plan.layout, plan.members):
+        tensor = tensors[move.slice.kind, move.slice.name]
+        mine, theirs = move.source == worker, move.destination == worker
+        if mine and theirs:
+            state.shard.part(tensor, move.slice).copy_(_find(sources, tensor, move.slice))
+        elif mine:
+            outgoing[plan.world_rank(move.destination)].append(_find(sources, tensor, move.slice))
+        elif theirs:
+            incoming[plan.world_rank(move.source)].append(state.shard.part(tensor, move.slice))
+    return _exchange(outgoing, incoming, state.world.device)
+
+
+def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
+    """The memory of ``wanted`` in whichever of the shards contains it."""
+    for shard in sources:
+        if shard_slice(tensor, shard.count, shard.index).intersect(wanted) == wanted or not tensor.shape:
+            return shard.part(tensor, wanted)
+    raise StateMissing(f"the plan takes {wanted} from this worker, which does not hold it")
+
+
+def _exchange(outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], device: torch.device) -> int:
+    """One message for each pair of members, all at once; both sides list the same slices in the same order."""
+    sends = {rank: torch.cat([_bytes(part).to(device) for part in parts]) for rank, parts in outgoing.items()}
+    receives = {rank: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device) for rank, parts in incoming.items()}
+    operations = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in sorted(sends.items())]
+    operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in sorted(receives.items())]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    for rank, buffer in receives.items():
+        for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):
+            part.copy_(raw.view(part.dtype).view(part.shape) if part.shape else raw.clone().view(part.dtype)[0])
+    return sum(buffer.numel() for buffer in receives.values())
+
+
+def _bytes(part: torch.Tensor) -> torch.Tensor:
+    return part.detach().contiguous().flatten().view(torch.uint8)
+
+
+@torch.no_grad()
+def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints) -> int:
+    """Read this member's shard of the checkpoint; returns the bytes read.  Raises ``Damaged`` naming the object."""
+    wanted = {shard_slice(tensor, state.shard.count, state.shard.index): tensor for tensor in state.tensors}
+    reader = checkpoints.open(plan.version)
+    stored = {(tensor.kind, tensor.name): tensor for tensor in reader.tensors()}
+    for tensor in state.tensors:
+        if stored.get((tensor.kind, tensor.name)) != tensor:
+            found = stored.get((tensor.kind, tensor.name))
+            raise StateMissing(f"the checkpoint of {plan.version} holds {found} where the model has {tensor}; was the model changed?")
+    for part, raw in reader.read([part for part in wanted if part.count]):
+        tensor = wanted[part]
+        value = torch.frombuffer(bytearray(raw), dtype=DTYPES[tensor.dtype]).view(part.shape)
+        state.shard.part(tensor, part).copy_(value)
+    return reader.bytes_read

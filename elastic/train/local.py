@@ -1,0 +1,119 @@
+"""``--local``: one worker in this process.  No Ray, no threads; breakpoints work, and the bits are the cluster's.
+
+The same session, state, step and saver as in a worker; what is missing is everything about others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from elastic.control import lineage
+from elastic.control.commit import GO_ON, CommitShape, Outcome
+from elastic.control.events import Event, SaveFailed, ShardSaved
+from elastic.control.saving import due
+from elastic.control.states import RunState
+from elastic.engine.schedule import learning_rate_of
+from elastic.engine.world import World
+from elastic.errors import PlatformGaveUp
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.plan.plan import Plan
+from elastic.report.story import Line, Story
+from elastic.runs import Run, SavedShard
+from elastic.train.checkpoint import Saver
+from elastic.train.counters import Counters
+from elastic.train.gate import Gate
+from elastic.train.heal import heal
+from elastic.train.setup import make_session, prepare_process
+from elastic.train.state import State
+from elastic.train.step import Session, run_step
+from storage.errors import Damaged
+
+WORKER = WorkerId("local")
+
+
+def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
+    """Train to the end in this process; (state, reason, step).  Ctrl-C stops after a save of the last complete step."""
+    device = prepare_process(job)
+    run = Run.open(job)
+    start = run.standing(run.claim("local"), time.time())
+    with TemporaryDirectory() as folder:
+        session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+        world = World.alone(device, generation=start.generation + 1)
+        try:
+            return _Local(run, session, world, start, show).train()
+        finally:
+            world.close()
+            session.loader.close()
+
+
+class _Local:
+    """One run in this process."""
+
+    def __init__(self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None]) -> None:
+        self.run, self.session, self.world, self.show = run, session, world, show
+        self.incarnation, self.lineage, self.saved = start.incarnation, start.lineage, list(start.saved)
+        self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
+        self.gate = Gate(WORKER)
+        self.story = Story(run.job.steps)
+        self.saver = Saver(run.checkpoints, WORKER, self._saved, session.faults, threaded=False)
+
+    def train(self) -> tuple[str, str, int]:
+        job = self.session.job
+        self.gate.enter(self.world.generation)
+        state = self._healed()
+        step = state.shard.version.step
+        self.gate.hold([state.shard])
+        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, 1)
+        self.session.faults.watch(state.model, self.world)
+        try:
+            while step < job.steps:
+                outcome = run_step(self.session, state, self.gate, shape, step + 1, lambda: GO_ON)
+                step = outcome.step
+                self._committed(outcome)
+                if due(step, job.checkpoint.save_every, job.steps):
+                    self.saver.save(state)
+        except KeyboardInterrupt:
+            if not self.gate.shards:
+                return "Stopped", "Ctrl-C in the middle of an update; the last save counts", step
+            self.saver.save(state)
+            return "Stopped", f"Ctrl-C; saved at step {step}", step
+        return "Finished", f"all {job.steps} steps are done", step
+
+    def _healed(self) -> State:
+        """From the newest checkpoint that can be read; one that cannot is put away, never to be read again."""
+        while True:
+            version = max(self.saved, default=Version(0, 0))
+            self.lineage = lineage.cut(self.lineage, version)
+            self.plan = replace(self.plan, version=version, tier="bucket" if self.saved else "init")
+            self._show_sentence(f"one worker in this process, from {version} ({self.plan.tier})")
+            state = State(self.session.job, self.world, version)
+            try:
+                heal(state, self.plan, WORKER, [], self.run.checkpoints, self.session.counters)
+            except Damaged as error:
+                self.saved.remove(version)
+                before = f"the one of {max(self.saved)} takes its place" if self.saved else "there is none before it"
+                self._show_sentence(f"the checkpoint of {version} is damaged ({error}): {before}")
+                self.run.checkpoints.quarantine(version, str(error))
+            else:
+                return state
+
+    def _committed(self, outcome: Outcome) -> None:
+        self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
+        self.story.step(time.time(), outcome, 1, learning_rate_of(self.session.job, outcome.step))
+        self.show(self.story.lines[-1])
+
+    def _saved(self, event: Event, shard: SavedShard | None = None) -> None:
+        if isinstance(event, SaveFailed) or shard is None:
+            raise PlatformGaveUp(f"a save failed: {event}")
+        assert isinstance(event, ShardSaved)
+        self.run.commit(event.version, [shard.receipt], self.lineage, shard.layout)
+
+    def _show_sentence(self, text: str) -> None:
+        self.story.say(time.time(), text)
+        self.show(self.story.lines[-1])

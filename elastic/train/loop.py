@@ -1,0 +1,256 @@
+"""The life of a worker: it waits for a plan, forms the world, heals, steps until the world ends, and waits for the next plan.
+
+Two threads.  The training thread is ``run``.  The control thread calls the rest: it never waits for the training thread, except for
+an update that is under way.  Neither leaves a group before the coordinator settles the generation (DESIGN section 4).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import queue
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elastic.control.commit import GO_ON, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Outcome
+from elastic.control.events import Broken, Here, Ready, StepDone
+from elastic.control.saving import due
+from elastic.engine.world import World
+from elastic.errors import FencedOff, WorldBroken
+from elastic.ids import WorkerId
+from elastic.plan.plan import Plan
+from elastic.train.checkpoint import Report, Saver
+from elastic.train.gate import Gate
+from elastic.train.heal import heal
+from elastic.train.state import State
+from elastic.train.step import Session, run_step, update
+from storage.checkpoints import Checkpoints
+from storage.errors import Damaged, StorageError
+
+SLOW_S = 5.0
+"""From a settlement until it is strange that the generation is not left."""
+RUN_TIMEOUT_S = 24 * 3600.0
+"""Of collectives: never the way a loss is noticed."""
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Form the world of ``plan`` in the store at (host, port)."""
+
+    plan: Plan
+    store: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """``generation`` is over: apply ``outcome`` if it is prepared here, and leave."""
+
+    generation: int
+    outcome: Outcome | None
+
+
+@dataclass(frozen=True)
+class Went:
+    """``generation`` may begin to step."""
+
+    generation: int
+
+
+class Leave(Exception):
+    """The run is over for this worker."""
+
+
+class Trainer:
+    """One worker.  ``report(event, shard=None)`` reaches the coordinator and does not block."""
+
+    def __init__(self, session: Session, worker: WorkerId, device: torch.device, checkpoints: Checkpoints, report: Report) -> None:
+        self.session, self.worker, self.device, self.checkpoints, self.report = session, worker, device, checkpoints, report
+        self.gate = Gate(worker)
+        self.saver = Saver(checkpoints, worker, report, session.faults)
+        self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
+        self.world: World | None = None
+        self.incarnation = 0
+        self._boundary = (0, GO_ON)
+        self._ready_at = 0.0
+        self._left = threading.Event()
+        """No settlement is under way."""
+        self._left.set()
+
+    # ---- control thread
+
+    def form(self, plan: Plan, store: tuple[str, int]) -> None:
+        if plan.incarnation >= self.incarnation and plan.generation > self.gate.fenced:
+            self.incarnation = plan.incarnation
+            self.orders.put(Enter(plan, store))
+
+    def go(self, generation: int) -> None:
+        """The lease counts from this member's own last word, so that it ends here before it ends for the coordinator."""
+        self.gate.lease_until = self._ready_at + self.session.job.deadlines.lease_s
+        self.orders.put(Went(generation))
+
+    def pause(self, generation: int, save: bool) -> None:
+        """Ask, in the next commit, for a stop at the boundary after it."""
+        self._boundary = (generation, SAVE_AND_PAUSE if save else PAUSE)
+
+    def fence(self, generation: int) -> None:
+        """Answer what is held, once an older generation that is being settled is left: what it applies belongs to the answer."""
+        self._left.wait()
+        self.report(self.gate.fence(generation))
+
+    def settle(self, generation: int, outcome: Outcome | None) -> None:
+        """All members are fenced or expelled: only now may anything be aborted."""
+        self.gate.fence(generation)
+        if self.gate.generation == generation:
+            self._left.clear()
+            faulthandler.dump_traceback_later(SLOW_S)  # where every thread stands, into the log, unless the generation is left by then
+        self.orders.put(Settled(generation, outcome))
+        if self.world is not None and self.world.generation == generation:
+            began = time.monotonic()
+            self.world.abort()
+            print(f"{self.worker}: generation {generation} aborted in {time.monotonic() - began:.3f} s", flush=True)
+
+    def exit(self) -> None:
+        self.orders.put(None)
+
+    # ---- training thread
+
+    def run(self) -> None:
+        """Until ``exit``."""
+        try:
+            while True:
+                order = self._next()
+                if isinstance(order, Enter):
+                    self._live(order.plan, order.store)
+        except Leave:
+            self.saver.wait()
+        finally:
+            self._close()
+
+    def _next(self) -> Enter | Settled | Went:
+        order = self.orders.get()
+        if order is None:
+            raise Leave
+        return order
+
+    def _live(self, plan: Plan, store: tuple[str, int]) -> None:
+        """One generation, from the plan to its settlement."""
+        state: State | None = None
+        order: Went | Settled | None = None
+        try:
+            self.gate.enter(plan.generation)
+            state = self._form(plan, store)
+            order = self._await(plan.generation, Went, Settled)
+            if isinstance(order, Went):
+                self.gate.hold([state.shard])
+                self._train(plan, state)
+        except Leave:
+            raise
+        except Exception as error:  # a boundary: the coordinator is told, and decides
+            self._tell(plan, error)
+        while not isinstance(order, Settled):
+            order = self._await(plan.generation, Settled)
+        outcome = order.outcome
+        if state is not None and outcome is not None and self.gate.prepared == outcome.step and self.gate.shards:
+            with self.gate.applying(outcome, settled=True):  # the coordinator counts on it: a failure here ends the process
+                update(self.session, state, outcome)
+        self.gate.drop()
+        self._close()
+        faulthandler.cancel_dump_traceback_later()
+        self._left.set()
+
+    def _await(self, generation: int, *kinds: type[Went] | type[Settled]) -> Went | Settled:
+        """The next order of one of ``kinds`` for ``generation``; what is about older ones is passed over."""
+        while True:
+            order = self._next()
+            if isinstance(order, kinds) and order.generation == generation:
+                return order
+
+    def _form(self, plan: Plan, store: tuple[str, int]) -> State:
+        """The plan's world, and this worker's shard of the plan's version in it."""
+        self.session.counters["generation"] = plan.generation
+        self.report(Here(self.worker, plan.generation))
+        began = time.monotonic()
+        self.world = world = self._meet(plan, store)
+        if self.gate.fenced >= plan.generation:  # settle() may have come before there was a world to abort
+            raise FencedOff(f"generation {plan.generation} was fenced while it was formed")
+        self.session.faults.strike("forming", plan.version.step + 1, world)
+        formed = time.monotonic()
+        state = State(self.session.job, world, plan.version)
+        self.session.faults.strike("healing", plan.version.step + 1, world)
+        heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session.counters)
+        self.gate.hold([*self.gate.shards, state.shard])
+        self.session.counters["step"] = plan.version.step
+        self._ready_at = time.monotonic()
+        self.report(Ready(self.worker, plan.generation, formed - began, time.monotonic() - formed))
+        return state
+
+    def _meet(self, plan: Plan, store: tuple[str, int]) -> World:
+        """At most half the forming deadline, so that whoever waited for an absent member is back in time to be told."""
+        form_s = self.session.job.deadlines.form_s / 2
+        client = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=form_s))
+        rank = plan.world_rank(self.worker)
+        return World.form(
+            client, generation=plan.generation, layout=plan.layout, rank=rank, device=self.device, form_s=form_s, run_s=RUN_TIMEOUT_S
+        )
+
+    def _train(self, plan: Plan, state: State) -> None:
+        """Step until the target or an agreed boundary."""
+        job, world, step = self.session.job, state.world, plan.version.step
+        shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, world.size)
+        self.session.faults.watch(state.model, world)
+        self.session.counters["stepping_since_ns"] = time.time_ns()
+        if step == job.steps:  # the world was formed again only to save what it holds
+            self.saver.save(state)
+        while step < job.steps:
+            step += 1
+            outcome = run_step(self.session, state, self.gate, shape, step, lambda: self._asked(plan.generation))
+            if world.rank == 0:
+                self.report(StepDone(self.worker, plan.generation, outcome))
+            if due(step, job.checkpoint.save_every, job.steps) or outcome.boundary == SAVE_AND_PAUSE:
+                self.saver.save(state)
+            if outcome.boundary != GO_ON:
+                self.fence(plan.generation)
+                return
+
+    def _asked(self, generation: int) -> int:
+        return self._boundary[1] if self._boundary[0] == generation else GO_ON
+
+    def _tell(self, plan: Plan, error: Exception) -> None:
+        if isinstance(error, FencedOff) and not error.lease:
+            return
+        cause, signature = classify(error)
+        trace = "".join(traceback.format_exception(error))
+        at = f"{self.session.computing}\n" if self.session.computing else ""
+        self.session.computing = ""
+        print(f"{at}{trace}", flush=True)
+        detail = f"{at}{trace}" if cause == "job" else str(error)
+        version = plan.version if cause == "damaged" else None
+        step = self.session.counters["step"] + 1
+        self.report(Broken(self.worker, plan.generation, step, cause, detail, signature, version))
+
+    def _close(self) -> None:
+        if self.world is not None:
+            self.world.close()
+            self.world = None
+
+
+def classify(error: Exception) -> tuple[str, str]:
+    """(cause of ``Broken``, signature) of what stopped a generation here.
+
+    A collective that failed is a peer's doing; that is told from the user's code by where the exception was raised.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, FencedOff):
+        return "lease", ""
+    if isinstance(error, Damaged):
+        return "damaged", ""
+    if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
+        return "peer", ""
+    theirs = [f for f in frames if not any(part in f.filename for part in ("/torch/", "/elastic/train/", "/elastic/engine/"))]
+    frame = (theirs or frames)[-1]
+    return "job", f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"

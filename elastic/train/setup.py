@@ -1,0 +1,85 @@
+"""What a worker makes of a job before its first plan: the user's code found and checked, the data opened, threads and kernels fixed."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from elastic.data.cursor import Cursor
+from elastic.data.loader import Loader
+from elastic.engine.parallelize import sharding_table
+from elastic.errors import DataError
+from elastic.imports import load
+from elastic.job import Job
+from elastic.runs import Run
+from elastic.train.counters import Counters
+from elastic.train.faults import Faults
+from elastic.train.state import build_model
+from elastic.train.step import Session
+
+NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog must not end the process: recovery is ours
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "NCCL_NVLS_ENABLE": "0",  # an abort crashes on memory that is registered for multicast
+}
+
+
+def prepare_process(job: Job) -> torch.device:
+    """Fix what would otherwise vary between processes; returns this worker's device."""
+    torch.set_num_threads(job.workers.threads)
+    os.environ |= NCCL
+    if job.reproducible:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
+        torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
+    torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
+    return device
+
+
+def kind_of(device: torch.device) -> str:
+    """Workers of one kind compute the same bits."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -> Session:
+    """Raises a :class:`~elastic.errors.ElasticError` that names the setting when the user's parts do not fit."""
+    dataset = load(job.data.dataset)(**job.data.args)
+    if len(dataset) < job.global_batch:
+        raise DataError(
+            f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
+            f"prepare more text, or lower seq_len or global_batch"
+        )
+    cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)
+    loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
+    return Session(job, load(job.loss), cursor, loader, counters, Faults(job.faults))
+
+
+def preflight(job: Job) -> list[str]:
+    """Everything about the user's parts that can be found out before a worker starts: what they should know, a sentence each.
+
+    Raises :class:`~elastic.errors.JobError`.
+    """
+    model = build_model(job)
+    with TemporaryDirectory() as folder:
+        session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+        session.loader.close()
+    Run.open(job)
+    return [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
+
+
+def _wrapping(blocks: tuple[str, ...]) -> str:
+    """What is made of a model that does not say how it is to be split."""
+    match blocks:
+        case ():
+            what = "there is no ModuleList either, so the whole model is wrapped as one"
+        case (only,):
+            what = f"wraps {only}, the only child of the largest ModuleList, and the rest as one"
+        case (first, *_, last):
+            what = f"wraps {first} … {last}, the children of the largest ModuleList, and the rest as one"
+    return f"no sharding table: {what}; data parallel only"

@@ -1,0 +1,142 @@
+"""One step as a transaction, top to bottom: compute, prepare, commit, apply.
+
+Forward and backward change no state.  The commit is one all-gather over the whole world; what it brings is the same on every
+member, so all apply or none does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from elastic.control.commit import HEADER, MAGIC, CommitShape, Outcome, conclude
+from elastic.data.cursor import Cursor
+from elastic.data.loader import Loader
+from elastic.engine.fold import squared_norm
+from elastic.engine.world import all_gather
+from elastic.job import Job
+from elastic.plan.batch import active, rounds
+from elastic.train.counters import Counters
+from elastic.train.faults import Faults
+from elastic.train.gate import Gate
+from elastic.train.state import State
+
+Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Session:
+    """What a worker has for the whole run, whatever the world."""
+
+    job: Job
+    loss: Loss
+    cursor: Cursor
+    loader: Loader
+    counters: Counters
+    faults: Faults
+    computing: str = ""
+    """Whose forward or backward runs, in words: for whoever has to say where the user's code failed."""
+
+
+@dataclass
+class Share:
+    """This member's part of a step, by round: sums on the device, and the samples they are of (idle rounds are empty)."""
+
+    losses: list[torch.Tensor]
+    counts: list[torch.Tensor]
+    samples: list[tuple[int, ...]]
+
+
+def run_step(session: Session, state: State, gate: Gate, shape: CommitShape, step: int, boundary: Callable[[], int]) -> Outcome:
+    """Step ``step`` from first forward to applied.  ``boundary()``: what this member asks for after it."""
+    share = compute(session, state, step)
+    norm = prepare(session, state, gate, step)
+    blank = blank_record(shape, state.world.rank, step, boundary(), share)
+    record = fill_record(state.world.to_device("record", blank), share, norm)
+    outcome = commit(session, state, gate, shape, step, record)
+    session.faults.strike("before_update", step, state.world)
+    with gate.applying(outcome):
+        update(session, state, outcome)
+    return outcome
+
+
+def compute(session: Session, state: State, step: int) -> Share:
+    """Forward and backward of this member's rounds; gradients are reduced as they come."""
+    share, world, job = Share([], [], []), state.world, session.job
+    state.model.train()
+    for round_, index, ids, batch in session.loader.microbatches(step, world.rank, world.size):
+        state.round.active = active(round_, world.size, job.microbatches)
+        state.round.last = round_ + 1 == rounds(job.microbatches, world.size)
+        if job.reproducible or round_ == 0:
+            state.forget_grads()
+        if batch is None:
+            batch = session.loader.read(session.cursor.microbatch_ids(step, 0, job.microbatch))
+        session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
+        session.faults.aim(step)
+        torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))
+        loss, count = session.loss(state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
+        (loss if index is not None else loss * 0).backward()
+        share.losses.append(loss.detach())
+        share.counts.append(torch.as_tensor(count, device=world.device))
+        share.samples.append(tuple(ids) if index is not None else ())
+        session.counters["microbatch"] = round_ + 1
+        session.counters["microbatches_run"] += index is not None
+        session.computing = ""
+    return share
+
+
+def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
+    """Seed of every random number drawn in a microbatch: a function of (job, step, microbatch) alone."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{microbatch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def prepare(session: Session, state: State, gate: Gate, step: int) -> torch.Tensor:
+    """Reduce what the optimizer needs from the group; afterwards this member could apply on its own.  Returns the squared norm."""
+    grads = state.grads()
+    norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
+    session.counters["collective"] = 1
+    session.faults.strike("before_commit", step, state.world)
+    gate.prepare(step)
+    return norm
+
+
+def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share: Share) -> torch.Tensor:
+    """This member's record, float64 [shape.fields], with all that the host knows; see ``control/commit.py``."""
+    known = [MAGIC, shape.incarnation, shape.generation, step, rank, boundary, 0, 0]
+    for ids in share.samples:
+        known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
+    return torch.tensor([*known, 0], dtype=torch.float64)
+
+
+def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch.Tensor:
+    """``record`` with what only the device knows, and the checksum.  Nothing here waits for the device."""
+    record[6:8] = torch.stack((torch.isfinite(norm).double(), norm))
+    sums = [torch.stack((loss.double(), count.double())) for loss, count in zip(share.losses, share.counts, strict=True)]
+    record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack(sums)
+    words = record.view(torch.int64)
+    words[-1] = (words[:-1] * torch.arange(1, 2 * len(words) - 1, 2, device=words.device)).sum()
+    return record
+
+
+def commit(session: Session, state: State, gate: Gate, shape: CommitShape, step: int, record: torch.Tensor) -> Outcome:
+    """The one all-gather.  Raises if it does not complete, or completes over garbage."""
+    gathered = record.new_empty(shape.world * shape.fields)
+    all_gather(gathered, record)
+    raw = state.world.to_host(gathered, given_up=lambda: gate.generation <= gate.fenced)
+    outcome = conclude(shape, step, raw.numpy().astype("<f8", copy=False).tobytes())
+    session.counters["collective"] = 2
+    return outcome
+
+
+def update(session: Session, state: State, outcome: Outcome) -> None:
+    """Apply a committed step.  Inside the gate, with the gradients that were prepared."""
+    state.optimizer.apply(state.grads(), outcome)
+    session.faults.strike("in_update", outcome.step, state.world)
+    state.world.finish()
+    state.forget_grads()
+    session.counters["updates_applied"] += 1
+    session.counters["step"], session.counters["microbatch"], session.counters["collective"] = outcome.step, 0, 0

@@ -1,0 +1,258 @@
+"""Checkpoints of a run: shards first, digests taken before upload, manifest last.
+
+    <run>/steps/<step>/g<generation>/<name>.safetensors   one writer's slices
+    <run>/steps/<step>/g<generation>/index.parquet        one row a slice
+    <run>/steps/<step>/g<generation>/MANIFEST.json        written last: before it, there is no checkpoint
+    <run>/steps/<step>/g<generation>/DAMAGED.json         an added fact, never a deletion
+
+Every object is created, none is ever replaced.  So whatever a writer does that was thought dead, what a manifest speaks of stays
+as it was.  Finding one's own bytes in place of what one wants to create is success.  Finding others, left by an attempt that came
+to nothing, a shard or an index takes a name with its digest in it; a manifest raises :class:`Exists`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from storage.cover import check_exact_cover, describe
+from storage.documents import digest_of, seal, unseal
+from storage.errors import Damaged, Exists, Incomplete, Missing
+from storage.export import export
+from storage.index import to_parquet
+from storage.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, File, Lineage, Manifest, Stored, on_lineage
+from storage.objects import ObjectStore, Piece
+from storage.reader import Reader, Verified, verify
+from storage.shards import Entry, aligned_order, entry_of, header_of
+from storage.slices import Slice, Tensor, Version
+
+Part = tuple[Tensor, Slice, memoryview]
+"""A slice and its bytes: contiguous, row-major, little-endian."""
+
+
+@dataclass(frozen=True)
+class ShardReceipt:
+    """What a writer wrote, for the manifest.  ``state``: digest of the list of all tensors that must be there, or ""."""
+
+    version: Version
+    file: File
+    rows: tuple[Stored, ...]
+    state: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> ShardReceipt:
+        value = json.loads(text)
+        rows = tuple(Stored(**row | {"tensor": _tensor(row["tensor"]), "slice": _slice(row["slice"])}) for row in value["rows"])
+        return cls(Version(**value["version"]), File(**value["file"]), rows, value["state"])
+
+
+class Listed(NamedTuple):
+    """A checkpoint as a listing shows it.  ``manifest`` None: not complete, or not readable.  ``damaged``: how, or ""."""
+
+    version: Version
+    manifest: Manifest | None
+    damaged: str
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, store: ObjectStore, run: str) -> None:
+        self.store, self.run = store, run
+
+    def folder(self, version: Version) -> str:
+        return f"{self.run}/steps/{version.step:012d}/g{version.generation}"
+
+    # ---- writing
+
+    def write_shard(
+        self,
+        version: Version,
+        name: str,
+        parts: Sequence[Part],
+        hook: Callable[[], None] | None = None,
+        state: Iterable[Tensor] | None = None,
+    ) -> ShardReceipt:
+        """One writer's slices as ``<name>.safetensors``.  ``hook`` is called before each slice goes out.
+
+        ``state``: every tensor of the whole state.  With it the manifest is refused also when a tensor is missing altogether.
+        """
+        ordered = sorted(((entry_of(tensor, part), (tensor, part, data)) for tensor, part, data in parts), key=_alignment)
+        for entry, (_, _, data) in ordered:
+            if data.nbytes != entry.size:
+                raise ValueError(f"{entry.key} as {entry.dtype} has {entry.size} bytes; {data.nbytes} were given")
+        header = header_of([entry for entry, _ in ordered], {"elastic": "1", "version": str(version)})
+        slices = [part for _, part in ordered]
+        digests = [digest_of(data) for _, _, data in slices]
+        file = _digested(f"{name}.safetensors", [header, *(data for _, _, data in slices)])
+        file = self._create(version, file, lambda: _chunks(header, slices, hook))
+        rows, first = [], len(header)
+        for (tensor, part, data), digest in zip(slices, digests, strict=True):
+            rows.append(Stored(tensor, part, file.name, first, first + data.nbytes, digest))
+            first += data.nbytes
+        return ShardReceipt(version, file, tuple(rows), "" if state is None else _state_digest(state))
+
+    def commit(self, version: Version, receipts: Iterable[ShardReceipt], about: Mapping[str, Any]) -> str:
+        """Write index and manifest; returns the manifest's digest.  ``about``: see :class:`Manifest`.
+
+        Raises :class:`Incomplete` when the receipts do not make up the whole state, :class:`Exists` when there is another manifest.
+        """
+        if unknown := about.keys() - ABOUT:
+            raise ValueError(f"a manifest says nothing about {', '.join(sorted(unknown))}; it knows {', '.join(sorted(ABOUT))}")
+        receipts = sorted(receipts, key=lambda receipt: receipt.file)
+        rows = self._complete(version, receipts)
+        index = to_parquet(rows)
+        indexed = self._create(version, _digested(INDEX, [index]), lambda: [index])
+        manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about).to_bytes()
+        key = f"{self.folder(version)}/{MANIFEST}"
+        try:
+            self.store.put_if_absent(key, manifest)
+        except Exists:
+            if self.store.get(key) != manifest:
+                raise
+        return digest_of(manifest)
+
+    def quarantine(self, version: Version, reason: str) -> None:
+        """Add the fact that the checkpoint is damaged; the first reason stays."""
+        try:
+            self.store.put_if_absent(f"{self.folder(version)}/{DAMAGED}", seal({"format": 1, "reason": reason}))
+        except Exists:
+            return
+
+    # ---- reading
+
+    def versions(self) -> list[Listed]:
+        """All that was ever begun, oldest first."""
+        found: dict[Version, set[str]] = {}
+        for key in self.store.list(f"{self.run}/steps/"):
+            if place := re.fullmatch(r"(\d+)/g(\d+)/([^/]+)", key.removeprefix(f"{self.run}/steps/")):
+                found.setdefault(Version(int(place[1]), int(place[2])), set()).add(place[3])
+        return [self._listed(version, names) for version, names in sorted(found.items())]
+
+    def latest_good(self, counting: Mapping[Version, str] | None = None, lineage: Lineage | None = None) -> Version | None:
+        """The greatest version that has a manifest, is not damaged, and is on the ``lineage``.
+
+        ``counting``: the digests of the manifests that the journal knows; any other was written by a process that was thought
+        dead, and counts for nothing.
+        """
+        for version, manifest, damaged in reversed(self.versions()):
+            if manifest is None or damaged or (lineage is not None and not on_lineage(version, lineage)):
+                continue
+            if counting is None or counting.get(version) == digest_of(manifest.to_bytes()):
+                return version
+        return None
+
+    def manifest(self, version: Version) -> Manifest:
+        """Raises :class:`Missing`, :class:`Damaged` or :class:`BadFormat`."""
+        key = f"{self.folder(version)}/{MANIFEST}"
+        return Manifest.from_bytes(self.store.get(key), self.store.full_name(key), version)
+
+    def open(self, version: Version) -> Reader:
+        """Who opens a version counts on it: :class:`Damaged` also when there is no manifest."""
+        try:
+            manifest = self.manifest(version)
+        except Missing as error:
+            raise Damaged(error.object, "a manifest", "nothing: the checkpoint was never complete, or lost it") from None
+        return Reader(self.store, self.folder(version), manifest)
+
+    def verify(self, version: Version) -> Verified:
+        """Read everything and compare every size and digest."""
+        try:
+            reader = self.open(version)
+        except Damaged as error:
+            return Verified(version, 0, 0, 0, (error,))
+        return verify(reader)
+
+    def export(self, version: Version, destination: Path) -> list[Path]:
+        """Whole tensors as ordinary ``model.safetensors`` and ``optimizer.safetensors`` in the folder ``destination``."""
+        return export(self.open(version), destination)
+
+    # ---- how
+
+    def _create(self, version: Version, file: File, chunks: Callable[[], Iterable[Piece]]) -> File:
+        """Put the object where ``file`` says, or beside what is there already; where it is then."""
+        stem, _, suffix = file.name.rpartition(".")
+        for name in (file.name, f"{stem}-{file.blake3[:16]}.{suffix}"):
+            key = f"{self.folder(version)}/{name}"
+            try:
+                self.store.put_if_absent(key, chunks())
+            except Exists:
+                if self.store.size(key) != file.size or digest_of(self.store.get(key)) != file.blake3:
+                    continue
+            return File(name, file.size, file.blake3)
+        raise Exists(key, self.store.url)
+
+    def _complete(self, version: Version, receipts: Sequence[ShardReceipt]) -> list[Stored]:
+        """The rows of the receipts, which must be of this version, in the bucket, and together the whole state."""
+        for receipt in receipts:
+            key = f"{self.folder(version)}/{receipt.file.name}"
+            if receipt.version != version:
+                raise Incomplete(self.store.full_name(key), f"it was written for {receipt.version}, not for {version}")
+            size = self.store.size(key) if self.store.exists(key) else "no"
+            if size != receipt.file.size:
+                raise Incomplete(self.store.full_name(key), f"its writer wrote {receipt.file.size} bytes and {size} bytes are there")
+        rows = [row for receipt in receipts for row in receipt.rows]
+        check_exact_cover([(row.tensor, row.slice) for row in rows])
+        states = {receipt.state for receipt in receipts if receipt.state}
+        if not rows or (states and states != {_state_digest(row.tensor for row in rows)}):
+            tensors = len({row.tensor for row in rows})
+            raise Incomplete(self.folder(version), f"{len(receipts)} receipts with {tensors} tensors are not the whole state")
+        return rows
+
+    def _listed(self, version: Version, names: set[str]) -> Listed:
+        damaged = self._quarantined(version) if DAMAGED in names else ""
+        if MANIFEST not in names:
+            return Listed(version, None, damaged)
+        try:
+            return Listed(version, self.manifest(version), damaged)
+        except Damaged as error:
+            return Listed(version, None, damaged or str(error))
+
+    def _quarantined(self, version: Version) -> str:
+        key = f"{self.folder(version)}/{DAMAGED}"
+        try:
+            return str(unseal(self.store.get(key), key, 1)["reason"]) or "no reason was given"
+        except Damaged:
+            return "the note that says how is damaged itself"
+
+
+def _chunks(header: bytes, parts: Iterable[Part], hook: Callable[[], None] | None) -> Iterator[Piece]:
+    yield header
+    for _, _, data in parts:
+        if hook is not None:
+            hook()
+        yield data
+
+
+def _digested(name: str, pieces: Iterable[Piece]) -> File:
+    size, digest = 0, blake3()
+    for piece in pieces:
+        size += memoryview(piece).nbytes
+        digest.update(piece)
+    return File(name, size, digest.hexdigest())
+
+
+def _alignment(item: tuple[Entry, Part]) -> int:
+    return aligned_order(item[0])
+
+
+def _state_digest(tensors: Iterable[Tensor]) -> str:
+    names = sorted({f"{describe(tensor.whole())} {tensor.dtype}" for tensor in tensors if tensor.whole().count})
+    return digest_of("\n".join(names).encode())
+
+
+def _tensor(value: Mapping[str, Any]) -> Tensor:
+    return Tensor(value["name"], value["kind"], value["dtype"], tuple(value["shape"]))
+
+
+def _slice(value: Mapping[str, Any]) -> Slice:
+    return Slice(value["name"], value["kind"], tuple(value["start"]), tuple(value["stop"]))

@@ -1,0 +1,212 @@
+"""The journal of a run, and the claims on it.
+
+Object stores cannot append.  A segment is one create-only object, ``<run>/journal/<first record>.jsonl``: a snapshot of all that
+was known before, at most 256 records or five seconds of them, and the digest of both.  So reading may begin at any segment.
+Records are numbered without gaps, by one writer; who finds its next segment written by somebody else has been deposed.
+
+A record is in a local file before ``append`` returns, and on the disk when it must be durable.  That file is also the queue to
+the bucket, which a thread of its own works off: a store that is slow or down delays nothing and costs no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from storage.documents import digest_of, seal, unseal
+from storage.errors import Damaged, Deposed, Exists, StorageError
+from storage.objects import ObjectStore
+
+SEGMENT_RECORDS = 256
+CLOSE_S = 10.0
+
+Json = Mapping[str, Any]
+
+
+@dataclass
+class _Segment:
+    """Bytes ``[begin, end)`` of the local file, ``records`` of them records."""
+
+    first: int
+    begin: int
+    began_s: float
+    end: int
+    records: int = 0
+
+
+class Journal:
+    """Written by one process, from any thread.  ``first``: number of its first record; ``snapshot``: what was known before."""
+
+    def __init__(
+        self, store: ObjectStore, run: str, local: Path, first: int, snapshot: Json, segment_s: float = 5.0, retry_s: float = 1.0
+    ) -> None:
+        self.store, self.run, self.next = store, run, first
+        self.deposed = ""
+        """The object that somebody else wrote, once one is found."""
+        self.behind = ""
+        """Why the copy in the bucket trails, while the store does not take it."""
+        self._snapshot, self._segment_s, self._retry_s = snapshot, segment_s, retry_s
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(local, "a+b")  # noqa: SIM115 (closed by its thread)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._open: _Segment | None = None
+        self._queue: deque[_Segment] = deque()
+        self._changed = threading.Condition()
+        self._closed_s = float("inf")
+        self._thread = threading.Thread(target=self._copy, name="journal", daemon=True)
+        self._thread.start()
+
+    def append(self, record: Json, after: Json, *, durable: bool) -> None:
+        """Add ``record``, whose "n" is :attr:`next`; ``after`` is the snapshot that holds then.  Raises :class:`Deposed`."""
+        with self._changed:
+            if self.deposed:
+                raise Deposed(self.deposed)
+            if record["n"] != self.next:
+                raise ValueError(f"record {record['n']} was appended where {self.next} comes next")
+            if self._open is None:
+                self._open = _Segment(self.next, self._size, time.monotonic(), self._size)
+                self._write(self._snapshot)
+            self._write(record)
+            if durable:
+                os.fsync(self._file.fileno())
+            self.next += 1
+            self._snapshot = after
+            self._open.end, self._open.records = self._size, self._open.records + 1
+            if self._open.records == SEGMENT_RECORDS:
+                self._cut(self._open)
+            self._changed.notify()
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Write what is left to the bucket and end; after ``timeout_s`` it stays in the local file, and :attr:`behind` says why."""
+        with self._changed:
+            self._closed_s = time.monotonic() + timeout_s
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self.behind = self.behind or "the store does not answer"
+
+    def _write(self, value: Json) -> None:
+        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+        self._file.write(line)
+        self._file.flush()
+        self._size += len(line)
+
+    def _cut(self, segment: _Segment) -> None:
+        self._queue.append(segment)
+        self._open = None
+
+    # ---- the copying thread
+
+    def _copy(self) -> None:
+        while (segment := self._oldest()) is not None:
+            if self._ship(segment):
+                self._queue.popleft()
+            elif self.deposed or not self._retry():
+                break
+        with self._changed:
+            self._file.close()
+
+    def _oldest(self) -> _Segment | None:
+        """The segment to be copied next, once there is one; None when the journal is closed and all is copied."""
+        with self._changed:
+            while not self._queue:
+                closed, left_s = self._closed_s != float("inf"), None
+                if self._open is not None:
+                    left_s = self._open.began_s + self._segment_s - time.monotonic()
+                    if closed or left_s <= 0:
+                        self._cut(self._open)
+                        continue
+                elif closed:
+                    return None
+                self._changed.wait(left_s)
+            return self._queue[0]
+
+    def _ship(self, segment: _Segment) -> bool:
+        """Create the object; False when the store cannot, or has another in its place."""
+        key = f"{self.run}/journal/{segment.first:012d}.jsonl"
+        data = _sealed(os.pread(self._file.fileno(), segment.end - segment.begin, segment.begin))
+        try:
+            try:
+                self.store.put_if_absent(key, data)
+            except Exists:  # ours, when the answer to an earlier try was lost
+                if self.store.get(key) != data:
+                    self.deposed = self.store.full_name(key)
+                    return False
+        except (StorageError, OSError) as error:
+            self.behind = str(error)
+            return False
+        self.behind = ""
+        return True
+
+    def _retry(self) -> bool:
+        """Give the store a moment; False when there is no time left for another try."""
+        time.sleep(max(0.0, min(self._retry_s, self._closed_s - time.monotonic())))
+        return time.monotonic() < self._closed_s
+
+
+def read(store: ObjectStore, run: str) -> list[tuple[Json, list[Json]]]:
+    """Every segment in the bucket, oldest first: snapshot and records.  Raises :class:`Damaged` on a gap or a record twice."""
+    segments: list[tuple[Json, list[Json]]] = []
+    expected: int | None = None
+    for key in store.list(f"{run}/journal/"):
+        object, first = store.full_name(key), int(PurePosixPath(key).stem)
+        snapshot, *records = (json.loads(line) for line in _unsealed(store.get(key), object).splitlines())
+        numbers = [record["n"] for record in records]
+        start = first if expected is None else expected
+        if numbers != list(range(start, start + len(numbers))) or first != start:
+            raise Damaged(object, f"records from {start} on", f"records {numbers[:1]} to {numbers[-1:]} in the segment of {first}")
+        segments.append((snapshot, records))
+        expected = first + len(numbers)
+    return segments
+
+
+def records(store: ObjectStore, run: str) -> list[Json]:
+    """All records in the bucket, in order."""
+    return [record for _, segment in read(store, run) for record in segment]
+
+
+def claim_owner(store: ObjectStore, run: str, information: Json) -> int:
+    """The next incarnation: the first number that nobody has claimed, taken by a create-only write."""
+    number = max(_claims(store, run), default=0) + 1
+    while True:
+        try:
+            store.put_if_absent(_claim(run, number), seal({"format": 1, "incarnation": number, **information}))
+        except Exists:
+            number += 1
+        else:
+            return number
+
+
+def owners(store: ObjectStore, run: str) -> dict[int, Json]:
+    """Who claimed the run, by incarnation."""
+    found: dict[int, Json] = {}
+    for number in _claims(store, run):
+        key = _claim(run, number)
+        found[number] = unseal(store.get(key), store.full_name(key), 1)
+    return found
+
+
+def _claims(store: ObjectStore, run: str) -> list[int]:
+    return [int(PurePosixPath(key).stem) for key in store.list(f"{run}/owner/")]
+
+
+def _claim(run: str, number: int) -> str:
+    return f"{run}/owner/{number:06d}.json"
+
+
+def _sealed(lines: bytes) -> bytes:
+    return lines + json.dumps({"blake3": digest_of(lines)}).encode() + b"\n"
+
+
+def _unsealed(raw: bytes, object: str) -> bytes:
+    lines = raw[: -len(_sealed(b""))]
+    if _sealed(lines) != raw:
+        raise Damaged(object, "a segment that ends with its digest", f"{len(raw)} bytes that do not")
+    return lines

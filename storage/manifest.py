@@ -1,0 +1,93 @@
+"""The manifest: what a checkpoint consists of.  A checkpoint exists when its manifest does, and not before.
+
+It names every file with its size and digest, the index of slices among them, and says where in the run's history the checkpoint
+stands.  Readers accept every format ever released; a newer one is refused by its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from storage.documents import seal, unseal
+from storage.errors import Damaged
+from storage.slices import Slice, Tensor, Version
+
+FORMAT = 1
+"""The newest; all of 1 to this one are read."""
+MANIFEST, INDEX, DAMAGED = "MANIFEST.json", "index.parquet", "DAMAGED.json"
+ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions"}
+
+Lineage = tuple[tuple[int, int], ...]
+"""Who committed what, oldest first: (generation, last step it committed)."""
+
+
+@dataclass(frozen=True, order=True)
+class File:
+    """One object of a checkpoint, named relative to its folder; ``blake3`` is what the program ``b3sum`` prints."""
+
+    name: str
+    size: int
+    blake3: str
+
+
+@dataclass(frozen=True, order=True)
+class Stored:
+    """Where a slice lies: bytes ``[first, last)`` of ``file``.  One row of the index."""
+
+    tensor: Tensor
+    slice: Slice
+    file: str
+    first: int
+    last: int
+    blake3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``files``: shards and index.  ``about``, all optional, what its writer says of the run:
+
+    ``job`` (digest), ``layout`` (degrees by axis), ``cursor`` (position in the data), ``lineage``, ``parent`` ([step, generation]
+    of the version that training began from), ``versions`` (of torch, Python, Elastic).
+    """
+
+    version: Version
+    files: tuple[File, ...]
+    about: Mapping[str, Any]
+
+    @property
+    def index(self) -> File:
+        return next(file for file in self.files if file.name.endswith(".parquet"))
+
+    @property
+    def lineage(self) -> Lineage:
+        return tuple((generation, step) for generation, step in self.about.get("lineage", ()))
+
+    @property
+    def layout(self) -> dict[str, int]:
+        return dict(self.about.get("layout", {}))
+
+    def to_bytes(self) -> bytes:
+        """The same bytes for the same manifest."""
+        return seal({"format": FORMAT, **asdict(self.version), "files": [asdict(file) for file in self.files], **self.about})
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, object: str, version: Version) -> Manifest:
+        """Raises :class:`Damaged`, also when it is of another version than its place says; :class:`BadFormat`."""
+        content = unseal(raw, object, FORMAT)
+        found = Version(content["step"], content["generation"])
+        if found != version:
+            raise Damaged(object, f"the manifest of {version}", f"that of {found}")
+        files = tuple(File(**file) for file in content["files"])
+        return cls(version, files, {key: content[key] for key in sorted(content.keys() & ABOUT)})
+
+
+def on_lineage(version: Version, lineage: Lineage) -> bool:
+    """Did ``version`` survive?  Each entry's generation committed the steps after the entry before it."""
+    before = 0
+    for generation, last in lineage:
+        if generation == version.generation:
+            return before < version.step <= last
+        before = last
+    return False

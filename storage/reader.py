@@ -1,0 +1,207 @@
+"""Reading a checkpoint: only the bytes that are wanted, and none that is not checked.
+
+Digests are of stored slices, so a stored slice is fetched whole even when a part of it is wanted: a reader gets at most one stored
+slice more at each edge of what it wants, and nothing when the layout is the one that was saved.  Neighbours in a file are fetched
+together, up to ``FETCH_BYTES`` at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from storage.cover import Key, check_exact_cover, covering, describe
+from storage.documents import digest_of
+from storage.errors import Damaged, Incomplete, Missing, StorageError
+from storage.index import from_parquet
+from storage.manifest import File, Manifest, Stored
+from storage.objects import ObjectStore
+from storage.shards import ITEM_BYTES, check_header
+from storage.slices import Slice, Tensor, Version
+
+FETCH_BYTES = 64 * 2**20
+
+
+class Reader:
+    """One checkpoint.  ``bytes_read`` counts what was fetched of its shards.  Every method may raise :class:`Damaged`."""
+
+    def __init__(self, store: ObjectStore, folder: str, manifest: Manifest) -> None:
+        self.store, self.folder, self.manifest = store, folder, manifest
+        self.bytes_read = 0
+        index = self.name_of(manifest.index.name)
+        try:
+            raw = store.get(f"{folder}/{manifest.index.name}")
+        except Missing:
+            raise Damaged(index, f"{manifest.index.size} bytes", "no object") from None
+        check_digest(index, raw, manifest.index.blake3)
+        self.rows = from_parquet(raw, index)
+        self._held: dict[Key, dict[Slice, Stored]] = defaultdict(dict)
+        for row in self.rows:
+            self._held[row.tensor.name, row.tensor.kind][row.slice] = row
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the state."""
+        return sorted({row.tensor for row in self.rows})
+
+    def read(self, wanted: Iterable[Slice]) -> Iterator[tuple[Slice, bytearray]]:
+        """Each wanted slice with its bytes, in the order in which they lie in the files.
+
+        Raises :class:`Incomplete` before anything is fetched if some of it is not there.
+        """
+        slices = list(wanted)
+        users: dict[Stored, list[tuple[int, Slice]]] = defaultdict(list)
+        missing = [0] * len(slices)
+        for number, each in enumerate(slices):
+            held = self._held.get((each.name, each.kind), {})
+            for stored, part in covering(held, each):
+                users[held[stored]].append((number, part))
+                missing[number] += 1
+        yield from ((each, bytearray()) for number, each in enumerate(slices) if not missing[number])
+        buffers: dict[int, bytearray] = {}
+        for row, data in self._fetch(sorted(users, key=place)):
+            item = ITEM_BYTES[row.tensor.dtype]
+            for number, part in users[row]:
+                each = slices[number]
+                buffer = buffers.setdefault(number, bytearray(each.count * item))
+                _box(buffer, each, part, item)[...] = _box(data, row.slice, part, item)
+                missing[number] -= 1
+                if not missing[number]:
+                    yield each, buffers.pop(number)
+
+    def fetch(self, rows: Sequence[Stored]) -> memoryview:
+        """The bytes of rows that lie next to each other in one file; not checked yet."""
+        first, last = rows[0].first, rows[-1].last
+        data = self._get(rows[0].file, first, last)
+        self.bytes_read += len(data)
+        return memoryview(data)
+
+    def check(self, row: Stored, data: memoryview) -> None:
+        check_digest(f"{self.name_of(row.file)} ({describe(row.slice)}, bytes {row.first}-{row.last})", data, row.blake3)
+
+    def name_of(self, file: str) -> str:
+        """What messages call it."""
+        return self.store.full_name(f"{self.folder}/{file}")
+
+    def _fetch(self, rows: Iterable[Stored]) -> Iterator[tuple[Stored, memoryview]]:
+        for group in neighbours(rows):
+            data = self.fetch(group)
+            for row in group:
+                part = data[row.first - group[0].first : row.last - group[0].first]
+                self.check(row, part)
+                yield row, part
+
+    def _get(self, file: str, first: int, last: int) -> bytes:
+        try:
+            data = self.store.get(f"{self.folder}/{file}", first, last)
+        except Missing:
+            raise Damaged(self.name_of(file), f"at least {last} bytes", "no object") from None
+        if len(data) != last - first:
+            raise Damaged(self.name_of(file), f"at least {last} bytes", f"{first + len(data)} bytes")
+        return data
+
+
+def place(row: Stored) -> tuple[str, int, int]:
+    """Sort by this, and rows come in the order of their bytes (a slice without elements before its neighbour)."""
+    return row.file, row.first, row.last
+
+
+def neighbours(rows: Iterable[Stored]) -> Iterator[list[Stored]]:
+    """Rows, sorted by place, in groups that one request fetches."""
+    group: list[Stored] = []
+    for row in rows:
+        if group and (row.file, row.first) == (group[-1].file, group[-1].last) and row.last - group[0].first <= FETCH_BYTES:
+            group.append(row)
+        else:
+            if group:
+                yield group
+            group = [row]
+    if group:
+        yield group
+
+
+def check_digest(object: str, data: bytes | memoryview, expected: str) -> None:
+    found = digest_of(data)
+    if found != expected:
+        raise Damaged(object, f"blake3 {expected[:16]}…", f"{found[:16]}… over {len(data)} bytes")
+
+
+def _box(buffer: bytearray | memoryview, holder: Slice, part: Slice, item: int) -> np.ndarray[Any, Any]:
+    """The memory of ``part`` in ``buffer``, which holds ``holder``.  Bytes of any type: numpy need not know bfloat16."""
+    whole = np.frombuffer(buffer, dtype=f"V{item}").reshape(holder.shape)
+    ranges = (slice(a - at, b - at) for a, b, at in zip(part.start, part.stop, holder.start, strict=True))
+    index: tuple[Any, ...] = (*ranges, ...)
+    box: np.ndarray[Any, Any] = whole[index]
+    return box
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What reading everything found; each problem names its object."""
+
+    version: Version
+    files: int
+    slices: int
+    bytes: int
+    problems: tuple[StorageError, ...]
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        head = f"checkpoint of {self.version}: {self.files} files, {self.slices} slices, {self.bytes:,} bytes"
+        return "\n  ".join((f"{head}; DAMAGED", *map(str, self.problems))) if self.problems else f"{head}, every digest as written"
+
+
+def verify(reader: Reader) -> Verified:
+    """Read every file once, in order, and compare manifest, index, headers and bytes with each other."""
+    rows: dict[str, list[Stored]] = {file.name: [] for file in reader.manifest.files}
+    problems: list[StorageError] = []
+    for row in sorted(reader.rows, key=place):
+        if row.file in rows:
+            rows[row.file].append(row)
+        else:
+            problems.append(Damaged(reader.name_of(row.file), "a file that the manifest lists", "one that it does not"))
+    try:
+        check_exact_cover([(row.tensor, row.slice) for row in reader.rows])
+    except Incomplete as error:
+        problems.append(error)
+    for file in reader.manifest.files:
+        if file != reader.manifest.index:
+            problems += _problems_of(reader, file, rows[file.name])
+    files = reader.manifest.files
+    return Verified(reader.manifest.version, len(files), len(reader.rows), sum(file.size for file in files), tuple(problems))
+
+
+def _problems_of(reader: Reader, file: File, rows: list[Stored]) -> list[StorageError]:
+    name, whole, problems = reader.name_of(file.name), blake3(), list[StorageError]()
+    try:
+        size = reader.store.size(f"{reader.folder}/{file.name}")
+        if size != file.size:
+            return [Damaged(name, f"{file.size} bytes", f"{size} bytes")]
+        position = rows[0].first if rows else size
+        header = reader.store.get(f"{reader.folder}/{file.name}", 0, position)
+        whole.update(header)
+        check_header(header, rows, name)
+        for row in rows:
+            if row.first != position:
+                return [Damaged(name, f"a slice at byte {position}", f"{describe(row.slice)} at {row.first} in the index")]
+            data = reader.fetch([row])
+            whole.update(data)
+            position = row.last
+            try:
+                reader.check(row, data)
+            except Damaged as error:
+                problems.append(error)
+        if not problems and (position != size or whole.hexdigest() != file.blake3):
+            problems.append(Damaged(name, f"blake3 {file.blake3[:16]}…", f"{whole.hexdigest()[:16]}…"))
+    except Missing:
+        return [Damaged(name, f"{file.size} bytes", "no object")]
+    except Damaged as error:
+        problems.append(error)
+    return problems

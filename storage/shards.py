@@ -1,0 +1,83 @@
+"""Shard files: ordinary safetensors, written as a stream and read by ranges.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: key -> {"dtype", "shape", "data_offsets"}; padded with blanks to a multiple of 8
+    data      the tensors, without gaps
+
+In a shard the key of a slice is ``kind/name@start-stop`` in the tensor's global coordinates (``parameter/w@0,0-16,64`` is
+``w[0:16, 0:64]``), so any tool that reads safetensors reads a shard and sees what it holds.  All sizes are known before the first
+byte is, so a file can be written slice by slice.  Wider types come first: then every tensor is aligned as its type wants.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from storage.cover import describe
+from storage.errors import Damaged
+from storage.manifest import Stored
+from storage.slices import Slice, Tensor
+
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+"""Bytes of one element, by safetensors' name."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors file."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+def entry_of(tensor: Tensor, part: Slice) -> Entry:
+    return Entry(describe(part), tensor.dtype, part.shape)
+
+
+def aligned_order(entry: Entry) -> int:
+    """Sort by this, and every tensor starts at a multiple of its element size."""
+    return -ITEM_BYTES[entry.dtype]
+
+
+def header_of(entries: Iterable[Entry], about: Mapping[str, str]) -> bytes:
+    """The file up to its data.  ``about`` becomes ``__metadata__``."""
+    header: dict[str, Any] = {"__metadata__": dict(about)}
+    position = 0
+    for entry in entries:
+        offsets = [position, position + entry.size]
+        header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+        position = offsets[1]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def check_header(raw: bytes, rows: Iterable[Stored], object: str) -> None:
+    """``raw``: the file up to its data.  Raises :class:`Damaged` unless the file's own header says what the index says."""
+    try:
+        header = json.loads(raw[8:])
+    except ValueError:
+        raise Damaged(object, "a safetensors header", "something else") from None
+    header.pop("__metadata__", None)
+    expected = {}
+    for row in rows:
+        entry = entry_of(row.tensor, row.slice)
+        offsets = [row.first - len(raw), row.last - len(raw)]
+        expected[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+    if int.from_bytes(raw[:8], "little") != len(raw) - 8 or header != expected:
+        raise Damaged(object, "a header that lists what the index lists", "another")

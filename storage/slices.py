@@ -1,0 +1,82 @@
+"""State is addressed by what it is, never by who holds it.
+
+A :class:`Slice` is a box of one named tensor, in the tensor's own global coordinates; a :class:`Version` says of which
+moment.  Re-sharding is then interval arithmetic: the parts of a wanted slice that a held slice supplies are their
+intersection.  Pure, standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """Identifies a state: the step whose update was applied last, and the generation that committed it.
+
+    The same step done again by a later generation is another version.  ``Version(0, 0)`` is the initialisation.
+    """
+
+    step: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} of generation {self.generation}"
+
+
+@dataclass(frozen=True, order=True)
+class Tensor:
+    """A whole tensor of the state.  ``kind``: parameter, ``moment.<name>``, buffer or scalar; ``dtype``: safetensors' name (``F32``)."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def whole(self) -> Slice:
+        """The slice that is all of it."""
+        return Slice(self.name, self.kind, (0,) * len(self.shape), self.shape)
+
+
+@dataclass(frozen=True, order=True)
+class Slice:
+    """The box ``start <= index < stop`` of the tensor (name, kind); no dimensions for a scalar."""
+
+    name: str
+    kind: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Slice) -> Slice | None:
+        """What both contain, or None."""
+        if (self.name, self.kind) != (other.name, other.kind):
+            return None
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Slice(self.name, self.kind, start, stop)
+
+
+def shard_interval(rows: int, count: int, index: int) -> tuple[int, int]:
+    """Rows ``[first, last)`` of shard ``index`` of ``count``: torch's chunk rule, so late shards may be short or empty."""
+    size = -(-rows // count)
+    return min(index * size, rows), min((index + 1) * size, rows)
+
+
+def shard_slice(tensor: Tensor, count: int, index: int) -> Slice:
+    """The part of ``tensor`` in shard ``index`` of ``count``, split along dim 0.  Scalars and buffers are whole in every shard."""
+    if not tensor.shape or tensor.kind in ("buffer", "scalar"):
+        return tensor.whole()
+    first, last = shard_interval(tensor.shape[0], count, index)
+    return Slice(tensor.name, tensor.kind, (first, *(0 for _ in tensor.shape[1:])), (last, *tensor.shape[1:]))

@@ -1,0 +1,138 @@
+"""The commands: what they print, and their exit codes.  What cannot work is said in one sentence before anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from actors.cli import main
+from elastic.job import Job
+from tests.support.commands import Command, assert_no_actor_left
+from tests.support.state_hash import state_hash
+from tests.support.toys import toy_job
+
+Shown = pytest.CaptureFixture[str]
+
+
+def written(folder: Path, name: str = "toy", **changes: object) -> str:
+    """The path of a job file."""
+    job: Job = toy_job(folder / "bucket", name=name, **{"steps": 4, "checkpoint": {"save_every": 2}, **changes})
+    path = folder / f"{name}.toml"
+    path.write_text(job.to_toml())
+    return str(path)
+
+
+def sentence(shown: Shown) -> str:
+    """The one line that a failed command prints."""
+    lines = [line for line in shown.readouterr().out.splitlines() if not line.startswith("note:")]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    """U9: ``--local``, then ls, verify and export of what it saved."""
+    monkeypatch.chdir(tmp_path)
+    job = written(tmp_path)
+    assert main(["checkpoint", "verify", job]) == 1
+    assert "no good checkpoint" in sentence(capsys)
+    assert main(["train", job, "--local"]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"step +(\d+)/4  loss \d\.\d{4}", shown) == ["1", "2", "3", "4"]
+    assert "Finished at step 4 of 4" in shown
+    assert main(["train", job, "--local"]) == 0, "once more: it is finished already"
+    assert not re.findall(r"step +\d+/4  loss", capsys.readouterr().out)
+
+    assert main(["checkpoint", "ls", job]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"│ 2 .*│ good ", table) and re.search(r"│ 4 .*│ newest good ", table)
+    assert main(["checkpoint", "verify", job]) == 0
+    assert "every digest as written" in sentence(capsys)
+    for step in ("2", "4"):
+        assert main(["checkpoint", "export", job, "--step", step, "--to", str(tmp_path / step)]) == 0
+    files = [sorted((tmp_path / step).glob("*.safetensors")) for step in ("2", "4")]
+    assert [len(each) for each in files] == [2, 2]
+    assert state_hash(files[0]) != state_hash(files[1])
+    assert main(["checkpoint", "verify", job, "--step", "3"]) == 1
+
+
+def test_simulate(capsys: Shown) -> None:
+    assert main(["simulate", "--seeds", "20"]) == 0
+    assert "20 seeds, no violation" in capsys.readouterr().out
+
+
+def test_data_prepare(tmp_path: Path, capsys: Shown) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("to be or not to be")
+    command = ["data", "prepare", str(tmp_path / "text"), str(tmp_path / "tokens")]
+    assert main(command) == 0
+    assert "1 documents, 19 tokens" in sentence(capsys)
+    assert main(command) == 0, "again is no error"
+    capsys.readouterr()
+    assert main(["data", "prepare", str(tmp_path / "nowhere"), str(tmp_path / "tokens")]) == 1
+    assert "is not a folder" in sentence(capsys)
+
+
+def test_status_and_logs_of_a_run_that_never_was(tmp_path: Path, capsys: Shown) -> None:
+    job = written(tmp_path)
+    assert main(["status", job, "--once"]) == 0
+    assert "has never run" in sentence(capsys)
+    assert main(["logs", job]) == 1
+    assert "no logs" in sentence(capsys)
+
+
+def test_too_little_data(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = written(tmp_path, data={"dataset": "tests.support.toys:Sums", "args": {"samples": 5}})
+    assert main(["train", job]) == 1
+    assert "the dataset has 5 samples, fewer than one step's global_batch = 16" in sentence(capsys)
+    assert_no_actor_left("toy")
+
+
+def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings that differ are named; those that may differ are not."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", written(tmp_path), "--local"]) == 0
+    capsys.readouterr()
+    assert main(["train", written(tmp_path, seed=7, optim={"lr": 0.5}, workers={"max": 4}), "--local"]) == 1
+    refused = sentence(capsys)
+    assert "seed = 0 there and 7 here" in refused and "optim.lr = 0.01 there and 0.5 here" in refused
+    assert "workers" not in refused
+
+
+@pytest.fixture
+def full_cluster() -> Iterator[None]:
+    """Somebody else holds every CPU."""
+
+    class Other:
+        def there(self) -> bool:
+            return True
+
+    other = ray.remote(Other).options(num_cpus=ray.available_resources()["CPU"]).remote()
+    assert ray.get(other.there.remote())
+    yield
+    ray.kill(other)
+
+
+@pytest.mark.usefixtures("full_cluster")
+def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", written(tmp_path)]) == 2
+    said = sentence(capsys)
+    assert "workers.min = 1, but the cluster has room for 0 (each needs 1 CPU; 0 of " in said
+    assert_no_actor_left("toy")
+
+
+@pytest.mark.parametrize("package", ["storage", "actors"])
+def test_a_folder_that_takes_the_place_of_ours(tmp_path: Path, package: str) -> None:
+    """Named before anything of it is imported."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise RuntimeError('imported')")
+    written(tmp_path)
+    command = Command(tmp_path, "train", "toy.toml")
+    assert command.wait() == 1
+    assert command.text.count("\n") == 1
+    assert f"{tmp_path}/{package} takes the place of Elastic's own package '{package}'" in command.text

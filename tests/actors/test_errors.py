@@ -1,0 +1,119 @@
+"""Errors of the job's own, processes that crash, and what is left to read of them."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cli import main
+from actors.launch import Result
+from elastic.data.cursor import Cursor
+from elastic.job import Job
+from elastic.report.story import Sentence
+from elastic.runs import Run
+from elastic.train.local import run_local
+from tests.support.chaos import Trial, assert_nothing_left, exported_hash, samples, trial
+from tests.support.commands import assert_no_actor_left, user_job, user_package
+from tests.support.toys import toy_job
+
+STEPS = 12
+
+
+def job_of(bucket: Path, name: str, *faults: dict[str, Any], **changes: Any) -> Job:
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.01}}
+    return toy_job(bucket, name=name, steps=STEPS, data=data, faults=list(faults), **changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
+    job = job_of(tmp_path_factory.mktemp("local"), "local")
+    assert run_local(job, lambda line: None)[0] == "Finished"
+    return exported_hash(job)
+
+
+def assert_nothing_lost(chaos: Trial, undisturbed_hash: str) -> None:
+    """The bits, each step once, and at most the step in flight computed a second time."""
+    assert chaos.result.state == "Finished", chaos.result
+    assert chaos.hash == undisturbed_hash
+    assert [step for step, _ in samples(chaos.ledger)] == list(range(1, STEPS + 1))
+    assert chaos.witness.total("microbatches_run") <= (STEPS + 1) * chaos.job.microbatches
+    assert chaos.witness.total("healed_bucket_bytes") == 0
+    assert_nothing_left(chaos)
+
+
+def test_an_error_that_always_comes_back_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R20, U10: one retry on another worker, then the user's own traceback, with the samples that it is about."""
+    user_package(tmp_path, "poison")
+    monkeypatch.syspath_prepend(tmp_path)
+    clean = user_job(tmp_path, "poison")
+    ids = Cursor(96, clean.global_batch, clean.seed, clean.data.sampling).microbatch_ids(3, 5, clean.microbatch)
+    job = user_job(tmp_path, "poison", data={"dataset": "poison.code:Walks", "args": {"poisoned": ids[0]}})
+
+    assert main(["train", str(tmp_path / "job.toml")]) == 1
+
+    shown = capsys.readouterr().out
+    told = shown[shown.index("step 3, microbatch 5") :]
+    assert told.index(str(list(ids))) < told.index("Traceback") < told.index("ValueError: this model cannot read the word 28")
+    assert told.index("ValueError") < told.index("Failed at step 2 of 16: ")
+    assert f'{tmp_path}/poison/code.py", line' in told
+    events = [record["event"] for record in Run.open(job).records()]
+    broken = [event for event in events if event["$"] == "Broken" and event["cause"] == "job"]
+    assert [each["generation"] for each in broken] == [1, 2], "exactly one retry"
+    assert len({each["worker"] for each in broken}) == 2, "on a second worker"
+    assert_no_actor_left("poison")
+
+    assert main(["logs", str(tmp_path / "job.toml")]) == 0
+    logs = capsys.readouterr().out
+    assert logs.count("ValueError: this model cannot read the word 28") == 2
+    assert logs.count("exited with code") == 2
+
+
+def test_an_error_that_comes_once_is_survived_in_place(tmp_path: Path, undisturbed_hash: str) -> None:
+    """R20, R1: an exception in the forward pass; the same two processes go on, and no step is lost."""
+    chaos = trial(job_of(tmp_path, "one-off", {"kind": "exception", "point": "forward", "step": 5, "world_rank": 1}))
+    assert_nothing_lost(chaos, undisturbed_hash)
+    assert sorted(chaos.witness.seen) == ["w1", "w2"]
+    assert all(seen.ended is not None and seen.ended.exit_code == 0 for seen in chaos.witness.seen.values())
+    assert chaos.witness.generation == 2
+    assert any("InjectedError" in line.text for line in chaos.lines if isinstance(line, Sentence))
+
+
+def test_a_crash_leaves_its_traceback(tmp_path: Path, undisturbed_hash: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """R1, U10: a segmentation fault; the log names the signal and the line of Python, and stays in the bucket."""
+    chaos = trial(job_of(tmp_path, "segv", {"kind": "SIGSEGV", "point": "backward", "step": 5, "world_rank": 1}))
+    assert_nothing_lost(chaos, undisturbed_hash)
+    (crashed,) = chaos.witness.killed(by=signal.SIGSEGV)
+    assert 0 < crashed.final["step"] < STEPS - 1
+
+    (tmp_path / "job.toml").write_text(chaos.job.to_toml())
+    assert main(["logs", str(tmp_path / "job.toml"), crashed.worker]) == 0
+    log = capsys.readouterr().out
+    assert "killed by signal 11 (SIGSEGV)" in log
+    assert "Fatal Python error: Segmentation fault" in log and "in strike" in log and "in compute" in log
+    assert main(["logs", str(tmp_path / "job.toml"), "w99"]) == 1, "nobody of that name"
+
+
+def test_a_worker_that_hangs_is_expelled(tmp_path: Path, undisturbed_hash: str) -> None:
+    """R1: SIGSTOP, sockets open, nobody is told; it is named, expelled and replaced, and its replica loses nothing."""
+    fault = {"kind": "SIGSTOP", "point": "backward", "step": 5, "world_rank": 1}
+    chaos = trial(job_of(tmp_path, "hang", fault, deadlines={"stall_s": 2, "fence_s": 2}))
+    assert_nothing_lost(chaos, undisturbed_hash)
+    hung = chaos.witness.killed()[0]
+    (survivor,) = {"w1", "w2"} - {hung.worker}
+    assert chaos.witness.seen[survivor].final["updates_applied"] == STEPS
+    told = " ".join(line.text for line in chaos.lines if isinstance(line, Sentence))
+    assert f"expel {hung.worker}" in told and "start w3" in told
+
+
+def test_a_result_without_a_traceback_is_the_platforms(tmp_path: Path) -> None:
+    """The exit codes are told apart by whose error it was, not by its words."""
+    from actors.launch import _result
+
+    job = job_of(tmp_path, "codes")
+    ends: list[Result] = [_result(job, "Failed", "job error: in words only", 1), _result(job, "Failed", "anything", 1, "Traceback")]
+    assert [end.exit_code for end in ends] == [2, 1]

@@ -1,0 +1,158 @@
+"""Everything dies: all workers at once, or every process there is.  And a user's own code lives through a kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.coordinator import View
+from elastic.control.lineage import tip
+from elastic.report.story import Sentence
+from elastic.runs import Run
+from elastic.train.local import run_local
+from tests.support.chaos import Witness, assert_nothing_left, exported_hash, samples, trial
+from tests.support.commands import Command, seen, user_job, user_package
+from tests.support.processes import Machine
+from tests.support.toys import toy_job
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a Linear with a bias returns a view; nothing here writes into it
+
+
+def undisturbed(folder: Path, package: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[str, list[str]]:
+    """The hash of the local run of a user's job, and what its loss saw."""
+    user_package(folder, package)
+    monkeypatch.syspath_prepend(folder)
+    job = user_job(folder, package, **changes)
+    lines: list[str] = []
+    assert run_local(job, lambda line: lines.append(str(line)))[0] == "Finished"
+    saw = seen(folder)
+    assert len(saw) == len(set(saw)) == job.steps * job.microbatches, "every microbatch of every step has a loss of its own"
+    return exported_hash(job), saw
+
+
+def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """U1, U3, U10: a model without a sharding table and a dataset, both outside of the repository."""
+    expected, _ = undisturbed(tmp_path / "local", "mine", monkeypatch)
+    job = user_job(
+        tmp_path,
+        "mine",
+        data={"dataset": "mine.code:Walks", "args": {"read_s": 0.01}},
+        faults=[{"point": "backward", "step": 6, "world_rank": 1}],
+    )
+    chaos = trial(job)
+    assert (chaos.result.state, chaos.hash) == ("Finished", expected)
+    (killed,) = chaos.witness.killed()
+    (survivor,) = {"w1", "w2"} - {killed.worker}
+    assert 0 < killed.final["step"] < job.steps - 1
+    assert chaos.witness.seen[survivor].final["updates_applied"] == job.steps
+    told = [line.text for line in chaos.lines if isinstance(line, Sentence)]
+    assert "no sharding table: wraps layers.0 … layers.2" in told[0] and told[0].endswith("data parallel only")
+    (log,) = Path(job.bucket).glob(f"{job.name}/logs/*/{killed.worker}.log")
+    assert "killed by signal 9 (SIGKILL)" in log.read_text().splitlines()[0]
+    assert_nothing_left(chaos)
+
+
+def test_all_workers_die_at_once(tmp_path: Path) -> None:
+    """H2, R14: the coordinator starts new ones, which go on from the bucket; nobody is asked."""
+    steps, save_every = 60, 4
+    reference = toy_job(tmp_path / "reference", name="local", steps=steps)
+    assert run_local(reference, lambda line: None)[0] == "Finished"
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.01}}
+    job = toy_job(tmp_path, name="all-die", steps=steps, data=data, checkpoint={"save_every": save_every})
+
+    def kill_all(witness: Witness, view: View) -> bool:
+        if view.step < 11 or len(witness.seen) < 2:
+            return False
+        for each in witness.seen.values():
+            os.kill(each.process.pid, signal.SIGSTOP)  # frozen first: none sees another die
+        for each in witness.seen.values():
+            each.process.kill()
+        return True
+
+    chaos = trial(job, kill_all)
+    assert (chaos.result.state, chaos.hash) == ("Finished", exported_hash(reference))
+    killed = {each.worker: each.final["step"] for each in chaos.witness.killed()}
+    assert sorted(killed) == ["w1", "w2"]
+    # world rank 0 reported step 11; the other may have been about to apply it
+    assert all(10 <= step < steps - 1 for step in killed.values()), killed
+    assert [step for step, _ in samples(chaos.ledger)] == list(range(1, steps + 1))
+    work = chaos.witness.total("microbatches_run")
+    assert steps * job.microbatches < work <= (steps + 2 * save_every + 1) * job.microbatches
+    assert chaos.witness.total("healed_bucket_bytes") > 0
+    assert_nothing_left(chaos)
+
+
+def killed_and_resumed(folder: Path, package: str, start: Callable[[], Command], kill_at: list[int]) -> None:
+    """Start the command; SIGKILL everything when so many microbatches were seen; again; then let it finish."""
+    for lines in kill_at:
+        command = start()
+        command.until(lambda lines=lines: len(seen(folder)) >= lines)  # type: ignore[misc]
+        ends = command.kill_everything()
+        assert ends and not (other := [end for end in ends if end.signal is not signal.SIGKILL]), other
+    assert start().wait() == 0
+
+
+@pytest.mark.must_run_in_ci
+def test_everything_is_killed_twice_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H1: the same command goes on; every loss has the bits of the run that was never killed."""
+    chain(tmp_path, monkeypatch, "chain", kills=2, seed=11)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_everything_is_killed_at_twenty_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H1: twenty seeded random points."""
+    for seed in range(10):
+        chain(tmp_path / str(seed), monkeypatch, f"chain{seed}", kills=2, seed=seed)
+
+
+def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills: int, seed: int) -> None:
+    expected, saw = undisturbed(folder / "local", package, monkeypatch)
+    user_package(folder, package)
+    job = user_job(folder, package, data={"dataset": f"{package}.code:Walks", "args": {"read_s": 0.01}})
+    rng, per_save = random.Random(seed), job.checkpoint.save_every * job.microbatches
+    points, done = [], 0
+    for _ in range(kills):  # each life gets beyond a save that the one before did not reach
+        done += rng.randrange(per_save, 2 * per_save - job.microbatches)
+        points.append(done)
+    before = Machine.now(str(folder))
+    killed_and_resumed(folder, package, lambda: Command(folder, "train", "job.toml", "--local"), points)
+    assert_same_losses(seen(folder), saw, redone=kills * (per_save + job.microbatches))
+    assert exported_hash(job) == expected
+    before.assert_nothing_left(str(folder), 10)
+
+
+@pytest.mark.must_run_in_ci
+def test_everything_is_killed_under_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H1: driver, coordinator, workers, raylet and the cluster's store, all at once."""
+    expected, saw = undisturbed(tmp_path / "local", "whole", monkeypatch)
+    user_package(tmp_path, "whole")
+    job = user_job(tmp_path, "whole", data={"dataset": "whole.code:Walks", "args": {"read_s": 0.02}})
+    before = Machine.now(str(tmp_path))
+    kill_at = random.Random(7).randrange(7 * job.microbatches, 10 * job.microbatches)
+    killed_and_resumed(tmp_path, "whole", lambda: Command(tmp_path, "train", "job.toml", "--address", "local"), [kill_at])
+    assert_same_losses(seen(tmp_path), saw, redone=(2 * job.checkpoint.save_every + 1) * job.microbatches)
+    assert exported_hash(job) == expected
+    assert tip(Run.open(job).standing(0, 0.0).lineage).step == job.steps
+    before.assert_nothing_left(str(tmp_path), 20)
+
+
+def assert_same_losses(found: list[str], expected: list[str], *, redone: int) -> None:
+    """Bit for bit, by the user's own record; the work done again is bounded, and a run from step 0 would be beyond the bound."""
+    assert set(found) == set(expected)
+    assert len(expected) <= len(found) <= len(expected) + redone
+
+
+def test_one_wrong_bit_is_seen() -> None:
+    """The negative control of the check above."""
+    expected = [f"{number:08x} {float(number).hex()}" for number in range(32)]
+    assert_same_losses(expected + expected[:8], expected, redone=8)
+    for wrong in (expected[:-1], [*expected, "0 0x1p0"], expected + expected[:9]):
+        with pytest.raises(AssertionError):
+            assert_same_losses(wrong, expected, redone=8)

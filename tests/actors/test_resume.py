@@ -1,0 +1,121 @@
+"""A damaged checkpoint is put away, said, and never read again; the one before it takes its place, and the bits come out the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from actors.cli import main
+from elastic.errors import JobError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.report.story import Line, Sentence, StepLine
+from elastic.runs import Run
+from elastic.train.local import run_local
+from tests.support.chaos import assert_nothing_left, exported_hash, trial
+from tests.support.toys import toy_job
+
+STEPS, STOP, SAVE_EVERY = 12, 7, 3
+
+
+def job_of(bucket: Path) -> Job:
+    return toy_job(bucket, name="damaged", steps=STEPS, checkpoint={"save_every": SAVE_EVERY})
+
+
+@pytest.fixture(scope="module")
+def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
+    job = job_of(tmp_path_factory.mktemp("local"))
+    assert run_local(job, lambda line: None)[0] == "Finished"
+    return exported_hash(job)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> tuple[Job, Version]:
+    """A run that was stopped by Ctrl-C at step 7, with one byte of its newest shard turned over."""
+
+    def ctrl_c(line: Line) -> None:
+        if isinstance(line, StepLine) and line.step == STOP:
+            raise KeyboardInterrupt
+
+    job = job_of(tmp_path / "bucket")
+    assert run_local(job, ctrl_c) == ("Stopped", f"Ctrl-C; saved at step {STOP}", STOP)
+    newest = Run.open(job).newest()
+    assert newest is not None and newest.step == STOP
+    turn_a_byte(job, newest)
+    return job, newest
+
+
+def turn_a_byte(job: Job, version: Version) -> None:
+    (shard,) = (Path(job.bucket) / Run.open(job).checkpoints.folder(version)).glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+
+
+def told(lines: list[Line]) -> str:
+    return "\n".join(line.text for line in lines if isinstance(line, Sentence))
+
+
+def assert_put_away(job: Job, version: Version, lines: list[Line]) -> None:
+    folder = Run.open(job).checkpoints.folder(version)
+    assert f"the checkpoint of {version} is damaged" in told(lines)
+    assert f"{folder}/shard-00000-of-00001.safetensors" in told(lines), "the object is named"
+    assert "takes its place" in told(lines) and "Traceback" not in told(lines)
+    assert "is damaged" in json.loads((Path(job.bucket) / folder / "DAMAGED.json").read_text())["reason"]
+    assert next(line.step for line in lines if isinstance(line, StepLine)) == 2 * SAVE_EVERY + 1
+
+
+def test_one_process_falls_back(damaged: tuple[Job, Version], undisturbed_hash: str) -> None:
+    job, version = damaged
+    lines: list[Line] = []
+    assert run_local(job, lines.append)[0] == "Finished"
+    assert_put_away(job, version, lines)
+    assert exported_hash(job) == undisturbed_hash
+
+
+def test_a_cluster_falls_back(damaged: tuple[Job, Version], undisturbed_hash: str) -> None:
+    """Both workers find the damage; it is one fact."""
+    job, version = damaged
+    chaos = trial(job)
+    assert chaos.result.state == "Finished", chaos.result
+    assert_put_away(job, version, chaos.lines)
+    assert chaos.hash == undisturbed_hash
+    assert sorted(chaos.witness.seen) == ["w1", "w2"], "nobody is replaced for it"
+    assert_nothing_left(chaos)
+
+
+def test_verify_finds_it_and_nobody_uses_it(damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job, version = damaged
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    assert main(["checkpoint", "verify", str(tmp_path / "job.toml")]) == 1
+    assert "DAMAGED" in (shown := capsys.readouterr().out) and "shard-00000-of-00001.safetensors" in shown
+    assert main(["checkpoint", "verify", str(tmp_path / "job.toml"), "--step", "6"]) == 0
+    assert main(["checkpoint", "export", str(tmp_path / "job.toml"), "--to", str(tmp_path / "out")]) == 2
+    Run.open(job).checkpoints.quarantine(version, "a test says so")
+    assert main(["checkpoint", "export", str(tmp_path / "job.toml"), "--to", str(tmp_path / "out")]) == 0
+    with pytest.raises(JobError, match="no good checkpoint at step 7"):
+        Run.open(job).version_at(STOP)
+
+
+def test_when_all_are_damaged_it_begins_again(damaged: tuple[Job, Version], undisturbed_hash: str) -> None:
+    job, _ = damaged
+    for shard in Path(job.bucket).glob("damaged/steps/*/*/*.safetensors"):
+        shard.unlink()
+    lines: list[Line] = []
+    assert run_local(job, lines.append)[0] == "Finished"
+    assert told(lines).count("the checkpoint of") == 3
+    assert "there is none before it" in told(lines)
+    assert exported_hash(job) == undisturbed_hash
+
+
+def test_without_damage_it_goes_on_from_the_newest(damaged: tuple[Job, Version], undisturbed_hash: str) -> None:
+    """The negative control: the byte is turned back."""
+    job, version = damaged
+    turn_a_byte(job, version)
+    lines: list[Line] = []
+    assert run_local(job, lines.append)[0] == "Finished"
+    assert "damaged" not in told(lines)
+    assert next(line.step for line in lines if isinstance(line, StepLine)) == STOP + 1
+    assert exported_hash(job) == undisturbed_hash

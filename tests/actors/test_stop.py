@@ -1,0 +1,125 @@
+"""Stops: by Ctrl-C, and because nobody waits for the run any more.  What is saved is gone on with; nothing is left running."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from actors.cli import main
+from actors.coordinator import View
+from actors.launch import attach
+from elastic.job import Job
+from elastic.runs import Run
+from elastic.train.local import run_local
+from tests.support.chaos import exported_hash
+from tests.support.commands import Command, assert_no_actor_left
+from tests.support.toys import toy_job
+
+STEPS = 80
+
+
+def job_of(folder: Path, name: str, **changes: object) -> Job:
+    """Slow enough to be met on the way."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
+    job = toy_job(folder / "bucket", name=name, steps=STEPS, data=data, **changes)
+    (folder / "job.toml").write_text(job.to_toml())
+    return job
+
+
+@pytest.fixture(scope="module")
+def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the same job, on a disk that is not slow."""
+    job = toy_job(tmp_path_factory.mktemp("local"), name="local", steps=STEPS)
+    assert run_local(job, lambda line: None)[0] == "Finished"
+    return exported_hash(job)
+
+
+def view_of(name: str) -> View | None:
+    coordinator = attach(name)
+    try:
+        return ray.get(coordinator.view.remote()) if coordinator is not None else None
+    except ray.exceptions.RayActorError:
+        return None
+
+
+def reached(name: str, step: int) -> Callable[[], bool]:
+    def look() -> bool:
+        view = view_of(name)
+        return view is not None and view.step >= step
+
+    return look
+
+
+def train(folder: Path) -> Command:
+    return Command(folder, "train", "job.toml", "--address", ray.get_runtime_context().gcs_address)
+
+
+@pytest.mark.must_run_in_ci
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed_hash: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 3, a save at the step where it stopped, and the bits of the run that was never stopped."""
+    job = job_of(tmp_path, "ctrl-c")
+    command = train(tmp_path)
+    command.until(reached("ctrl-c", 4))
+    assert main(["status", str(tmp_path / "job.toml"), "--once"]) == 0  # from another process than the one that waits
+    status = capsys.readouterr().out
+    assert re.search(rf"ctrl-c-0001-\w+: Running, step \d+ of {STEPS}, generation 1, incarnation 1; workers w1@\w+, w2@\w+; ", status)
+
+    command.interrupt()
+    assert command.wait() == 3, command.text
+    (stopped_at,) = map(int, re.findall(r"stopped \(Ctrl-C\), resumes from step (\d+)", command.text)[-1:])
+    assert f"Stopped at step {stopped_at} of {STEPS}" in command.text
+    assert "the same command goes on" in command.text
+    assert 4 <= stopped_at < STEPS
+    newest = Run.open(job).newest()
+    assert newest is not None and newest.step == stopped_at, "nothing is lost"
+    assert_no_actor_left("ctrl-c")
+    assert main(["status", str(tmp_path / "job.toml"), "--once"]) == 0
+    assert f"is not running; newest good checkpoint: step {stopped_at}" in capsys.readouterr().out
+
+    again = train(tmp_path)
+    assert again.wait() == 0, again.text
+    assert f"at step {stopped_at} (bucket)" in again.text
+    assert f"step {stopped_at:>5}/" not in again.text and f"step {stopped_at + 1:>5}/" in again.text
+    assert exported_hash(job) == undisturbed_hash
+    assert_no_actor_left("ctrl-c")
+
+
+def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbed_hash: str) -> None:
+    """The driver is SIGKILLed, the cluster lives: nobody waits, so the run stops after a save, and its actors end themselves."""
+    job = job_of(tmp_path, "vanished", deadlines={"driver_s": 2})
+    command = train(tmp_path)
+    command.until(reached("vanished", 4))
+    command.process.send_signal(signal.SIGKILL)
+    assert command.process.wait(10) == -signal.SIGKILL
+
+    deadline = time.monotonic() + 60
+    while attach("vanished") is not None:
+        assert time.monotonic() < deadline, view_of("vanished")
+        time.sleep(0.1)
+    assert_no_actor_left("vanished")
+    newest = Run.open(job).newest()
+    assert newest is not None and 4 <= newest.step < STEPS
+    reasons = [record["reason"] for record in Run.open(job).records()]
+    assert any("its driver has not been heard for 2 s" in reason for reason in reasons)
+    assert f"resumes from step {newest.step}" in reasons[-1]
+
+    assert run_local(job, lambda line: None)[0] == "Finished"
+    assert exported_hash(job) == undisturbed_hash
+
+
+def test_a_stop_while_nothing_runs_yet(tmp_path: Path) -> None:
+    """Asked for before the first world is formed: it ends at once, with nothing saved and nothing left."""
+    job = job_of(tmp_path, "early", workers={"min": 2, "max": 2})
+    command = train(tmp_path)
+    command.until(lambda: attach("early") is not None)
+    ray.get(attach("early").stop.remote("a test asks for it"))
+    assert command.wait() == 3, command.text
+    assert "stopped (a test asks for it), resumes from step 0" in command.text
+    assert Run.open(job).newest() is None
+    assert_no_actor_left("early")

@@ -1,0 +1,90 @@
+"""The checks: source in, sentences about what is wrong out.  Nothing is imported, only parsed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.architecture import table
+from tests.architecture.table import Row
+
+
+def module_name(file: Path) -> str:
+    """``elastic/plan/layout.py`` -> ``elastic.plan.layout``; a package has the name of its folder."""
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def row_of(module: str) -> Row | None:
+    """The row of the longest name that ``module`` begins with; "elastic" itself is only the package's own file."""
+    names = [name for name in table.IMPORTS if module == name or (name != "elastic" and module.startswith(f"{name}."))]
+    return table.IMPORTS[max(names, key=len)] if names else None
+
+
+def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported anywhere in ``source``, also inside functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            home = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            yield from ((node.lineno, f"{home}.{alias.name}") for alias in node.names)
+
+
+def _home(name: str, modules: frozenset[str]) -> str:
+    """The module of ours that ``name`` lies in."""
+    while name not in modules and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _allows(row: Row, module: str) -> bool:
+    return any(module == entry or (entry.endswith(".*") and f"{module}.".startswith(entry[:-1])) for entry in row.ours)
+
+
+def wrong_imports(file: Path, source: str, modules: frozenset[str]) -> Iterator[str]:
+    """Imports that the table does not allow."""
+    module = module_name(file)
+    row = row_of(module)
+    if row is None:
+        yield f"{file}: no row of the import table covers {module}; add one"
+        return
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for line, name in imported(source, package):
+        top = name.partition(".")[0]
+        if top in table.NO_MODULES:
+            yield f"{file}:{line}: imports {top}, which runs code when it reads"
+        elif top in table.PACKAGES:
+            if not _allows(row, _home(name, modules)):
+                yield f"{file}:{line}: {module} may not import {_home(name, modules)}"
+        elif top not in sys.stdlib_module_names and top not in row.others:
+            yield f"{file}:{line}: {module} may not import {top}"
+
+
+def wrong_calls(file: Path, source: str) -> Iterator[str]:
+    """Environment variables outside the listed files, pickling by torch, and everything caught outside the boundaries."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv" | "putenv" | "environb" as name):
+                if file.as_posix() not in table.ENVIRONMENT:
+                    yield f"{file}:{node.lineno}: os.{name}; only {', '.join(table.ENVIRONMENT)} may"
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if f"{owner}.{name}" in table.NO_CALLS:
+                yield f"{file}:{node.lineno}: {owner}.{name} pickles"
+            case ast.ExceptHandler(type=None | ast.Name(id="Exception" | "BaseException")):
+                if not file.as_posix().startswith(tuple(table.BOUNDARIES)):
+                    yield f"{file}:{node.lineno}: catches everything, and is no process boundary"
+
+
+def too_long(file: Path, source: str) -> Iterator[str]:
+    """Files and functions in which something has no name yet."""
+    lines = source.count("\n")
+    if lines > table.MAX_FILE_LINES and file.as_posix() not in table.LONG_FILES:
+        yield f"{file}: {lines} lines, more than {table.MAX_FILE_LINES}"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > table.MAX_FUNCTION_LINES and f"{file.as_posix()}:{node.name}" not in table.LONG_FUNCTIONS:
+                yield f"{file}:{node.lineno}: {node.name} has {length} lines, more than {table.MAX_FUNCTION_LINES}"

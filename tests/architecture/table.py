@@ -1,0 +1,92 @@
+"""Who may import what, and a few more things that are so everywhere: the architecture as data.
+
+The rows follow section 3 of the design: ``examples → actors → elastic → storage``; Ray only in ``actors``; torch and numpy not
+where decisions are made.  A module takes the row of the longest name that it begins with; ``pkg.*`` means the whole package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PACKAGES = ("storage", "elastic", "actors", "examples")
+
+
+@dataclass(frozen=True)
+class Row:
+    """``ours``: modules of this repository; ``others``: top-level names of installed packages.  The standard library always."""
+
+    ours: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+NAMES = ("elastic.ids", "elastic.errors", "elastic.imports", "storage.slices")
+
+IMPORTS = {
+    "storage": Row(("storage.*",), ("blake3", "fsspec", "numpy", "pyarrow", "safetensors")),
+    "storage.slices": Row(),
+    "elastic.ids": Row(("storage.slices",)),
+    "elastic.errors": Row(),
+    "elastic.imports": Row(("elastic.errors",)),
+    "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
+    "elastic.control": Row(("elastic.control.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.settings": Row(("elastic.errors",), ("pydantic", "tyro")),
+    "elastic.job": Row(
+        (
+            "elastic.control.rules",
+            "elastic.errors",
+            "elastic.imports",
+            "elastic.plan.layout",
+            "elastic.settings",
+            "elastic.sim.faults",
+        ),
+        ("pydantic",),
+    ),
+    "elastic.runs": Row(("elastic", "elastic.control.*", "elastic.plan.*", "elastic.job", "storage.*", *NAMES)),
+    "elastic.models": Row(("elastic.models.*",), ("torch",)),
+    "elastic.models.spec": Row(),
+    "elastic.engine": Row(
+        ("elastic.engine.*", "elastic.models.spec", "elastic.plan.*", "elastic.control.commit", "elastic.job", *NAMES), ("torch",)
+    ),
+    "elastic.data": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "pyarrow")),
+    "elastic.data.cursor": Row(),
+    "elastic.data.tokens": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "torch")),
+    "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", *NAMES), ("numpy", "torch")),
+    "elastic.train": Row(
+        (
+            *("elastic.train.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*", "elastic.control.*", "elastic.plan.*"),
+            *("elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
+            *NAMES,
+        ),
+        ("numpy", "torch"),
+    ),
+    "elastic": Row(("actors.launch", "elastic.errors", "elastic.job")),
+    "elastic.__main__": Row(("actors.cli", "elastic.errors", "elastic.imports")),
+    "actors": Row(("actors.*", "elastic.*", "storage.*"), ("psutil", "ray", "rich", "torch")),
+    "examples": Row(("actors.*", "elastic.*", "examples.*", "storage.*"), ("numpy", "ray", "rich", "safetensors", "torch")),
+}
+
+NO_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
+"""What can run code when it is read is never imported; nor are torch's own forms of it called."""
+NO_CALLS = ("torch.save", "torch.load")
+
+ENVIRONMENT = {
+    "actors/cluster.py": "Ray's own variables, before it starts",
+    "elastic/train/setup.py": "cuBLAS demands one for deterministic kernels",
+}
+"""The only files that touch environment variables, and why."""
+
+BOUNDARIES = {
+    "actors/": "processes begin and end here",
+    "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
+    "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
+    "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
+}
+"""Where everything may be caught, and why."""
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+LONG_FILES: frozenset[str] = frozenset()
+LONG_FUNCTIONS: frozenset[str] = frozenset()
+"""Exceptions, ``file:function``: empty, and meant to stay so."""

@@ -1,0 +1,140 @@
+"""The architecture is as the table says; and each check finds what it is for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import checks, table
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [file.relative_to(ROOT) for package in (*table.PACKAGES, "tests") for file in sorted((ROOT / package).rglob("*.py"))]
+OURS = [file for file in FILES if file.parts[0] in table.PACKAGES]
+MODULES = frozenset(checks.module_name(file) for file in OURS)
+
+pytestmark = pytest.mark.fast
+
+
+def source(file: Path) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def none(found: Iterable[str]) -> None:
+    """Fail with all of them, each on its line."""
+    lines = list(found)
+    assert not lines, "\n" + "\n".join(lines)
+
+
+def test_imports_follow_the_table() -> None:
+    none(wrong for file in OURS for wrong in checks.wrong_imports(file, source(file), MODULES))
+
+
+def test_nothing_pickles_reads_the_environment_or_catches_everything() -> None:
+    none(wrong for file in OURS for wrong in checks.wrong_calls(file, source(file)))
+
+
+def test_files_and_functions_are_short() -> None:
+    none(wrong for file in FILES for wrong in checks.too_long(file, source(file)))
+
+
+def test_every_row_and_every_exception_is_used() -> None:
+    """A table that speaks of what is gone misleads."""
+    none(name for name in (*table.ENVIRONMENT, *table.BOUNDARIES) if not (ROOT / name).exists())
+    none(f"nothing has the row of {row}" for row in table.IMPORTS if row not in MODULES and row != "examples")
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "wrong"),
+    [
+        ("elastic/control/x.py", "import torch", "may not import torch"),
+        ("elastic/control/x.py", "def f():\n    import ray", "may not import ray"),
+        ("elastic/control/x.py", "from elastic.sim import faults", "may not import elastic.sim"),
+        ("elastic/plan/x.py", "from elastic.control.commit import Outcome", "may not import elastic.control.commit"),
+        ("elastic/plan/x.py", "from ..control.commit import Outcome", "may not import elastic.control.commit"),
+        ("elastic/plan/x.py", "import storage.objects", "may not import storage"),
+        ("elastic/engine/x.py", "import ray.util", "may not import ray"),
+        ("elastic/train/x.py", "from actors.launch import launch", "may not import actors"),
+        ("storage/x.py", "from elastic.ids import Version", "may not import elastic.ids"),
+        ("storage/x.py", "import torch", "may not import torch"),
+        ("actors/x.py", "import examples.quickstart", "may not import examples"),
+        ("actors/x.py", "import pickle", "imports pickle"),
+        ("elastic/new.py", "import os", "no row of the import table"),
+    ],
+)
+def test_a_wrong_import_is_found(file: str, line: str, wrong: str) -> None:
+    found = list(checks.wrong_imports(Path(file), line, MODULES))
+    assert len(found) == 1
+    assert wrong in found[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("elastic/control/x.py", "from elastic.plan.layout import Layout"),
+        ("elastic/plan/x.py", "from storage.slices import Slice"),
+        ("actors/x.py", "import ray"),
+        ("elastic/engine/x.py", "import torch.distributed as dist"),
+    ],
+)
+def test_a_right_import_is_left_alone(file: str, line: str) -> None:
+    assert list(checks.wrong_imports(Path(file), line, MODULES)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "wrong"),
+    [
+        ("storage/x.py", "import os\nos.environ['A']", "os.environ"),
+        ("storage/x.py", "import os\nos.getenv('A')", "os.getenv"),
+        ("elastic/train/x.py", "import torch\ntorch.load('f')", "pickles"),
+        ("elastic/plan/x.py", "try:\n    pass\nexcept Exception:\n    pass", "catches everything"),
+        ("elastic/plan/x.py", "try:\n    pass\nexcept:\n    pass", "catches everything"),
+    ],
+)
+def test_a_wrong_call_is_found(file: str, line: str, wrong: str) -> None:
+    found = list(checks.wrong_calls(Path(file), line))
+    assert len(found) == 1
+    assert wrong in found[0]
+    assert list(checks.wrong_calls(Path("actors/cluster.py"), line)) == [] or wrong == "pickles"
+
+
+def test_a_long_file_and_a_long_function_are_found() -> None:
+    function = "def f():\n" + "    x = 1\n" * 60
+    assert "f has 61 lines" in next(checks.too_long(Path("a.py"), function))
+    assert list(checks.too_long(Path("a.py"), "def f():\n" + "    x = 1\n" * 59)) == []
+    assert "401 lines" in next(checks.too_long(Path("a.py"), "x = 1\n" * 401))
+
+
+BLOCKED = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} is blocked")
+
+sys.meta_path.insert(0, Block())
+{code}
+"""
+HEAVY = ("torch", "ray", "pydantic", "numpy", "pyarrow", "fsspec", "safetensors")
+
+
+def run_blocked(code: str) -> subprocess.CompletedProcess[str]:
+    program = BLOCKED.format(blocked=set(HEAVY), code=code)
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_what_decides_and_plans_imports_nothing_installed() -> None:
+    """Decisions run where torch, Ray, pydantic and numpy are not."""
+    for module in ("elastic.control.machine", "elastic.control.codec", "elastic.plan.transfer", "elastic.sim", "storage.slices"):
+        done = run_blocked(f"import {module}, elastic; dir(elastic)")
+        assert done.returncode == 0, f"{module}: {done.stderr}"
+
+
+def test_the_block_blocks() -> None:
+    done = run_blocked("from elastic import Job")
+    assert done.returncode != 0
+    assert "is blocked" in done.stderr

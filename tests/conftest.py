@@ -1,0 +1,70 @@
+"""Of every run of the tests: results are remembered for ``tests/capabilities.py``, and what CI must show cannot be skipped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.capabilities import RESULTS
+
+MUST = "must_run_in_ci"
+
+settings.register_profile("elastic", deadline=None, derandomize=True)  # a red test is red again the next time
+settings.load_profile("elastic")
+
+_outcomes = pytest.StashKey[dict[str, str]]()
+_skipped = pytest.StashKey[list[str]]()
+
+
+FAST = ("architecture", "control", "data", "plan", "sim")
+"""Folders of tests without Ray; with the files beside them they are ``pytest -m fast``."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        folder = item.path.relative_to(here).parts[:-1] if item.path.is_relative_to(here) else ("elsewhere",)
+        if (not folder or folder[0] in FAST) and not item.get_closest_marker("full"):
+            item.add_marker("fast")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_outcomes], config.stash[_skipped] = {}, []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        item.config.stash[_outcomes][item.nodeid] = report.outcome
+    if report.skipped and item.get_closest_marker(MUST):
+        item.config.stash[_skipped].append(item.nodeid)
+    return report
+
+
+def _skipped_whole(config: pytest.Config) -> list[str]:
+    """Modules skipped before their tests and marks were known, but which speak of the mark."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reports = reporter.stats.get("skipped", []) if reporter else []
+    modules = [report.nodeid for report in reports if isinstance(report, pytest.CollectReport)]
+    return [module for module in modules if MUST in (config.rootpath / module).read_text(encoding="utf-8")]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    cache = getattr(config, "cache", None)  # absent under -p no:cacheprovider
+    if cache is not None:
+        cache.set(RESULTS, {**cache.get(RESULTS, {}), **config.stash[_outcomes]})
+    config.stash[_skipped] += _skipped_whole(config)
+    if config.stash[_skipped] and os.environ.get("CI"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for nodeid in terminalreporter.config.stash[_skipped]:
+        terminalreporter.write_line(f"SKIPPED, BUT MUST RUN IN CI: {nodeid}", red=True)

@@ -1,0 +1,167 @@
+"""A run told as a story: events in, reasons and actions out.  Each line of a test is one thing that happened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from elastic.control import events as ev
+from elastic.control.actions import Action
+from elastic.control.commit import GO_ON, Outcome
+from elastic.control.machine import Transition, advance
+from elastic.control.rules import Rules
+from elastic.control.states import RunState, State, Stopping
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import LayoutRule
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding
+
+RULES = Rules(
+    min_workers=1,
+    max_workers=2,
+    layout=LayoutRule(dp_replicate=None, dp_shard=None, min_shard=1, use="all"),
+    target_step=100,
+    save_every=10,
+    form_s=30.0,
+    fence_s=5.0,
+    stall_s=20.0,
+    lease_s=60.0,
+    wait_s=300.0,
+    stop_s=15.0,
+    max_fruitless=3,
+    grow_debounce_s=2.0,
+    reproducible=True,
+)
+ROWS = (7, 3)
+A = TypeVar("A", bound=Action)
+
+
+def rules(**changes: Any) -> Rules:
+    """The usual ones, but."""
+    return replace(RULES, **changes)
+
+
+def outcome(step: int, generation: int, boundary: int = GO_ON) -> Outcome:
+    return Outcome(step, generation, 1.5, (0.1 * step,), (4,), ((step,),), True, boundary)
+
+
+class Play:
+    """``run`` is where the story stands; each method is told by somebody and returns the reason."""
+
+    def __init__(self, rules: Rules = RULES, run: RunState | None = None) -> None:
+        self.rules, self.now = rules, 0.0
+        self.run = run or RunState.begin(1, 0.0)
+        self.last = Transition(self.run, (), "")
+        self.edges: list[tuple[type[State], type[State]]] = []
+
+    def tell(self, event: ev.Event) -> str:
+        before = type(self.run.state)
+        self.last = advance(self.run, event, self.now, self.rules)
+        self.run = self.last.run
+        if type(self.run.state) is not before:
+            self.edges.append((before, type(self.run.state)))
+        return self.last.reason
+
+    def later(self, seconds: float) -> str:
+        """Time goes by."""
+        self.now += seconds
+        return self.tell(ev.Tick())
+
+    # ---- who tells what
+
+    def join(self, *workers: str, kind: str = "cpu") -> str:
+        """The keeper of the node is up first; the workers come as they were asked for."""
+        reason = ""
+        for number, worker in enumerate(workers, 1):
+            self.tell(ev.KeeperUp(NodeId(f"n{number}")))
+            reason = self.tell(ev.Joined(WorkerId(worker), NodeId(f"n{number}"), kind, ROWS))
+        return reason
+
+    def lose(self, worker: str, why: str = "its process died") -> str:
+        return self.tell(ev.Lost(WorkerId(worker), why))
+
+    def here(self, *workers: str) -> str:
+        return [self.tell(ev.Here(WorkerId(worker), self.generation)) for worker in workers][-1]
+
+    def ready(self, *workers: str) -> str:
+        return [self.tell(ev.Ready(WorkerId(worker), self.generation)) for worker in workers][-1]
+
+    def step(self, step: int, boundary: int = GO_ON) -> str:
+        """World rank 0 reports that the world committed ``step``."""
+        return self.tell(ev.StepDone(self.plan.members[0], self.generation, outcome(step, self.generation, boundary)))
+
+    def steps(self, first: int, last: int) -> str:
+        return [self.step(step) for step in range(first, last + 1)][-1]
+
+    def answer(self, worker: str, at: Version | None, prepared: int | None = None, saw: int | None = None) -> str:
+        """The worker is fenced, holds its shard ``at`` a version, and has seen the commit of step ``saw``."""
+        seen = (outcome(saw, self.generation),) if saw else ()
+        held = (self.shard(worker, at),) if at is not None else ()
+        return self.tell(ev.Fenced(WorkerId(worker), self.generation, held, prepared, seen))
+
+    def broken(self, worker: str, cause: str = "peer", detail: str = "connection closed", signature: str = "") -> str:
+        step = self.run.step + 1
+        return self.tell(ev.Broken(WorkerId(worker), self.generation, step, cause, detail, signature))
+
+    def beat(self, node: str, *progress: tuple[str, int, int, int]) -> str:
+        return self.tell(ev.Beat(NodeId(node), tuple(ev.Progress(WorkerId(w), self.generation, *done) for w, *done in progress)))
+
+    def save(self, version: Version, *workers: str) -> str:
+        """Their parts arrive; then the manifest."""
+        for worker in workers:
+            self.tell(ev.ShardSaved(WorkerId(worker), version))
+        return self.tell(ev.Saved(version, "digest"))
+
+    # ---- what is so
+
+    @property
+    def plan(self) -> Plan:
+        assert self.run.plan is not None
+        return self.run.plan
+
+    @property
+    def pending(self) -> tuple[WorkerId, ...]:
+        """Who has not answered the fence yet."""
+        return self.run.state.pending if isinstance(self.run.state, Stopping) else ()
+
+    @property
+    def generation(self) -> int:
+        return self.run.generation
+
+    def shard(self, worker: str, version: Version) -> Holding:
+        """Its shard in the layout of the present generation."""
+        index = self.plan.layout.coordinates(self.plan.world_rank(WorkerId(worker)))[1]
+        return Holding(WorkerId(worker), version, self.plan.layout.dp_shard, index)
+
+    def did(self, kind: type[A]) -> list[A]:
+        """Actions of that kind that the last event brought."""
+        return [action for action in self.last.actions if isinstance(action, kind)]
+
+    @property
+    def deeds(self) -> list[str]:
+        """Names of all actions that the last event brought, in order."""
+        return [type(action).__name__ for action in self.last.actions]
+
+
+def started(workers: int = 2, **changes: Any) -> Play:
+    """So many workers have joined at once, and generation 1 is being formed."""
+    play = Play(rules(max_workers=workers, **changes))
+    play.tell(ev.Capacity(workers))
+    play.join(*(f"w{number}" for number in range(1, workers + 1)))
+    return play
+
+
+def stepping(workers: int = 2, **changes: Any) -> Play:
+    """Generation 1 of so many workers runs, from step 0."""
+    play = started(workers, **changes)
+    members = [f"w{number}" for number in range(1, workers + 1)]
+    play.here(*members)
+    play.ready(*members)
+    return play
+
+
+def reformed(play: Play) -> Play:
+    """The generation that is being formed gets ready."""
+    play.here(*play.plan.members)
+    play.ready(*play.plan.members)
+    return play

@@ -1,0 +1,129 @@
+"""The journal says exactly what was: bit for bit, and nothing that it does not know."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.control import codec
+from elastic.control.actions import Action
+from elastic.control.codec import UnknownFormat, decode, decode_action, decode_event, decode_run, encode, fold
+from elastic.control.commit import Outcome
+from elastic.control.events import Event, Here, StepDone, Tick
+from elastic.control.states import RunState, State
+from elastic.ids import Version, WorkerId
+from tests.control.play import outcome, stepping
+
+pytestmark = pytest.mark.fast
+
+
+def strategy(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of a dataclass of ours, by its declared types; floats include infinity, but no NaN, which equals nothing."""
+    return st.from_type(kind)
+
+
+st.register_type_strategy(float, st.floats(allow_nan=False))
+st.register_type_strategy(WorkerId, st.integers(1, 99).map(lambda number: WorkerId(f"w{number}")))
+
+
+def through_json(value: object) -> Any:
+    """As it is after having been a line of a file."""
+    return json.loads(json.dumps(encode(value), allow_nan=False))
+
+
+@pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_events_come_back_as_they_were(kind: type[Event], data: st.DataObject) -> None:
+    event = data.draw(strategy(kind))
+    assert decode_event(through_json(event)) == event
+
+
+@pytest.mark.parametrize("kind", get_args(Action), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_actions_come_back_as_they_were(kind: type[Action], data: st.DataObject) -> None:
+    action = data.draw(strategy(kind))
+    assert decode_action(through_json(action)) == action
+
+
+@pytest.mark.parametrize("kind", get_args(State), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_states_come_back_as_they_were(kind: type[State], data: st.DataObject) -> None:
+    state = data.draw(strategy(kind))
+    assert decode(State, through_json(state)) == state
+
+
+@given(strategy(RunState))
+def test_runs_come_back_as_they_were(run: RunState) -> None:
+    again = decode_run(through_json(run))
+    assert again == run
+    assert list(again.workers) == list(run.workers), "the order in which they joined decides who sits where"
+
+
+@pytest.mark.parametrize("value", [0.1 + 0.2, -0.0, 5e-324, math.pi * 1e300, math.inf, -math.inf])
+def test_floats_are_bit_for_bit(value: float) -> None:
+    again = decode(float, through_json(value))
+    assert (again, math.copysign(1, again)) == (value, math.copysign(1, value))
+
+
+def test_nan_is_told_apart_from_nothing() -> None:
+    record = Outcome(1, 1, math.nan, (math.nan,), (1,), ((0,),), False)
+    again = decode(Outcome, through_json(record))
+    assert math.isnan(again.squared_norm) and math.isnan(again.losses[0])
+
+
+def test_what_a_later_version_wrote_is_refused_by_name() -> None:
+    line = encode(StepDone(WorkerId("w1"), 1, outcome(1, 1)))
+    with pytest.raises(UnknownFormat, match="'Teleported' where one of Beat, Broken"):
+        decode_event({**line, "$": "Teleported"})
+    with pytest.raises(UnknownFormat, match="StepDone of the journal has unknown fields: colour, mood"):
+        decode_event({**line, "mood": 1, "colour": 2})
+    with pytest.raises(UnknownFormat, match="'Here' where Outcome is expected"):
+        decode_event({**line, "outcome": encode(Here(WorkerId("w1"), 1))})
+    with pytest.raises(UnknownFormat, match="format 2, this version reads 1"):
+        fold({"format": 2, "run": {}}, [])
+
+
+def test_a_field_with_a_default_may_be_missing() -> None:
+    """A journal from before it existed."""
+    assert decode_event({"$": "Ready", "worker": "w1", "generation": 3}).form_s == 0.0
+
+
+def test_what_has_no_place_in_a_journal_is_refused() -> None:
+    with pytest.raises(TypeError, match="set has no form in the journal"):
+        encode({1, 2})
+
+
+def test_folding_the_records_gives_the_run() -> None:
+    play = stepping(2)
+    start, before = codec.snapshot(play.run, code="0.1"), play.run
+    records = []
+    for number, tell in enumerate(
+        (
+            lambda: play.steps(1, 3),
+            lambda: play.lose("w2"),
+            lambda: play.later(1.0),
+            lambda: play.answer("w1", Version(2, 1), prepared=3),
+            lambda: play.here("w1"),
+        )
+    ):
+        tell()
+        records.append(json.loads(json.dumps(codec.record(number, play.now, Tick(), before, play.last))))
+        before = play.run
+        assert fold(start, records) == play.run
+    assert [each["n"] for each in records] == list(range(5))
+    assert records[3]["state"] == "Forming" and [each["$"] for each in records[3]["actions"]] == ["Settle", "Form"]
+    assert "workers" not in records[0]["changed"], "only what changed is written"
+
+
+def test_records_without_a_change_may_be_left_out() -> None:
+    """The record after them says what changed since the last one that was written."""
+    play = stepping(2)
+    start, before = codec.snapshot(play.run), play.run
+    play.beat("n1", ("w1", 1, 0, 0))
+    play.step(1)
+    assert fold(start, [codec.record(0, 0.0, Tick(), before, play.last)]) == play.run

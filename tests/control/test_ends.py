@@ -1,0 +1,356 @@
+"""How runs end: finished, stopped, at fault; and what is saved on the way (DESIGN sections 4, 7 and 8; R14, R20, H1, H2)."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.control import events as ev
+from elastic.control.actions import CommitManifest, Exit, Fence, Kill, Pause, Quarantine, Settle
+from elastic.control.commit import PAUSE, SAVE_AND_PAUSE
+from elastic.control.saving import due
+from elastic.control.states import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import LayoutRule
+from tests.control.play import ROWS, Play, reformed, rules, started, stepping
+
+pytestmark = pytest.mark.fast
+W1, W2 = WorkerId("w1"), WorkerId("w2")
+
+
+def test_when_to_save() -> None:
+    assert [step for step in range(0, 12) if due(step, 5, 11)] == [5, 10, 11]
+
+
+def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    assert play.last.actions == ()
+    play.tell(ev.ShardSaved(W2, Version(5, 1)))
+    assert play.last.actions == (CommitManifest(Version(5, 1), ((1, 5),)),)
+    assert play.run.saved == ()
+    assert play.tell(ev.Saved(Version(5, 1), "digest")) == "the checkpoint of step 5 of generation 1 is in the bucket"
+    assert play.run.saved == (Version(5, 1),)
+
+
+def test_a_part_may_overtake_the_report_of_its_step() -> None:
+    """World rank 1 is quicker in saving than world rank 0 in reporting; the manifest waits for the commit."""
+    play = stepping(2, save_every=5)
+    play.steps(1, 4)
+    play.tell(ev.ShardSaved(W2, Version(5, 1)))
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    assert play.last.actions == ()
+    play.step(5)
+    assert play.deeds == ["CommitManifest"]
+
+
+def test_a_zombies_manifest_counts_for_nothing() -> None:
+    """Version (7, 1) was abandoned; whatever is written of it later is refused."""
+    play = stepping(3, layout=LayoutRule(1, None, 1, "all"), save_every=7)
+    play.steps(1, 7)
+    for worker in ("w1", "w2", "w3"):
+        play.tell(ev.ShardSaved(WorkerId(worker), Version(7, 1)))
+    assert play.deeds == ["CommitManifest"]
+    play.lose("w2")
+    play.answer("w1", Version(7, 1))
+    play.answer("w3", Version(7, 1))
+    assert play.plan.version == Version(0, 0) and play.run.lineage == ()
+    before = play.run
+    assert play.tell(ev.Saved(Version(7, 1), "digest")) == "refused: the checkpoint of step 7 of generation 1 is not on the lineage"
+    assert play.tell(ev.ShardSaved(W1, Version(7, 1))).startswith("refused: nobody waits for a part")
+    assert play.run is before and play.run.saved == ()
+
+
+def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 6)
+    assert play.tell(ev.Saved(Version(6, 1), "digest")) == "refused: nobody asked for the manifest of step 6 of generation 1"
+    assert play.tell(ev.Saved(Version(5, 1), "digest")) == "refused: nobody asked for the manifest of step 5 of generation 1"
+
+
+def test_a_save_that_lost_a_writer_is_forgotten() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    play.lose("w2")
+    play.answer("w1", Version(5, 1))
+    assert play.run.saves == ()
+
+
+def test_a_save_outlives_its_world_when_its_writers_do() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.broken("w1")
+    play.answer("w1", Version(5, 1))
+    play.answer("w2", Version(5, 1))
+    assert play.generation == 2
+    assert play.save(Version(5, 1), "w1", "w2").endswith("is in the bucket")
+
+
+def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    for worker in (W1, W2):
+        play.tell(ev.ShardSaved(worker, Version(5, 1)))
+    reason = play.tell(ev.SaveFailed(Version(5, 1), "store unavailable"))
+    assert reason == "the manifest of step 5 of generation 1 was not written (store unavailable); again in 5 s"
+    assert play.last.actions == ()
+    play.step(6)
+    play.later(5.0)
+    assert play.deeds == ["CommitManifest"]
+    play.steps(7, 10)
+    assert play.tell(ev.SaveFailed(Version(10, 1), "disk full")) == "the checkpoint of step 10 of generation 1 failed (disk full)"
+    assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves] == [Version(5, 1)]
+
+
+def finishing(workers: int = 2) -> Play:
+    play = stepping(workers, target_step=6, save_every=50)
+    play.steps(1, 6)
+    assert play.last.reason == "step 6 is the last: its checkpoint is on the way"
+    return play
+
+
+def test_a_run_finishes_when_the_last_checkpoint_is_durable() -> None:
+    play = finishing()
+    assert isinstance(play.run.state, Finishing)
+    reason = play.save(Version(6, 1), "w1", "w2")
+    assert reason == "the checkpoint of step 6 of generation 1 is in the bucket; finished at step 6"
+    assert isinstance(play.run.state, Finished)
+    assert play.last.actions == (Exit((W1, W2)),)
+
+
+def test_losing_a_member_while_finishing_saves_again_from_whoever_holds_it() -> None:
+    play = finishing()
+    play.tell(ev.ShardSaved(W1, Version(6, 1)))
+    reason = play.lose("w2")
+    assert reason == "w2 is lost (its process died); the last checkpoint cannot become complete: stop generation 1 of 2 workers"
+    reason = play.answer("w1", Version(6, 1))
+    assert reason == "form generation 2 of w1 (1×1) at step 6 (live)"
+    reformed(play)
+    assert isinstance(play.run.state, Finishing)
+    assert play.save(Version(6, 1), "w1").endswith("finished at step 6")
+    assert play.run.lineage == ((1, 6),), "the version is still generation 1's: nothing was computed again"
+
+
+def test_losing_a_member_after_its_part_is_in_changes_nothing() -> None:
+    play = finishing()
+    play.tell(ev.ShardSaved(W1, Version(6, 1)))
+    play.tell(ev.ShardSaved(W2, Version(6, 1)))
+    assert play.lose("w2") == "w2 is lost (its process died)"
+    assert play.tell(ev.Saved(Version(6, 1), "digest")).endswith("finished at step 6")
+
+
+def test_finishing_without_a_word_has_a_deadline() -> None:
+    play = finishing()
+    assert play.later(14.0) == ""
+    play.tell(ev.ShardSaved(W1, Version(6, 1)))
+    assert play.later(14.0) == ""
+    assert play.later(1.0).startswith("nothing of the last checkpoint arrived for 15 s: stop generation 1")
+
+
+def test_a_finished_run_has_nothing_to_do() -> None:
+    run = RunState.begin(2, 0.0, saved=(Version(100, 3),), lineage=((3, 100),))
+    play = Play(rules(), run)
+    assert play.later(0.1) == "finished: step 100 is in the bucket"
+    assert isinstance(play.run.state, Finished)
+
+
+def test_a_stop_is_clean_saves_and_can_be_resumed() -> None:
+    play = stepping(2)
+    play.steps(1, 3)
+    reason = play.tell(ev.StopRequested("Ctrl-C"))
+    assert reason == "stop asked for (Ctrl-C): generation 1 pauses at the next boundary"
+    assert play.last.actions == (Pause(1, (W1, W2), True),)
+    play.step(4, boundary=SAVE_AND_PAUSE)
+    play.answer("w1", Version(4, 1), saw=4)
+    play.answer("w2", Version(4, 1), saw=4)
+    assert isinstance(play.run.state, Stopping), "its checkpoint is not durable yet"
+    reason = play.save(Version(4, 1), "w1", "w2")
+    assert reason == "the checkpoint of step 4 of generation 1 is in the bucket; stopped (Ctrl-C), resumes from step 4"
+    assert play.last.actions == (Settle(1, (W1, W2), None), Exit((W1, W2)))
+    resumed = Play(rules(max_workers=2), RunState.begin(2, 0.0, play.run.saved, play.run.lineage, play.run.generation))
+    resumed.tell(ev.Capacity(2))
+    assert "at step 4 (bucket)" in resumed.join("w1", "w2")
+
+
+def test_a_stop_whose_save_does_not_come_says_what_is_lost() -> None:
+    play = stepping(2)
+    play.steps(1, 3)
+    play.tell(ev.StopRequested("Ctrl-C"))
+    play.step(4, boundary=SAVE_AND_PAUSE)
+    play.answer("w1", Version(4, 1))
+    play.answer("w2", Version(4, 1))
+    assert play.later(15.0) == "stopped (Ctrl-C), resumes from step 0; steps 1–4 are not saved"
+
+
+def test_a_stop_survives_a_loss_on_the_way() -> None:
+    play = stepping(2)
+    play.steps(1, 3)
+    play.tell(ev.StopRequested("Ctrl-C"))
+    reason = play.lose("w2")
+    assert reason == "w2 is lost (its process died); generation 1 stops at once"
+    assert play.did(Fence) == [Fence(1, (W1,))]
+    assert play.answer("w1", Version(3, 1)) == "stopped (Ctrl-C), resumes from step 0; steps 1–3 are not saved"
+    assert isinstance(play.run.state, Stopped)
+
+
+def test_a_stop_while_waiting_or_forming_with_nothing_to_save_is_immediate() -> None:
+    waiting = Play()
+    assert waiting.tell(ev.StopRequested("Ctrl-C")).endswith("stopped (Ctrl-C), resumes from step 0")
+    forming = started(1)
+    assert "with nothing to save: stop generation 1" in forming.tell(ev.StopRequested("Ctrl-C"))
+    assert forming.answer("w1", None).endswith("stopped (Ctrl-C), resumes from step 0")
+
+
+def test_a_stop_while_forming_with_something_to_save_saves_it() -> None:
+    play = stepping(2)
+    play.steps(1, 3)
+    play.lose("w2")
+    play.answer("w1", Version(3, 1))
+    assert play.tell(ev.StopRequested("Ctrl-C")) == "stop asked for (Ctrl-C)"
+    assert isinstance(play.run.state, Forming)
+    reformed(play)
+    assert play.later(0.1) == "stop asked for (Ctrl-C): generation 2 pauses at the next boundary"
+    assert play.did(Pause) == [Pause(2, (W1,), True)]
+
+
+def test_a_stop_during_growth_saves_too() -> None:
+    play = stepping(1)
+    play.rules = rules(max_workers=2)
+    play.tell(ev.Capacity(1))
+    play.join("w2")
+    play.tell(ev.StopRequested("Ctrl-C"))
+    assert play.did(Pause) == [Pause(1, (W1,), True)]
+
+
+def test_the_target_reached_before_the_boundary_finishes() -> None:
+    """The pause came too late for the last commit: nobody will ever stand at the boundary it asks for."""
+    play = stepping(1, target_step=6)
+    play.rules = rules(max_workers=2, target_step=6)
+    play.steps(1, 5)
+    play.tell(ev.Capacity(1))
+    play.join("w2")
+    assert play.step(6) == "step 6 is the last: its checkpoint is on the way"
+    assert play.save(Version(6, 1), "w1").endswith("finished at step 6")
+
+
+def test_the_target_at_the_boundary_finishes() -> None:
+    play = stepping(1, target_step=6)
+    play.rules = rules(max_workers=2, target_step=6)
+    play.steps(1, 5)
+    play.tell(ev.Capacity(1))
+    play.join("w2")
+    play.answer("w1", Version(6, 1), saw=6)
+    assert isinstance(play.run.state, Finishing), "the report of world rank 0 is late: its answer says it all"
+    assert play.step(6, boundary=PAUSE) == ""
+    assert play.save(Version(6, 1), "w1").endswith("finished at step 6")
+
+
+def test_nothing_is_heard_after_the_end() -> None:
+    play = finishing()
+    play.save(Version(6, 1), "w1", "w2")
+    before = play.run
+    assert play.lose("w1") == "refused: the run is over (Finished)"
+    reason = play.tell(ev.Joined(WorkerId("w7"), NodeId("n1"), "cpu", ROWS))
+    assert reason == "refused: the run is over (Finished)" and play.last.actions == (Exit((WorkerId("w7"),)),)
+    assert play.run is before
+
+
+# ---- errors that are the job's own (R20)
+
+ERROR = "Traceback ...\nValueError: bad sample"
+
+
+def test_r20_the_same_error_on_a_second_worker_is_the_jobs_own() -> None:
+    play = stepping(2)
+    play.steps(1, 3)
+    play.broken("w2", "job", ERROR, "ValueError at user.py:7")
+    play.answer("w1", Version(3, 1))
+    play.answer("w2", Version(3, 1))
+    assert play.plan.members == ("w2", "w1"), "moved by one seat: the microbatch is w1's now"
+    reformed(play)
+    play.broken("w1", "job", ERROR, "ValueError at user.py:7")
+    play.answer("w1", Version(3, 1))
+    reason = play.answer("w2", Version(3, 1))
+    assert reason == "job error: ValueError at user.py:7 at step 4, again on w2 and w1"
+    assert play.run.state == Failed(reason, ERROR)
+    assert play.did(Exit)
+
+
+def test_r20_a_one_off_recovers() -> None:
+    play = stepping(2)
+    play.steps(1, 3)
+    for step, signature in ((4, "OSError at data.py:3"), (5, "OSError at data.py:3"), (6, "ValueError at user.py:9")):
+        play.broken("w2", "job", ERROR, signature)
+        play.answer("w1", play.run.version)
+        play.answer("w2", play.run.version)
+        reformed(play)
+        assert isinstance(play.run.state, Running), "another step, or another error"
+        play.step(step)
+    assert play.run.failures == ()
+
+
+def test_r20_a_single_worker_tries_twice() -> None:
+    play = stepping(1)
+    play.broken("w1", "job", ERROR, "ValueError at user.py:7")
+    play.answer("w1", Version(0, 0))
+    reformed(play)
+    play.broken("w1", "job", ERROR, "ValueError at user.py:7")
+    play.answer("w1", Version(0, 0))
+    assert isinstance(play.run.state, Failed) and play.run.state.job_error == ERROR
+
+
+def test_r20_the_same_worker_again_is_not_the_jobs_own_while_there_are_others() -> None:
+    """It may be the worker that is bad: only another one's word convicts the job."""
+    play = stepping(2)
+    for _ in range(2):
+        play.broken("w2", "job", ERROR, "ValueError at user.py:7")
+        play.answer("w1", Version(0, 0))
+        play.answer("w2", Version(0, 0))
+        assert isinstance(play.run.state, Forming)
+        reformed(play)
+    play.broken("w1", "job", ERROR, "ValueError at user.py:7")
+    play.answer("w1", Version(0, 0))
+    play.answer("w2", Version(0, 0))
+    assert isinstance(play.run.state, Failed) and play.run.state.job_error == ERROR
+
+
+def test_r20_two_workers_at_once_are_still_one_attempt() -> None:
+    play = stepping(2)
+    play.broken("w1", "job", ERROR, "ValueError at user.py:7")
+    play.broken("w2", "job", ERROR, "ValueError at user.py:7")
+    play.answer("w1", Version(0, 0))
+    play.answer("w2", Version(0, 0))
+    assert isinstance(play.run.state, Forming)
+    assert play.plan.members == ("w2", "w1"), "one seat, not two"
+
+
+# ---- a damaged checkpoint
+
+
+def test_a_damaged_checkpoint_is_put_aside_for_the_one_before() -> None:
+    saved = (Version(10, 1), Version(20, 1))
+    play = Play(rules(max_workers=2), RunState.begin(2, 0.0, saved, ((1, 24),), 1))
+    play.tell(ev.Capacity(2))
+    play.join("w1", "w2")
+    play.here("w1", "w2")
+    reason = play.tell(ev.Broken(W1, 2, 20, "damaged", "digest of shard-0 differs", version=Version(20, 1)))
+    assert reason.startswith("the checkpoint of step 20 of generation 1 is damaged (w1: digest of shard-0 differs): the one of step 10")
+    assert play.did(Quarantine) == [Quarantine(Version(20, 1), "w1: digest of shard-0 differs")]
+    play.tell(ev.Broken(W2, 2, 20, "damaged", "digest of shard-0 differs", version=Version(20, 1)))
+    assert not play.did(Quarantine), "once is enough"
+    play.answer("w1", None)
+    reason = play.answer("w2", None)
+    assert reason == "form generation 3 of w1 and w2 (2×1) at step 10 (bucket), abandons steps 11–20 of generation 1"
+
+
+def test_an_unusable_process_is_replaced() -> None:
+    play = stepping(2)
+    play.steps(1, 3)
+    play.broken("w2", "device", "CUDA error: an illegal memory access")
+    play.answer("w1", Version(3, 1))
+    play.answer("w2", None)
+    assert play.did(Kill) == [Kill((W2,), "its process is unusable")]
+    assert play.plan.members == ("w1",)
+    play.tell(ev.Capacity(1))
+    assert play.run.starting.keys() == {"w3"}

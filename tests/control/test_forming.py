@@ -1,0 +1,306 @@
+"""Who sits where, from which state, and who is to blame when a world does not come to be (DESIGN sections 4 and 7)."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.control import events as ev
+from elastic.control.actions import Exit, Fence, Form, Go, Kill, StartWorkers
+from elastic.control.states import Failed, Forming, Running, RunState, Stopping, Waiting
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import LayoutRule
+from tests.control.play import ROWS, Play, reformed, rules, started, stepping
+
+pytestmark = pytest.mark.fast
+
+
+def test_a_run_begins_with_all_that_come_together() -> None:
+    play = Play(rules(max_workers=3))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    assert play.tell(ev.Capacity(8)) == "start w1, w2 and w3: 0 workers of at most 3"
+    assert play.last.actions == (StartWorkers((WorkerId("w1"), WorkerId("w2"), WorkerId("w3"))),)
+    play.join("w1", "w2")
+    assert isinstance(play.run.state, Waiting), "w3 is about to join; a world of two would be stopped at once to take it in"
+    assert play.join("w3") == "w3 joined on node n1; form generation 1 of w1, w2 and w3 (3×1) at step 0 (init)"
+
+
+def test_a_run_does_not_wait_for_ever_for_those_that_do_not_come() -> None:
+    play = Play(rules(max_workers=3, grow_debounce_s=2.0))
+    play.tell(ev.Capacity(8))
+    play.join("w1")
+    assert play.later(1.9) == ""
+    assert play.later(0.1) == "form generation 1 of w1 (1×1) at step 0 (init)"
+
+
+def test_all_are_ready_before_anybody_steps() -> None:
+    play = started(2)
+    assert play.here("w1", "w2") == ""
+    assert play.ready("w1") == "" and play.last.actions == ()
+    assert play.ready("w2") == "generation 1 runs"
+    assert play.last.actions == (Go(1, (WorkerId("w1"), WorkerId("w2"))),)
+    assert isinstance(play.run.state, Running)
+
+
+def test_ready_may_overtake_here() -> None:
+    play = started(2)
+    play.ready("w1", "w2")
+    assert isinstance(play.run.state, Running)
+
+
+def test_whoever_does_not_take_the_plan_is_expelled() -> None:
+    """One absent member lets everybody's group formation time out: the others are not to blame."""
+    play = started(3)
+    play.here("w1", "w3")
+    assert play.later(29.0) == ""
+    assert play.later(1.0).startswith("w2 did not take the plan within 30 s: expel w2: stop generation 1 of 3 workers")
+    assert play.last.actions == (
+        Kill((WorkerId("w2"),), "w2 did not take the plan within 30 s"),
+        Fence(1, (WorkerId("w1"), WorkerId("w3"))),
+    )
+
+
+def test_if_all_were_there_the_store_is_blamed_and_nobody_killed() -> None:
+    play = started(2)
+    assert play.plan.store_node == "n1"
+    play.here("w1", "w2")
+    reason = play.later(30.0)
+    assert "all 2 were there, but w1 and w2 did not get ready within 30 s; blame the store on n1 or the network" in reason
+    assert not play.did(Kill)
+    play.answer("w1", None)
+    play.answer("w2", None)
+    assert (play.generation, play.plan.store_node, play.plan.members) == (2, "n2", ("w1", "w2"))
+
+
+def test_whoever_gets_stuck_twice_while_others_get_ready_is_expelled() -> None:
+    play = started(2)
+    for _ in range(2):
+        play.here("w1", "w2")
+        play.ready("w1")
+        play.later(30.0)
+        if isinstance(play.run.state, Stopping) and not play.run.state.expelled:
+            play.answer("w1", None)
+            play.answer("w2", None)
+    assert isinstance(play.run.state, Stopping) and play.run.state.expelled == ("w2",)
+
+
+def test_losing_the_store_while_forming_does_not_wait_for_the_deadline() -> None:
+    play = started(2)
+    play.here("w1", "w2")
+    reason = play.tell(ev.KeeperLost(NodeId("n1"), "its node died"))
+    assert reason.startswith("the keeper of node n1 is lost (its node died); it hosts the store of the world that forms: stop generation 1")
+    play.answer("w1", None)
+    play.answer("w2", None)
+    assert play.plan.store_node == "n2"
+
+
+def test_losing_a_keeper_of_a_world_that_runs_stops_nothing() -> None:
+    play = stepping(2)
+    play.tell(ev.KeeperLost(NodeId("n1"), "its process died"))
+    assert isinstance(play.run.state, Running)
+
+
+def test_without_a_keeper_no_store_and_no_world() -> None:
+    play = Play(rules(max_workers=1))
+    play.tell(ev.Capacity(1))
+    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu", ROWS))
+    assert isinstance(play.run.state, Waiting)
+    assert play.tell(ev.KeeperUp(NodeId("n1"))).startswith("form generation 1 of w1")
+
+
+def test_survivors_keep_their_seats_and_newcomers_come_after() -> None:
+    play = stepping(3)
+    play.tell(ev.Capacity(1))
+    play.tell(ev.Joined(WorkerId("w4"), NodeId("n1"), "cpu", ROWS))
+    play.lose("w1")
+    assert play.run.starting == {"w4": 0.0}
+    play.join("w4")
+    play.answer("w2", Version(0, 0))
+    play.answer("w3", Version(0, 0))
+    assert play.plan.members == ("w2", "w3", "w4")
+
+
+def test_growth_is_at_a_boundary_and_loses_nothing() -> None:
+    play = stepping(1, min_workers=1)
+    play.rules = rules(max_workers=2)
+    play.steps(1, 3)
+    assert play.tell(ev.Capacity(1)) == "start w2: 1 worker of at most 2"
+    assert play.join("w2") == "w2 joined on node n1; grow from 1×1 to 2×1: generation 1 pauses at the next boundary"
+    assert play.deeds == ["Pause"]
+    play.step(4)
+    assert play.deeds == ["Pause"], "step 4 was on its way already: ask again"
+    play.step(5, boundary=1)
+    assert play.deeds == []
+    reason = play.answer("w1", Version(5, 1), saw=5)
+    assert reason == "form generation 2 of w1 and w2 (2×1) at step 5 (live)"
+    assert play.run.fruitless == 0
+    assert [each.worker for each in play.plan.holders] == ["w1"]
+
+
+def test_growth_waits_for_others_that_are_about_to_join() -> None:
+    play = stepping(1)
+    play.rules = rules(max_workers=3)
+    play.now = 5.0
+    play.tell(ev.Capacity(2))
+    play.join("w2")
+    assert isinstance(play.run.state, Running)
+    assert "grow from 1×1 to 3×1" in play.join("w3")
+
+
+def test_a_worker_that_does_not_enlarge_the_world_stays_a_spare() -> None:
+    play = stepping(2, layout=LayoutRule(None, 2, 2, "all"))
+    play.rules = rules(max_workers=3, layout=LayoutRule(None, 2, 2, "all"))
+    play.tell(ev.Capacity(1))
+    play.join("w3")
+    assert isinstance(play.run.state, Running) and play.run.starting == {}
+    play.lose("w1")
+    play.answer("w2", Version(0, 0))
+    assert play.plan.members == ("w2", "w3"), "and takes the seat at once"
+
+
+def test_who_is_left_out_never_takes_the_last_copy_with_it() -> None:
+    """2×2 loses w2 (half b of replica 1).  Of w1 (a), w3 (a), w4 (b) only two may sit: one of the a's goes."""
+    rule = LayoutRule(None, 2, 2, "fit")
+    play = stepping(4, layout=rule)
+    play.steps(1, 5)
+    play.lose("w2")
+    for worker in ("w1", "w3", "w4"):
+        play.answer(worker, Version(5, 1))
+    assert play.plan.members == ("w1", "w4")
+    assert play.plan.version == Version(5, 1)
+
+
+def test_another_kind_of_worker_is_no_member_of_a_reproducible_run() -> None:
+    play = Play(rules(max_workers=2))
+    play.tell(ev.Capacity(2))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu torch-2.13", ROWS))
+    play.later(2.0)
+    reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu torch-2.11", ROWS))
+    assert reason == "w2 joined on node n1, but cannot be a member: it is cpu torch-2.11, and only cpu torch-2.13 gives equal bits"
+    assert play.plan.members == ("w1",)
+    play.lose("w1")
+    assert isinstance(play.run.state, Waiting), "not even when it is the only one left: the bits would change"
+
+
+def test_without_reproducible_any_kind_may_sit() -> None:
+    play = Play(rules(max_workers=2, reproducible=False))
+    play.tell(ev.Capacity(2))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu torch-2.13", ROWS))
+    play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu torch-2.11", ROWS))
+    assert play.plan.members == ("w1", "w2")
+
+
+def test_a_worker_nobody_asked_for_is_sent_away() -> None:
+    """A late one of an earlier life, or one that took too long: its id is not in use, and it never will be again."""
+    play = stepping(1)
+    before = play.run
+    assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", ROWS)) == "refused: nobody waits for w9"
+    assert play.last.actions == (Kill((WorkerId("w9"),), "nobody waits for it"),)
+    assert play.run is before
+
+
+def test_a_model_of_other_sizes_is_sent_away() -> None:
+    play = stepping(1)
+    play.rules = rules(max_workers=2)
+    play.tell(ev.Capacity(1))
+    reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", (9,)))
+    assert reason == "w2 is sent away: its model has other sizes than the others'"
+    assert play.did(Kill) and "w2" not in play.run.workers
+
+
+def test_ids_are_never_used_again() -> None:
+    play, seen = stepping(2), ["w1", "w2"]
+    for _ in range(4):
+        play.lose(play.plan.members[0])
+        for worker in play.pending:
+            play.answer(worker, play.run.version)
+        play.tell(ev.Capacity(1))
+        (new,) = play.run.starting
+        assert new not in seen
+        seen.append(new)
+        reformed(play)
+        play.step(play.run.step + 1)
+        play.tell(ev.Joined(new, NodeId("n1"), "cpu", ROWS))
+        play.step(play.run.step + 1, boundary=1)
+        play.answer(play.plan.members[0], play.run.version)
+        reformed(play)
+
+
+def test_failing_starts_do_not_spin() -> None:
+    play = Play(rules(max_workers=2, grow_debounce_s=2.0))
+    play.tell(ev.Capacity(1))
+    assert play.tell(ev.StartFailed(WorkerId("w1"), "no room")) == "w1 did not start (no room)"
+    assert play.tell(ev.Capacity(1)) == "" and play.last.actions == ()
+    play.now = 2.0
+    assert play.tell(ev.Capacity(1)) == "start w2: 0 workers of at most 2"
+
+
+def test_one_that_never_comes_is_given_up_and_another_asked_for() -> None:
+    play = Play(rules(max_workers=1, form_s=30.0))
+    play.tell(ev.Capacity(1))
+    play.now = 30.0
+    assert play.tell(ev.Capacity(1)) == "w1 did not join within 30 s; start w2: 0 workers of at most 1"
+    assert play.did(Kill) == [Kill((WorkerId("w1"),), "not there 30 s after it was asked for")]
+
+
+def test_waiting_has_a_budget() -> None:
+    play = started(2, min_workers=2, wait_s=300.0)
+    play.lose("w1")
+    play.answer("w2", None)
+    assert play.last.reason == "wait: 1 worker is too few for any layout (at least 2)"
+    assert play.later(299.0) == ""
+    assert play.later(1.0) == "waited 300 s for workers: 1 worker of at least 2"
+    assert isinstance(play.run.state, Failed) and play.did(Exit) == [Exit((WorkerId("w2"),))]
+
+
+def test_a_worker_too_few_is_not_left_behind_when_another_comes() -> None:
+    play = stepping(2, min_workers=2)
+    play.steps(1, 3)
+    play.lose("w1")
+    play.answer("w2", Version(3, 1))
+    play.tell(ev.Capacity(1))
+    reason = play.join("w3")
+    assert reason == "w3 joined on node n1; form generation 2 of w2 and w3 (2×1) at step 3 (live)"
+
+
+def test_generations_without_a_commit_are_counted_and_a_commit_forgives() -> None:
+    play = stepping(2, max_fruitless=2)
+    for round_ in range(1, 7):
+        if round_ == 3:
+            play.step(1)
+        assert play.run.fruitless == (round_ - 1 if round_ <= 2 else 0 if round_ == 3 else round_ - 4)
+        play.broken("w1")
+        play.answer("w1", play.run.version)
+        play.answer("w2", play.run.version)
+        if isinstance(play.run.state, Failed):
+            break
+        reformed(play)
+    assert isinstance(play.run.state, Failed)
+    assert play.last.reason.startswith("3 generations in a row ended without a commit, 2 may; the last one: w1 cannot go on (peer")
+
+
+def test_a_run_resumes_from_what_the_bucket_says() -> None:
+    run = RunState.begin(4, 0.0, saved=(Version(20, 3), Version(10, 1)), lineage=((1, 12), (3, 25)), generation=3)
+    play = Play(rules(max_workers=2), run)
+    play.tell(ev.Capacity(2))
+    reason = play.join("w1", "w2")
+    assert reason.endswith("form generation 4 of w1 and w2 (2×1) at step 20 (bucket), abandons steps 21–25 of generation 3")
+    assert play.did(Form)[0].plan.incarnation == 4
+
+
+def test_what_is_not_on_the_lineage_is_not_resumed_from() -> None:
+    run = RunState.begin(4, 0.0, saved=(Version(10, 1), Version(30, 2)), lineage=((1, 12),), generation=2)
+    assert run.saved == (Version(10, 1),)
+    assert run.generation == 2 and isinstance(run.state, Waiting)
+    assert RunState.begin(4, 0.0, lineage=((7, 3),)).generation == 7
+
+
+def test_lost_while_forming_stops_at_once() -> None:
+    play = started(3)
+    play.here("w1")
+    assert play.lose("w2").startswith("w2 is lost (its process died): stop generation 1 of 3 workers")
+    play.answer("w1", None)
+    play.answer("w3", None)
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w3")
+    assert play.run.fruitless == 1

@@ -1,0 +1,223 @@
+"""What holds whatever happens: random words of random senders, sensible or not, and the promises after each."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from elastic.control import codec, lineage
+from elastic.control import events as ev
+from elastic.control.actions import CommitManifest, Form, Go, Settle, StartWorkers
+from elastic.control.codec import decode_event, decode_run
+from elastic.control.machine import Transition, advance, must_be_durable
+from elastic.control.states import ALLOWED, RunState, Stopping
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import LayoutRule
+from elastic.plan.transfer import Holding
+from tests.control.play import ROWS, outcome, rules
+
+pytestmark = pytest.mark.fast
+
+RULES = rules(
+    min_workers=1,
+    max_workers=3,
+    layout=LayoutRule(None, None, 1, "all"),
+    target_step=4,
+    save_every=2,
+    max_fruitless=20,
+    wait_s=900.0,
+)
+Word = tuple[RunState, ev.Event, float, Transition]
+
+
+def any_event(rng: Random, run: RunState) -> ev.Event:
+    """Mostly what could be said now, sometimes nonsense, often of somebody who should be silent."""
+    plan = run.plan
+    names = [*run.workers, *run.starting, WorkerId("w99")]
+    worker = rng.choice(names)
+    member = rng.choice(plan.members) if plan and rng.random() < 0.9 else worker
+    generation = run.generation - (rng.random() < 0.1)
+    step = run.step + rng.choice((1, 1, 1, 0, 2))
+    version = Version(step - 1, rng.choice((generation, max(run.version.generation, 0))))
+    shards = plan.layout.dp_shard if plan else 1
+    held = () if rng.random() < 0.1 else (Holding(member, rng.choice((run.version, version)), shards, rng.randrange(shards)),)
+    seen = (outcome(step, generation),) if rng.random() < 0.3 else ()
+    node = NodeId(f"n{rng.randint(1, 3)}")
+    cause = rng.choice(("peer", "job", "device", "damaged", "lease"))
+    progress = (ev.Progress(member, generation, step, rng.randint(0, 2), rng.randint(0, 2)),)
+    return rng.choice(
+        (
+            ev.Joined(rng.choice([*run.starting, worker]), node, "cpu", ROWS),
+            ev.Joined(rng.choice([*run.starting, worker]), node, "cpu", ROWS),
+            ev.Here(member, generation),
+            ev.Ready(member, generation),
+            ev.Ready(member, generation),
+            ev.StepDone(member, generation, outcome(step, generation, rng.choice((0, 0, 1, 2)))),
+            ev.StepDone(member, generation, outcome(step, generation)),
+            ev.Fenced(member, generation, held, rng.choice((None, step)), seen),
+            ev.Fenced(member, generation, held, rng.choice((None, step)), seen),
+            ev.Lost(worker, "died") if rng.random() < 0.3 else ev.Tick(),
+            ev.StartFailed(worker, "no room"),
+            ev.KeeperUp(node),
+            ev.KeeperLost(node, "died") if rng.random() < 0.2 else ev.KeeperUp(node),
+            ev.Capacity(rng.randint(0, 3)),
+            ev.Renewed(member, generation),
+            ev.Beat(node, progress),
+            ev.Broken(member, generation, step, cause, "why", f"Error{rng.randint(0, 9)}", version) if rng.random() < 0.3 else ev.Tick(),
+            ev.ShardSaved(member, run.version if rng.random() < 0.7 else version),
+            ev.ShardSaved(member, rng.choice([each.version for each in run.saves]) if run.saves else version),
+            ev.Saved(rng.choice([each.version for each in run.saves]) if run.saves else version, "digest"),
+            ev.SaveFailed(version, "store unavailable"),
+            ev.StopRequested("Ctrl-C") if rng.random() < 0.02 else ev.Tick(),
+            ev.Tick(),
+        )
+    )
+
+
+def told(seed: int, words: int = 150) -> list[Word]:
+    """A run to which anything is said."""
+    rng, run, now, story = Random(seed), RunState.begin(1, 0.0), 0.0, []
+    for _ in range(words):
+        now += rng.choice((0.0, 0.1, 0.1, 1.0, 6.0))
+        event = any_event(rng, run)
+        transition = advance(run, event, now, RULES)
+        story.append((run, event, now, transition))
+        run = transition.run
+    return story
+
+
+STORIES = [told(seed) for seed in range(120)]
+
+
+def test_the_stories_are_worth_something() -> None:
+    """They form many worlds, settle them in different ways, and take most edges of the table."""
+    actions = [action for story in STORIES for *_, transition in story for action in transition.actions]
+    assert sum(isinstance(action, Form) for action in actions) > 300
+    assert sum(isinstance(action, Go) for action in actions) > 60
+    assert len({action.outcome is None for action in actions if isinstance(action, Settle)}) == 2
+    edges = {(type(run.state), type(after.run.state)) for story in STORIES for run, _, _, after in story}
+    assert len({edge for edge in edges if edge[1] in ALLOWED[edge[0]]}) >= 10
+
+
+def test_the_same_facts_give_the_same_decision_and_change_nothing_else() -> None:
+    for story in STORIES[:40]:
+        for run, event, now, transition in story[::5]:
+            as_it_was = decode_run(codec.encode(run))
+            assert advance(run, event, now, RULES) == transition
+            assert run == as_it_was, "advance changed what it was given"
+
+
+def test_refused_means_unchanged() -> None:
+    refused = 0
+    for story in STORIES:
+        for run, event, _, transition in story:
+            if transition.reason.startswith("refused: "):
+                refused += 1
+                assert transition.run == run, (event, transition.reason)
+    assert refused > 1000
+
+
+def test_whoever_should_be_silent_is_refused() -> None:
+    generations = ev.Here | ev.Ready | ev.StepDone | ev.Renewed | ev.Broken | ev.Fenced
+    for story in STORIES:
+        for run, event, _, transition in story:
+            if isinstance(event, generations) and (event.generation != run.generation or event.worker == "w99"):
+                assert transition.reason.startswith("refused: "), (event, transition.reason)
+
+
+def test_generations_grow_by_one_and_ids_are_new() -> None:
+    for story in STORIES:
+        actions = [action for *_, transition in story for action in transition.actions]
+        assert [each.plan.generation for each in actions if isinstance(each, Form)] == list(
+            range(1, 1 + sum(isinstance(each, Form) for each in actions))
+        )
+        started = [worker for each in actions if isinstance(each, StartWorkers) for worker in each.workers]
+        assert len(started) == len(set(started))
+        assert all(len(run.workers) + len(run.starting) <= RULES.max_workers for run, *_ in story)
+
+
+def test_nothing_is_settled_while_a_member_is_neither_fenced_nor_out() -> None:
+    settled = 0
+    for story in STORIES:
+        answered: set[tuple[int, WorkerId]] = set()
+        for run, event, _, transition in story:
+            if isinstance(event, ev.Fenced) and not transition.reason.startswith("refused"):
+                answered.add((event.generation, event.worker))
+            for action in transition.actions:
+                if isinstance(action, Settle):
+                    settled += 1
+                    assert run.plan is not None
+                    standing = [each for each in run.plan.members if each in transition.run.workers]
+                    assert all((action.generation, each) in answered for each in standing), (run.state, event)
+    assert settled > 100
+
+
+def test_an_outcome_is_applied_only_if_somebody_saw_it() -> None:
+    for story in STORIES:
+        seen = set()
+        for _, event, _, transition in story:
+            seen |= {event.outcome} if isinstance(event, ev.StepDone) else set()
+            seen |= set(event.outcomes) if isinstance(event, ev.Fenced) else set()
+            outcomes = {action.outcome for action in transition.actions if isinstance(action, Settle) and action.outcome}
+            assert outcomes <= seen
+
+
+def test_the_line_only_grows_unless_a_world_begins_further_back_and_says_so() -> None:
+    for story in STORIES:
+        for run, _, _, transition in story:
+            before, after = run.lineage, transition.run.lineage
+            assert all(a < b for a, b in pairwise(after))
+            if lineage.tip(before) != lineage.tip(after) and not lineage.contains(after, lineage.tip(before)):
+                assert "abandons step" in transition.reason
+            assert all(lineage.contains(after, version) for version in transition.run.saved)
+
+
+def test_only_what_is_on_the_line_gets_a_manifest() -> None:
+    for story in STORIES:
+        for *_, transition in story:
+            for action in transition.actions:
+                if isinstance(action, CommitManifest):
+                    assert lineage.contains(action.lineage, action.version) and lineage.tip(action.lineage) == action.version
+
+
+def test_states_follow_the_table_also_within_one_event() -> None:
+    """``Turn.to`` asserts each edge; from outside, at most three in a row."""
+
+    def reachable(start: type, hops: int) -> set[type]:
+        return {start} if not hops else {start}.union(*(reachable(each, hops - 1) for each in ALLOWED[start]))
+
+    for story in STORIES:
+        for run, _, _, transition in story:
+            assert type(transition.run.state) in reachable(type(run.state), 3)
+
+
+def test_what_must_be_durable_is_what_begins_a_generation_or_settles_one() -> None:
+    for story in STORIES:
+        for run, _, _, transition in story:
+            begins = transition.run.generation > run.generation
+            left = (
+                isinstance(run.state, Stopping)
+                and transition.run.plan is None
+                and any(answer.worker in transition.run.workers for answer in run.state.answers)
+            )
+            assert must_be_durable(transition) or not (begins or left)
+            assert not must_be_durable(transition) or begins or isinstance(run.state, Stopping) or transition.run.plan is None
+
+
+def test_any_story_survives_the_journal() -> None:
+    """Deciding again from the events alone, read back, gives the same records; and folding them the same run."""
+    for story in STORIES[:25]:
+        start = codec.snapshot(story[0][0])
+        records = [
+            json.loads(json.dumps(codec.record(number, now, event, run, transition)))
+            for number, (run, event, now, transition) in enumerate(story)
+        ]
+        assert codec.fold(start, records) == story[-1][3].run
+        run = decode_run(start["run"])
+        for record in records:
+            again = advance(run, decode_event(record["event"]), record["at"], RULES)
+            assert (again.reason, codec.encode(again.actions)) == (record["reason"], record["actions"])
+            run = again.run

@@ -1,0 +1,101 @@
+"""Who sits where, against a dumb twin that tries every choice of members."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.control.rules import Rules
+from elastic.control.seating import layout_of, make_plan
+from elastic.control.states import RunState, Waiting, Worker
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import LayoutRule
+from elastic.plan.transfer import Holding
+from storage.slices import shard_interval
+from tests.control.play import ROWS, rules
+
+pytestmark = pytest.mark.fast
+
+LINEAGE = ((1, 3), (2, 5))
+VERSIONS = [Version(3, 1), Version(4, 2), Version(5, 2), Version(4, 1)]
+"""The last one is off the lineage: abandoned."""
+SHARDS = [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> RunState:
+    names = [WorkerId(f"w{number}") for number in range(1, draw(st.integers(1, 5)) + 1)]
+    slots = st.lists(st.tuples(st.sampled_from(VERSIONS), st.sampled_from(SHARDS)), max_size=2, unique=True)
+    workers = {}
+    for name in names:
+        held = tuple(Holding(name, version, *shard) for version, shard in draw(slots))
+        workers[name] = Worker(NodeId(f"n{draw(st.integers(1, 3))}"), "cpu", 0.0, held, "broken" if draw(st.integers(0, 9)) == 0 else "")
+    return RunState(
+        1,
+        2,
+        Waiting(0.0),
+        workers=workers,
+        keepers=(NodeId("n1"), NodeId("n2")),
+        rows=ROWS,
+        seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))]),
+        blamed=tuple(draw(st.lists(st.sampled_from([NodeId("n1"), NodeId("n2")]), max_size=3))),
+        lineage=LINEAGE,
+        saved=tuple(draw(st.sampled_from([(), (Version(3, 1),), (Version(3, 1), Version(4, 2))]))),
+    )
+
+
+def newest_of(run: RunState, members: tuple[WorkerId, ...]) -> Version | None:
+    """Row by row: the newest version off which nobody was cut, that these workers hold whole."""
+    for version in (Version(5, 2), Version(4, 2), Version(3, 1)):
+        held = [each for member in members for each in run.workers[member].holdings if each.version == version]
+        intervals = [(length, shard_interval(length, each.shard_count, each.shard_index)) for each in held for length in run.rows]
+        if held and all(any(n == length and a <= row < b for n, (a, b) in intervals) for length in run.rows for row in range(length)):
+            return version
+    return None
+
+
+RULES = st.builds(
+    lambda low, shard, fit, most: rules(min_workers=low, max_workers=most, layout=LayoutRule(None, None, shard, "fit" if fit else "all")),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.booleans(),
+    st.integers(2, 5),
+)
+
+
+@given(runs(), RULES)
+def test_the_plan_keeps_seats_and_gives_nothing_up(run: RunState, rules: Rules) -> None:
+    plan = make_plan(run, rules)
+    fit = tuple(worker for worker, known in run.workers.items() if not known.unfit)
+    layout = layout_of(len(fit), rules)
+    assert (plan is None) == (layout is None)
+    if plan is None or layout is None:
+        return
+    assert (plan.generation, plan.layout, len(plan.members)) == (3, layout, layout.world)
+    assert set(plan.members) <= set(fit) and len(set(plan.members)) == len(plan.members)
+    seated = [worker for worker in run.seats if worker in plan.members]
+    assert list(plan.members[: len(seated)]) == seated
+
+    live, stored = newest_of(run, plan.members), run.saved[-1] if run.saved else None
+    best = max((each for each in (live, stored) if each), default=Version(0, 0))
+    assert plan.version == best
+    assert plan.tier == ("init" if best == Version(0, 0) else "live" if best == live else "bucket")
+    assert {each.worker for each in plan.holders} <= set(plan.members)
+    assert all(each.version == plan.version and each in run.workers[each.worker].holdings for each in plan.holders)
+    assert run.blamed.count(plan.store_node) == min(map(run.blamed.count, run.keepers))
+
+
+@given(runs(), RULES)
+def test_who_is_left_out_is_not_missed_where_one_may_choose(run: RunState, rules: Rules) -> None:
+    """Leaving out one after the other is greedy: it finds a choice that keeps the newest version whenever one worker has to go."""
+    plan = make_plan(run, rules)
+    fit = tuple(worker for worker, known in run.workers.items() if not known.unfit)
+    if plan is None or len(fit) - len(plan.members) > 1:
+        return
+    possible = [newest_of(run, members) for members in combinations(fit, len(plan.members))]
+    best = max((each for each in possible if each), default=None)
+    if best == newest_of(run, fit):
+        assert newest_of(run, plan.members) == best

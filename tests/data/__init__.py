@@ -1,0 +1,1 @@
+"""Tests of elastic/data and storage/datasets.py."""

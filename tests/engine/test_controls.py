@@ -1,0 +1,117 @@
+"""Negative controls of the hash: the slightest thing that should change it does, injected around the product, never through a switch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic.data.cursor import Cursor
+from elastic.engine.loss import next_token
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.runs import Run
+from storage import slices
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, finish, train
+from tests.support.toys import Sums, toy_job
+
+LAYOUT, STEPS = Layout(1, 2), 4
+PLAIN = {"model_args": {"vocab": 29, "dim": 32, "layers": 4, "heads": 2, "dropout": 0.0}}
+"""Without dropout, what a sample contributes does not depend on its place: a swap is seen in the order of a sum only."""
+
+
+class Swapped(Sums):
+    """Reads each of two samples where the other is asked for."""
+
+    def __init__(self, pair: list[int], **args: Any) -> None:
+        super().__init__(**args)
+        self.other = dict(zip(pair, reversed(pair), strict=True))
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        return super().read(tuple(self.other.get(i, i) for i in ids))
+
+
+class Marked(Sums):
+    """Weight 1 for every microbatch, but ``weight`` for the one that begins with the sample ``marked``."""
+
+    def __init__(self, marked: int, weight: float, **args: Any) -> None:
+        super().__init__(**args)
+        self.marked, self.weight = marked, weight
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        return {**super().read(ids), "weight": torch.tensor(self.weight if ids[0] == self.marked else 1.0)}
+
+
+def weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    loss, count = next_token(model, batch)
+    return loss * batch["weight"], count
+
+
+@pytest.fixture(scope="module")
+def honest(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Four steps: one epoch, so that every sample is read once."""
+    return train(ranks, toy_job(tmp_path_factory.mktemp("honest"), **PLAIN), Layout(1, 1), STEPS)
+
+
+def dataset(name: str, **args: object) -> dict[str, object]:
+    return {"data": {"dataset": f"tests.engine.test_controls:{name}", "args": args}}
+
+
+def test_two_samples_of_a_step_swapped_between_microbatches(ranks: Ranks, honest: Trained, tmp_path: Path) -> None:
+    """The same samples in the same step, two of them in each other's microbatch: only roundings differ, and the hash sees them."""
+    ids = Cursor(64, 16, 0).ids(3)
+    swapped = train(ranks, toy_job(tmp_path / "swapped", **PLAIN, **dataset("Swapped", pair=[ids[1], ids[4]])), LAYOUT, STEPS)
+    assert swapped.hash != honest.hash
+    assert swapped.outcomes[3].loss == pytest.approx(honest.outcomes[3].loss, rel=1e-4)
+    control = train(ranks, toy_job(tmp_path / "control", **PLAIN, **dataset("Swapped", pair=[0, 0])), LAYOUT, STEPS)
+    assert control.hash == honest.hash, "the wrapper itself changes nothing"
+
+
+def test_the_weight_of_one_microbatch_dropped(ranks: Ranks, honest: Trained, tmp_path: Path) -> None:
+    first = Cursor(64, 16, 0).microbatch_ids(3, 5, 2)[0]
+
+    def run(name: str, weight: float) -> str:
+        job = toy_job(
+            tmp_path / name, loss="tests.engine.test_controls:weighted", **PLAIN, **dataset("Marked", marked=first, weight=weight)
+        )
+        return train(ranks, job, LAYOUT, STEPS).hash
+
+    assert run("dropped", 0.0) != honest.hash
+    assert run("kept", 1.0) == honest.hash, "the wrapper itself changes nothing"
+
+
+def forged(job: Job, new: Version, old: Version, stale: Callable[[slices.Tensor, slices.Slice], bool], bucket: Path) -> Job:
+    """A run whose checkpoint says ``new``, but has the slices that are ``stale`` from ``old``."""
+    readers = {version: Run.open(job).checkpoints.open(version) for version in (new, old)}
+    copy = job.replace(bucket=str(bucket))
+    parts = []
+    for row in readers[new].rows:
+        ((_, data),) = readers[old if stale(row.tensor, row.slice) else new].read([row.slice])
+        parts.append((row.tensor, row.slice, memoryview(data)))
+    receipt = Run.open(copy).checkpoints.write_shard(new, "shard-00000-of-00001", parts)
+    finish(copy, LAYOUT, [receipt], new)
+    return copy
+
+
+def one_moment_slice(tensor: slices.Tensor, part: slices.Slice) -> bool:
+    return (tensor.kind, tensor.name) == ("moment.exp_avg", "layers.1.attention.wq.weight") and part.start[0] == 0
+
+
+def test_state_of_an_older_step_under_a_newer_name(ranks: Ranks, honest: Trained, tmp_path: Path) -> None:
+    """Resumed with one moment slice stale; healed from s-1 but claimed s.  A copy of the truth is the control of the forger."""
+    job = toy_job(tmp_path / "true", **PLAIN)
+    old = train(ranks, job, LAYOUT, 2)
+    new = train(ranks, job, LAYOUT, 3, old.version)
+
+    def resumed(name: str, stale: Callable[[slices.Tensor, slices.Slice], bool]) -> str:
+        return train(ranks, forged(job, new.version, old.version, stale, tmp_path / name), LAYOUT, STEPS, new.version).hash
+
+    assert resumed("copy", lambda tensor, part: False) == honest.hash
+    assert resumed("stale", one_moment_slice) != honest.hash
+    assert resumed("claimed", lambda tensor, part: True) != honest.hash

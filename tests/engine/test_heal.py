@@ -1,0 +1,100 @@
+"""Healing from live members between any two worlds: nothing moves that is there already, nothing is harmed, the bits go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.train.state import build_model, tensors_of
+from tests.engine.conftest import STEPS
+from tests.support.carried import Begun, Healed, begin, go_on, holdings
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, finish
+from tests.support.toys import toy_job
+
+BROKE_AT = 2
+
+
+def first_world(ranks: Ranks, job: Job, layout: Layout) -> Version:
+    """Two steps in ``layout``; the state stays where it is, and in the bucket for comparison."""
+    begun: list[Begun] = ranks.run(layout, begin, job, BROKE_AT)
+    finish(job, layout, [each.receipt for each in begun], begun[0].version)
+    return begun[0].version
+
+
+def ended(job: Job, layout: Layout, members: list[Healed]) -> str:
+    """The hash of the state at the end."""
+    receipts = [each.receipt for each in members if each.receipt is not None]
+    return finish(job, layout, receipts, members[0].version)
+
+
+def assert_healed(members: list[Healed]) -> None:
+    for each in members:
+        assert each.wrong == []
+        assert each.intact
+        assert each.received == each.not_held == each.calls.bytes("recv")
+    assert sum(each.calls.bytes("send") for each in members) == sum(each.received for each in members)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lost"),
+    [
+        (Layout(2, 2), Layout(1, 3), []),
+        (Layout(3, 1), Layout(2, 2), []),
+        (Layout(2, 2), Layout(1, 4), [0]),
+        (Layout(2, 2), Layout(2, 2), [1]),
+        (Layout(1, 3), Layout(4, 1), []),
+        (Layout(1, 4), Layout(2, 2), []),
+        (Layout(2, 2), Layout(2, 1), []),
+        (Layout(4, 1), Layout(1, 3), []),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Layout) else f"lost {value}",
+)
+def test_any_world_heals_from_any_other(
+    ranks: Ranks, reference: Trained, tmp_path: Path, old: Layout, new: Layout, lost: list[int]
+) -> None:
+    """Promise 4: every slice bitwise the old state's, exactly the bytes that a member did not hold, and the undisturbed hash."""
+    job = toy_job(tmp_path)
+    version = first_world(ranks, job, old)
+    left = [i for i in range(min(old.world, new.world)) if i not in lost]
+    members: list[Healed] = ranks.run(new, go_on, job, holdings(old, version, left), STEPS)
+    assert_healed(members)
+    assert all(each.received > 0 for i, each in enumerate(members) if i not in left)
+    assert ended(job, new, members) == reference.hash
+
+
+def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
+    """3×1 → 4×1: a newcomer takes a third of the state from each of three replicas, give or take one tensor."""
+    job = toy_job(tmp_path)
+    version = first_world(ranks, job, Layout(3, 1))
+    members: list[Healed] = ranks.run(Layout(4, 1), go_on, job, holdings(Layout(3, 1), version, range(3)), BROKE_AT)
+    assert_healed(members)
+    sent = [each.calls.bytes("send") for each in members]
+    largest = max(4 * tensor.whole().count for tensor in tensors_of(build_model(job)))
+    assert [each.received for each in members[:3]] == [0, 0, 0] and sent[3] == 0
+    assert max(sent[:3]) - min(sent[:3]) <= largest < sum(sent) / 10
+
+
+def test_a_world_that_broke_while_it_healed(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+    """1×3 → 2×2, which makes no step, → 1×4: shards of both layouts are held, and each serves."""
+    job = toy_job(tmp_path)
+    version = first_world(ranks, job, Layout(1, 3))
+    first = holdings(Layout(1, 3), version, range(3))
+    assert_healed(ranks.run(Layout(2, 2), go_on, job, first, BROKE_AT))
+    both = (*first, *holdings(Layout(2, 2), version, range(4)))
+    members: list[Healed] = ranks.run(Layout(1, 4), go_on, job, both, STEPS)
+    assert_healed(members)
+    assert ended(job, Layout(1, 4), members) == reference.hash
+
+
+def test_one_bit_wrong_in_what_is_held(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+    """Negative control: the comparison names the tensor, and the hash at the end is another."""
+    job = toy_job(tmp_path)
+    version = first_world(ranks, job, Layout(1, 2))
+    members: list[Healed] = ranks.run(Layout(2, 1), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS, 1)
+    assert [len(each.wrong) for each in members] == [1, 1] and members[0].wrong == members[1].wrong
+    assert ended(job, Layout(2, 1), members) != reference.hash

@@ -1,0 +1,87 @@
+"""The norm of the whole gradient from its shards: near torch's, and the same bits in every layout.  A7, first half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.engine.fold import squared_norm, tree_sum
+from elastic.engine.world import World
+from elastic.plan.layout import Layout
+from storage.slices import shard_interval
+from tests.support.ranks import Ranks
+
+LAYOUTS = [Layout(1, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4)]
+SHAPES = [(29, 32), (32, 32), (7, 5, 3), (1, 19), (19,), (2,), (3, 1), (64, 96)]
+"""Fewer rows than shards, one row, no second dimension, rows that no degree divides."""
+
+
+def gradient() -> list[torch.Tensor]:
+    """The whole gradient; magnitudes apart, so that the order of a sum shows."""
+    draw = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=draw) * 10.0 ** ((index - 4) / 4) for index, shape in enumerate(SHAPES)]
+
+
+def shards(world: World) -> list[torch.Tensor]:
+    count, index = world.layout.dp_shard, world.layout.coordinates(world.rank)[1]
+    return [whole[slice(*shard_interval(len(whole), count, index))] for whole in gradient()]
+
+
+def tree_norm(world: World) -> float:
+    return squared_norm(shards(world), [shape[0] for shape in SHAPES], world).item()
+
+
+def library_norm(world: World) -> float:
+    """What one would write first."""
+    total = torch.stack([shard.double().square().sum() for shard in shards(world)]).sum()
+    dist.all_reduce(total, group=world.shard_group)
+    return total.item()
+
+
+def over_layouts(ranks: Ranks, norm: Callable[[World], float]) -> list[list[float]]:
+    return [ranks.run(layout, norm) for layout in LAYOUTS]
+
+
+def test_the_norm_of_shards_is_that_of_the_whole_gradient(ranks: Ranks) -> None:
+    """A7: 1e-6 relative to torch's norm of the unsharded gradient; bitwise the same in 1×1, 1×2, 1×3, 2×2 and 1×4, on every member."""
+    found = over_layouts(ranks, tree_norm)
+    judge = torch.nn.utils.get_total_norm([whole.double() for whole in gradient()]).item()
+    assert found[0][0] ** 0.5 == pytest.approx(judge, rel=1e-6)
+    assert {value.hex() for values in found for value in values} == {found[0][0].hex()}
+
+
+def test_the_library_sum_of_shards_depends_on_the_layout(ranks: Ranks) -> None:
+    """Negative control: as near to torch's norm, but not the same bits."""
+    found = [value for values in over_layouts(ranks, library_norm) for value in values]
+    assert found == pytest.approx([found[0]] * len(found), rel=1e-12)
+    assert len(set(found)) > 1
+
+
+def dumb_tree(values: list[float]) -> float:
+    """Halves onto each other, by recursion, a power of two long."""
+    if len(values) == 1:
+        return values[0]
+    half = len(values) // 2
+    return dumb_tree([a + b for a, b in zip(values[:half], values[half:], strict=True)])
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=40))
+def test_the_tree_is_what_it_says(values: list[float]) -> None:
+    """Bitwise the recursion in plain Python."""
+    size = 1 << max(len(values) - 1, 0).bit_length()
+    found = tree_sum(torch.tensor(values, dtype=torch.float64))
+    assert float(found).hex() == dumb_tree(values + [0.0] * (size - len(values))).hex() or found.item() == 0.0
+
+
+@given(st.integers(1, 9), st.integers(1, 300), st.integers(0, 9))
+def test_a_row_sums_alike_alone_and_among_others(rows: int, columns: int, seed: int) -> None:
+    """What a library's reduction does not promise: bits independent of how many rows there are."""
+    values = torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, columns)))
+    together = tree_sum(values)
+    assert all(torch.equal(tree_sum(values[row : row + 1].clone())[0], together[row]) for row in range(rows))

@@ -1,0 +1,177 @@
+"""Worlds end by abort, not by timeout: who is stuck comes free, nothing else is touched, and the same processes go on at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.engine.world import World, all_gather
+from elastic.plan.layout import Layout
+from tests.support.processes import Watched, state
+from tests.support.ranks import Ranks
+
+FREED_S = 20.0
+"""Deadline of tests; the timeout of the collectives themselves is three times as long.  About 0.01 s on an idle machine."""
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Ranks]:
+    """Processes of this module's own: it kills."""
+    pool = Ranks(4)
+    yield pool
+    for process in pool.processes:
+        process.kill()
+        process.join(10)
+
+
+class Bystanders:
+    """Sockets of this process that no world may touch: a pair, and a TCP connection to a server that listens here."""
+
+    def __init__(self) -> None:
+        server = socket.create_server(("127.0.0.1", 0))
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        self.server, self.pairs = server, [(client, accepted), socket.socketpair()]
+
+    def alive(self) -> bool:
+        with socket.create_connection(self.server.getsockname()):  # it still listens, too
+            self.server.accept()[0].close()
+        return all(_talk(a, b) and _talk(b, a) for a, b in self.pairs)
+
+    def close(self) -> None:
+        for each in (self.server, *(end for pair in self.pairs for end in pair)):
+            each.close()
+
+
+def _talk(one: socket.socket, other: socket.socket) -> bool:
+    one.sendall(b"x")
+    return other.recv(1) == b"x"
+
+
+COLLECTIVES: dict[str, Callable[[World], object]] = {
+    "all_reduce": lambda world: dist.all_reduce(torch.ones(1000)),
+    "all_gather": lambda world: all_gather(torch.empty(world.size * 1000), torch.ones(1000)),
+    "all_to_all": lambda world: dist.all_to_all_single(torch.empty(world.size * 1000), torch.ones(world.size * 1000)),
+}
+
+
+@dataclass
+class Freed:
+    """What a survivor saw."""
+
+    stuck: bool
+    """Before the abort the collective had not ended."""
+    free: bool
+    """After it, it had."""
+    took_s: float
+    error: str
+    shut: int
+    """Sockets that the abort shut down."""
+    bystanders: bool
+    store: bool
+    next_sum: float
+    """Of an all-reduce of ones in the next world of the same processes."""
+
+
+def survive(world: World, collective: str, victim: int, how: str, port: int) -> Freed | None:
+    """World rank ``victim`` never comes to the collective; the others are stuck in it until they abort."""
+    if world.rank == victim:
+        suffer(how, port)
+        return None
+    bystanders, errors = Bystanders(), []
+
+    def call() -> None:
+        try:
+            COLLECTIVES[collective](world)
+        except RuntimeError as error:
+            errors.append(type(error).__name__)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    stuck, began = thread.is_alive(), time.monotonic()
+    shut = world.abort()
+    thread.join(FREED_S)
+    found = Freed(stuck, not thread.is_alive(), time.monotonic() - began, "".join(errors), shut, bystanders.alive(), False, 0.0)
+    found.store = world.store.get("listening/0") is not None
+    world.close()
+    following = another(world, port, Layout(world.size - 1, 1))
+    one = torch.ones(())
+    dist.all_reduce(one)
+    found.next_sum, found.bystanders = one.item(), found.bystanders and bystanders.alive()
+    following.close()
+    bystanders.close()
+    return found
+
+
+def suffer(how: str, port: int) -> None:
+    """Alive but elsewhere, stopped, or dead."""
+    match how:
+        case "absent":
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+            store.wait(["survivors are free"], timedelta(seconds=60))
+        case "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def another(world: World, port: int, layout: Layout) -> World:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return World.form(store, generation=world.generation + 1, layout=layout, rank=world.rank, device=world.device, form_s=FREED_S, run_s=60)
+
+
+def assert_freed(found: Freed, *, stuck: bool = True) -> None:
+    assert found.free and found.took_s < FREED_S
+    assert found.stuck or not stuck, "the abort is what freed it"
+    assert found.error, "a collective whose peer never came must not end well"
+    assert found.bystanders and found.store
+    assert found.next_sum == 2.0
+
+
+def test_a_member_that_never_comes(own: Ranks) -> None:
+    """Alive, and its sockets open: nothing but the abort frees the others."""
+    later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own.start(Layout(3, 1), [0, 1, 2], survive, "all_to_all", 2, "absent", later.port)
+    found = [own.answer(0), own.answer(1)]
+    later.set("survivors are free", "")
+    assert own.answer(2) is None
+    for each in found:
+        assert_freed(each)
+        assert each.shut > 0
+
+
+def test_a_stopped_member(own: Ranks) -> None:
+    """SIGSTOP: its kernel keeps the connections alive."""
+    later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own.start(Layout(3, 1), [0, 1, 2], survive, "all_gather", 2, "stopped", later.port)
+    found = [own.answer(0), own.answer(1)]
+    victim = own.processes[2].pid
+    assert victim is not None and state(victim) == "T", "the fault happened"
+    with Watched(victim) as watched:
+        watched.kill()
+        own.processes[2].join(10)
+        assert own.processes[2].exitcode == -signal.SIGKILL
+    for each in found:
+        assert_freed(each)
+
+
+def test_a_killed_member(own: Ranks) -> None:
+    """SIGKILL: frees those connected to it by itself; the abort frees all."""
+    later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own.start(Layout(3, 1), [0, 1, 3], survive, "all_reduce", 2, "killed", later.port)
+    found = [own.answer(0), own.answer(1)]
+    own.processes[3].join(10)
+    assert own.processes[3].exitcode == -signal.SIGKILL, "the fault happened"
+    for each in found:
+        assert_freed(each, stuck=False)

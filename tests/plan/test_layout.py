@@ -1,0 +1,109 @@
+"""What n workers become."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.plan.layout import Layout, LayoutRule, choose, table
+
+pytestmark = pytest.mark.fast
+
+degrees = st.none() | st.integers(1, 5)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> LayoutRule:
+    dp_shard = draw(degrees)
+    return LayoutRule(draw(degrees), dp_shard, draw(st.integers(1, dp_shard or 5)), draw(st.sampled_from(("all", "fit"))))
+
+
+@pytest.mark.parametrize(
+    ("rule", "becomes"),
+    [
+        (LayoutRule(), "1×1 2×1 3×1 4×1 5×1 6×1 7×1 8×1"),
+        (LayoutRule(min_shard=2), "wait 1×2 1×3 2×2 1×5 3×2 1×7 4×2"),
+        (LayoutRule(min_shard=2, use="fit"), "wait 1×2 1×2 2×2 2×2 3×2 3×2 4×2"),
+        (LayoutRule(min_shard=3), "wait wait 1×3 1×4 1×5 2×3 1×7 2×4"),
+        (LayoutRule(dp_shard=2), "wait 1×2 1×2 2×2 2×2 3×2 3×2 4×2"),
+        (LayoutRule(dp_replicate=1), "1×1 1×2 1×3 1×4 1×5 1×6 1×7 1×8"),
+        (LayoutRule(dp_replicate=2, min_shard=2), "wait wait wait 2×2 2×2 2×3 2×3 2×4"),
+        (LayoutRule(dp_replicate=2, min_shard=2, use="fit"), "wait wait wait 2×2 2×2 2×2 2×2 2×2"),
+        (LayoutRule(2, 3), "wait wait wait wait wait 2×3 2×3 2×3"),
+    ],
+    ids=str,
+)
+def test_table_of_what_n_workers_become(rule: LayoutRule, becomes: str) -> None:
+    assert " ".join(str(layout or "wait") for _, layout in table(rule, 8)) == becomes
+    assert [n for n, _ in table(rule, 8)] == list(range(1, 9))
+
+
+def dumb_choose(workers: int, rule: LayoutRule) -> Layout | None:
+    """Every grid of so many workers or fewer, one after the other."""
+    best = None
+    for shards in range(1, workers + 1):
+        for replicas in range(1, workers + 1):
+            wrong = (
+                replicas * shards > workers
+                or shards < rule.min_shard
+                or (rule.dp_shard is not None and shards != rule.dp_shard)
+                or (rule.dp_replicate is not None and replicas != rule.dp_replicate)
+                or (rule.dp_shard is None and rule.use == "fit" and shards != rule.min_shard)
+            )
+            if not wrong and (best is None or replicas * shards > best.world):
+                best = Layout(replicas, shards)
+    return best
+
+
+@given(st.integers(0, 24), rules())
+def test_choose_equals_the_dumb_search(workers: int, rule: LayoutRule) -> None:
+    assert choose(workers, rule) == dumb_choose(workers, rule)
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_every_world_rank_has_coordinates_of_its_own(dp_replicate: int, dp_shard: int) -> None:
+    layout = Layout(dp_replicate, dp_shard)
+    grid = [(replica, shard) for replica in range(dp_replicate) for shard in range(dp_shard)]
+    assert [layout.coordinates(rank) for rank in range(layout.world)] == grid
+    assert layout.world == layout.data_ranks == len(grid)
+
+
+@given(rules(), st.integers(1, 12), st.integers(0, 6))
+def test_check_refuses_what_can_never_run_and_each_fix_that_it_names_works(rule: LayoutRule, least: int, more: int) -> None:
+    most = least + more
+    possible = any(layout and layout.world >= least for layout in (choose(n, rule) for n in range(least, most + 1)))
+    if possible:
+        rule.check(least, most)
+        return
+    with pytest.raises(ValueError, match=rf"workers.min = {least} and workers.max = {most}; set ") as refusal:
+        rule.check(least, most)
+    fixes = re.findall(r"workers\.(min|max) = (\d+)", str(refusal.value).partition("; set ")[2])
+    assert fixes or "degrees" in str(refusal.value)
+    for name, value in fixes:
+        rule.check(*((int(value), most) if name == "min" else (least, int(value))))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"dp_shard": 1, "min_shard": 2}, r"parallel\.dp_shard = 1 is less than parallel\.min_shard = 2; set dp_shard = 2"),
+        ({"dp_shard": 0}, r"parallel\.dp_shard = 0 must be at least 1"),
+        ({"dp_replicate": -1}, r"parallel\.dp_replicate = -1 must be at least 1"),
+        ({"min_shard": 0}, r"parallel\.min_shard = 0 must be at least 1"),
+        ({"use": "some"}, r"parallel\.use = 'some' must be one of all, fit"),
+    ],
+)
+def test_an_impossible_rule_is_refused_by_name(settings: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        LayoutRule(**settings)  # type: ignore[arg-type]
+
+
+def test_check_says_what_is_missing() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"^parallel \(dp_replicate = 2, dp_shard = 2\) makes no world .*; set workers\.max = 4 or smaller degrees$",
+    ):
+        LayoutRule(2, 2).check(1, 3)

@@ -1,0 +1,80 @@
+"""Copies of ``elastic.control`` with one rule broken, to see that the simulator notices.
+
+A mutant is a substitution in the source of one module.  The text must be there exactly once: when the product changes, the
+mutant must be thought about again, and until then its test fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+from elastic.sim.simulation import Advance
+
+PACKAGE = "elastic.control"
+SHARED = frozenset({"actions", "commit", "events", "rules", "states"})
+"""Vocabulary, which the simulator speaks too: not copied."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In ``module`` of elastic.control, ``old`` reads ``new``."""
+
+    module: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``edits``: more than one where a rule is kept in two places."""
+
+    name: str
+    edits: tuple[Edit, ...]
+
+    def advance(self) -> Advance:
+        """The mutated ``advance``.  Raises LookupError when the substitution no longer applies."""
+        sys.modules[self._package] = ModuleType(self._package)
+        advance: Advance = self._copied("machine").advance
+        unread = [edit.module for edit in self.edits if f"{self._package}.{edit.module}" not in sys.modules]
+        if unread:
+            raise LookupError(f"mutant {self.name}: nothing imports {unread}")
+        return advance
+
+    @property
+    def _package(self) -> str:
+        return f"mutant_{self.name}"
+
+    def _copied(self, name: str) -> ModuleType:
+        """A copy of the module ``name`` that imports copies, or the module itself where it is shared."""
+        full_name = f"{self._package}.{name}"
+        if name in SHARED:
+            module = sys.modules[full_name] = importlib.import_module(f"{PACKAGE}.{name}")
+        else:
+            source = self._source(name)
+            for imported in _imports(source):
+                if f"{self._package}.{imported}" not in sys.modules:
+                    self._copied(imported)
+            module = sys.modules[full_name] = ModuleType(full_name)
+            exec(compile(source.replace(PACKAGE, self._package), f"<{full_name}>", "exec"), module.__dict__)
+        setattr(sys.modules[self._package], name, module)
+        return module
+
+    def _source(self, name: str) -> str:
+        source = inspect.getsource(importlib.import_module(f"{PACKAGE}.{name}"))
+        for edit in self.edits:
+            if edit.module == name and source.count(edit.old) != 1:
+                raise LookupError(f"mutant {self.name}: {edit.old!r} is {source.count(edit.old)} times in {name}.py, not once")
+            source = source.replace(edit.old, edit.new) if edit.module == name else source
+        return source
+
+
+def _imports(source: str) -> list[str]:
+    """Modules of elastic.control that ``source`` imports."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
+    modules = [node.module.rpartition(".")[2] for node in found if node.module and node.module.startswith(f"{PACKAGE}.")]
+    return modules + [alias.name for node in found if node.module == PACKAGE for alias in node.names]

@@ -1,0 +1,316 @@
+"""Checkpoints: what is written is read, whatever the layouts; nothing exists until its manifest does."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.checkpoints import Checkpoints, ShardReceipt
+from storage.cover import describe
+from storage.documents import seal
+from storage.errors import BadFormat, Exists, Incomplete
+from storage.manifest import MANIFEST, on_lineage
+from storage.objects import ObjectStore
+from storage.shards import ITEM_BYTES
+from storage.slices import Slice, Tensor, Version
+from tests.storage.states import TENSORS, cut, part_of, save, state_of, write
+from tests.storage.test_cover import boxes, tilings
+
+pytestmark = pytest.mark.fast
+V = Version(10, 2)
+ABOUT = {
+    "job": "a1b2",
+    "layout": {"dp_replicate": 1, "dp_shard": 3},
+    "cursor": {"sample": 7},
+    "lineage": [[1, 4], [2, 10]],
+    "parent": [4, 1],
+    "versions": {"torch": "2.13.0"},
+}
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def checkpoints() -> Checkpoints:
+    return fresh()
+
+
+def fresh() -> Checkpoints:
+    return Checkpoints(ObjectStore.open(f"memory://checkpoints-{next(_numbers)}"), "run")
+
+
+# ---- round trips
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
+    kind, dtype = draw(st.sampled_from(["parameter", "moment.exp_avg", "buffer"])), draw(st.sampled_from(sorted(ITEM_BYTES)))
+    return Tensor("w", kind, dtype, shape)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_boxes_written_any_boxes_read(data: st.DataObject) -> None:
+    """Writers and readers cut each tensor into random boxes; the twin slices the whole tensor with numpy."""
+    state = state_of(data.draw(st.lists(tensors(), min_size=1, max_size=4, unique_by=lambda t: t.kind)), seed=1)
+    writers: list[list[tuple[Tensor, Slice]]] = [[] for _ in range(data.draw(st.integers(1, 3)))]
+    for tensor in state:
+        for tile in data.draw(tilings(tensor.shape)):
+            part = Slice(tensor.name, tensor.kind, tile.start, tile.stop)
+            if part.count or not tensor.whole().count:
+                writers[data.draw(st.integers(0, len(writers) - 1))].append((tensor, part))
+    checkpoints = fresh()
+    writers = [sorted(set(parts)) for parts in writers]
+    receipts = [checkpoints.write_shard(V, f"{n}", [part_of(state, *part) for part in parts]) for n, parts in enumerate(writers)]
+    checkpoints.commit(V, [ShardReceipt.from_json(receipt.to_json()) for receipt in receipts], {})
+    reader = checkpoints.open(V)
+    assert set(reader.tensors()) == set(state)
+    wanted = [(tensor, data.draw(boxes(tensor.shape))) for tensor in state for _ in range(2)]
+    asked = [Slice(tensor.name, tensor.kind, box.start, box.stop) for tensor, box in wanted]
+    found = sorted((part, bytes(raw)) for part, raw in reader.read(asked))
+    assert found == sorted((part, cut(state, tensor, part)) for (tensor, _), part in zip(wanted, asked, strict=True))
+    needed = {row for row in reader.rows for part in asked if row.slice.intersect(part)}
+    assert reader.bytes_read == sum(row.last - row.first for row in needed)
+    assert checkpoints.verify(V).good
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 5])
+def test_reading_in_the_saved_layout_reads_nothing_twice(checkpoints: Checkpoints, shards: int) -> None:
+    state = state_of(TENSORS, seed=2)
+    receipts = write(checkpoints, V, state, shards)
+    checkpoints.commit(V, receipts, ABOUT)
+    reader = checkpoints.open(V)
+    for receipt in receipts:
+        before = reader.bytes_read
+        parts = dict(reader.read([row.slice for row in receipt.rows]))
+        assert parts == {row.slice: cut(state, row.tensor, row.slice) for row in receipt.rows}
+        assert reader.bytes_read - before == sum(row.last - row.first for row in receipt.rows)
+
+
+def test_neighbours_are_fetched_together(checkpoints: Checkpoints) -> None:
+    class Counting(ObjectStore):
+        requests: list[str]
+
+        def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+            self.requests.append(key)
+            return super().get(key, start, stop)
+
+    state = state_of(TENSORS, seed=3)
+    save(checkpoints, V, state, 2)
+    store = checkpoints.store
+    counting = Counting(store.filesystem, store.root)
+    counting.requests = []
+    reader = Checkpoints(counting, "run").open(V)
+    counting.requests.clear()
+    assert len(dict(reader.read([tensor.whole() for tensor in TENSORS]))) == len(TENSORS)
+    assert len(counting.requests) == 2  # one a file, not one a slice
+
+
+def test_every_slice_is_aligned_as_its_type_wants(checkpoints: Checkpoints) -> None:
+    """So that a mapped file can be used in place."""
+    save(checkpoints, V, state_of(TENSORS, seed=1), 2)
+    for row in checkpoints.open(V).rows:
+        assert row.first % ITEM_BYTES[row.tensor.dtype] == 0, row
+
+
+def test_what_is_not_there_cannot_be_read(checkpoints: Checkpoints) -> None:
+    save(checkpoints, V, state_of(TENSORS[:1], seed=1), 2)
+    reader = checkpoints.open(V)
+    for wanted in (Slice("nosuch", "parameter", (0,), (1,)), Slice("embed.weight", "parameter", (6, 0), (8, 3))):
+        with pytest.raises(Incomplete, match=wanted.name):
+            list(reader.read([wanted]))
+
+
+# ---- other tools
+
+
+def test_any_tool_reads_shards_index_and_exports(tmp_path: Path) -> None:
+    """The plain ``safetensors`` library and pyarrow, without our code."""
+    checkpoints = Checkpoints(ObjectStore.open(str(tmp_path)), "run")
+    state = state_of(TENSORS, seed=4)
+    save(checkpoints, V, state, 3)
+    folder = tmp_path / checkpoints.folder(V)
+    shards = {}
+    for path in folder.glob("*.safetensors"):
+        shards |= dict(safetensors.deserialize(path.read_bytes()))
+    for row in checkpoints.open(V).rows:
+        entry = shards.pop(describe(row.slice))
+        assert (entry["dtype"], tuple(entry["shape"])) == (row.tensor.dtype, row.slice.shape)
+        assert bytes(entry["data"]) == cut(state, row.tensor, row.slice)
+    assert not shards
+    assert pq.read_table(folder / "index.parquet").num_rows == len(checkpoints.open(V).rows)
+    model, optimizer = checkpoints.export(V, tmp_path / "export")
+    found = {
+        path.name: {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(path.read_bytes())} for path in (model, optimizer)
+    }
+    embed, moment, half, steps, mask, updates = TENSORS
+    assert found == {
+        "model.safetensors": {"embed.weight": state[embed], "half": state[half], "steps": state[steps], "mask": state[mask]},
+        "optimizer.safetensors": {"exp_avg/embed.weight": state[moment], "updates": state[updates]},
+    }
+    with safetensors.safe_open(model, framework="numpy") as file:
+        assert file.get_tensor("embed.weight").tobytes() == state[embed]
+        assert file.metadata() == {"format": "pt"}
+
+
+def exported(path: Path) -> dict[str, bytes]:
+    return {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(path.read_bytes())}
+
+
+def test_the_same_state_exports_to_the_same_bytes_whatever_the_layout(tmp_path: Path) -> None:
+    exported = set()
+    for shards in (1, 2, 5):
+        checkpoints = fresh()
+        save(checkpoints, V, state_of(TENSORS, seed=5), shards)
+        exported.add(b"".join(path.read_bytes() for path in checkpoints.export(V, tmp_path / f"{shards}")))
+    assert len(exported) == 1
+
+
+# ---- commit
+
+
+def test_a_manifest_says_what_it_was_told(checkpoints: Checkpoints) -> None:
+    assert checkpoints.versions() == []
+    receipts = write(checkpoints, V, state_of(TENSORS, seed=1), 3)
+    assert [listed[:2] for listed in checkpoints.versions()] == [(V, None)]
+    checkpoints.commit(V, receipts, ABOUT)
+    manifest = checkpoints.manifest(V)
+    assert manifest.about == ABOUT
+    assert manifest.lineage == ((1, 4), (2, 10))
+    assert manifest.layout == ABOUT["layout"]
+    assert {file.name for file in manifest.files} == {receipt.file.name for receipt in receipts} | {"index.parquet"}
+    with pytest.raises(ValueError, match="nothing about hobby"):
+        checkpoints.commit(V, receipts, {"hobby": 1})
+
+
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_no_manifest_without_every_shard(checkpoints: Checkpoints, without: int) -> None:
+    receipts = write(checkpoints, V, state_of(TENSORS, seed=1), 3)
+    with pytest.raises(Incomplete, match=r"embed\.weight"):
+        checkpoints.commit(V, [receipt for number, receipt in enumerate(receipts) if number != without], {})
+    assert checkpoints.latest_good() is None
+    checkpoints.commit(V, receipts, {})
+    assert checkpoints.latest_good() == V
+
+
+def test_no_manifest_with_a_tensor_missing_altogether(checkpoints: Checkpoints) -> None:
+    """Replicas share the tensors out, so intervals alone cannot tell; the digest of the tensor list can."""
+    state = state_of(TENSORS, seed=1)
+    shares = [[part_of(state, tensor, tensor.whole()) for tensor in TENSORS[n::2]] for n in (0, 1)]
+    receipts = [checkpoints.write_shard(V, f"{n}", share, state=TENSORS) for n, share in enumerate(shares)]
+    with pytest.raises(Incomplete, match="not the whole state"):
+        checkpoints.commit(V, receipts[:1], {})
+    with pytest.raises(Incomplete, match="not the whole state"):
+        checkpoints.commit(V, [], {})
+    checkpoints.commit(V, receipts, {})
+
+
+def test_no_manifest_for_what_is_not_in_the_bucket(checkpoints: Checkpoints) -> None:
+    receipts = write(checkpoints, V, state_of(TENSORS, seed=1), 2)
+    key = f"{checkpoints.folder(V)}/{receipts[1].file.name}"
+    whole = checkpoints.store.get(key)
+    for there in (None, whole[:-1]):
+        checkpoints.store.delete(key)
+        if there is not None:
+            checkpoints.store.put(key, there)
+        with pytest.raises(Incomplete, match=receipts[1].file.name):
+            checkpoints.commit(V, receipts, {})
+    with pytest.raises(Incomplete, match="written for step 10"):
+        checkpoints.commit(Version(11, 2), receipts, {})
+    assert checkpoints.latest_good() is None
+
+
+def test_two_committers(checkpoints: Checkpoints) -> None:
+    """Create-only: the same bytes again are success, other bytes are refused, and nothing that was committed changes."""
+    receipts = write(checkpoints, V, state_of(TENSORS, seed=1), 2)
+    digest = checkpoints.commit(V, receipts, ABOUT)
+    assert checkpoints.commit(V, receipts[::-1], ABOUT) == digest
+    with pytest.raises(Exists, match=MANIFEST):
+        checkpoints.commit(V, receipts, {**ABOUT, "job": "other"})
+    with pytest.raises(Exists, match=MANIFEST):
+        save(checkpoints, V, state_of(TENSORS, seed=2), 2)
+    assert checkpoints.verify(V).good
+    assert checkpoints.manifest(V).about == ABOUT
+
+
+def test_an_attempt_that_came_to_nothing_is_not_in_the_way(checkpoints: Checkpoints) -> None:
+    """The same names with other bytes, left by a world of as many members in another layout: neither is overwritten."""
+    old, new = state_of(TENSORS, seed=1), state_of(TENSORS, seed=2)
+    write(checkpoints, V, old, 2)
+    checkpoints.store.put(f"{checkpoints.folder(V)}/index.parquet", b"left behind")
+    save(checkpoints, V, new, 2)
+    zombie = write(checkpoints, V, old, 2)
+    assert checkpoints.verify(V).good
+    whole = dict(checkpoints.open(V).read([TENSORS[0].whole()]))
+    assert whole == {TENSORS[0].whole(): new[TENSORS[0]]}
+    again = write(checkpoints, V, new, 2)
+    assert [receipt.file for receipt in again] == [f for f in checkpoints.manifest(V).files if f.name.startswith("shard")]
+    assert not {receipt.file for receipt in zombie} & {receipt.file for receipt in again}
+
+
+def test_the_hook_runs_before_each_slice(checkpoints: Checkpoints) -> None:
+    calls: list[int] = []
+    state = state_of(TENSORS, seed=1)
+    parts = [part_of(state, tensor, tensor.whole()) for tensor in TENSORS]
+    checkpoints.write_shard(V, "a", parts, hook=lambda: calls.append(1))
+    assert len(calls) == len(TENSORS)
+
+
+def test_bytes_that_do_not_fit_the_slice_are_a_mistake(checkpoints: Checkpoints) -> None:
+    with pytest.raises(ValueError, match=r"parameter/embed\.weight@0,0-7,3 as F32 has 84 bytes; 83 were given"):
+        checkpoints.write_shard(V, "a", [(TENSORS[0], TENSORS[0].whole(), memoryview(bytes(83)))])
+
+
+# ---- latest good
+
+
+def test_latest_good(checkpoints: Checkpoints) -> None:
+    state = state_of(TENSORS[:1], seed=1)
+    digests = {v: save(checkpoints, v, state, 1) for v in (Version(4, 1), Version(6, 1), Version(6, 2), Version(8, 3))}
+    write(checkpoints, Version(12, 3), state, 2)  # never committed
+    assert checkpoints.latest_good() == Version(8, 3)
+    assert checkpoints.latest_good(lineage=((1, 5), (2, 7))) == Version(6, 2)
+    assert checkpoints.latest_good(lineage=((1, 5), (4, 9))) == Version(4, 1)
+    assert checkpoints.latest_good(lineage=()) is None
+    checkpoints.quarantine(Version(8, 3), "a flipped byte")
+    checkpoints.quarantine(Version(8, 3), "said twice")
+    assert checkpoints.latest_good() == Version(6, 2)
+    assert [damaged for version, _, damaged in checkpoints.versions() if version == Version(8, 3)] == ["a flipped byte"]
+    assert checkpoints.latest_good(counting=digests) == Version(6, 2)
+
+
+def test_a_zombies_manifest_counts_for_nothing(checkpoints: Checkpoints) -> None:
+    state = state_of(TENSORS[:1], seed=1)
+    journal = {Version(4, 1): save(checkpoints, Version(4, 1), state, 1)}
+    save(checkpoints, Version(6, 1), state, 1)  # written late; the journal has no word of it
+    assert checkpoints.latest_good(counting=journal) == Version(4, 1)
+    assert checkpoints.latest_good(counting={**journal, Version(6, 1): "another digest"}) == Version(4, 1)
+    assert checkpoints.latest_good() == Version(6, 1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=4), st.integers(1, 12), st.integers(1, 12))
+def test_on_lineage_is_who_committed_each_step(moves: list[tuple[int, int]], step: int, generation: int) -> None:
+    line = tuple(itertools.accumulate(moves, lambda a, b: (a[0] + b[0], a[1] + b[1])))
+    who: dict[int, int] = {}
+    for committed_by, last in reversed(line):
+        who |= {s: committed_by for s in range(1, last + 1)}
+    assert on_lineage(Version(step, generation), line) == (who.get(step) == generation)
+
+
+def test_a_newer_format_is_refused_by_its_number(checkpoints: Checkpoints) -> None:
+    checkpoints.store.put(f"{checkpoints.folder(V)}/{MANIFEST}", seal({"format": 2, "step": 10}))
+    for look in (lambda: checkpoints.open(V), checkpoints.versions, checkpoints.latest_good):
+        with pytest.raises(BadFormat, match=r"MANIFEST.json has format 2, and this release reads up to 1: upgrade"):
+            look()
+
+
+def test_foreign_objects_are_no_checkpoints(checkpoints: Checkpoints) -> None:
+    checkpoints.store.put("run/steps/README", b"")
+    checkpoints.store.put("run/steps/ten/g1/MANIFEST.json", b"")
+    assert checkpoints.versions() == []

@@ -1,0 +1,107 @@
+"""H3: whatever is wrong with whichever object, it is noticed, and named."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from storage.checkpoints import Checkpoints
+from storage.errors import Damaged
+from storage.objects import ObjectStore
+from storage.slices import Version
+from tests.storage.states import TENSORS, save, state_of
+
+pytestmark = pytest.mark.fast
+V = Version(3, 1)
+STATE = state_of(TENSORS, seed=7)
+OBJECTS = ("MANIFEST.json", "index.parquet", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors")
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def checkpoints() -> Checkpoints:
+    found = Checkpoints(ObjectStore.open(f"memory://damage-{next(_numbers)}"), "run")
+    save(found, Version(2, 1), STATE, 2)
+    save(found, V, STATE, 2)
+    return found
+
+
+def whole(checkpoints: Checkpoints) -> dict[object, bytearray]:
+    return dict(checkpoints.open(V).read([tensor.whole() for tensor in TENSORS]))
+
+
+def noticed(checkpoints: Checkpoints, name: str) -> None:
+    """``verify`` names the object; reading names it too, or never needed those bytes and is right."""
+    problems = checkpoints.verify(V).problems
+    assert problems
+    assert all(isinstance(problem, Damaged) and name in problem.object for problem in problems)
+    assert name in str(checkpoints.verify(V))
+    try:
+        assert whole(checkpoints) == {tensor.whole(): data for tensor, data in STATE.items()}
+        assert name.startswith("shard")
+    except Damaged as error:
+        assert name in error.object
+
+
+def test_undamaged(checkpoints: Checkpoints) -> None:
+    """The negative control of all below."""
+    assert checkpoints.verify(V).good
+    assert "every digest as written" in str(checkpoints.verify(V))
+    assert whole(checkpoints) == {tensor.whole(): data for tensor, data in STATE.items()}
+    with pytest.raises(AssertionError):
+        noticed(checkpoints, OBJECTS[0])
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_flipped_bit_anywhere(checkpoints: Checkpoints, name: str) -> None:
+    key = f"{checkpoints.folder(V)}/{name}"
+    good = checkpoints.store.get(key)
+    for position in range(0, len(good), 3):
+        bad = bytearray(good)
+        bad[position] ^= 1 << position % 8
+        checkpoints.store.put(key, bad)
+        noticed(checkpoints, name)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize("keep", [0, 1, 7, 100, -1])
+def test_a_truncated_object(checkpoints: Checkpoints, name: str, keep: int) -> None:
+    key = f"{checkpoints.folder(V)}/{name}"
+    checkpoints.store.put(key, checkpoints.store.get(key)[:keep])
+    noticed(checkpoints, name)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_with_something_added(checkpoints: Checkpoints, name: str) -> None:
+    key = f"{checkpoints.folder(V)}/{name}"
+    checkpoints.store.put(key, checkpoints.store.get(key) + b" ")
+    noticed(checkpoints, name)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_missing_object(checkpoints: Checkpoints, name: str) -> None:
+    """Also a manifest without one of its files."""
+    checkpoints.store.delete(f"{checkpoints.folder(V)}/{name}")
+    noticed(checkpoints, name)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_the_object_of_another_checkpoint(checkpoints: Checkpoints, name: str) -> None:
+    """Intact, but not the one that was written here."""
+    other = Version(5, 1)
+    save(checkpoints, other, state_of(TENSORS, seed=8), 2)
+    checkpoints.store.put(f"{checkpoints.folder(V)}/{name}", checkpoints.store.get(f"{checkpoints.folder(other)}/{name}"))
+    noticed(checkpoints, name)
+
+
+def test_a_damaged_manifest_is_never_latest(checkpoints: Checkpoints) -> None:
+    key = f"{checkpoints.folder(V)}/MANIFEST.json"
+    checkpoints.store.put(key, checkpoints.store.get(key)[:-1])
+    assert checkpoints.latest_good() == Version(2, 1)
+    assert "MANIFEST.json is damaged" in checkpoints.versions()[-1].damaged
+
+
+def test_a_quarantine_note_counts_even_when_it_is_damaged(checkpoints: Checkpoints) -> None:
+    checkpoints.store.put(f"{checkpoints.folder(V)}/DAMAGED.json", b"")
+    assert checkpoints.latest_good() == Version(2, 1)

@@ -1,0 +1,243 @@
+"""The journal: numbered without gaps, one writer, never held up by the bucket."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from storage.errors import Damaged, Deposed, Exists, Unavailable
+from storage.journal import SEGMENT_RECORDS, Journal, claim_owner, owners, read, records
+from storage.objects import Data, ObjectStore
+
+pytestmark = pytest.mark.fast
+_numbers = itertools.count()
+
+
+class Moody(ObjectStore):
+    """A store that is down, or loses its answers, when told to.  ``asked`` is set by every try."""
+
+    def __init__(self, url: str) -> None:
+        opened = ObjectStore.open(url)
+        super().__init__(opened.filesystem, opened.root)
+        self.up, self.answers, self.asked = threading.Event(), True, threading.Event()
+        self.up.set()
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        self.asked.set()
+        if not self.up.is_set():
+            raise Unavailable(self.full_name(key), "503 slow down")
+        super().put_if_absent(key, data)
+        if not self.answers:
+            self.answers = True
+            raise Unavailable(self.full_name(key), "connection reset")
+
+
+@pytest.fixture
+def store() -> Moody:
+    return Moody(f"memory://journal-{next(_numbers)}")
+
+
+@pytest.fixture
+def start(store: Moody, tmp_path: Path) -> Callable[..., Journal]:
+    def started(first: int = 0, snapshot: int | None = None, **options: float) -> Journal:
+        options = {"segment_s": 3600.0, "retry_s": 0.001, **options}
+        return Journal(store, "run", tmp_path / f"{next(_numbers)}.jsonl", first, {"sum": snapshot or 0}, **options)
+
+    return started
+
+
+def write(journal: Journal, count: int, *, durable: bool = False) -> None:
+    """Records that say n, with a snapshot that sums them up."""
+    for _ in range(count):
+        n = journal.next
+        journal.append({"n": n}, {"sum": n * (n + 1) // 2}, durable=durable)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait for what another thread brings about."""
+    for _ in range(10_000):
+        if holds():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("it did not come about within 10 s")
+
+
+def test_segments_begin_with_what_was_known_before(store: Moody, start: Callable[..., Journal]) -> None:
+    journal = start()
+    write(journal, SEGMENT_RECORDS * 2 + 3)
+    journal.close()
+    assert store.list("run/journal/") == [f"run/journal/{n:012d}.jsonl" for n in (0, 256, 512)]
+    segments = read(store, "run")
+    assert [len(found) for _, found in segments] == [256, 256, 3]
+    for snapshot, found in segments:
+        assert snapshot["sum"] == sum(range(found[0]["n"]))
+    assert [record["n"] for record in records(store, "run")] == list(range(515))
+    assert journal.behind == ""
+
+
+def test_a_segment_does_not_wait_for_the_next_record(store: Moody, start: Callable[..., Journal]) -> None:
+    """The bucket has a record after ``segment_s`` even when nothing else happens."""
+    journal = start(segment_s=0.01)
+    write(journal, 1)
+    eventually(lambda: store.exists("run/journal/000000000000.jsonl"))
+    write(journal, 1)
+    eventually(lambda: store.exists("run/journal/000000000001.jsonl"))
+    assert [snapshot for snapshot, _ in read(store, "run")] == [{"sum": 0}, {"sum": 0}]
+    journal.close()
+
+
+def test_a_record_is_in_the_local_file_before_append_returns(store: Moody, tmp_path: Path) -> None:
+    store.up.clear()
+    journal = Journal(store, "run", tmp_path / "new folder" / "j.jsonl", 0, {"sum": 0}, retry_s=0.001)
+    for durable in (True, False):
+        write(journal, 1, durable=durable)
+        lines = (tmp_path / "new folder" / "j.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1]) == {"n": journal.next - 1}
+    journal.close(timeout_s=0)
+
+
+def test_a_store_that_is_down_delays_nothing(store: Moody, start: Callable[..., Journal]) -> None:
+    """And its memory is the local file: what is queued is where, not what."""
+    store.up.clear()
+    journal = start()
+    write(journal, SEGMENT_RECORDS * 3)
+    store.asked.wait(10)
+    eventually(lambda: "503 slow down" in journal.behind)
+    assert store.list() == []
+    store.up.set()
+    eventually(lambda: len(store.list()) == 3)
+    eventually(lambda: journal.behind == "")
+    journal.close()
+    assert len(records(store, "run")) == SEGMENT_RECORDS * 3
+
+
+def test_closing_gives_up_on_a_store_that_stays_down(store: Moody, start: Callable[..., Journal]) -> None:
+    store.up.clear()
+    journal = start()
+    write(journal, 3)
+    journal.close(timeout_s=0.05)
+    assert "503" in journal.behind
+    assert store.list() == []
+
+
+def test_an_answer_that_was_lost_deposes_nobody(store: Moody, start: Callable[..., Journal]) -> None:
+    """The segment was written though the store said nothing: finding one's own bytes is success."""
+    journal = start()
+    write(journal, 2)
+    store.answers = False
+    journal.close()
+    assert (journal.deposed, journal.behind) == ("", "")
+    assert len(records(store, "run")) == 2
+
+
+def test_who_loses_a_create_is_deposed(store: Moody, start: Callable[..., Journal]) -> None:
+    """Promise 3: two coordinators cannot both go on; what the first one wrote stays."""
+    old = start(segment_s=0.0)
+    write(old, 2)
+    eventually(lambda: len(records(store, "run")) == 2)
+    store.up.clear()
+    write(old, 1)  # on the local disk only
+    store.asked.clear()
+    new = start(first=2, snapshot=1, segment_s=0.0)
+    store.put("run/journal/000000000002.jsonl", b"the new coordinator's")
+    store.up.set()
+    eventually(lambda: bool(old.deposed))
+    with pytest.raises(Deposed, match=r"000000000002.jsonl was written by another coordinator"):
+        write(old, 1)
+    assert store.get("run/journal/000000000002.jsonl") == b"the new coordinator's"
+    old.close()
+    new.close()
+
+
+def test_records_are_numbered_by_the_journal(start: Callable[..., Journal]) -> None:
+    journal = start(first=7)
+    for wrong in (6, 8):
+        with pytest.raises(ValueError, match=f"record {wrong} was appended where 7 comes next"):
+            journal.append({"n": wrong}, {}, durable=False)
+    write(journal, 1)
+    assert journal.next == 8
+    journal.close()
+
+
+@pytest.fixture
+def three_segments(store: Moody, start: Callable[..., Journal]) -> list[str]:
+    for first in (0, 2, 4):
+        journal = start(first, sum(range(first)))
+        write(journal, 2)
+        journal.close()
+    assert len(records(store, "run")) == 6
+    return store.list("run/journal/")
+
+
+def test_a_gap_is_noticed(store: Moody, three_segments: list[str]) -> None:
+    store.delete(three_segments[1])
+    with pytest.raises(Damaged, match=r"000000000004.jsonl .* expected records from 2 on"):
+        records(store, "run")
+
+
+def test_old_segments_may_be_gone(store: Moody, three_segments: list[str]) -> None:
+    store.delete(three_segments[0])
+    assert [record["n"] for record in records(store, "run")] == [2, 3, 4, 5]
+    assert read(store, "run")[0][0] == {"sum": 1}
+
+
+def test_a_record_twice_is_noticed(store: Moody, start: Callable[..., Journal], three_segments: list[str]) -> None:
+    journal = start(first=5)
+    write(journal, 1)
+    journal.close()
+    with pytest.raises(Damaged, match=r"000000000005.jsonl .* expected records from 6 on"):
+        records(store, "run")
+
+
+def test_a_segment_in_the_place_of_another(store: Moody, three_segments: list[str]) -> None:
+    store.put(three_segments[1], store.get(three_segments[0]))
+    with pytest.raises(Damaged, match="000000000002"):
+        records(store, "run")
+
+
+def test_any_flipped_or_missing_byte_is_noticed(store: Moody, three_segments: list[str]) -> None:
+    key = three_segments[1]
+    good = store.get(key)
+    bad = [good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :] for at in range(len(good))]
+    for data in (*bad, b"", good[:-1], good + b"\n"):
+        store.put(key, data)
+        with pytest.raises(Damaged, match="000000000002"):
+            records(store, "run")
+    store.put(key, good)
+    assert len(records(store, "run")) == 6
+
+
+# ---- claims
+
+
+def test_incarnations_are_claimed_once(store: Moody) -> None:
+    assert owners(store, "run") == {}
+    assert [claim_owner(store, "run", {"address": name}) for name in "abc"] == [1, 2, 3]
+    assert {number: claim["address"] for number, claim in owners(store, "run").items()} == {1: "a", 2: "b", 3: "c"}
+    assert claim_owner(store, "other", {}) == 1
+
+
+def test_of_many_claimants_each_gets_a_number_of_its_own(tmp_path: Path) -> None:
+    store, numbers = ObjectStore.open(str(tmp_path)), list[int]()
+    threads = [threading.Thread(target=lambda: numbers.append(claim_owner(store, "run", {}))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(1, 9))
+
+
+def test_a_damaged_claim_is_named_and_stays_claimed(store: Moody) -> None:
+    claim_owner(store, "run", {"address": "a"})
+    key = "run/owner/000001.json"
+    store.put(key, store.get(key).replace(b'"a"', b'"b"'))
+    with pytest.raises(Damaged, match=key):
+        owners(store, "run")
+    assert claim_owner(store, "run", {}) == 2
+    with pytest.raises(Exists):
+        store.put_if_absent(key, b"")

@@ -1,0 +1,63 @@
+"""H3, promise 6: a writer killed at any boundary never leaves half a checkpoint to be seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from storage.checkpoints import Checkpoints
+from storage.manifest import MANIFEST
+from storage.objects import ObjectStore
+from tests.storage.killed_commit import BEFORE, DURING
+from tests.storage.states import TENSORS, save, state_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def seen(folder: Path) -> bool:
+    """Is the second checkpoint there?  Whatever is seen must be whole."""
+    checkpoints = Checkpoints(ObjectStore.open(str(folder)), "run")
+    assert checkpoints.verify(BEFORE).good
+    there = checkpoints.store.exists(f"{checkpoints.folder(DURING)}/{MANIFEST}")
+    assert checkpoints.latest_good() == (DURING if there else BEFORE)
+    assert checkpoints.verify(DURING).good == there
+    return there
+
+
+def test_killed_at_every_boundary_of_a_save(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(ROOT / "tests/storage/killed_commit.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    *killed, undisturbed = json.loads(done.stdout)
+    assert undisturbed[1] == 0
+    assert len(killed) >= 30
+    assert all(end == signal.SIGKILL for _, end in killed)
+    visible = [seen(tmp_path / str(boundary)) for boundary, _ in (*killed, undisturbed)]
+    assert visible == sorted(visible)  # first not there, then there: nothing between
+    assert visible[0] is False
+    assert visible[-1] is True
+    for boundary, _ in killed[::5]:  # and the save can be done again by who comes after, in another layout
+        checkpoints = Checkpoints(ObjectStore.open(str(tmp_path / str(boundary))), "run")
+        if not visible[boundary - 1]:
+            save(checkpoints, DURING, state_of(TENSORS, seed=2), 3)
+        assert seen(tmp_path / str(boundary))
+
+
+def test_a_manifest_written_first_would_be_noticed(tmp_path: Path) -> None:
+    """The negative control: the same check goes red for a writer with the wrong order."""
+    checkpoints = Checkpoints(ObjectStore.open(str(tmp_path / "right")), "run")
+    save(checkpoints, BEFORE, state_of(TENSORS, seed=1), 1)
+    save(checkpoints, DURING, state_of(TENSORS, seed=2), 2)
+    key = f"{checkpoints.folder(DURING)}/{MANIFEST}"
+    wrong = Checkpoints(ObjectStore.open(str(tmp_path / "wrong")), "run")
+    save(wrong, BEFORE, state_of(TENSORS, seed=1), 1)
+    wrong.store.put(key, checkpoints.store.get(key))
+    try:
+        seen(tmp_path / "wrong")
+    except AssertionError:
+        return
+    raise AssertionError("a manifest without its files was taken for a checkpoint")

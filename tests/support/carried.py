@@ -1,0 +1,152 @@
+"""From one world to the next in the same processes: what a process held stays in its memory, and healing takes it from there.
+
+Process i is worker ``w<i>`` and has world rank i in every world; one that is no holder forgets, and is a newcomer in that seat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from elastic.control.commit import GO_ON
+from elastic.engine.world import World
+from elastic.ids import Version, WorkerId
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.plan.transfer import Holding
+from elastic.runs import Run
+from elastic.train.gate import Gate
+from elastic.train.state import Shard, State
+from storage.checkpoints import ShardReceipt
+from storage.slices import shard_interval, shard_slice
+from tests.support.collectives import Calls, counting
+from tests.support.segments import Member, member, shard_hash
+
+CARRIED: list[Gate] = []
+"""In each process: the gate of its last world, with the shards behind it."""
+
+
+@dataclass
+class Begun:
+    """The first world's end: its version, and what it saved for comparison."""
+
+    version: Version
+    receipt: ShardReceipt
+
+
+@dataclass
+class Healed:
+    """What one member has to show for a later world."""
+
+    received: int
+    """Bytes, by the worker's own counter."""
+    calls: Calls
+    """While healing."""
+    not_held: int
+    """Bytes of the new shard that this process did not hold before, row by row."""
+    wrong: list[tuple[str, str]]
+    """(kind, name) of slices that are not bitwise those of the checkpoint of the same version."""
+    intact: bool
+    """The shards held before were left as they were."""
+    version: Version
+    receipt: ShardReceipt | None
+
+
+def holdings(layout: Layout, version: Version, workers: Sequence[int]) -> tuple[Holding, ...]:
+    """What these processes hold of a world of ``layout``."""
+    return tuple(Holding(WorkerId(f"w{i}"), version, layout.dp_shard, layout.coordinates(i)[1]) for i in workers)
+
+
+def begin(world: World, job: Job, last: int) -> Begun:
+    """Steps from the initialisation to ``last``; saved, and kept."""
+    with member(world, job, Version(0, 0)) as me:
+        while me.state.shard.version.step < last:
+            me.step()
+        CARRIED[:] = [me.gate]
+        return Begun(me.state.shard.version, me.save())
+
+
+def go_on(world: World, job: Job, holders: Sequence[Holding], last: int, harmed: int | None = None) -> Healed:
+    """A world healed from ``holders``, then trained to ``last``.  ``harmed``: the process whose held memory has one bit flipped."""
+    worker = WorkerId(f"w{world.rank}")
+    gate = CARRIED.pop() if worker in {holding.worker for holding in holders} else Gate(worker)
+    if world.rank == harmed:
+        flip_a_bit(gate.shards[-1])
+    held, before = list(gate.shards), [shard_hash(shard) for shard in gate.shards]
+    with counting() as calls, member(world, job, holders[0].version, gate=gate, holders=holders) as me:
+        found = Healed(
+            received=me.session.counters["healed_live_bytes"],
+            calls=Calls(calls),
+            not_held=bytes_not_held(me.state, held),
+            wrong=differing(me),
+            intact=before == [shard_hash(shard) for shard in held],
+            version=me.state.shard.version,
+            receipt=None,
+        )
+        while me.state.shard.version.step < last:
+            me.step()
+        if me.state.shard.version != found.version:
+            found.version, found.receipt = me.state.shard.version, me.save()
+        CARRIED[:] = [gate]
+        return found
+
+
+def flip_a_bit(shard: Shard) -> None:
+    """In the last element of the first parameter that this shard has a part of."""
+    value = next(value for (kind, _), value in sorted(shard.values.items()) if kind == "parameter" and value.numel())
+    value.view(torch.int32).view(-1)[-1] ^= 1
+
+
+def differing(me: Member) -> list[tuple[str, str]]:
+    """Compared with the bucket's copy, byte by byte."""
+    shard = me.state.shard
+    wanted = {shard_slice(tensor, shard.count, shard.index): tensor for tensor in me.state.tensors}
+    reader = Run.open(me.session.job).checkpoints.open(shard.version)
+    stored = dict(reader.read([part for part in wanted if part.count]))
+    return [(t.kind, t.name) for part, t in wanted.items() if shard.values[t.kind, t.name].numpy().tobytes() != stored.get(part, b"")]
+
+
+def bytes_not_held(state: State, held: Sequence[Shard]) -> int:
+    """The dumb twin of the transfer plan: sets of rows."""
+    total = 0
+    for tensor in state.tensors:
+        row_bytes = prod(tensor.shape[1:]) * state.shard.values[tensor.kind, tensor.name].element_size()
+        if not tensor.shape or tensor.kind == "buffer":
+            total += 0 if held else prod(tensor.shape[:1]) * row_bytes
+            continue
+        rows = set(range(*shard_interval(tensor.shape[0], state.shard.count, state.shard.index)))
+        for shard in held:
+            rows -= set(range(*shard_interval(tensor.shape[0], shard.count, shard.index)))
+        total += len(rows) * row_bytes
+    return total
+
+
+@dataclass
+class Broken:
+    """What one member of a world that broke in the middle of a step has to show."""
+
+    error: str
+    untouched: bool
+    """Parameters and moments are bitwise those from before the step."""
+    prepared: int | None
+    version: Version
+    receipt: ShardReceipt
+    """Of the state before the step."""
+
+
+def broken(world: World, job: Job, culprit: int, boundary: Callable[[], int] | None) -> Broken:
+    """A good step, then one in which ``culprit`` fails: in ``boundary``, or by a fault of the job."""
+    with member(world, job, Version(0, 0)) as me:
+        me.step()
+        receipt, before, error = me.save(), shard_hash(me.state.shard), ""
+        try:
+            me.step(boundary if boundary is not None and world.rank == culprit else lambda: GO_ON)
+        except Exception as found:  # whatever a collective or the injection raises
+            error = type(found).__name__
+            world.abort()
+        CARRIED[:] = [me.gate]
+        (shard,) = me.gate.shards
+        return Broken(error, before == shard_hash(shard), me.gate.prepared, shard.version, receipt)

@@ -1,0 +1,54 @@
+"""Which collectives a member really calls, and with how many bytes: seen below torch.distributed, at the operators of the groups.
+
+Nobody has to be asked: whatever library or attribute a call came through, it ends in an operator of ``c10d``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Call:
+    """``name`` as torch calls the operator, without its underscore; ``bytes``: of all tensors among the arguments."""
+
+    name: str
+    bytes: int
+
+
+class Calls(list[Call]):
+    """In order."""
+
+    def named(self, *names: str) -> list[Call]:
+        return [call for call in self if call.name in names]
+
+    def bytes(self, *names: str) -> int:
+        return sum(call.bytes for call in self.named(*names))
+
+
+@contextmanager
+def counting() -> Iterator[Calls]:
+    """Every collective that this thread calls meanwhile."""
+    calls = Calls()
+    with _Mode(calls):
+        yield calls
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            leaves = tree_leaves((args, kwargs))
+            size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self.calls.append(Call(func._opname.strip("_"), size))
+        return func(*args, **(kwargs or {}))

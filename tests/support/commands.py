@@ -1,0 +1,176 @@
+"""The command ``elastic`` as its users run it: a process of its own, in a folder of its own, with code of their own.
+
+Every process that comes of it, whoever is its parent, carries the folder in its environment: that is how what is left is found.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from actors import cluster
+from elastic.job import Job
+from elastic.train.counters import segment
+from tests.support.processes import Ended, frozen, wait_gone
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "STARTED_BY_TEST"
+
+
+def user_package(folder: Path, package: str) -> None:
+    """A user's own code outside of the repository: a model without a sharding table, a dataset, a loss that writes down what it saw.
+
+    ``seen/<pid>`` gets a line for every microbatch: which samples, and the bits of the loss.
+    """
+    (folder / package).mkdir(parents=True)
+    (folder / "seen").mkdir(exist_ok=True)
+    (folder / package / "__init__.py").touch()
+    (folder / package / "code.py").write_text(_CODE.replace("SEEN", repr(str(folder / "seen"))))
+
+
+_CODE = """
+import os, time, zlib
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(dim), nn.Linear(dim, 31), nn.Linear(31, dim)
+
+    def forward(self, x):
+        return x + self.back(torch.relu(self.wide(self.norm(x))))
+
+class Net(nn.Module):
+    def __init__(self, dim=19):
+        super().__init__()
+        self.embed = nn.Embedding(29, dim)
+        self.layers = nn.ModuleList(Block(dim) for _ in range(3))
+        self.head = nn.Linear(dim, 29)
+
+    def init_weights(self):
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, tokens):
+        if (tokens == 28).any():
+            raise ValueError("this model cannot read the word 28")
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+def build(**args):
+    return Net(**args)
+
+class Walks:
+    def __init__(self, poisoned=-1, read_s=0.0):
+        self.poisoned, self.read_s = poisoned, read_s
+
+    def __len__(self):
+        return 96
+
+    def read(self, ids):
+        time.sleep(self.read_s)
+        rows = [[28 if i == self.poisoned else (i + (3 + i // 28) * at) % 28 for at in range(17)] for i in ids]
+        return {"tokens": torch.tensor(rows)}
+
+    def fingerprint(self):
+        return f"walks-{self.poisoned}"
+
+def loss(model, batch):
+    tokens = batch["tokens"]
+    logits = model(tokens[:, :-1])
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    with open(os.path.join(SEEN, str(os.getpid())), "a") as file:
+        file.write(f"{zlib.crc32(tokens.numpy().tobytes()):08x} {total.item().hex()}\\n")
+    return total, torch.tensor(tokens[:, 1:].numel())
+"""
+
+
+def user_job(folder: Path, package: str, **changes: object) -> Job:
+    """A job of that code, 8 microbatches a step; also written as ``job.toml``."""
+    values = {
+        "name": package,
+        "bucket": str(folder / "bucket"),
+        "model": f"{package}.code:build",
+        "loss": f"{package}.code:loss",
+        "steps": 16,
+        "optim": {"lr": 1e-2},
+        "data": {"dataset": f"{package}.code:Walks"},
+        "checkpoint": {"save_every": 4},
+    }
+    job = Job(**(values | changes))  # type: ignore[arg-type]
+    (folder / "job.toml").write_text(job.to_toml())
+    return job
+
+
+def seen(folder: Path) -> list[str]:
+    """What the user's loss wrote down, by all processes."""
+    return [line for file in sorted((folder / "seen").iterdir()) for line in file.read_text().splitlines()]
+
+
+class Command:
+    """``python -m elastic <arguments>`` in ``folder``, in a session of its own as a terminal would give it."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.output = folder / f"output-{time.time_ns()}"
+        with open(self.output, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "elastic", *arguments],
+                cwd=folder,
+                env={**ours, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", MARK: str(folder)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def until(self, true: Callable[[], object], deadline_s: float = 90) -> None:
+        """Wait for something while the command runs."""
+        end = time.monotonic() + deadline_s
+        while not true():
+            assert self.process.poll() is None, f"it ended with code {self.process.returncode}:\n{self.text}"
+            if time.monotonic() > end:
+                self.kill_everything()
+                raise AssertionError(f"nothing after {deadline_s} s:\n{self.text}")
+            time.sleep(0.005)
+
+    def wait(self, deadline_s: float = 90) -> int:
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.kill_everything()
+            raise AssertionError(f"still running after {deadline_s} s:\n{self.text}") from None
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to everything of the session's foreground."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def kill_everything(self) -> list[Ended]:
+        """SIGKILL to the whole tree of processes, frozen first so that none can react to the death of another."""
+        watched = frozen(self.process.pid)
+        for each in watched:
+            each.kill()
+        self.process.wait(10)
+        return wait_gone(watched, 10)
+
+
+def assert_no_actor_left(name: str) -> None:
+    """Nothing of the run ``name`` in the cluster of this process, no segment on this machine."""
+    actors = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster.NAMESPACE]
+    left = [actor for actor in actors if actor.startswith((f"{name}/", f"{name}-"))]
+    assert not left, left
+    segments = list(segment(f"{name}-", "").parent.glob(f"elastic-{name}-*"))
+    assert not segments, segments

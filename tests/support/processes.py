@@ -1,0 +1,217 @@
+"""What happened to a process, from the operating system and not from us: for tests that kill.
+
+A pidfd names one process for ever, whoever reuses its number.  Since Linux 6.15 it also tells how the process ended, to anybody and
+after it was reaped (``PIDFD_GET_INFO``); before that only a zombie's status can be read, in ``/proc/<pid>/stat``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+PIDFD_INFO_EXIT = 1 << 3
+INFO = struct.Struct("<QQ11Ii")
+"""mask, cgroup id, eleven ids, exit code: the first published form of ``struct pidfd_info``."""
+PIDFD_GET_INFO = (3 << 30) | (INFO.size << 16) | (0xFF << 8) | 11
+SHM = Path("/dev/shm")
+POLL_S = 0.01
+STOP_S = 2.0
+"""SIGSTOP acts at once, but on a process that waits for a disk."""
+ENDED = ("Z", "X", "gone")
+"""What :func:`state` says of a process that has ended."""
+
+
+class StillRunning(AssertionError):
+    """A process did not end before the deadline."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.  ``source``: "pidfd", "zombie", or "gone" where nobody could say (then ``status`` is None)."""
+
+    status: int | None
+    source: str
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended it."""
+        return signal.Signals(os.WTERMSIG(self.status)) if self.status is not None and os.WIFSIGNALED(self.status) else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """What it exited with, if it did so itself."""
+        return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
+
+
+class Watched:
+    """A running process, held by its pidfd from before the fault until after its end.  A context manager."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.fd = os.pidfd_open(pid)
+        self.started = start_time(pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self.fd)
+
+    @property
+    def running(self) -> bool:
+        """False once it is a zombie or gone."""
+        return not select.select([self.fd], [], [], 0)[0]
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal this very process, never another one with its number."""
+        signal.pidfd_send_signal(self.fd, number)
+
+    def wait(self, deadline_s: float) -> Ended:
+        """How it ended.  Raises :class:`StillRunning` after ``deadline_s``."""
+        if not select.select([self.fd], [], [], deadline_s)[0]:
+            raise StillRunning(f"process {self.pid} still runs after {deadline_s} s, in state {state(self.pid)}")
+        ended = self._ended()
+        # a zombie that was reaped between the two looks inside: by now the pidfd knows
+        return ended if ended.status is not None else self._ended()
+
+    def _ended(self) -> Ended:
+        buffer = bytearray(INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+        try:
+            fcntl.ioctl(self.fd, PIDFD_GET_INFO, buffer)
+        except OSError:  # an older kernel, or a zombie that nobody has reaped yet
+            return self._zombie()
+        mask, *_, status = INFO.unpack(buffer)
+        return Ended(status, "pidfd") if mask & PIDFD_INFO_EXIT else self._zombie()
+
+    def _zombie(self) -> Ended:
+        fields = _stat(self.pid)
+        if fields is None or fields[0] != "Z" or int(fields[19]) != self.started:
+            return Ended(None, "gone")
+        return Ended(int(fields[49]), "zombie")
+
+
+@dataclass(frozen=True, order=True)
+class Process:
+    """One process of this machine; (pid, started) never occurs twice between two boots."""
+
+    pid: int
+    started: int
+    """Clock ticks after boot."""
+    command: str
+
+
+def start_time(pid: int) -> int:
+    """Clock ticks between boot and the start of ``pid``."""
+    fields = _stat(pid)
+    if fields is None:
+        raise ProcessLookupError(f"no process {pid}")
+    return int(fields[19])
+
+
+def state(pid: int) -> str:
+    """R, S, D, T (stopped), Z … as in proc(5); "gone" if there is no such process."""
+    fields = _stat(pid)
+    return "gone" if fields is None else fields[0]
+
+
+def processes(mark: str = "") -> list[Process]:
+    """All live processes, zombies left out, whose command line or first environment contains ``mark``: say the folder of a run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        fields = _stat(int(entry.name))
+        try:
+            command = (entry / "cmdline").read_bytes()
+            environment = (entry / "environ").read_bytes()
+        except OSError:  # gone meanwhile, or not ours to read
+            continue
+        if fields is not None and fields[0] != "Z" and mark.encode() in command + b"\0" + environment:
+            found.append(Process(int(entry.name), int(fields[19]), command.replace(b"\0", b" ").decode(errors="replace").strip()))
+    return sorted(found)
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of ``pid``, zombies included, as of now."""
+    below: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        fields = _stat(int(entry.name)) if entry.name.isdigit() else None
+        if fields is not None:
+            below.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, rest = [], [pid]
+    while rest:
+        rest += (next_ := below.get(rest.pop(), []))
+        found += next_
+    return sorted(found)
+
+
+def frozen(pid: int) -> list[Watched]:
+    """The whole tree of processes below ``pid``, that one included, stopped.
+
+    A process that was already on its way out when its SIGSTOP came ends by itself; it is not among them.
+    """
+    tree: set[int] = set()
+    while new := {pid, *children(pid)} - tree:
+        for each in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGSTOP)
+        until = time.monotonic() + STOP_S
+        while any(state(each) not in ("T", "t", *ENDED) for each in new) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        tree |= new
+    return [Watched(each) for each in sorted(tree) if state(each) not in ENDED]
+
+
+def segments(prefix: str = "elastic-") -> list[str]:
+    """Shared-memory segments whose names begin with ``prefix``."""
+    return sorted(path.name for path in SHM.glob(f"{prefix}*"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What runs and lies here at one moment, to be compared with later."""
+
+    processes: frozenset[Process]
+    segments: frozenset[str]
+
+    @classmethod
+    def now(cls, mark: str = "") -> Machine:
+        return cls(frozenset(processes(mark)), frozenset(segments()))
+
+    def assert_nothing_left(self, mark: str, deadline_s: float) -> None:
+        """Since this moment no process with ``mark`` and no segment is left; what ends in good order may take a while."""
+        until = time.monotonic() + deadline_s
+        while True:
+            seen = {(process.pid, process.started) for process in self.processes}
+            left = [process for process in processes(mark) if (process.pid, process.started) not in seen and process.pid != os.getpid()]
+            shared = sorted(set(segments()) - self.segments)
+            if not left and not shared:
+                return
+            if time.monotonic() > until:
+                raise AssertionError(f"left after {deadline_s} s: processes {left}, shared-memory segments {shared}")
+            time.sleep(POLL_S)
+
+
+def wait_gone(watched: Iterable[Watched], deadline_s: float) -> list[Ended]:
+    """How each ended, all before one deadline."""
+    until = time.monotonic() + deadline_s
+    return [process.wait(max(until - time.monotonic(), 0)) for process in watched]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of ``/proc/<pid>/stat`` from the third on (the second may contain anything), or None if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()

@@ -1,0 +1,90 @@
+"""Real processes that form real worlds over gloo, kept between tests (importing torch in each costs seconds).
+
+A function given to :meth:`Ranks.run` runs in every member as ``function(world, *arguments)``; it must be importable.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from elastic.plan.layout import Layout
+
+DEADLINE_S = 90
+
+
+class Ranks:
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.generation = 0
+        self.store: Any = None
+
+    def run(self, layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What each member returned, by world rank.  An exception in any of them is raised here, with its traceback."""
+        self.start(layout, range(layout.world), function, *arguments)
+        answers = [self._answer(process) for process in range(layout.world)]
+        return [_value(*answer) for answer in answers]
+
+    def start(self, layout: Layout, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> None:
+        """Begin to run it in these processes, which get the world ranks 0, 1, …"""
+        from torch.distributed import TCPStore
+
+        self.generation += 1
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank, process in enumerate(processes):
+            self.pipes[process].send((layout, rank, self.generation, self.store.port, function, arguments))
+
+    def answer(self, process: int) -> Any:
+        """What the function returned there."""
+        return _value(*self._answer(process))
+
+    def _answer(self, process: int) -> tuple[int, bool, Any]:
+        if not self.pipes[process].poll(DEADLINE_S):
+            raise TimeoutError(f"process {process} did not answer within {DEADLINE_S} s")
+        failed, value = self.pipes[process].recv()
+        return process, failed, value
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+            process.join(10)
+
+
+def _value(process: int, failed: bool, value: Any) -> Any:
+    if failed:
+        raise AssertionError(f"process {process}:\n{value}")
+    return value
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    from torch.distributed import TCPStore
+
+    from elastic.engine.world import World
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    while (task := pipe.recv()) is not None:
+        layout, rank, generation, port, function, arguments = task
+        world = None
+        try:
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+            world = World.form(store, generation=generation, layout=layout, rank=rank, device=torch.device("cpu"), form_s=60, run_s=60)
+            pipe.send((False, function(world, *arguments)))
+        except Exception:  # the process boundary: raised again in the test
+            pipe.send((True, traceback.format_exc()))
+        finally:
+            if world is not None:
+                world.close()

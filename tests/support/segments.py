@@ -1,0 +1,138 @@
+"""Train part of a job in one world of real processes, without Ray: what engine tests run in :class:`tests.support.ranks.Ranks`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from elastic.control.commit import GO_ON, CommitShape, Outcome
+from elastic.engine.world import World
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding
+from elastic.runs import Run
+from elastic.train.checkpoint import Saver
+from elastic.train.counters import Counters
+from elastic.train.gate import Gate
+from elastic.train.heal import heal
+from elastic.train.setup import make_session
+from elastic.train.state import Shard, State
+from elastic.train.step import Session, run_step
+from storage.checkpoints import Checkpoints, ShardReceipt
+from storage.objects import ObjectStore
+from tests.support.ranks import Ranks
+from tests.support.state_hash import state_hash
+
+
+@dataclass
+class Part:
+    """What one member has to show for a segment.  ``hashes``, ``rates``: of its shard, and the learning rate used, step by step."""
+
+    outcomes: list[Outcome]
+    receipt: Any
+    hashes: list[str]
+    rates: list[float]
+    microbatches: int
+
+
+@dataclass
+class Member:
+    """A worker in its world, healed and ready to step."""
+
+    session: Session
+    state: State
+    gate: Gate
+    shape: CommitShape
+    checkpoints: Checkpoints
+
+    def step(self, boundary: Callable[[], int] = lambda: GO_ON) -> Outcome:
+        """The next step."""
+        return run_step(self.session, self.state, self.gate, self.shape, self.state.shard.version.step + 1, boundary)
+
+    def rate(self) -> float:
+        return float(self.state.optimizer.adamw.param_groups[0]["lr"])
+
+    def save(self) -> ShardReceipt:
+        receipts: list[Any] = []
+        told = lambda event, shard=None: receipts.append(shard.receipt)  # noqa: E731
+        Saver(self.checkpoints, self.gate.worker, told, self.session.faults, threaded=False).save(self.state)
+        (receipt,) = receipts
+        assert isinstance(receipt, ShardReceipt)
+        return receipt
+
+
+def shard_hash(shard: Shard) -> str:
+    """sha256 of the bytes of all slices."""
+    return hashlib.sha256(b"".join(shard.values[key].cpu().numpy().tobytes() for key in sorted(shard.values))).hexdigest()
+
+
+@contextmanager
+def member(
+    world: World, job: Job, version: Version, *, gate: Gate | None = None, holders: Sequence[Holding] | None = None, prefetch: int = 2
+) -> Iterator[Member]:
+    """This process as a member: version 0 is initialised, others come from the bucket, or from ``holders`` where these are given."""
+    workers = tuple(WorkerId(f"w{rank}") for rank in range(world.size))
+    gate = gate or Gate(workers[world.rank])
+    tier = "live" if holders is not None else "bucket" if version.step else "init"
+    plan = Plan(1, world.generation, world.layout, workers, version, tier, tuple(holders or ()), NodeId("n"))
+    checkpoints = Checkpoints(ObjectStore.open(job.bucket), job.name)
+    with TemporaryDirectory() as folder:
+        session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=prefetch)
+        try:
+            gate.enter(world.generation)
+            state = State(job, world, version)
+            heal(state, plan, gate.worker, gate.shards, checkpoints, session.counters)
+            gate.hold([*gate.shards, state.shard])
+            session.faults.watch(state.model, world)
+            shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.size)
+            yield Member(session, state, gate, shape, checkpoints)
+        finally:
+            session.loader.close()
+
+
+def segment(world: World, job: Job, version: Version, last: int) -> Part:
+    """From ``version`` (in the bucket, or the initialisation) to step ``last``, then save."""
+    with member(world, job, version) as me:
+        outcomes, hashes, rates = [], [], []
+        while me.state.shard.version.step < last:
+            outcomes.append(me.step())
+            hashes.append(shard_hash(me.state.shard))
+            rates.append(me.rate())
+        return Part(outcomes, me.save(), hashes, rates, me.session.counters["microbatches_run"])
+
+
+def finish(job: Job, layout: Layout, receipts: Iterable[ShardReceipt], version: Version, lineage: tuple[tuple[int, int], ...] = ()) -> str:
+    """Write the manifest of what the members saved; the hash of the exported state."""
+    run = Run.open(job)
+    run.commit(version, tuple(receipts), (*lineage, (version.generation, version.step)), layout)
+    folder = Path(job.bucket) / f"export-{version.step}"
+    run.checkpoints.export(version, folder)
+    return state_hash(sorted(folder.glob("*.safetensors")))
+
+
+@dataclass
+class Trained:
+    """A segment, its state in the bucket as ``version``, and the hash of that."""
+
+    hash: str
+    version: Version
+    parts: list[Part]
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return self.parts[0].outcomes
+
+
+def train(ranks: Ranks, job: Job, layout: Layout, last: int, version: Version = Version(0, 0)) -> Trained:  # noqa: B008 (frozen)
+    """A segment in one world of ``layout``."""
+    parts = ranks.run(layout, segment, job, version, last)
+    end = Version(last, parts[0].outcomes[-1].generation)
+    lineage = ((version.generation, version.step),) if version.step else ()
+    return Trained(finish(job, layout, [part.receipt for part in parts], end, lineage), end, parts)

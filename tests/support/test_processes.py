@@ -1,0 +1,108 @@
+"""The helpers tell how a process really ended, and find what was left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import SHM, Machine, StillRunning, Watched, children, frozen, processes, segments, start_time, state, wait_gone
+
+
+@contextmanager
+def child(*command: str, **options: object) -> Iterator[tuple[subprocess.Popen[bytes], Watched]]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, **options)  # type: ignore[call-overload]
+    try:
+        with Watched(process.pid) as watched:
+            yield process, watched
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_signal_is_told_from_an_exit() -> None:
+    with child("sleep", "60") as (_, killed), child("sh", "-c", "read line; exit 7") as (exits, exited):
+        assert killed.running
+        killed.kill(signal.SIGSEGV)
+        assert exits.stdin is not None
+        exits.stdin.close()
+        first, second = wait_gone([killed, exited], 10)
+        assert (first.signal, first.exit_code) == (signal.SIGSEGV, None)
+        assert (second.signal, second.exit_code) == (None, 7)
+        assert not killed.running
+        assert {first.source, second.source} == {"zombie"}
+
+
+def test_the_status_outlives_the_zombie() -> None:
+    """On kernels before 6.15 nobody can say, and that is what is said."""
+    with child("sleep", "60") as (process, watched):
+        watched.kill()
+        process.wait()
+        ended = watched.wait(10)
+        assert (ended.source, ended.signal) in (("pidfd", signal.SIGKILL), ("gone", None))
+
+
+def test_a_process_that_does_not_end_is_an_error() -> None:
+    with child("sleep", "60") as (_, watched), pytest.raises(StillRunning, match=r"still runs after 0\.01 s"):
+        watched.wait(0.01)
+
+
+def test_a_stopped_process_is_seen() -> None:
+    with child("sleep", "60") as (process, watched):
+        watched.kill(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert state(process.pid) == "T"
+        assert watched.running
+        assert start_time(process.pid) == watched.started
+
+
+def test_a_process_is_found_by_its_mark_and_its_parent(tmp_path: Path) -> None:
+    mark = str(tmp_path)
+    assert processes(mark) == []
+    with child("sleep", "60", env={"RUN": mark}) as (process, watched):
+        while not processes(mark):  # the environment appears with exec
+            assert watched.running
+        assert [found.pid for found in processes(mark)] == [process.pid]
+        assert process.pid in children(os.getpid())
+        process.kill()
+        watched.wait(10)
+        assert processes(mark) == []
+
+
+def test_what_is_left_is_found(tmp_path: Path) -> None:
+    before = Machine.now()
+    with child(sys.executable, "-c", "input()", str(tmp_path)) as (process, watched):
+        with pytest.raises(AssertionError, match=str(process.pid)):
+            before.assert_nothing_left(str(tmp_path), 0.05)
+        assert process.stdin is not None
+        process.stdin.close()
+        watched.wait(10)
+        before.assert_nothing_left(str(tmp_path), 10)
+    segment = SHM / f"elastic-test-{os.getpid()}"
+    segment.write_bytes(b"left")
+    try:
+        assert segment.name in segments()
+        with pytest.raises(AssertionError, match=segment.name):
+            before.assert_nothing_left(str(tmp_path), 0.05)
+    finally:
+        segment.unlink()
+
+
+def test_a_process_that_is_ending_is_not_taken_for_a_killed_one() -> None:
+    """It gives back its memory while the freeze comes, can no longer be stopped, and exits with 0."""
+    ending = "import os; held = bytearray(b'1') * 2**29; print(flush=True); os._exit(0)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ending!r}]); input()"
+    with child(sys.executable, "-c", parent, stdout=subprocess.PIPE) as (process, _):
+        assert process.stdout is not None
+        process.stdout.readline()
+        watched = frozen(process.pid)
+        for each in watched:
+            each.kill()
+        process.wait(10)
+        assert watched and all(end.signal is signal.SIGKILL for end in wait_gone(watched, 10))

@@ -1,0 +1,91 @@
+"""Small jobs that train in seconds and still learn: a dataset with structure, a model of the user's own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic.job import Job
+
+
+class Sums:
+    """Sample i walks through the vocabulary, three words on at every place, five at every seventh: there is something to learn.
+
+    ``masked``: every third sample ends in masked targets, so microbatches differ in their number of valid tokens.
+    """
+
+    def __init__(self, samples: int = 64, seq_len: int = 16, vocab: int = 29, masked: bool = True, read_s: float = 0.0) -> None:
+        self.samples, self.seq_len, self.vocab, self.masked, self.read_s = samples, seq_len, vocab, masked, read_s
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        time.sleep(self.read_s)  # a slow disk: paces a run without taking a core
+        rows = []
+        for i in ids:
+            row = [i % self.vocab]
+            while len(row) <= self.seq_len:
+                row.append((row[-1] + (5 if row[-1] % 7 == 0 else 3)) % self.vocab)
+            if self.masked and i % 3 == 0:
+                row[-(1 + i % 7) :] = [-1] * (1 + i % 7)
+            rows.append(row)
+        return {"tokens": torch.tensor(rows, dtype=torch.int64)}
+
+    def fingerprint(self) -> str:
+        return f"sums-{self.samples}-{self.seq_len}-{self.vocab}-{self.masked}"
+
+
+class Own(nn.Module):
+    """A user's own model: no sharding table, odd sizes, a bias, uneven shards at every degree."""
+
+    def __init__(self, vocab: int = 29, dim: int = 19, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)) for _ in range(layers)
+        )
+        self.mix = nn.Linear(dim, dim)
+        self.head = nn.Linear(dim, vocab)
+
+    def init_weights(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        previous = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+        x = x + self.mix(previous)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def own(**args: Any) -> nn.Module:
+    return Own(**args)
+
+
+def toy_job(bucket: Path | str, **changes: Any) -> Job:
+    """A job that learns: 29-word vocabulary, 8 microbatches of 2 a step."""
+    values: dict[str, Any] = {
+        "name": "toy",
+        "bucket": str(bucket),
+        "model_args": {"vocab": 29, "dim": 32, "layers": 4, "heads": 2, "dropout": 0.1},
+        "steps": 12,
+        "global_batch": 16,
+        "microbatch": 2,
+        "data": {"dataset": "tests.support.toys:Sums"},
+        "optim": {"lr": 1e-2},
+        "schedule": {"warmup_steps": 2},
+        "checkpoint": {"save_every": 1000},
+    }
+    return Job(**(values | changes))

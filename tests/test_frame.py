@@ -1,0 +1,95 @@
+"""What the tests themselves promise: no silent skip in CI, and a table of capabilities that cannot flatter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import capabilities
+from tests.capabilities import carried, carriers, result, rows, scan, table
+
+ROOT = Path(__file__).resolve().parents[1]
+IDS = list(rows())
+
+SUITE = """
+import pytest
+
+@pytest.mark.must_run_in_ci
+def test_r14_needed():
+    {needed}
+
+def test_other():
+    pytest.skip("no GPU")
+"""
+
+
+def run_suite(folder: Path, source: str, *, ci: bool) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text("from tests.conftest import *\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = must_run_in_ci\n")
+    (folder / "test_suite.py").write_text(source)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CI": "true" if ci else ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "pytest.ini", "--import-mode=importlib", "."]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_test_that_must_run_may_not_be_skipped_in_ci(tmp_path: Path) -> None:
+    skipped = SUITE.format(needed="pytest.skip('no Ray')")
+    done = run_suite(tmp_path, skipped, ci=True)
+    assert done.returncode == 1
+    assert "SKIPPED, BUT MUST RUN IN CI: test_suite.py::test_r14_needed" in done.stdout
+    assert run_suite(tmp_path, skipped, ci=False).returncode == 0
+    assert run_suite(tmp_path, SUITE.format(needed="pass"), ci=True).returncode == 0
+
+
+def test_nor_may_its_whole_module(tmp_path: Path) -> None:
+    done = run_suite(tmp_path, "import pytest\npytest.importorskip('not_installed_anywhere')\n" + SUITE.format(needed="pass"), ci=True)
+    assert "SKIPPED, BUT MUST RUN IN CI: test_suite.py" in done.stdout
+    assert done.returncode not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def test_results_are_remembered_and_the_last_one_counts(tmp_path: Path) -> None:
+    def remembered(needed: str) -> str:
+        run_suite(tmp_path, SUITE.format(needed=needed), ci=False)
+        cache = tmp_path / ".pytest_cache" / "v" / capabilities.RESULTS
+        return result("test_suite.py::test_r14_needed", capabilities.json.loads(cache.read_text()))
+
+    assert [remembered(needed) for needed in ("pass", "assert False", "pytest.skip('x')")] == ["passed", "failed", "skipped"]
+
+
+@pytest.mark.fast
+def test_the_rows_are_those_of_the_list() -> None:
+    assert len(IDS) == 112
+    assert {"A1", "B17", "C8", "D16", "E6", "F8", "G4", "H4", "I2", "R22", "U11"} <= set(IDS)
+
+
+@pytest.mark.fast
+def test_ids_are_found_in_names_and_docstrings() -> None:
+    assert carried("test_r14_each_sample_once", "", IDS) == ["R14"]
+    assert carried("test_each_sample_once", "R14, H1: as it should be (not on H200 nor R140).", IDS) == ["H1", "R14"]
+    assert carried("test_start", "Nothing", IDS) == []
+    source = 'class TestX:\n    "R1"\n    def test_a(self): ...\n    def help(self): "R2"\ndef test_u1_b(): ...\n'
+    assert list(carriers(source, "t.py", IDS)) == [("R1", "t.py::TestX::test_a"), ("U1", "t.py::test_u1_b")]
+
+
+@pytest.mark.fast
+def test_only_a_passing_test_proves() -> None:
+    outcomes = {
+        "a[1]": "passed",
+        "a[2]": "passed",
+        "b[1]": "passed",
+        "b[2]": "failed",
+        "c": "skipped",
+    }
+    tests = {"A": ["a"], "B": ["a", "b"], "C": ["c"], "D": ["d"], "E": []}
+    lines = list(table(dict.fromkeys(tests, "text"), tests, outcomes))
+    assert [line.split()[1] for line in lines if line[0] in tests] == ["passed", "FAILED", "not", "not", "not"]
+    assert lines[-1] == "1 of 5 capabilities proven here"
+
+
+@pytest.mark.fast
+def test_the_scan_finds_this_repositorys_own() -> None:
+    assert any("test_imports.py::test_u8" in test for test in scan(ROOT / "tests", IDS)["U8"])

@@ -1,0 +1,107 @@
+"""Code by name (U8): found, or a sentence that says why not; and nobody takes the place of our packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import elastic
+from elastic.errors import CodeError
+from elastic.imports import ROOT, check_packages, load
+
+
+@pytest.fixture
+def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "theirs"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "good.py").write_text("def build(dim): return dim\nSIZE = 3\n")
+    (package / "needs.py").write_text("import not_installed_anywhere\n")
+    (package / "raises.py").write_text("import json\n\nx = 1 // 0\n")
+    (package / "syntax.py").write_text("def f(:\n")
+    yield package
+    for name in [name for name in sys.modules if name.partition(".")[0] == "theirs"]:
+        del sys.modules[name]
+
+
+@pytest.mark.fast
+def test_code_is_found_by_name(user_code: Path) -> None:
+    assert load("theirs.good:build")(4) == 4
+    assert load("elastic.plan.layout:Layout").__name__ == "Layout"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("theirs.good.build", "'theirs.good.build' does not name code; write 'package.module:name'"),
+        ("theirs.good:", "does not name code"),
+        (":build", "does not name code"),
+        ("theirs/good.py:build", "does not name code"),
+        ("theirs.good:biuld", "has no 'biuld'; did you mean 'theirs.good:build'?"),
+        ("theirs.good:xyzzy", "has no 'xyzzy'; it has SIZE, build"),
+        ("nobodys.good:build", "there is no module 'nobodys' on this machine's path, which begins with '"),
+        ("theirs.missing:build", "there is no module 'theirs.missing' on this machine's path"),
+        ("theirs.needs:build", "importing theirs.needs failed with ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        ("theirs.raises:build", "importing theirs.raises failed with ZeroDivisionError"),
+        ("theirs.syntax:build", "importing theirs.syntax failed with SyntaxError"),
+    ],
+)
+def test_u8_code_that_cannot_be_imported_is_named(user_code: Path, path: str, said: str) -> None:
+    """U8: a named error, before any world forms."""
+    with pytest.raises(CodeError) as caught:
+        load(path)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.fast
+def test_where_the_users_import_failed_is_said(user_code: Path) -> None:
+    with pytest.raises(CodeError, match=rf"in {user_code}/raises.py, line 3"):
+        load("theirs.raises:build")
+    with pytest.raises(CodeError, match=rf"in {user_code}/needs.py, line 1"):
+        load("theirs.needs:build")
+
+
+@pytest.mark.fast
+def test_our_own_packages_are_ours() -> None:
+    check_packages()
+    check_packages(ROOT)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["elastic", "actors", "storage"])
+@pytest.mark.parametrize("form", ["{}/__init__.py", "{}/data.txt", "{}.py"])
+def test_u8_a_working_folder_that_would_shadow_us_is_refused(tmp_path: Path, name: str, form: str) -> None:
+    """U8: the path that offends is named, before any worker starts in that folder."""
+    offender = tmp_path / form.format(name)
+    offender.parent.mkdir(exist_ok=True)
+    offender.write_text("")
+    with pytest.raises(CodeError, match=rf"{tmp_path}/{name}(\.py)? takes the place of Elastic's own package '{name}'.*rename it"):
+        check_packages(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["actors", "storage"])
+def test_u8_a_shadowed_package_is_named_by_the_command(tmp_path: Path, name: str) -> None:
+    """U8: ``python -m elastic`` in a folder that has a package of our name says which, and exits with 1."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "elastic", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"elastic: {tmp_path / name} takes the place of Elastic's own package {name!r} ({ROOT / name}); rename it\n"
+
+
+@pytest.mark.fast
+def test_public_names_are_lazy() -> None:
+    assert elastic.JobError is load("elastic.errors:JobError")
+    assert set(elastic.__all__) <= set(dir(elastic))
+    with pytest.raises(AttributeError, match="no attribute 'Jobs'"):
+        elastic.Jobs  # noqa: B018

@@ -1,4 +1,4 @@
-"""The command ``elastic``: train, status, logs, simulate, data prepare, checkpoint ls | verify | export."""
+"""The command ``elastic``: train, status, logs, simulate, data prepare | show, checkpoint ls | verify | export."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -67,12 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--first", type=int, default=0)
     simulate.set_defaults(perform=_simulate)
 
-    data = commands.add_parser("data", help="prepare datasets").add_subparsers(dest="what", required=True)
-    prepare = data.add_parser("prepare", help="token shards from a folder of text")
-    prepare.add_argument("source", type=Path)
-    prepare.add_argument("destination")
-    prepare.add_argument("--suffix", action="append", help="which files; default: .txt .md .rst .py")
-    prepare.set_defaults(perform=_prepare)
+    _add_data(commands.add_parser("data", help="prepare datasets and look at them").add_subparsers(dest="what", required=True))
 
     checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run").add_subparsers(dest="what", required=True)
     for name, perform, text in (
@@ -88,6 +84,22 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--to", type=Path, required=True)
         command.set_defaults(perform=perform)
     return parser
+
+
+def _add_data(commands: Any) -> None:
+    prepare = commands.add_parser("prepare", help="token shards from text, JSON lines and parquet")
+    prepare.add_argument("source", nargs="+", help="folders, files or URLs")
+    prepare.add_argument("destination", help="a new folder or URL")
+    prepare.add_argument("--suffix", action="append", help="which files of a folder; default: .txt .md .rst .py .jsonl .parquet")
+    prepare.add_argument("--text-field", default="text", help="of JSON lines and parquet (default: text)")
+    tokenizer = prepare.add_mutually_exclusive_group()
+    tokenizer.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json of Hugging Face; default: the bytes of the text")
+    tokenizer.add_argument("--train-bpe", metavar="VOCABULARY", type=int, help="train a byte-level BPE of so many entries on the text")
+    prepare.add_argument("--end-of-document", metavar="TOKEN", help="of the tokenizer; default: what it calls <|endoftext|>, </s> or so")
+    prepare.set_defaults(perform=_prepare)
+    show = commands.add_parser("show", help="what a dataset is")
+    show.add_argument("dataset")
+    show.set_defaults(perform=_show_data)
 
 
 def say(text: str, head: str = "", style: str = "") -> None:
@@ -204,10 +216,27 @@ def _simulate(known: argparse.Namespace, _: list[str]) -> int:
 
 
 def _prepare(known: argparse.Namespace, _: list[str]) -> int:
-    from elastic.data.prepare import SUFFIXES, prepare
+    from elastic.data.prepare import prepare
+    from elastic.data.sources import SUFFIXES
 
-    summary = prepare(known.source, known.destination, tuple(known.suffix or SUFFIXES))
+    summary = prepare(
+        known.source,
+        known.destination,
+        tuple(known.suffix or SUFFIXES),
+        known.text_field,
+        tokenizer=known.tokenizer,
+        bpe=known.train_bpe,
+        end_of_document=known.end_of_document,
+    )
     say(str(summary))
+    return 0
+
+
+def _show_data(known: argparse.Namespace, _: list[str]) -> int:
+    from elastic.data.show import show
+
+    for name, text in show(known.dataset).items():
+        say(text, f"{name:<12}", "dim")
     return 0
 
 

@@ -1,23 +1,23 @@
 """Token datasets: one endless row of tokens, cut into files of equal size, and a description that is written last.
 
-    tokens-00000.bin …    little-endian uint16, ``SHARD_TOKENS`` each, the last one shorter
+    tokens-00000.bin …    little-endian uint16, or uint32 for vocabularies beyond 65,536; ``SHARD_TOKENS`` each, the last one shorter
+    blocks.b3             the blake3 digest of every block of every token file: 32 bytes each, in order
     documents.parquet     one row a document: path, first token, length, digest of its tokens
+    tokenizer.json        what turned the text into tokens, where that was more than its bytes
     dataset.json          format, tokenizer, vocabulary, numbers, and every file with its size and digest
 
-As everywhere here, nothing exists until its description does.  A local dataset is memory-mapped, so the workers of a node share its
-pages; from any other store, blocks are fetched by range and a few of them kept.
+As everywhere here, nothing exists until its description does.  Readers fetch and check whole blocks (``storage/tokens.py``); their size
+is a trade: a sample of 4,096 tokens is 8 KiB, so larger ones would mostly fetch what nobody asked for, and smaller ones would spend
+more on digests and requests.  Format 1 had no blocks: there each token file is one.
 """
 
 from __future__ import annotations
 
-import io
 import json
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from functools import lru_cache
-from itertools import accumulate
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +25,37 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from blake3 import blake3
 
+from storage.documents import digest_of
 from storage.errors import BadFormat, Damaged, Exists, Missing
 from storage.manifest import File
 from storage.objects import ObjectStore
 
-FORMAT = 1
-READABLE = (1,)
+FORMAT = 2
+READABLE = (1, 2)
 """Formats that this version reads: every one that was ever released."""
-DESCRIPTION, DOCUMENTS = "dataset.json", "documents.parquet"
-TOKEN = np.dtype("<u2")
+DESCRIPTION, DOCUMENTS, BLOCKS, TOKENIZER = "dataset.json", "documents.parquet", "blocks.b3", "tokenizer.json"
 SHARD_TOKENS = 8 * 2**20
-BLOCK_TOKENS = 2**19
-BLOCKS = 64
-"""Blocks of 1 MiB that a reader of a remote store keeps."""
+BLOCK_BYTES = 256 * 2**10
+INDEX = pa.schema([("path", pa.string()), ("first", pa.int64()), ("length", pa.int64()), ("blake3", pa.string())])
+INDEX_ROWS, PIECE_BYTES = 2**16, 4 * 2**20
+"""Documents, and bytes of the file of them, that are held in memory while it is written."""
 
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How text became tokens.  ``definition``: the contents of tokenizer.json, if there is one."""
+
+    tokenizer: str
+    vocabulary: int
+    end_of_document: int
+    definition: bytes | None = None
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """The narrowest type that holds every token."""
+        return np.dtype("<u2") if self.vocabulary <= 2**16 else np.dtype("<u4")
 
 
 @dataclass(frozen=True)
@@ -52,10 +68,15 @@ class Description:
     documents: int
     files: tuple[File, ...]
     index: File
+    end_of_document: int = 256
+    block_bytes: int = 0
+    blocks: File | None = None
+    definition: File | None = None
+    """tokenizer.json."""
 
     def to_json(self) -> bytes:
         """The same bytes for the same description."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1).encode()
+        return json.dumps({"format": FORMAT, "dtype": self.dtype.name, **asdict(self)}, sort_keys=True, indent=1).encode()
 
     @classmethod
     def from_json(cls, raw: bytes, name: str = DESCRIPTION) -> Description:
@@ -65,111 +86,161 @@ class Description:
             number = value.pop("format")
             if number not in READABLE:
                 raise BadFormat(f"{name} is of format {number}, not {' or '.join(map(str, READABLE))}; use a newer version")
+            dtype = value.pop("dtype", "uint16")
             value["files"] = tuple(File(**file) for file in value["files"])
-            return cls(**{**value, "index": File(**value["index"])})
+            for each in ("index", "blocks", "definition"):
+                value[each] = File(**value[each]) if value.get(each) is not None else None
+            found = cls(**value)
+            found = replace(found, block_bytes=found.block_bytes or max(file.size for file in found.files))
+            if dtype != found.dtype.name or found.block_bytes % found.dtype.itemsize:
+                raise ValueError(f"dtype {dtype} and blocks of {found.block_bytes} bytes for a vocabulary of {found.vocabulary}")
+            return found
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(name, "the description of a dataset", f"{type(error).__name__}: {error}") from None
 
     @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        return Coding(self.tokenizer, self.vocabulary, self.end_of_document).dtype
+
+    @property
     def fingerprint(self) -> str:
-        """Digest of what training sees: the tokens, whatever the documents were called."""
-        seen = (self.tokenizer, self.vocabulary, [asdict(file) for file in self.files])
-        return blake3(json.dumps(seen).encode()).hexdigest()
+        """Digest of what training sees: the tokens and what they stand for, wherever they lie and whatever the documents were called."""
+        seen: list[Any] = [self.tokenizer, self.vocabulary, [asdict(file) for file in self.files]]
+        if self.definition is not None:
+            seen.append(self.definition.blake3)
+        return digest_of(json.dumps(seen).encode())
+
+
+def read_description(store: ObjectStore) -> Description:
+    """Of the dataset in ``store``.  Raises :class:`Missing` where there is none."""
+    return Description.from_json(store.get(DESCRIPTION), store.full_name(DESCRIPTION))
 
 
 def write_dataset(
-    store: ObjectStore, documents: Iterable[tuple[str, Tokens]], tokenizer: str, vocabulary: int, shard_tokens: int = SHARD_TOKENS
+    store: ObjectStore,
+    documents: Iterable[tuple[str, Tokens]],
+    coding: Coding,
+    shard_tokens: int = SHARD_TOKENS,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Description:
-    """Write (path, tokens) of every document, in this order.
+    """Write (path, tokens) of every document, in this order; one shard is in memory at a time.  One writer at a time.
 
     Writing the same again changes nothing; a store that holds other tokens already raises :class:`Exists` and is left as it is.
+    What ``documents`` raises is passed on, and what was written until then is taken away.
     """
     found = _found(store)
-    rows: list[tuple[str, int, int, str]] = []
-    files = []
-    for number, data in enumerate(_shards(_noted(documents, rows), shard_tokens)):
-        file = File(f"tokens-{number:05d}.bin", len(data), blake3(data).hexdigest())
-        files.append(file)
-        if found is None:
-            store.put(file.name, data)
-    table = _table(rows)
-    index = File(DOCUMENTS, len(table), blake3(table).hexdigest())
-    tokens = sum(file.size for file in files) // TOKEN.itemsize
-    made = Description(tokenizer, vocabulary, tokens, len(rows), tuple(files), index)
     if found is None:
-        store.put(DOCUMENTS, table)
-        store.put_if_absent(DESCRIPTION, made.to_json())
+        with _Files(store) as files, TemporaryFile() as spool:
+            made = _write(files, _Index(spool, coding.dtype), documents, coding, shard_tokens, block_bytes)
+            store.put_if_absent(DESCRIPTION, made.to_json())
         return made
+    with TemporaryFile() as spool:
+        made = _write(_Digests(), _Index(spool, coding.dtype), documents, coding, shard_tokens, block_bytes)
     if found.fingerprint != made.fingerprint:
         raise Exists(DESCRIPTION, store.url)
     return found
 
 
-class TokenFiles:
-    """The tokens of a prepared dataset, by position.  Raises :class:`Missing` where there is none."""
-
-    def __init__(self, store: ObjectStore, block_tokens: int = BLOCK_TOKENS) -> None:
-        self.store, self.block_tokens = store, block_tokens
-        self.description = Description.from_json(store.get(DESCRIPTION), f"{store.url}/{DESCRIPTION}")
-        sizes = [file.size // TOKEN.itemsize for file in self.description.files]
-        self._starts = list(accumulate(sizes, initial=0))
-        self._maps: dict[int, Tokens] = {}
-        self._block = lru_cache(maxsize=BLOCKS)(self._fetch)
-
-    def read(self, first: int, last: int) -> Tokens:
-        """Tokens ``[first, last)`` of the row.  Raises IndexError beyond it, :class:`Damaged` for a file of another size."""
-        if not 0 <= first <= last <= self.description.tokens:
-            raise IndexError(f"tokens {first} to {last} of a dataset of {self.description.tokens}")
-        parts = [np.empty(0, TOKEN)]
-        while first < last:
-            number = bisect_right(self._starts, first) - 1
-            start, stop = self._starts[number], min(self._starts[number + 1], last)
-            parts.append(self._from_file(number, first - start, stop - start))
-            first = stop
-        return np.concatenate(parts)
-
-    def _from_file(self, number: int, first: int, last: int) -> Tokens:
-        if self.store.local:
-            return self._map(number)[first:last]
-        blocks = range(first // self.block_tokens, -(-last // self.block_tokens))
-        whole = np.concatenate([self._block(number, block) for block in blocks])
-        skipped = blocks.start * self.block_tokens
-        return whole[first - skipped : last - skipped]
-
-    def _map(self, number: int) -> Tokens:
-        if number not in self._maps:
-            file = self.description.files[number]
-            self._expect(file.name, file.size, self.store.size(file.name))
-            self._maps[number] = np.memmap(Path(self.store.root) / file.name, TOKEN, "r")
-        return self._maps[number]
-
-    def _fetch(self, number: int, block: int) -> Tokens:
-        file = self.description.files[number]
-        size = self.block_tokens * TOKEN.itemsize
-        first, last = block * size, min((block + 1) * size, file.size)
-        raw = self.store.get(file.name, first, last)
-        self._expect(file.name, last - first, len(raw))
-        return np.frombuffer(raw, TOKEN)
-
-    def _expect(self, name: str, size: int, found: int) -> None:
-        if found != size:
-            raise Damaged(f"{self.store.url}/{name}", f"{size} bytes", f"{found}")
-
-
 def _found(store: ObjectStore) -> Description | None:
     try:
-        return Description.from_json(store.get(DESCRIPTION), f"{store.url}/{DESCRIPTION}")
+        return read_description(store)
     except Missing:
         return None
 
 
-def _noted(documents: Iterable[tuple[str, Tokens]], rows: list[tuple[str, int, int, str]]) -> Iterator[Tokens]:
-    """Passes the tokens on, and notes in ``rows`` where each document is."""
-    first = 0
-    for path, tokens in documents:
-        rows.append((path, first, len(tokens), blake3(tokens.astype(TOKEN).tobytes()).hexdigest()))
-        first += len(tokens)
-        yield tokens
+def _write(
+    files: _Digests, index: _Index, documents: Iterable[tuple[str, Tokens]], coding: Coding, shard_tokens: int, block_bytes: int
+) -> Description:
+    shards, blocks = [], []
+    for number, data in enumerate(_shards(index.noted(documents), shard_tokens)):
+        shards.append(files.put(f"tokens-{number:05d}.bin", data))
+        view = memoryview(data)
+        blocks += [blake3(view[first : first + block_bytes]).digest() for first in range(0, len(data), block_bytes)]
+    table = index.finish()
+    return Description(
+        tokenizer=coding.tokenizer,
+        vocabulary=coding.vocabulary,
+        tokens=sum(file.size for file in shards) // coding.dtype.itemsize,
+        documents=index.documents,
+        files=tuple(shards),
+        index=files.put(DOCUMENTS, table),
+        end_of_document=coding.end_of_document,
+        block_bytes=block_bytes,
+        blocks=files.put(BLOCKS, b"".join(blocks)),
+        definition=None if coding.definition is None else files.put(TOKENIZER, coding.definition),
+    )
+
+
+class _Digests:
+    """Writes nothing: what a dataset would consist of."""
+
+    def put(self, name: str, data: bytes | IO[bytes]) -> File:
+        digest, size = blake3(), 0
+        for piece in _pieces(data):
+            digest.update(piece)
+            size += len(piece)
+        return File(name, size, digest.hexdigest())
+
+
+class _Files(_Digests):
+    """Writes; at an error before the end, takes away what it has written, unless somebody else made a dataset of it."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store, self.written = store, list[str]()
+
+    def put(self, name: str, data: bytes | IO[bytes]) -> File:
+        self.written.append(name)
+        self.store.put(name, _pieces(data))
+        return super().put(name, data)
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not self.store.exists(DESCRIPTION):
+            for name in self.written:
+                self.store.delete(name)
+
+
+def _pieces(data: bytes | IO[bytes]) -> Iterator[bytes]:
+    if isinstance(data, bytes):
+        yield data
+        return
+    data.seek(0)
+    while piece := data.read(PIECE_BYTES):
+        yield piece
+
+
+class _Index:
+    """documents.parquet, written as the documents go by."""
+
+    def __init__(self, spool: IO[bytes], dtype: np.dtype[np.unsignedinteger[Any]]) -> None:
+        self.spool, self.dtype, self.documents = spool, dtype, 0
+        self._rows: list[tuple[str, int, int, str]] = []
+        self._table = pq.ParquetWriter(spool, INDEX)
+
+    def noted(self, documents: Iterable[tuple[str, Tokens]]) -> Iterator[Tokens]:
+        """Passes the tokens on, and notes where each document is."""
+        first = 0
+        for path, tokens in documents:
+            tokens = tokens.astype(self.dtype)
+            self._rows.append((path, first, len(tokens), digest_of(tokens.tobytes())))
+            if len(self._rows) == INDEX_ROWS:
+                self._flush()
+            first += len(tokens)
+            self.documents += 1
+            yield tokens
+
+    def finish(self) -> IO[bytes]:
+        self._flush()
+        self._table.close()
+        return self.spool
+
+    def _flush(self) -> None:
+        if self._rows:
+            columns = [pa.array(column, kind) for column, kind in zip(zip(*self._rows, strict=True), INDEX.types, strict=True)]
+            self._table.write_table(pa.Table.from_arrays(columns, schema=INDEX))
+            self._rows.clear()
 
 
 def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[bytes]:
@@ -178,17 +249,9 @@ def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[bytes]:
     room = shard_tokens
     for part in parts:
         while len(part) >= room:
-            yield np.concatenate([*shard, part[:room]]).astype(TOKEN).tobytes()
+            yield np.concatenate([*shard, part[:room]]).tobytes()
             shard, part, room = [], part[room:], shard_tokens
         shard.append(part)
         room -= len(part)
     if room < shard_tokens:
-        yield np.concatenate(shard).astype(TOKEN).tobytes()
-
-
-def _table(rows: list[tuple[str, int, int, str]]) -> bytes:
-    schema = pa.schema([("path", pa.string()), ("first", pa.int64()), ("length", pa.int64()), ("blake3", pa.string())])
-    columns = [pa.array(column, kind) for column, kind in zip(zip(*rows, strict=True), schema.types, strict=True)]
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_arrays(columns, schema=schema), buffer)
-    return buffer.getvalue()
+        yield np.concatenate(shard).tobytes()

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 import shlex
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from elastic.data.prepare import text_files
+from elastic.data.sources import text_files
 from elastic.errors import DataError
-from storage.datasets import TokenFiles
 from storage.errors import Missing, StorageError
 from storage.objects import ObjectStore
+from storage.tokens import TokenFiles
 
 
 class TokenDataset:
@@ -27,6 +26,8 @@ class TokenDataset:
             raise DataError(f"data.args.seq_len = {seq_len} must be at least 1")
         self.path, self.seq_len = path, seq_len
         self._files = _open(path)
+        self.vocabulary = self._files.description.vocabulary
+        """Every token is smaller."""
         tokens = self._files.description.tokens
         self._samples = (tokens - 1) // seq_len
         if self._samples < 1:
@@ -40,16 +41,15 @@ class TokenDataset:
 
     def read(self, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
         """``tokens``: int64 [samples, seq_len + 1]."""
-        rows = np.empty((len(ids), self.seq_len + 1), np.int64)
-        for row, sample in zip(rows, ids, strict=True):
+        for sample in ids:
             if not 0 <= sample < self._samples:
                 raise IndexError(f"sample {sample} of a dataset of {self._samples}")
-            row[:] = self._files.read(sample * self.seq_len, (sample + 1) * self.seq_len + 1)
-        return {"tokens": torch.from_numpy(rows)}
+        rows = self._files.rows([sample * self.seq_len for sample in ids], self.seq_len + 1)
+        return {"tokens": torch.from_numpy(rows.astype(np.int64))}
 
     def fingerprint(self) -> str:
-        """Digest of all tokens."""
-        return self._files.description.fingerprint
+        """Digest of all tokens, and how they are cut: wherever they lie."""
+        return f"{self._files.description.fingerprint}/{self.seq_len}"
 
 
 def _open(path: str) -> TokenFiles:
@@ -62,7 +62,7 @@ def _open(path: str) -> TokenFiles:
 
 
 def _not_prepared(path: str) -> str:
-    texts = len(text_files(Path(path)))
+    texts = len(text_files([path]))
     if texts:
         command = f"elastic data prepare {shlex.quote(path)} {shlex.quote(os.path.abspath(path) + '-tokens')}"
         return f"data.args.path = {path!r} is a folder of text ({texts} files), no dataset; run `{command}` and set path to that"

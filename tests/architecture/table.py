@@ -51,6 +51,7 @@ IMPORTS = {
     ),
     "elastic.data": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "pyarrow")),
     "elastic.data.cursor": Row(),
+    "elastic.data.tokenizer": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "tokenizers")),
     "elastic.data.tokens": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "torch")),
     "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", *NAMES), ("numpy", "torch")),
     "elastic.train": Row(

@@ -1,0 +1,35 @@
+"""What a token dataset is, for a human."""
+
+from __future__ import annotations
+
+from elastic.data.tokenizer import Encoder, open_encoder
+from storage.datasets import Coding, Description
+from storage.objects import ObjectStore
+from storage.tokens import TokenFiles
+
+SHOWN_TOKENS = 64
+
+
+def show(path: str) -> dict[str, str]:
+    """Sentences by name.  Raises :class:`~storage.errors.Missing` where there is no dataset."""
+    store = ObjectStore.open(path)
+    files = TokenFiles(store)
+    about = files.description
+    first = files.read(0, min(SHOWN_TOKENS, about.tokens))
+    return {
+        "dataset": store.url,
+        "tokenizer": about.tokenizer if about.definition is None else f"{about.tokenizer} (blake3 {about.definition.blake3[:12]})",
+        "vocabulary": f"{about.vocabulary:,} ({about.dtype.name}), {about.end_of_document} ends a document",
+        "tokens": f"{about.tokens:,}",
+        "documents": f"{about.documents:,}",
+        "files": f"{len(about.files):,}, {sum(file.size for file in about.files):,} bytes",
+        "fingerprint": about.fingerprint,
+        "begins": " ".join(map(str, first[:12])) + " …",
+        "as text": repr(encoder_of(store, about).decode(first).decode(errors="replace")),
+    }
+
+
+def encoder_of(store: ObjectStore, about: Description) -> Encoder:
+    """What turned the text into these tokens."""
+    definition = store.get(about.definition.name) if about.definition is not None else None
+    return open_encoder(Coding(about.tokenizer, about.vocabulary, about.end_of_document, definition), store.url)

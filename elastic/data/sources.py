@@ -1,0 +1,159 @@
+"""Where text comes from: text files, JSON lines and parquet, in folders, single files or buckets, compressed or not.
+
+The order is that of the sources as named, then of the paths, then of the rows; so the same text always gives the same dataset.
+Everything is read as a stream: one document, or a piece of one file, is in memory at a time.  What cannot be read is named with its
+file and its line or row, counted from 1.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic.errors import DataError
+from storage.objects import ObjectStore
+
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""May stand behind any of the suffixes but .parquet, which compresses by itself."""
+BUFFER_BYTES = 4 * 2**20
+ROWS = 1024
+
+
+class Document(NamedTuple):
+    """``name``: its file's path within the source, with ``:line`` or ``:row`` where the file holds many; ``text``: UTF-8, mostly."""
+
+    name: str
+    text: bytes
+
+
+class TextFile(NamedTuple):
+    """An object that holds text."""
+
+    store: ObjectStore
+    key: str
+
+    @property
+    def place(self) -> str:
+        return self.store.full_name(self.key)
+
+
+def text_files(sources: Iterable[str | Path], suffixes: Sequence[str] = SUFFIXES) -> list[TextFile]:
+    """The files that ``sources`` name, and those in their folders whose names end so, sorted by path; nothing hidden."""
+    return [file for source in sources for file in (_itself(str(source)) or _below(str(source), suffixes))]
+
+
+def _itself(source: str) -> list[TextFile]:
+    """A source that is one file."""
+    folder, _, name = source.rpartition("/")
+    store = ObjectStore.open(folder or ("/" if source.startswith("/") else "."))
+    return [TextFile(store, name)] if name not in ("", ".", "..") and not folder.endswith(":/") and store.exists(name) else []
+
+
+def _below(source: str, suffixes: Sequence[str]) -> list[TextFile]:
+    store = ObjectStore.open(source)
+    ends = (*suffixes, *(f"{suffix}{packed}" for suffix in suffixes for packed in COMPRESSIONS))
+    return [TextFile(store, key) for key in store.list() if key.endswith(ends) and not f"/{key}".count("/.")]
+
+
+def documents(files: Iterable[TextFile], text_field: str = "text") -> Iterator[Document]:
+    """Every document: a text file, a line of JSON, a row of a parquet file.  Raises :class:`DataError` for one that is none."""
+    for file in files:
+        stem = _stem(file.key)
+        try:
+            if stem.endswith(".parquet"):
+                yield from _rows(file, text_field)
+            elif stem.endswith(".jsonl"):
+                yield from _lines(file, text_field)
+            else:
+                yield Document(file.key, _open(file).read())
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{file.place} cannot be read: {error}") from error
+
+
+def _lines(file: TextFile, field: str) -> Iterator[Document]:
+    for number, line in enumerate(_open(file), 1):
+        if line.isspace():
+            continue
+        place = f"{file.place}, line {number}:"
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{place} is not JSON in UTF-8: {error}") from None
+        if not isinstance(value, dict):
+            raise DataError(f"{place} is a JSON {type(value).__name__}, not an object with the field {field!r}")
+        if field not in value:
+            raise DataError(f"{place} has no field {field!r}, only {', '.join(map(repr, value)) or 'none'}; name another with --text-field")
+        yield Document(f"{file.key}:{number}", _utf8(value[field], place, field))
+
+
+def _rows(file: TextFile, field: str) -> Iterator[Document]:
+    with pq.ParquetFile(pa.PythonFile(_Raw(file), mode="r")) as table:
+        names = table.schema_arrow.names
+        if field not in names:
+            raise DataError(f"{file.place} has no column {field!r}, only {', '.join(map(repr, names))}; name another with --text-field")
+        number = 0
+        for batch in table.iter_batches(batch_size=ROWS, columns=[field]):
+            for cell in batch.column(0):
+                number += 1
+                place = f"{file.place}, row {number}:"
+                try:
+                    text = cell.as_py()
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{place} {field!r} is not UTF-8: {error}") from None
+                yield Document(f"{file.key}:{number}", _utf8(text, place, field))
+
+
+def _utf8(text: object, place: str, field: str) -> bytes:
+    if not isinstance(text, str):
+        raise DataError(f"{place} {field!r} is {text!r:.40}, not text")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place} {field!r} is not UTF-8: {error}") from None
+
+
+def _stem(key: str) -> str:
+    """Without the suffix of a compression."""
+    return next((key.removesuffix(packed) for packed in COMPRESSIONS if key.endswith(packed)), key)
+
+
+def _open(file: TextFile) -> io.BufferedIOBase:
+    """Its text, unpacked."""
+    raw = io.BufferedReader(_Raw(file), BUFFER_BYTES)
+    packed = COMPRESSIONS.get(file.key.removeprefix(_stem(file.key)))
+    if packed is None:
+        return raw
+    return io.BufferedReader(pa.input_stream(pa.PythonFile(raw, mode="r"), compression=packed), BUFFER_BYTES)
+
+
+class _Raw(io.RawIOBase):
+    """An object of a store as a file, read by ranges."""
+
+    def __init__(self, file: TextFile) -> None:
+        self.file, self.at, self.size = file, 0, file.store.size(file.key)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.size}[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        data = self.file.store.get(self.file.key, self.at, min(self.at + len(buffer), self.size))
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -130,12 +131,12 @@ def write_dataset(
     """
     found = _found(store)
     if found is None:
-        with _Files(store) as files, TemporaryFile() as spool:
-            made = _write(files, _Index(spool, coding.dtype), documents, coding, shard_tokens, block_bytes)
+        with _Files(store) as files, _index(coding.dtype) as index:
+            made = _write(files, index, documents, coding, shard_tokens, block_bytes)
             store.put_if_absent(DESCRIPTION, made.to_json())
         return made
-    with TemporaryFile() as spool:
-        made = _write(_Digests(), _Index(spool, coding.dtype), documents, coding, shard_tokens, block_bytes)
+    with _index(coding.dtype) as index:
+        made = _write(_Digests(), index, documents, coding, shard_tokens, block_bytes)
     if found.fingerprint != made.fingerprint:
         raise Exists(DESCRIPTION, store.url)
     return found
@@ -212,12 +213,12 @@ def _pieces(data: bytes | IO[bytes]) -> Iterator[bytes]:
 
 
 class _Index:
-    """documents.parquet, written as the documents go by."""
+    """documents.parquet, written aside as the documents go by."""
 
-    def __init__(self, spool: IO[bytes], dtype: np.dtype[np.unsignedinteger[Any]]) -> None:
-        self.spool, self.dtype, self.documents = spool, dtype, 0
+    def __init__(self, file: IO[bytes], table: pq.ParquetWriter, dtype: np.dtype[np.unsignedinteger[Any]]) -> None:
+        self.dtype, self.documents = dtype, 0
+        self._file, self._table = file, table
         self._rows: list[tuple[str, int, int, str]] = []
-        self._table = pq.ParquetWriter(spool, INDEX)
 
     def noted(self, documents: Iterable[tuple[str, Tokens]]) -> Iterator[Tokens]:
         """Passes the tokens on, and notes where each document is."""
@@ -234,13 +235,19 @@ class _Index:
     def finish(self) -> IO[bytes]:
         self._flush()
         self._table.close()
-        return self.spool
+        return self._file
 
     def _flush(self) -> None:
         if self._rows:
             columns = [pa.array(column, kind) for column, kind in zip(zip(*self._rows, strict=True), INDEX.types, strict=True)]
             self._table.write_table(pa.Table.from_arrays(columns, schema=INDEX))
             self._rows.clear()
+
+
+@contextmanager
+def _index(dtype: np.dtype[np.unsignedinteger[Any]]) -> Iterator[_Index]:
+    with TemporaryFile() as file, pq.ParquetWriter(file, INDEX) as table:
+        yield _Index(file, table, dtype)
 
 
 def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[bytes]:

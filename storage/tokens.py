@@ -46,7 +46,7 @@ class TokenFiles:
 
     def read(self, first: int, last: int) -> Tokens:
         """Tokens ``[first, last)`` of the row.  Raises as :meth:`rows` does."""
-        (row,) = self.rows([first], last - first)
+        row: Tokens = self.rows([first], last - first)[0]
         return row
 
     def rows(self, firsts: Sequence[int], length: int) -> Tokens:

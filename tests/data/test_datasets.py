@@ -1,208 +1,211 @@
-"""From a folder of text to samples: every token comes back, and what cannot work is one sentence."""
+"""The format of token datasets: what is written is read back, and nothing else is."""
 
 from __future__ import annotations
 
 import io
 import json
-import uuid
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.data.prepare import END_OF_DOCUMENT, prepare, text_files, tokenize
+from elastic.data.show import show
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
-from storage.datasets import DESCRIPTION, DOCUMENTS, Description, TokenFiles, Tokens, write_dataset
+from storage import datasets
+from storage.datasets import BLOCKS, DESCRIPTION, DOCUMENTS, Coding, Description, Tokens, write_dataset
 from storage.errors import BadFormat, Damaged, Exists, Missing
 from storage.objects import ObjectStore
+from storage.tokens import TokenFiles
+from tests.data.texts import BYTES, END, memory, numbered, tokenize
 
-pytestmark = pytest.mark.fast
-
-TEXTS = {"b.txt": "bee\n", "a/z.md": "zed", "a/empty.txt": "", "a.txt": "Ä é 文 \x00 end", "deep/er/x.py": "x = 1\n" * 50}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_texts(tmp_path / "text", TEXTS)
-
-
-def write_texts(root: Path, texts: dict[str, str]) -> Path:
-    for name, text in texts.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
-    return root
-
-
-def dumb_row(texts: dict[str, str]) -> list[int]:
-    """All tokens: the bytes of each text in the order of the paths, and a mark after each."""
-    return [token for name in sorted(texts) for token in (*texts[name].encode(), END_OF_DOCUMENT)]
-
-
-def memory() -> ObjectStore:
-    return ObjectStore.open(f"memory://{uuid.uuid4().hex}")
-
-
-@pytest.fixture(params=["file", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    return ObjectStore.open(str(tmp_path / "dataset")) if request.param == "file" else memory()
-
-
-# ---- what is written is read back
-
-
-def test_every_byte_of_every_document_comes_back(folder: Path, store: ObjectStore) -> None:
-    """A11 begins here: the row of tokens is every document once, in the order of their paths."""
-    summary = prepare(folder, store.url)
-    files = TokenFiles(store)
-    row = files.read(0, files.description.tokens)
-    assert row.tolist() == dumb_row(TEXTS)
-    documents = pq.read_table(io.BytesIO(store.get(DOCUMENTS))).to_pylist()
-    assert [each["path"] for each in documents] == sorted(TEXTS)
-    for each in documents:
-        tokens = row[each["first"] : each["first"] + each["length"]]
-        assert bytes(tokens[:-1].astype(np.uint8)).decode() == TEXTS[each["path"]]
-        assert blake3(tokens.tobytes()).hexdigest() == each["blake3"]
-    assert (summary.documents, summary.tokens, summary.files) == (len(TEXTS), len(row), 1)
-    assert str(summary).startswith(f"5 documents, {len(row)} tokens in 1 file: ")
+WIDE = Coding("wide", 2**16 + 1, 2**16)
+FORMAT_1 = Path(__file__).parent / "format_1"
 
 
 def test_the_description_names_every_file_with_its_size_and_digest(store: ObjectStore) -> None:
     """Any tool can check a dataset with what is in dataset.json."""
-    write_dataset(store, [("a", tokenize(b"x" * 1000)), ("b", tokenize(b"y" * 500))], "bytes", 257, shard_tokens=400)
+    write_dataset(store, [("a", tokenize(b"x" * 1000)), ("b", tokenize(b"y" * 500))], BYTES, shard_tokens=400, block_bytes=300)
     described = json.loads(store.get(DESCRIPTION))
-    assert (described["format"], described["tokenizer"], described["vocabulary"], described["tokens"]) == (1, "bytes", 257, 1502)
+    assert (described["format"], described["tokenizer"], described["vocabulary"], described["tokens"]) == (2, "bytes", 257, 1502)
+    assert (described["dtype"], described["end_of_document"], described["block_bytes"]) == ("uint16", END, 300)
     assert [file["name"] for file in described["files"]] == [f"tokens-0000{n}.bin" for n in range(4)]
     assert [file["size"] for file in described["files"]] == [800, 800, 800, 604]
-    for file in (*described["files"], described["index"]):
+    blocks = []
+    for file in (*described["files"], described["index"], described["blocks"]):
         raw = store.get(file["name"])
         assert (len(raw), blake3(raw).hexdigest()) == (file["size"], file["blake3"])
-    assert store.list() == sorted([DESCRIPTION, DOCUMENTS, *(file["name"] for file in described["files"])])
+        blocks += [blake3(raw[at : at + 300]).digest() for at in range(0, len(raw), 300)]
+    assert store.get(BLOCKS) == b"".join(blocks[: 4 * 3])
+    assert store.list() == sorted([DESCRIPTION, DOCUMENTS, BLOCKS, *(file["name"] for file in described["files"])])
 
 
-@given(st.lists(st.binary(max_size=40), min_size=1, max_size=6), st.integers(1, 30), st.integers(1, 9), st.data())
-def test_any_interval_of_any_row_equals_the_row_in_memory(texts: list[bytes], shard: int, block: int, data: st.DataObject) -> None:
-    """Documents, files and fetched blocks are cut wherever they like."""
-    store = memory()
-    documents = [(f"{n:03d}", tokenize(text)) for n, text in enumerate(texts)]
-    description = write_dataset(store, documents, "bytes", 257, shard)
-    row = [token for text in texts for token in (*text, END_OF_DOCUMENT)]
-    assert description.tokens == len(row) and len(description.files) == -(-len(row) // shard)
-    first = data.draw(st.integers(0, len(row)))
-    last = data.draw(st.integers(first, len(row)))
-    assert TokenFiles(store, block).read(first, last).tolist() == row[first:last]
+@settings(max_examples=150)
+@given(
+    st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=40), min_size=1, max_size=6).filter(any),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 30),
+    st.integers(1, 9),
+    st.integers(0, 64),
+    st.data(),
+)
+def test_any_rows_of_any_dataset_equal_the_array(
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[list[int]],
+    wide: bool,
+    local: bool,
+    shard: int,
+    block: int,
+    cache: int,
+    data: st.DataObject,
+) -> None:
+    """The dumb twin: documents, files and blocks are cut wherever they like, and a few or no blocks are kept."""
+    coding = WIDE if wide else Coding("narrow", 2**16, 0)
+    store = ObjectStore.open(str(tmp_path_factory.mktemp("x") / "dataset")) if local else memory()
+    description = write_dataset(store, numbered(*texts), coding, shard, block * coding.dtype.itemsize)
+    array = np.concatenate([np.array(text, np.uint32) for text in texts])
+    files = TokenFiles(store, cache)
+    assert description.tokens == len(array) and len(description.files) == -(-len(array) // shard)
+    for _ in range(3):
+        length = data.draw(st.integers(0, len(array)))
+        firsts = data.draw(st.lists(st.integers(0, len(array) - length), max_size=4))
+        rows = files.rows(firsts, length)
+        assert rows.dtype == coding.dtype and rows.shape == (len(firsts), length)
+        assert rows.tolist() == [array[first : first + length].tolist() for first in firsts]
+    for first, last in ((-1, 0), (0, len(array) + 1), (2, 1)):
+        with pytest.raises(IndexError, match=rf"tokens {first} to {last} of a dataset of {len(array)}"):
+            files.read(first, last)
 
 
-def test_blocks_of_a_remote_store_are_fetched_once() -> None:
-    fetched = []
+class Counting(ObjectStore):
+    """Notes what is fetched, and can spoil it on the way."""
 
-    class Counting(ObjectStore):
-        def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
-            fetched.append((key, start, stop))
-            return super().get(key, start, stop)
+    def __init__(self, of: ObjectStore, spoiled: int = 0) -> None:
+        super().__init__(of.filesystem, of.root)
+        self.fetched: list[tuple[str, int | None, int | None]] = []
+        self.spoiled = spoiled
 
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        self.fetched.append((key, start, stop))
+        raw = super().get(key, start, stop)
+        if start is not None and self.spoiled:
+            self.spoiled -= 1
+            return bytes([raw[0] ^ 1]) + raw[1:]
+        return raw
+
+
+def test_blocks_of_a_remote_store_are_fetched_once_and_the_oldest_given_up() -> None:
     plain = memory()
-    write_dataset(plain, [("a", tokenize(b"x" * 999))], "bytes", 257)
-    files = TokenFiles(Counting(plain.filesystem, plain.root), block_tokens=100)
-    fetched.clear()
+    write_dataset(plain, [("a", tokenize(b"x" * 999))], BYTES, block_bytes=200)
+    store = Counting(plain)
+    files = TokenFiles(store, cache_bytes=400)
+    store.fetched.clear()
     for first in (150, 120, 199):
         assert files.read(first, first + 100).tolist() == [ord("x")] * 100
-    assert fetched == [("tokens-00000.bin", 200, 400), ("tokens-00000.bin", 400, 600)]
+    assert sorted(store.fetched) == [("tokens-00000.bin", 200, 400), ("tokens-00000.bin", 400, 600)]
+    files.read(0, 1)
+    files.read(200, 201)
+    assert len(store.fetched) == 3, "the block used last is still there"
+    files.read(100, 101)
+    assert store.fetched[2:] == [("tokens-00000.bin", 0, 200), ("tokens-00000.bin", 200, 400)]
+    assert len(files.read(0, 1000)) == 1000, "a row of more blocks than are kept"
 
 
-# ---- the same text is the same dataset
-
-
-def test_the_same_folder_gives_the_same_bytes_and_writing_it_again_changes_nothing(folder: Path, tmp_path: Path) -> None:
-    first, second = (prepare(folder, str(tmp_path / name)) for name in ("one", "two"))
-    names = ObjectStore.open(first.url).list()
-    for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    before = {name: (tmp_path / "one" / name).stat().st_mtime_ns for name in names}
-    assert prepare(folder, str(tmp_path / "one")) == first
-    assert {name: (tmp_path / "one" / name).stat().st_mtime_ns for name in names} == before
-    assert first.fingerprint == second.fingerprint
-
-
-def test_another_dataset_is_never_overwritten(folder: Path, tmp_path: Path) -> None:
-    prepare(folder, str(tmp_path / "tokens"))
-    before = {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()}
-    (folder / "b.txt").write_text("changed")
-    with pytest.raises(DataError, match=r"tokens holds another dataset already; give another destination, or delete it first"):
-        prepare(folder, str(tmp_path / "tokens"))
-    assert {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()} == before
-
-
-def test_the_fingerprint_is_of_the_tokens(folder: Path, tmp_path: Path) -> None:
-    prints = [prepare(folder, str(tmp_path / "0")).fingerprint]
-    (folder / "b.txt").rename(folder / "bb.txt")
-    prints.append(prepare(folder, str(tmp_path / "1")).fingerprint)
-    (folder / "bb.txt").write_text("Bee\n")
-    prints.append(prepare(folder, str(tmp_path / "2")).fingerprint)
-    assert prints[0] == prints[1] != prints[2]
-    assert TokenDataset(str(tmp_path / "2"), 8).fingerprint() == prints[2]
-
-
-def test_which_files_are_text(tmp_path: Path) -> None:
-    names = ["b.txt", "a/c.md", "a.rst", ".hidden.txt", ".venv/x.py", "picture.png", "a-b.txt", "a/.x/y.txt"]
-    root = write_texts(tmp_path, dict.fromkeys(names, "x"))
-    assert [path.relative_to(root).as_posix() for path in text_files(root)] == ["a-b.txt", "a.rst", "a/c.md", "b.txt"]
-    assert [path.name for path in text_files(root, (".png",))] == ["picture.png"]
+def test_a_block_spoiled_on_its_way_is_fetched_again_and_a_wrong_one_is_never_read() -> None:
+    plain = memory()
+    write_dataset(plain, [("a", tokenize(b"x" * 999))], BYTES, block_bytes=200)
+    assert TokenFiles(Counting(plain, spoiled=1)).read(0, 100).tolist() == [ord("x")] * 100
+    with pytest.raises(Damaged, match=r"tokens-00000\.bin, block 1 \(bytes 200 to 400\), is damaged: expected blake3"):
+        TokenFiles(Counting(plain, spoiled=2)).read(150, 160)
 
 
 # ---- interrupted, damaged, refused
 
 
-def test_an_interrupted_preparation_is_no_dataset_and_can_be_repeated(store: ObjectStore) -> None:
-    def documents(breaks: bool) -> Iterator[tuple[str, Tokens]]:
-        yield "a", tokenize(b"x" * 1000)
-        if breaks:
-            raise KeyboardInterrupt
-        yield "b", tokenize(b"y")
-
-    with pytest.raises(KeyboardInterrupt):
-        write_dataset(store, documents(True), "bytes", 257, shard_tokens=100)
-    assert store.list() and not store.exists(DESCRIPTION)
+def test_what_is_left_of_a_killed_preparation_is_no_dataset_and_is_overwritten(store: ObjectStore) -> None:
+    store.put("tokens-00000.bin", b"of a killed one")
     with pytest.raises(Missing):
         TokenFiles(store)
-    description = write_dataset(store, documents(False), "bytes", 257, shard_tokens=100)
-    assert TokenFiles(store).read(999, description.tokens).tolist() == [ord("x"), END_OF_DOCUMENT, ord("y"), END_OF_DOCUMENT]
+    description = write_dataset(store, [("a", tokenize(b"x" * 1000)), ("b", tokenize(b"y"))], BYTES, shard_tokens=100)
+    assert TokenFiles(store).read(999, description.tokens).tolist() == [ord("x"), END, ord("y"), END]
+
+
+def test_an_interrupted_preparation_takes_away_what_it_wrote(store: ObjectStore) -> None:
+    def documents() -> Iterator[tuple[str, Tokens]]:
+        yield "a", tokenize(b"x" * 1000)
+        assert store.list()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_dataset(store, documents(), BYTES, shard_tokens=100)
+    assert store.list() == []
 
 
 def test_whoever_describes_a_dataset_first_wins(store: ObjectStore) -> None:
-    """Two at the same time: the later one is told, and does not replace the description."""
+    """Two at the same time: the later one is told, and neither replaces the description nor takes files away."""
 
     def overtaken() -> Iterator[tuple[str, Tokens]]:
         yield "a", tokenize(b"slow")
-        write_dataset(store, [("b", tokenize(b"quick"))], "bytes", 257)
+        write_dataset(store, [("b", tokenize(b"quick"))], BYTES)
 
     with pytest.raises(Exists):
-        write_dataset(store, overtaken(), "bytes", 257)
+        write_dataset(store, overtaken(), BYTES)
+    assert len(store.list()) == 4
+
+
+def test_the_index_of_many_documents_is_written_in_pieces(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "INDEX_ROWS", 3)
+    write_dataset(store, numbered(*([n] * n for n in range(1, 9))), BYTES)
+    table = pq.ParquetFile(io.BytesIO(store.get(DOCUMENTS)))
+    assert table.num_row_groups == 3
+    assert table.read().column("first").to_pylist() == [n * (n - 1) // 2 for n in range(1, 9)]
 
 
 @pytest.mark.parametrize("change", [lambda raw: raw[:-2], lambda raw: raw + b"xx"], ids=["shorter", "longer"])
-def test_a_token_file_of_another_size_is_named(folder: Path, tmp_path: Path, change) -> None:  # type: ignore[no-untyped-def]
-    prepare(folder, str(tmp_path / "tokens"))
-    path = tmp_path / "tokens" / "tokens-00000.bin"
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(Damaged, match=r"tokens-00000\.bin is damaged: expected \d+ bytes"):
-        TokenDataset(str(tmp_path / "tokens"), 8).read((0,))
+def test_a_token_file_of_another_size_is_named(tmp_path: Path, change: Any) -> None:
+    store = ObjectStore.open(str(tmp_path))
+    write_dataset(store, [("a", tokenize(b"x" * 999))], BYTES)
+    store.put("tokens-00000.bin", change(store.get("tokens-00000.bin")))
+    with pytest.raises(Damaged, match=r"tokens-00000\.bin is damaged: expected 2000 bytes"):
+        TokenDataset(str(tmp_path), 8).read((0,))
 
 
-def test_a_truncated_object_of_a_remote_store_is_named(folder: Path) -> None:
+def test_a_truncated_object_of_a_remote_store_is_named() -> None:
     store = memory()
-    prepare(folder, store.url)
+    write_dataset(store, [("a", tokenize(b"x" * 999))], BYTES)
     store.put("tokens-00000.bin", store.get("tokens-00000.bin")[:-2])
-    dataset = TokenDataset(store.url, 8)
-    with pytest.raises(Damaged, match=r"tokens-00000\.bin is damaged: expected \d+ bytes"):
-        dataset.read((len(dataset) - 1,))
+    with pytest.raises(Damaged, match=r"tokens-00000\.bin is damaged: expected 2000 bytes"):
+        TokenDataset(store.url, 8).read((0,))
+
+
+@pytest.mark.parametrize("byte", [0, 199, 200, 1999])
+def test_one_flipped_bit_is_found_in_its_block_and_nowhere_else(store: ObjectStore, byte: int) -> None:
+    """Tokens that are not what was written are never trained on."""
+    write_dataset(store, [("a", tokenize(b"x" * 999))], BYTES, block_bytes=200)
+    raw = bytearray(store.get("tokens-00000.bin"))
+    raw[byte] ^= 1
+    store.put("tokens-00000.bin", raw)
+    files, block = TokenFiles(store), byte // 200
+    for good in {*range(10)} - {block}:
+        files.read(good * 100, good * 100 + 1)
+    for _ in range(2):  # it does not become good by having been looked at
+        with pytest.raises(Damaged, match=rf"tokens-00000\.bin, block {block} \(bytes {block * 200} to {block * 200 + 200}\), is damaged"):
+            files.rows([0, block * 100], 1)
+
+
+def test_digests_that_are_not_the_ones_written_are_found(store: ObjectStore) -> None:
+    write_dataset(store, [("a", tokenize(b"x"))], BYTES)
+    store.put(BLOCKS, bytes(32))
+    with pytest.raises(Damaged, match=r"blocks\.b3 is damaged"):
+        TokenFiles(store)
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b'"x"', b"{}", b'{"format": 1}', b'{"format": 1, "files": 3}', b"\xff"])
@@ -211,66 +214,42 @@ def test_a_description_that_cannot_be_read_is_damaged(raw: bytes) -> None:
         Description.from_json(raw, "here/dataset.json")
 
 
-def test_a_format_of_the_future_is_refused_by_number(folder: Path, store: ObjectStore) -> None:
-    prepare(folder, store.url)
-    value = json.loads(store.get(DESCRIPTION))
-    store.put(DESCRIPTION, json.dumps({**value, "format": 2}).encode())
-    with pytest.raises(BadFormat, match=r"dataset\.json is of format 2, not 1; use a newer version"):
+@pytest.mark.parametrize("change", [{"dtype": "uint32"}, {"block_bytes": 3}])
+def test_a_description_that_contradicts_itself_is_damaged(store: ObjectStore, change: dict[str, object]) -> None:
+    write_dataset(store, [("a", tokenize(b"x"))], BYTES)
+    store.put(DESCRIPTION, json.dumps({**json.loads(store.get(DESCRIPTION)), **change}).encode())
+    with pytest.raises(Damaged, match=r"dataset\.json is damaged: .* for a vocabulary of 257"):
         TokenFiles(store)
-    with pytest.raises(DataError, match=r"^data\.args\.path = .*is of format 2"):
+
+
+def test_a_format_of_the_future_is_refused_by_number(store: ObjectStore) -> None:
+    write_dataset(store, [("a", tokenize(b"x" * 99))], BYTES)
+    value = json.loads(store.get(DESCRIPTION))
+    store.put(DESCRIPTION, json.dumps({**value, "format": 3}).encode())
+    with pytest.raises(BadFormat, match=r"dataset\.json is of format 3, not 1 or 2; use a newer version"):
+        TokenFiles(store)
+    with pytest.raises(DataError, match=r"^data\.args\.path = .*is of format 3"):
         TokenDataset(store.url, 8)
 
 
-def test_what_prepare_refuses(tmp_path: Path) -> None:
-    empty = write_texts(tmp_path / "empty", {"a.txt": "", "b.txt": ""})
-    (tmp_path / "nothing").mkdir()
-    for source, sentence in (
-        (tmp_path / "absent", r"absent' is not a folder; give the folder that holds the text$"),
-        (
-            tmp_path / "nothing",
-            r"nothing' holds no file whose name ends in \.txt or \.md or \.rst or \.py; give another folder, or --suffix$",
-        ),
-        (empty, r"^the 2 text files in '.*empty' are all empty$"),
-    ):
-        with pytest.raises(DataError, match=sentence):
-            prepare(source, str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+# ---- format 1
 
 
-def test_what_the_dataset_refuses(folder: Path, tmp_path: Path) -> None:
-    prepare(folder, str(tmp_path / "tokens"))
-    tokens = len(dumb_row(TEXTS))
-    for path, seq_len, sentence in (
-        (
-            folder,
-            8,
-            rf"text' is a folder of text \(5 files\), no dataset; run `elastic data prepare {folder} {folder}-tokens` and set path",
-        ),
-        (tmp_path / "no where", 8, r"holds no dataset; run `elastic data prepare FOLDER_OF_TEXT '.*no where'`$"),
-        (
-            tmp_path / "tokens",
-            tokens,
-            rf"has {tokens} tokens, too few for one sample of seq_len \+ 1 = {tokens + 1}; prepare more text",
-        ),
-        (tmp_path / "tokens", 0, r"data\.args\.seq_len = 0 must be at least 1"),
-    ):
-        with pytest.raises(DataError, match=sentence):
-            TokenDataset(str(path), seq_len)
+def test_format_1_is_read_for_ever_and_checked(tmp_path: Path) -> None:
+    """Written by the first version; a job that was begun on it goes on with it."""
+    texts = ["Ä dataset of 2026.".encode(), b"read for ever"]
+    row = [token for text in texts for token in (*text, END)]
+    files = TokenFiles(ObjectStore.open(str(FORMAT_1)))
+    assert files.read(0, len(row)).tolist() == row and files.description.tokens == len(row)
+    assert files.description.fingerprint == "f2fcf07f89c55f9605b2522bd68debc4c9f0cb0aafee7e970e43aa94d0eb3315"
+    assert show(str(FORMAT_1))["as text"].startswith("'Ä dataset of 2026.read")
 
+    again = write_dataset(files.store, [("a.txt", tokenize(texts[0])), ("b.txt", tokenize(texts[1]))], BYTES, shard_tokens=20)
+    assert again == files.description, "the same text again is the same dataset, left as it is"
 
-# ---- samples
-
-
-@pytest.mark.parametrize("seq_len", [1, 7, 64])
-def test_samples_are_windows_that_share_one_token(folder: Path, store: ObjectStore, seq_len: int) -> None:
-    prepare(folder, store.url)
-    dataset, row = TokenDataset(store.url, seq_len), dumb_row(TEXTS)
-    assert len(dataset) == (len(row) - 1) // seq_len
-    every = dataset.read(tuple(range(len(dataset))))["tokens"]
-    assert every.dtype == torch.int64 and every.shape == (len(dataset), seq_len + 1)
-    assert every.tolist() == [row[i * seq_len : i * seq_len + seq_len + 1] for i in range(len(dataset))]
-    some = (len(dataset) - 1, 0, 0)
-    assert torch.equal(dataset.read(some)["tokens"], every[list(some)])
-    for beyond in (-1, len(dataset)):
-        with pytest.raises(IndexError, match=rf"sample {beyond} of a dataset of {len(dataset)}"):
-            dataset.read((beyond,))
+    store = ObjectStore.open(str(shutil.copytree(FORMAT_1, tmp_path / "copy")))
+    store.put("tokens-00001.bin", b"\x01" + store.get("tokens-00001.bin")[1:])
+    files = TokenFiles(store)
+    assert files.read(0, 20).tolist() == row[:20]
+    with pytest.raises(Damaged, match=r"tokens-00001\.bin, block 0"):
+        files.read(19, 21)

@@ -1,0 +1,283 @@
+"""From text, JSON lines and parquet to samples: every token comes back, and what cannot work is one sentence."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.data import sources
+from elastic.data.prepare import prepare
+from elastic.data.sources import documents, text_files
+from elastic.data.tokens import TokenDataset
+from elastic.errors import DataError
+from storage.datasets import DOCUMENTS
+from storage.objects import ObjectStore
+from storage.tokens import TokenFiles
+from tests.data.texts import TEXTS, dumb_row, memory, write_texts
+
+
+def parquet(texts: Sequence[object], column: str = "text", kind: Any = None, rows: int = 2) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"id": list(range(len(texts))), column: pa.array(texts, kind)}), buffer, row_group_size=rows)
+    return buffer.getvalue()
+
+
+def jsonl(*values: object) -> bytes:
+    return b"".join(json.dumps(value).encode() + b"\n" for value in values)
+
+
+def put(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def zstd(data: bytes) -> bytes:
+    return bytes(pa.compress(data, codec="zstd", asbytes=True))
+
+
+# ---- what is written is read back
+
+
+def test_every_byte_of_every_document_comes_back(folder: Path, store: ObjectStore) -> None:
+    """A11 begins here: the row of tokens is every document once, in the order of their paths."""
+    summary = prepare(folder, store.url)
+    files = TokenFiles(store)
+    row = files.read(0, files.description.tokens)
+    assert row.tolist() == dumb_row(TEXTS)
+    index = pq.read_table(io.BytesIO(store.get(DOCUMENTS))).to_pylist()
+    assert [each["path"] for each in index] == sorted(TEXTS)
+    for each in index:
+        tokens = row[each["first"] : each["first"] + each["length"]]
+        assert bytes(tokens[:-1].astype(np.uint8)).decode() == TEXTS[each["path"]]
+        assert blake3(tokens.tobytes()).hexdigest() == each["blake3"]
+    assert (summary.documents, summary.tokens, summary.files) == (len(TEXTS), len(row), 1)
+    assert str(summary).startswith(f"5 documents, {len(row)} tokens in 1 file, vocabulary 257: ")
+
+
+MIXED = {
+    "a.jsonl": jsonl({"text": "one", "id": 1}, {"text": "zwei \u00e4"}) + b" \n" + jsonl({"text": ""}),
+    "b.jsonl.gz": gzip.compress(jsonl({"text": "three"})) + gzip.compress(jsonl({"text": "four"})),
+    "c.jsonl.zst": zstd(jsonl({"text": "five"})),
+    "d/e.parquet": parquet(["six", "seven", "eight"]),
+    "f.txt": b"nine\n",
+    "g.txt.bz2": bz2.compress(b"ten"),
+    "h.jsonl": jsonl({"text": "eleven"}).rstrip(),
+}
+MIXED_TEXTS = ["one", "zwei \u00e4", "", "three", "four", "five", "six", "seven", "eight", "nine\n", "ten", "eleven"]
+MIXED_NAMES = ["a.jsonl:1", "a.jsonl:2", "a.jsonl:4", "b.jsonl.gz:1", "b.jsonl.gz:2", "c.jsonl.zst:1"]
+MIXED_NAMES += [f"d/e.parquet:{n}" for n in (1, 2, 3)] + ["f.txt", "g.txt.bz2", "h.jsonl:1"]
+
+
+def mixed(store: ObjectStore) -> ObjectStore:
+    for name, data in MIXED.items():
+        store.put(name, data)
+    return store
+
+
+def test_a_folder_of_everything_is_read_in_order(store: ObjectStore) -> None:
+    found = list(documents(text_files([mixed(store).url])))
+    assert [document.name for document in found] == MIXED_NAMES
+    assert [document.text.decode() for document in found] == MIXED_TEXTS
+
+
+def test_a_bucket_gives_the_dataset_that_a_folder_gives(tmp_path: Path) -> None:
+    """Sources and destinations are URLs or folders."""
+    local, remote, out = ObjectStore.open(str(tmp_path / "text")), memory(), memory()
+    summaries = [prepare(mixed(source).url, to) for source in (local, remote) for to in (str(tmp_path / f"{source.local}"), out.url)]
+    assert len({summary.fingerprint for summary in summaries}) == 1
+    assert TokenDataset(out.url, 4).read((0, 5))["tokens"].equal(TokenDataset(str(tmp_path / "True"), 4).read((0, 5))["tokens"])
+
+
+def test_sources_are_files_and_folders_in_the_order_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_texts(tmp_path, {"b/x.txt": "1", "b/y.txt": "2", "notes": "3", "c.txt": "4"}))
+    bucket = memory()
+    bucket.put("deep/z.txt", b"5")
+    found = documents(text_files(["notes", tmp_path / "b", "./c.txt", f"{bucket.url}/deep/z.txt", "b/x.txt"]))
+    assert [document.text for document in found] == [b"3", b"1", b"2", b"4", b"5", b"1"]
+
+
+def test_another_field_and_other_suffixes(tmp_path: Path) -> None:
+    put(tmp_path / "a.log", b"log")
+    put(tmp_path / "b.jsonl", jsonl({"body": "one", "text": 1}))
+    put(tmp_path / "c.parquet", parquet(["two"], "body", pa.dictionary(pa.int8(), pa.string())))
+    assert [d.text for d in documents(text_files([tmp_path]), "body")] == [b"one", b"two"]
+    assert [d.text for d in documents(text_files([tmp_path], (".log",)))] == [b"log"]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=8), st.integers(1, 3), st.integers(1, 9))
+def test_any_text_is_itself_from_any_format(tmp_path_factory: pytest.TempPathFactory, texts: list[str], rows: int, buffer: int) -> None:
+    """However small the pieces in which it is read."""
+    root = tmp_path_factory.mktemp("x")
+    lines = jsonl(*({"text": text} for text in texts))
+    put(root / "a.jsonl", lines)
+    put(root / "b.jsonl.zst", zstd(lines))
+    put(root / "c.parquet", parquet(texts, kind=pa.string(), rows=rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "BUFFER_BYTES", buffer)
+        patch.setattr(sources, "ROWS", rows)
+        assert [document.text.decode() for document in documents(text_files([root]))] == texts * 3
+
+
+def test_a_large_parquet_file_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row group at a time: the first document is there when a tenth of the file has been read."""
+    rng = np.random.default_rng(0)
+    data = parquet([rng.bytes(2000).hex() for _ in range(500)], rows=10)
+    store = memory()
+    store.put("a.parquet", data)
+    read: list[int] = []
+    get = ObjectStore.get
+    monkeypatch.setattr(ObjectStore, "get", lambda self, key, *place: read.append(len(raw := get(self, key, *place))) or raw)
+    found = documents(text_files([store.url]))
+    next(found)
+    assert sum(read) < len(data) / 10
+    assert len(list(found)) == 499
+
+
+# ---- the same text is the same dataset
+
+
+def test_the_same_folder_gives_the_same_bytes_and_writing_it_again_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    first, second = (prepare(folder, str(tmp_path / name)) for name in ("one", "two"))
+    names = ObjectStore.open(first.url).list()
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    before = {name: (tmp_path / "one" / name).stat().st_mtime_ns for name in names}
+    assert prepare(folder, str(tmp_path / "one")) == first
+    assert {name: (tmp_path / "one" / name).stat().st_mtime_ns for name in names} == before
+    assert first.fingerprint == second.fingerprint
+
+
+def test_another_dataset_is_never_overwritten(folder: Path, tmp_path: Path) -> None:
+    prepare(folder, str(tmp_path / "tokens"))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()}
+    (folder / "b.txt").write_text("changed")
+    with pytest.raises(DataError, match=r"tokens holds another dataset already; give another destination, or delete it first"):
+        prepare(folder, str(tmp_path / "tokens"))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()} == before
+
+
+def test_the_fingerprint_is_of_the_samples_and_not_of_the_place(folder: Path, tmp_path: Path) -> None:
+    prepare(folder, str(tmp_path / "0"))
+    (folder / "b.txt").rename(folder / "bb.txt")
+    prepare(folder, str(tmp_path / "1"))
+    (folder / "bb.txt").write_text("Bee\n")
+    prepare(folder, str(tmp_path / "2"))
+    zero, one, two = (TokenDataset(str(tmp_path / name), 8).fingerprint() for name in "012")
+    assert zero == one != two
+    (tmp_path / "2").rename(tmp_path / "moved")
+    assert TokenDataset(str(tmp_path / "moved"), 8).fingerprint() == two != TokenDataset(str(tmp_path / "moved"), 9).fingerprint()
+
+
+def test_which_files_are_text(tmp_path: Path) -> None:
+    names = ["b.txt", "a/c.md", "a.rst", ".hidden.txt", ".venv/x.py", "picture.png", "a-b.txt", "a/.x/y.txt", "a/..txt", "z.json"]
+    root = write_texts(tmp_path, dict.fromkeys(names, "x"))
+    assert [file.key for file in text_files([root])] == ["a-b.txt", "a.rst", "a/c.md", "b.txt"]
+    assert [file.key for file in text_files([root], (".png",))] == ["picture.png"]
+
+
+# ---- refused: named, and nothing is left
+
+LONE = b'{"text": "\\ud800"}\n'
+CUT = gzip.compress(jsonl({"text": "x" * 999}))[:-9]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "sentence"),
+    [
+        ("b.jsonl", jsonl({"text": "good"}) + b"{bad\n", r"b\.jsonl, line 2: is not JSON in UTF-8: Expecting property name"),
+        ("b.jsonl", b'\n{"text": "\xff"}', r"b\.jsonl, line 2: is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff"),
+        ("b.jsonl", b"[1, 2]\n", r"b\.jsonl, line 1: is a JSON list, not an object with the field 'text'"),
+        ("b.jsonl", jsonl({"a": 1, "b": 2}), r"b\.jsonl, line 1: has no field 'text', only 'a', 'b'; name another with --text-field"),
+        ("b.jsonl", jsonl({"text": None}), r"b\.jsonl, line 1: 'text' is None, not text"),
+        ("b.jsonl", LONE, r"b\.jsonl, line 1: 'text' is not UTF-8: .* surrogates not allowed"),
+        ("b.jsonl.gz", CUT, r"b\.jsonl\.gz cannot be read: Truncated compressed stream"),
+        ("b.jsonl.gz", b"no gzip", r"b\.jsonl\.gz cannot be read: .*incorrect header"),
+        ("b.parquet", parquet(["x"], "body"), r"b\.parquet has no column 'text', only 'id', 'body'; name another with --text-field"),
+        ("b.parquet", parquet(["x", "y", None]), r"b\.parquet, row 3: 'text' is None, not text"),
+        ("b.parquet", parquet([1, 2]), r"b\.parquet, row 1: 'text' is 1, not text"),
+        ("b.parquet", b"PAR1 not", r"b\.parquet cannot be read: "),
+    ],
+)
+def test_text_that_cannot_be_read_is_named_and_nothing_is_left(
+    store: ObjectStore, tmp_path: Path, name: str, data: bytes, sentence: str
+) -> None:
+    put(tmp_path / "text" / "a.txt", b"good " * 1000)
+    put(tmp_path / "text" / name, data)
+    with pytest.raises(DataError, match=sentence):
+        prepare(tmp_path / "text", store.url)
+    assert store.list() == []
+
+
+def test_text_in_parquet_that_is_not_utf8(tmp_path: Path) -> None:
+    bad = pa.array([b"good", b"\xff"], pa.binary()).view(pa.string())
+    put(tmp_path / "b.parquet", parquet(bad))
+    with pytest.raises(DataError, match=r"b\.parquet, row 2: 'text' is not UTF-8: "):
+        prepare(tmp_path, str(tmp_path / "out"))
+
+
+def test_what_prepare_refuses(tmp_path: Path) -> None:
+    empty = write_texts(tmp_path / "empty", {"a.txt": "", "b.txt": ""})
+    (tmp_path / "nothing").mkdir()
+    for source, sentence in (
+        (tmp_path / "absent", r"absent': no such file, nor a folder with one whose name ends in \.txt or .* or \.parquet; give another"),
+        (tmp_path / "nothing", r"nothing': no such file, nor a folder with one"),
+        (["memory://nowhere", tmp_path / "nothing"], r"^'memory://nowhere' and '.*nothing': no such file"),
+        (empty, r"^the 2 text files in '.*empty' are all empty$"),
+    ):
+        with pytest.raises(DataError, match=sentence):
+            prepare(source, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_dataset_refuses(folder: Path, tmp_path: Path) -> None:
+    prepare(folder, str(tmp_path / "tokens"))
+    tokens = len(dumb_row(TEXTS))
+    for path, seq_len, sentence in (
+        (
+            folder,
+            8,
+            rf"text' is a folder of text \(5 files\), no dataset; run `elastic data prepare {folder} {folder}-tokens` and set path",
+        ),
+        (tmp_path / "no where", 8, r"holds no dataset; run `elastic data prepare FOLDER_OF_TEXT '.*no where'`$"),
+        (
+            tmp_path / "tokens",
+            tokens,
+            rf"has {tokens} tokens, too few for one sample of seq_len \+ 1 = {tokens + 1}; prepare more text",
+        ),
+        (tmp_path / "tokens", 0, r"data\.args\.seq_len = 0 must be at least 1"),
+    ):
+        with pytest.raises(DataError, match=sentence):
+            TokenDataset(str(path), seq_len)
+
+
+# ---- samples
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64])
+def test_samples_are_windows_that_share_one_token(folder: Path, store: ObjectStore, seq_len: int) -> None:
+    prepare(folder, store.url)
+    dataset, row = TokenDataset(store.url, seq_len), dumb_row(TEXTS)
+    assert len(dataset) == (len(row) - 1) // seq_len
+    every = dataset.read(tuple(range(len(dataset))))["tokens"]
+    assert every.dtype == torch.int64 and every.shape == (len(dataset), seq_len + 1)
+    assert every.tolist() == [row[i * seq_len : i * seq_len + seq_len + 1] for i in range(len(dataset))]
+    some = (len(dataset) - 1, 0, 0)
+    assert torch.equal(dataset.read(some)["tokens"], every[list(some)])
+    for beyond in (-1, len(dataset)):
+        with pytest.raises(IndexError, match=rf"sample {beyond} of a dataset of {len(dataset)}"):
+            dataset.read((beyond,))

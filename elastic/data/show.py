@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from elastic.data.tokenizer import Encoder, open_encoder
+from elastic.errors import DataError
 from storage.datasets import Coding, Description
+from storage.errors import Missing
 from storage.objects import ObjectStore
 from storage.tokens import TokenFiles
 
@@ -11,9 +13,12 @@ SHOWN_TOKENS = 64
 
 
 def show(path: str) -> dict[str, str]:
-    """Sentences by name.  Raises :class:`~storage.errors.Missing` where there is no dataset."""
+    """Sentences by name.  Raises :class:`DataError` where there is no dataset."""
     store = ObjectStore.open(path)
-    files = TokenFiles(store)
+    try:
+        files = TokenFiles(store)
+    except Missing:
+        raise DataError(f"{path!r} holds no dataset; `elastic data prepare` makes one") from None
     about = files.description
     first = files.read(0, min(SHOWN_TOKENS, about.tokens))
     return {

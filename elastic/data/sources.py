@@ -23,7 +23,7 @@ SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """May stand behind any of the suffixes but .parquet, which compresses by itself."""
 BUFFER_BYTES = 4 * 2**20
-ROWS = 1024
+ROWS = 128
 
 
 class Document(NamedTuple):
@@ -94,20 +94,20 @@ def _lines(file: TextFile, field: str) -> Iterator[Document]:
 
 
 def _rows(file: TextFile, field: str) -> Iterator[Document]:
-    with pq.ParquetFile(pa.PythonFile(_Raw(file), mode="r")) as table:
+    # without pre_buffer and with groups named one by one, or arrow fetches the column of the whole file first
+    with pq.ParquetFile(pa.PythonFile(_Raw(file), mode="r"), pre_buffer=False, buffer_size=BUFFER_BYTES) as table:
         names = table.schema_arrow.names
         if field not in names:
             raise DataError(f"{file.place} has no column {field!r}, only {', '.join(map(repr, names))}; name another with --text-field")
-        number = 0
-        for batch in table.iter_batches(batch_size=ROWS, columns=[field]):
-            for cell in batch.column(0):
-                number += 1
-                place = f"{file.place}, row {number}:"
-                try:
-                    text = cell.as_py()
-                except UnicodeDecodeError as error:
-                    raise DataError(f"{place} {field!r} is not UTF-8: {error}") from None
-                yield Document(f"{file.key}:{number}", _utf8(text, place, field))
+        groups = (table.iter_batches(ROWS, [group], [field]) for group in range(table.num_row_groups))
+        cells = (cell for batches in groups for batch in batches for cell in batch.column(0))
+        for number, cell in enumerate(cells, 1):
+            place = f"{file.place}, row {number}:"
+            try:
+                text = cell.as_py()
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place} {field!r} is not UTF-8: {error}") from None
+            yield Document(f"{file.key}:{number}", _utf8(text, place, field))
 
 
 def _utf8(text: object, place: str, field: str) -> bytes:

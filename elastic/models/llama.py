@@ -77,7 +77,7 @@ class Llama(nn.Module):
         rope_base: float = 10_000.0,
     ) -> None:
         super().__init__()
-        self.head_dim, self.rope_base, self.depth = dim // heads, rope_base, layers
+        self.head_dim, self.rope_base, self.depth, self.vocab = dim // heads, rope_base, layers, vocab
         hidden = hidden or -(-8 * dim // 3 // 32) * 32
         self.embedding = nn.Embedding(vocab, dim)
         self.layers = nn.ModuleList(Block(dim, heads, kv_heads or heads, hidden, dropout) for _ in range(layers))

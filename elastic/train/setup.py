@@ -8,11 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import nn
 
 from elastic.data.cursor import Cursor
-from elastic.data.loader import Loader
+from elastic.data.loader import Dataset, Loader
 from elastic.engine.parallelize import sharding_table
-from elastic.errors import DataError
+from elastic.errors import DataError, ModelError
 from elastic.imports import load
 from elastic.job import Job
 from elastic.runs import Run
@@ -69,8 +70,16 @@ def preflight(job: Job) -> list[str]:
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         session.loader.close()
+    _check_vocabulary(model, session.loader.dataset)
     Run.open(job)
     return [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
+
+
+def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
+    """Where both say how many tokens they know: a token beyond the model's would end the first step in a worker's kernel."""
+    known, used = getattr(model, "vocab", None), getattr(dataset, "vocabulary", None)
+    if isinstance(known, int) and isinstance(used, int) and known < used:
+        raise ModelError(f"model_args.vocab = {known} is smaller than the vocabulary of the dataset, {used}; set it to {used} or more")
 
 
 def _wrapping(blocks: tuple[str, ...]) -> str:

@@ -32,7 +32,8 @@ from tests.data.texts import TEXTS, dumb_row, memory, write_texts
 
 def parquet(texts: Sequence[object], column: str = "text", kind: Any = None, rows: int = 2) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(pa.table({"id": list(range(len(texts))), column: pa.array(texts, kind)}), buffer, row_group_size=rows, write_statistics=False)
+    table = pa.table({"id": list(range(len(texts))), column: pa.array(texts, kind)})
+    pq.write_table(table, buffer, row_group_size=rows, write_statistics=False)
     return buffer.getvalue()
 
 

@@ -26,7 +26,7 @@ from elastic.errors import ElasticError
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.plan.plan import Plan
-from elastic.runs import SavedShard
+from elastic.runs import Run, SavedShard
 from elastic.train.counters import Counters, segment
 from storage.errors import StorageError
 
@@ -52,18 +52,18 @@ class Worker:
         from elastic.train.loop import Trainer
         from elastic.train.setup import kind_of, make_session, prepare_process
         from elastic.train.state import build_model, rows_of, tensors_of
-        from storage.checkpoints import Checkpoints
         from storage.objects import ObjectStore
 
         try:
             device = prepare_process(self.job)
             session = make_session(self.job, self.counters)
+            run = Run(self.job, ObjectStore.open(self.job.bucket))
+            run.trains_on(session.loader.dataset.fingerprint())  # another node may have other data at the same path
             rows = rows_of(tensors_of(build_model(self.job)))
         except (ElasticError, StorageError) as error:
             self.report(StartFailed(self.worker, str(error)))
             return
-        checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
-        self.trainer = Trainer(session, self.worker, device, checkpoints, self.report)
+        self.trainer = Trainer(session, self.worker, device, run.checkpoints, self.report)
         threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
         node = NodeId(ray.get_runtime_context().get_node_id())
         self.report(Joined(self.worker, node, kind_of(device), rows))

@@ -70,7 +70,10 @@ class Part(BaseModel):
 
 
 class Data(Part):
-    """The samples.  ``dataset``: ``pkg.module:Class`` with ``len()``, ``read(ids)``, ``fingerprint()``, made with ``args``."""
+    """The samples.  ``dataset``: ``pkg.module:Class`` with ``len()``, ``read(ids)``, ``fingerprint()``, made with ``args``.
+
+    Of ``args`` a run remembers only the fingerprint of the dataset that they make: data may be moved.
+    """
 
     dataset: Code = "elastic.data.tokens:TokenDataset"
     args: dict[str, JsonValue] = {}
@@ -159,7 +162,7 @@ class Fault(Part):
 
 
 class Job(Part):
-    """One training job.  Its trajectory is a function of this object alone, never of the cluster."""
+    """One training job.  Its trajectory is a function of this object and its samples, never of the cluster."""
 
     name: Annotated[str, AfterValidator(_folder_name)]
     """The run: its folder in the bucket."""
@@ -241,7 +244,7 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """sha256 over what defines the trajectory: a run may be resumed with other values of everything else.
+        """sha256 over what defines the trajectory, but for the samples: a run may be resumed with other values of everything else.
 
         New settings enter with their defaults, so compare it with the digest of a stored ``job.json`` *as this code reads it*.
         """
@@ -288,7 +291,7 @@ class Job(Part):
 _SECTIONS = ("data", "optim", "schedule", "parallel", "workers", "checkpoint", "deadlines")
 _NOT_THE_TRAJECTORY: Any = {
     **dict.fromkeys(("name", "bucket", "workers", "parallel", "deadlines", "checkpoint", "faults", "on_driver_exit"), True),
-    "data": {"prefetch"},
+    "data": {"prefetch", "args"},  # what args select is known by its fingerprint: Run.trains_on
 }
 
 

@@ -19,6 +19,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
+from storage.documents import seal, unseal
 from storage.errors import Exists
 from storage.journal import Journal, claim_owner, owners
 from storage.objects import ObjectStore
@@ -55,6 +56,20 @@ class Run:
             if found.digest != job.digest:
                 raise JobError(_other_job(job, found)) from None
         return cls(job, store)
+
+    def trains_on(self, fingerprint: str) -> None:
+        """Bind the run to its samples, wherever they lie.  Raises :class:`JobError` where it was begun on others."""
+        key = f"{self.job.name}/data.json"
+        try:
+            self.store.put_if_absent(key, seal({"format": 1, "fingerprint": fingerprint, "args": self.job.data.args}))
+        except Exists:
+            found = unseal(self.store.get(key), self.store.full_name(key), 1)
+            if found["fingerprint"] != fingerprint:
+                raise JobError(
+                    f"data.args = {self.job.data.args}: the dataset has the fingerprint {fingerprint}, but the run {self.job.name!r} in "
+                    f"bucket = {self.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
+                    f"give this run another name, or the data it was begun on"
+                ) from None
 
     def claim(self, address: str) -> int:
         """The next incarnation, claimed by a create-only write before its first action."""

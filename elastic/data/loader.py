@@ -25,7 +25,11 @@ Round = tuple[int, int | None, Ids, Batch | None]
 
 
 class Dataset(Protocol):
-    """Random access to samples; all that a user's own class needs.  ``read`` may not depend on what was read before."""
+    """Random access to samples; all that a user's own class needs.
+
+    ``read`` may not depend on what was read before.  ``fingerprint`` differs where any sample does, whatever they were made from,
+    and stays where they are only moved: a run remembers it, and refuses to go on with others.
+    """
 
     def __len__(self) -> int: ...
 

@@ -44,6 +44,7 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
     start = run.standing(run.claim("local"), time.time())
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+        run.trains_on(session.loader.dataset.fingerprint())
         world = World.alone(device, generation=start.generation + 1)
         try:
             return _Local(run, session, world, start, show).train()

@@ -51,6 +51,8 @@ def kind_of(device: torch.device) -> str:
 def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -> Session:
     """Raises a :class:`~elastic.errors.ElasticError` that names the setting when the user's parts do not fit."""
     dataset = load(job.data.dataset)(**job.data.args)
+    if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(dataset, name, None))]:
+        raise DataError(f"data.dataset = {job.data.dataset!r} has no {missing[0]}(); see the class Dataset in elastic/data/loader.py")
     if len(dataset) < job.global_batch:
         raise DataError(
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
@@ -71,7 +73,7 @@ def preflight(job: Job) -> list[str]:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         session.loader.close()
     _check_vocabulary(model, session.loader.dataset)
-    Run.open(job)
+    Run.open(job).trains_on(session.loader.dataset.fingerprint())
     return [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
 
 

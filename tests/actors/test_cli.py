@@ -73,7 +73,7 @@ def test_data_prepare(tmp_path: Path, capsys: Shown) -> None:
     assert main(command) == 0, "again is no error"
     capsys.readouterr()
     assert main(["data", "prepare", str(tmp_path / "nowhere"), str(tmp_path / "tokens")]) == 1
-    assert "is not a folder" in sentence(capsys)
+    assert "no such file" in sentence(capsys)
 
 
 def test_status_and_logs_of_a_run_that_never_was(tmp_path: Path, capsys: Shown) -> None:

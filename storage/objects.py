@@ -49,7 +49,8 @@ class ObjectStore:
 
     @staticmethod
     def open(url: str) -> ObjectStore:
-        """The store at ``url``: a folder (``/data``, ``file:///data``), ``memory://name``, or what else fsspec knows."""
+        """The store at ``url``: a folder (``/data``, ``file:///data``), ``s3://bucket/prefix``, ``memory://name``, or what else
+        fsspec knows."""
         if "://" not in url or url.startswith("file://"):
             return _Folder(LocalFileSystem(), os.path.abspath(url.removeprefix("file://")))
         if url.startswith("s3://"):
@@ -111,6 +112,10 @@ class ObjectStore:
         """Remove the object; nothing happens when there is none."""
         with suppress(Missing), self._reading(key):
             self.filesystem.rm_file(self._path(key))
+
+    def in_parts(self) -> ObjectStore | None:
+        """The same store, but each object goes up in parts, even the smallest; None where there is no such thing."""
+        return None
 
     def full_name(self, key: str) -> str:
         """What messages call the object."""

@@ -127,6 +127,9 @@ class S3(ObjectStore):
         with suppress(Missing):
             self._call(key, "delete_object")
 
+    def in_parts(self) -> ObjectStore:
+        return S3(self.filesystem, self.root, self.policy, self.part_bytes, single_bytes=0)
+
     # ---- writing
 
     def _write(self, key: str, data: Data, condition: Mapping[str, str]) -> None:

@@ -27,13 +27,13 @@ _TRANSIENT = (
 _TRANSIENT_CODES = frozenset(
     {
         *("SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "RequestLimitExceeded", "Throttling", "ThrottlingException"),
-        *("OperationAborted", "ConditionalRequestConflict"),  # writers met; the next attempt tells who won
         *("IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"),  # damaged on its way: sent again
     }
 )
 _EXPECTED_CODES = frozenset({"PreconditionFailed", "NoSuchKey", "NoSuchUpload", "InvalidRange", "404", "412", "416"})
 
-_KEYS = "the node's credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on every node"
+_SET = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on every node"
+_KEYS = f"the node's credentials are refused: {_SET}"
 _REGION = "set AWS_REGION (or region in the profile) on every node to the bucket's region"
 _RIGHTS = "allow s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and s3:ListBucket on it"
 _MEANING = {
@@ -54,8 +54,8 @@ _MEANING = {
     "501": "the store cannot do what is needed: use one with create-only writes (If-None-Match) and multipart uploads",
 }
 _UNUSABLE: tuple[tuple[type[Exception], str], ...] = (
-    (boto.NoCredentialsError, "this node has no credentials: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give it a role"),
-    (boto.PartialCredentialsError, "this node has half of the credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY both"),
+    (boto.NoCredentialsError, f"{_SET}, or give it a role"),
+    (boto.PartialCredentialsError, _SET),
     (boto.ProfileNotFound, "correct AWS_PROFILE, or add the profile to ~/.aws/config on every node"),
     (boto.NoRegionError, _REGION),
     (boto.ParamValidationError, "correct the bucket's name or the key"),
@@ -86,7 +86,7 @@ def judged(error: Exception, seconds: float) -> Transient | Refused:
     if isinstance(error, boto.ClientError):
         return _answered(error)
     if isinstance(error, TimeoutError) and not str(error):
-        return Transient(f"no answer within {seconds:.0f} s")
+        return Transient(f"no answer within {seconds:.1f} s")
     if isinstance(error, _TRANSIENT):
         return Transient(f"{type(error).__name__}: {error}")
     advice = next((advice for kind, advice in _UNUSABLE if isinstance(error, kind)), "check the node's AWS settings")
@@ -97,12 +97,13 @@ def _answered(error: boto.ClientError) -> Transient | Refused:
     said = error.response.get("Error", {})
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     code = str(said.get("Code", status))
-    text = f"{status} {code}: {said.get('Message', '')}".rstrip(": ").replace("Unknown", "").strip()
+    text = f"{status} {'' if code == str(status) else code}".strip() + f": {said.get('Message', 'no reason given')}"
     if code in ("PreconditionFailed", "412"):  # a completion is answered 200 before it is decided, and the no comes in the body
         return Refused(412, code, text)
     if code in _EXPECTED_CODES or code in _MEANING:
         return Refused(status, code, text)
-    if code in _TRANSIENT_CODES or status >= 500 or status in (408, 429):
+    # 409: writers met; the next attempt tells who won
+    if code in _TRANSIENT_CODES or status >= 500 or status in (408, 409, 429):
         return Transient(text)
     region = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region", "")
     return Refused(status, code, f"{text} (the bucket is in {region})" if region else text)

@@ -20,7 +20,10 @@ REGION = "us-east-1"
 START_S = 60.0
 SERVERS = ("object", "container", "account", "proxy")
 
-PIPELINE = "catch_errors gatekeeper proxy-logging cache listing_formats bulk s3api tempauth copy slo dlo versioned_writes proxy-logging proxy-server"
+PIPELINE = (
+    "catch_errors gatekeeper proxy-logging cache listing_formats bulk s3api tempauth "
+    "copy slo dlo versioned_writes proxy-logging proxy-server"
+)
 PROXY = """
 [pipeline:main]
 pipeline = {pipeline}
@@ -120,7 +123,8 @@ class Swift:
         self.stop()
 
     def _configure(self) -> None:
-        (self.folder / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = tests\n[storage-policy:0]\nname = one\ndefault = yes\n")
+        shared = "[swift-hash]\nswift_hash_path_suffix = tests\n[storage-policy:0]\nname = one\ndefault = yes\n"
+        (self.folder / "swift.conf").write_text(shared)
         for name in SERVERS:
             common = (
                 f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {self.ports[name]}\nworkers = 0\nswift_dir = {self.folder}\n"

@@ -113,6 +113,7 @@ def says(status: str, code: str) -> Fault:
 
     def fault(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
         text = f"<Error><Code>{code}</Code><Message>as the test wants it</Message></Error>".encode()
+        text = b"" if environ["REQUEST_METHOD"] == "HEAD" else text
         start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
         return [text]
 
@@ -186,6 +187,13 @@ def framed(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
     return app(environ, start)
 
 
+def without_mark(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
+    """Keeps no metadata."""
+    answer = _answer(app, environ)
+    start(answer.status, [(name, value) for name, value in answer.headers if not name.lower().startswith("x-amz-meta-")])
+    return [answer.body]
+
+
 def without(header: str) -> Fault:
     """Does not know the header ``HTTP_…``."""
 
@@ -213,7 +221,7 @@ def _flip(data: bytes) -> bytes:
 
 
 def _cut(environ: Environ) -> None:
-    """A reset, not a polite end."""
+    """The end of the connection, now; what else the server had to send is thrown away."""
     connection = environ["werkzeug.socket"]
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
+    connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,99 @@
+"""H3: a run straight from ``s3://``, on a real server, with the endpoint and the credentials of the node and of nothing else."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors import cluster
+from actors.coordinator import View
+from actors.launch import attach
+from elastic.job import Job
+from elastic.report.ledger import ledger
+from elastic.report.story import StepLine
+from elastic.runs import Run
+from elastic.train.local import run_local
+from storage.s3 import S3
+from tests.support.buckets import enter
+from tests.support.chaos import Witness, assert_nothing_left, exported_hash, trial
+from tests.support.swift import SECRET, Swift
+from tests.support.toys import toy_job
+
+STEPS, KILLED_AT, STOP_AT = 60, 8, 26
+
+
+def job_of(bucket: str | Path, name: str, **changes: Any) -> Job:
+    return toy_job(bucket, name=name, steps=STEPS, checkpoint={"save_every": 5}, **changes)
+
+
+@pytest.fixture
+def bucket(swift: Swift, swift_bucket: S3, local_cluster: None) -> Iterator[str]:
+    """A place on the real server; the cluster is started anew on a node that may use it, and afterwards on one that may not."""
+    ray.shutdown()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            enter(patch, swift)
+            cluster.connect("local")
+            yield f"{swift_bucket.url}/{uuid.uuid4().hex}"
+            ray.shutdown()
+    finally:
+        cluster.connect("local")
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Any:
+    """The undisturbed run: one process, a folder."""
+    lines: list[StepLine] = []
+    job = job_of(tmp_path / "folder", "local")
+    assert run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
+    return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines])
+
+
+def stop_later(witness: Witness, view: View) -> bool:
+    if view.step < STOP_AT or view.state != "Running":
+        return False
+    ray.get(attach(witness.job_name).stop.remote("as the test wants it"))
+    return True
+
+
+@pytest.mark.must_run_in_ci
+def test_killed_stopped_and_resumed_from_s3(bucket: str, reference: Any) -> None:
+    """One of two replicas is SIGKILLed while it saves to the bucket, the run is stopped, and goes on from ``s3://``: the same bits."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
+    fault = {"point": "save", "step": KILLED_AT, "world_rank": 1}
+    job = job_of(bucket, "s3", workers={"min": 1, "max": 2}, faults=[fault], data=data)
+    first = trial(job, stop_later, hash_it=False)
+    assert first.result.state == "Stopped", first.result
+    stopped_at = first.result.step
+    assert STOP_AT <= stopped_at < STEPS
+    assert job.bucket.startswith("s3://") and SECRET not in job.to_json()
+    # 1: the fault happened, inside the run, by the word of the kernel; 4: the survivor is the process of before
+    (killed,) = [seen for seen in first.witness.killed() if seen.final["generation"] < first.witness.generation]
+    assert 0 < killed.final["step"] < STOP_AT
+    (survivor,) = [seen for seen in first.witness.seen.values() if seen.worker in ("w1", "w2") and seen is not killed]
+    assert survivor.final["generation"] == first.witness.generation >= 2
+    # 5: healed live, if anybody was; the bucket is for those who come back
+    assert first.witness.total("healed_bucket_bytes") == 0
+    assert_nothing_left(first)
+
+    second = trial(job)
+    assert second.result.state == "Finished", second.result
+    assert second.witness.total("healed_bucket_bytes") > 0
+    # 2: the bits
+    assert second.hash == reference.hash
+    assert second.losses == reference.losses
+    # 3: the work: nothing but the step in flight was done twice
+    assert sorted(ledger(Run.open(job).records())) == list(range(1, STEPS + 1))
+    work = first.witness.total("microbatches_run") + second.witness.total("microbatches_run")
+    assert STEPS * job.microbatches <= work + job.microbatches and work <= (STEPS + 2) * job.microbatches
+    assert second.witness.total("microbatches_run") <= (STEPS - stopped_at + 1) * job.microbatches
+    # 6: nothing is left, and nothing is damaged
+    assert_nothing_left(second)
+    run = Run.open(job)
+    assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).saved)

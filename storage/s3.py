@@ -23,7 +23,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -149,14 +149,17 @@ class S3(ObjectStore):
 
     def _upload(self, key: str, blocks: Iterable[bytes], mark: str, condition: Mapping[str, str]) -> None:
         upload = str(self._call(key, "create_multipart_upload", Metadata={MARK: mark})["UploadId"])
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._abort, key, upload)
             parts = self._send(key, upload, blocks)
             self._call(key, "complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts}, **condition)
-        except BaseException:
-            brief = S3(self.filesystem, self.root, replace(self.policy, attempts=3, call_s=min(20.0, self.policy.call_s)))
-            with suppress(StorageError, Refused):
-                brief._call(key, "abort_multipart_upload", UploadId=upload)
-            raise
+            undo.pop_all()
+
+    def _abort(self, key: str, upload: str) -> None:
+        """Say that the parts are not wanted any more; a store that does not answer is not asked for long."""
+        brief = S3(self.filesystem, self.root, replace(self.policy, attempts=3, call_s=min(20.0, self.policy.call_s)))
+        with suppress(StorageError, Refused):
+            brief._call(key, "abort_multipart_upload", UploadId=upload)
 
     def _send(self, key: str, upload: str, blocks: Iterable[bytes]) -> list[dict[str, Any]]:
         """Upload the parts, ``UPLOADS`` at once; returns when none is on its way any more."""

@@ -39,7 +39,7 @@ PART_BYTES = 32 * 2**20
 """S3 wants 5 MiB to 5 GiB and at most 10,000 parts: objects may have 312 GiB."""
 PARTS = 10_000
 UPLOADS = 4
-"""Parts on their way at once: 128 MiB of memory for each object that is being written."""
+"""Parts on their way at once.  With those that are being cut an object that is written takes the memory of seven: 224 MiB."""
 MARK = "elastic-write"
 
 CLIENT = {
@@ -101,10 +101,8 @@ class S3(ObjectStore):
         ranged = {"Range": f"bytes={first}-{'' if stop is None else stop - 1}"} if first or stop is not None else {}
         try:
             answer = self._call(key, "get_object", **ranged)
-        except Refused as refused:
-            if refused.status == 416:  # the object ends before
-                return b""
-            raise self._error(key, refused) from refused
+        except Refused:  # 416: the object ends before
+            return b""
         if ranged and not str(answer.get("ContentRange", "")).startswith(f"bytes {first}-"):
             raise Unavailable(self.full_name(key), "the store answers a range with other bytes; use one that honours Range")
         return bytes(answer["Body"])
@@ -118,7 +116,10 @@ class S3(ObjectStore):
         found: list[str] = []
         more: dict[str, str] | None = {}
         while more is not None:
-            page = self._request(f"{self.url}/{prefix}*", "list_objects_v2", Prefix=above + prefix, **more)
+            try:
+                page = self._request(f"{self.url}/{prefix}*", "list_objects_v2", Prefix=above + prefix, **more)
+            except Refused as refused:
+                raise Unavailable(f"{self.url}/{prefix}*", meaning(refused)) from refused
             found += [each["Key"].removeprefix(above) for each in page.get("Contents", ()) if not each["Key"].endswith("/")]
             more = {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else None
         return sorted(found)
@@ -143,9 +144,12 @@ class S3(ObjectStore):
             else:
                 self._upload(key, _chain(first, second, blocks), mark, condition)
         except Refused as refused:
-            if refused.lost_its_place and self._mark(key) == mark:
+            found = self._mark(key)
+            if found == mark:
                 return
-            raise self._error(key, refused) from refused
+            if condition and (found or refused.status == 412):
+                raise Exists(key, self.url) from refused
+            raise Unavailable(self.full_name(key), meaning(refused)) from refused
 
     def _upload(self, key: str, blocks: Iterable[bytes], mark: str, condition: Mapping[str, str]) -> None:
         upload = str(self._call(key, "create_multipart_upload", Metadata={MARK: mark})["UploadId"])
@@ -190,25 +194,22 @@ class S3(ObjectStore):
     # ---- requests
 
     def _call(self, key: str, verb: str, size: int = 0, **arguments: Any) -> Answer:
-        """A request about one object."""
+        """A request about one object.  Raises Refused only where the caller must know: a place lost, a range beyond the end."""
         try:
             return self._request(self.full_name(key), verb, size, Key=self._path(key).removeprefix(f"{self.bucket}/"), **arguments)
         except Refused as refused:
-            if refused.status == 404 and refused.code not in ("NoSuchBucket", "NoSuchUpload"):
+            if refused.code in ("NoSuchKey", "404"):
                 raise Missing(key, self.url) from refused
-            raise
+            if refused.lost_its_place or refused.status == 416:
+                raise
+            raise Unavailable(self.full_name(key), meaning(refused)) from refused
 
     def _request(self, object: str, verb: str, size: int = 0, **arguments: Any) -> Answer:
         def attempt(seconds: float) -> Answer:
             answer: Answer = sync(self.filesystem.loop, self._once, verb, seconds, arguments)
             return answer
 
-        try:
-            return self.policy.call(object, attempt, size)
-        except Refused as refused:
-            if refused.expected:
-                raise
-            raise Unavailable(object, meaning(refused)) from refused
+        return self.policy.call(object, attempt, size)
 
     async def _once(self, verb: str, seconds: float, arguments: Mapping[str, Any]) -> Answer:
         """One attempt, body and all, within ``seconds``.  Raises Transient or Refused."""
@@ -226,11 +227,6 @@ class S3(ObjectStore):
         except FAILURES as error:
             raise judged(error, seconds) from error
         return answer
-
-    def _error(self, key: str, refused: Refused) -> StorageError:
-        if refused.status == 412 or (refused.lost_its_place and self._mark(key)):
-            return Exists(key, self.url)
-        return Unavailable(self.full_name(key), meaning(refused))
 
 
 def blocks_of(data: Data, size: int) -> Iterator[bytes]:

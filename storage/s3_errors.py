@@ -15,7 +15,8 @@ FAILURES = (boto.ClientError, boto.BotoCoreError, ResponseParserError, aiohttp.C
 """All that a request raises when network, store or configuration is at fault; TimeoutError is an OSError."""
 
 _TRANSIENT = (
-    boto.HTTPClientError,  # refused, reset, closed, timed out
+    boto.HTTPClientError,  # reset, closed, timed out
+    boto.ConnectionError,  # refused, no such host
     boto.IncompleteReadError,
     boto.FlexibleChecksumError,
     boto.CredentialRetrievalError,
@@ -30,7 +31,6 @@ _TRANSIENT_CODES = frozenset(
         *("IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"),  # damaged on its way: sent again
     }
 )
-_EXPECTED_CODES = frozenset({"PreconditionFailed", "NoSuchKey", "NoSuchUpload", "InvalidRange", "404", "412", "416"})
 
 _SET = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on every node"
 _KEYS = f"the node's credentials are refused: {_SET}"
@@ -71,11 +71,6 @@ class Refused(Exception):
         self.status, self.code, self.text = status, code, text
 
     @property
-    def expected(self) -> bool:
-        """Does the answer say how things are, rather than that something is wrong?"""
-        return self.code in _EXPECTED_CODES
-
-    @property
     def lost_its_place(self) -> bool:
         """Somebody has written, or an earlier attempt of ours whose answer was lost."""
         return self.status == 412 or self.code == "NoSuchUpload"
@@ -100,7 +95,7 @@ def _answered(error: boto.ClientError) -> Transient | Refused:
     text = f"{status} {'' if code == str(status) else code}".strip() + f": {said.get('Message', 'no reason given')}"
     if code in ("PreconditionFailed", "412"):  # a completion is answered 200 before it is decided, and the no comes in the body
         return Refused(412, code, text)
-    if code in _EXPECTED_CODES or code in _MEANING:
+    if code in _MEANING:
         return Refused(status, code, text)
     # 409: writers met; the next attempt tells who won
     if code in _TRANSIENT_CODES or status >= 500 or status in (408, 409, 429):

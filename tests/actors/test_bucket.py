@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import ray
 
-from actors import cluster
 from actors.coordinator import View
 from actors.launch import attach
 from elastic.job import Job
@@ -20,12 +19,12 @@ from elastic.report.story import StepLine
 from elastic.runs import Run
 from elastic.train.local import run_local
 from storage.s3 import S3
-from tests.support.buckets import enter
+from tests.support.buckets import allow
 from tests.support.chaos import Witness, assert_nothing_left, exported_hash, trial
 from tests.support.swift import SECRET, Swift
 from tests.support.toys import toy_job
 
-STEPS, KILLED_AT, STOP_AT = 60, 8, 26
+STEPS, KILLED_AT, STOP_AT = 40, 10, 20
 
 
 def job_of(bucket: str | Path, name: str, **changes: Any) -> Job:
@@ -33,17 +32,11 @@ def job_of(bucket: str | Path, name: str, **changes: Any) -> Job:
 
 
 @pytest.fixture
-def bucket(swift: Swift, swift_bucket: S3, local_cluster: None) -> Iterator[str]:
-    """A place on the real server; the cluster is started anew on a node that may use it, and afterwards on one that may not."""
-    ray.shutdown()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            enter(patch, swift)
-            cluster.connect("local")
-            yield f"{swift_bucket.url}/{uuid.uuid4().hex}"
-            ray.shutdown()
-    finally:
-        cluster.connect("local")
+def bucket(swift: Swift, swift_bucket: S3, aws_config: Path) -> Iterator[str]:
+    """A place on the real server, which every process of this node may use by the node's own settings."""
+    allow(aws_config, swift)
+    yield f"{swift_bucket.url}/{uuid.uuid4().hex}"
+    aws_config.unlink()
 
 
 @pytest.fixture

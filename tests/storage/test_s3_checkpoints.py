@@ -234,7 +234,6 @@ def test_a_dataset_is_read_by_ranges(unruly: Unruly, moto_bucket: S3) -> None:
 WRONG = {
     "secret": ({"AWS_SECRET_ACCESS_KEY": "hunter2-wrong"}, "credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
     "key": ({"AWS_ACCESS_KEY_ID": "hunter2-nobody"}, "credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
-    "region": ({"AWS_REGION": "eu-north-1"}, "set AWS_REGION .* to the bucket's region"),
     "endpoint": ({"AWS_ENDPOINT_URL_S3": "localhost:nowhere"}, "correct AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL: http"),
     "profile": ({"AWS_PROFILE": "nobody"}, "correct AWS_PROFILE"),
     "nothing": ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
@@ -261,6 +260,15 @@ def test_wrong_settings_are_named_with_the_fix(
         store.put_if_absent("a", b"")
     assert f"s3://{swift_bucket.bucket}/run/a" in str(caught.value)
     assert not any(secret in str(caught.value) for secret in (os.environ.get("AWS_SECRET_ACCESS_KEY", "testing"), "hunter2"))
+
+
+def test_a_wrong_region_is_followed_to_the_right_one(swift: Swift, swift_bucket: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the store says which it is.  (Where it does not: AuthorizationHeaderMalformed, with the setting to change.)"""
+    enter(monkeypatch, swift)
+    monkeypatch.setenv("AWS_REGION", "eu-north-1")
+    store = S3.connect(below(swift_bucket).url, QUICK)
+    store.put_if_absent("a", b"1")
+    assert store.get("a") == b"1"
 
 
 def test_a_bucket_that_is_not_there(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> None:

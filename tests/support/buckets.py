@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -41,6 +42,12 @@ def unruly(_moto: Unruly) -> Iterator[Unruly]:
 
 
 @pytest.fixture(scope="session")
+def aws_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the nodes of the tests' cluster look for endpoint and credentials; there is nothing yet."""
+    return tmp_path_factory.mktemp("node") / "aws-config"
+
+
+@pytest.fixture(scope="session")
 def swift_bucket(swift: Swift) -> S3:
     return new_bucket(swift)
 
@@ -68,6 +75,13 @@ def new_bucket(server: Server) -> S3:
 def below(bucket: S3, **options: object) -> S3:
     """A store of its own in the bucket, over the same connections."""
     return S3(bucket.filesystem, f"{bucket.root}/{uuid.uuid4().hex}", **options)  # type: ignore[arg-type]
+
+
+def allow(config: Path, server: Server) -> None:
+    """From here on whoever reads ``config`` uses the server."""
+    names = {"AWS_ENDPOINT_URL_S3": "endpoint_url", "AWS_EC2_METADATA_DISABLED": ""}
+    settings = [(names.get(name, name.lower().replace("aws_region", "region")), value) for name, value in server.environment.items()]
+    config.write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in settings if name))
 
 
 def enter(patch: pytest.MonkeyPatch, server: Server) -> None:

@@ -1,12 +1,14 @@
 """A real S3 server: OpenStack Swift with s3api, on loopback, in a folder of its own, its four servers each a real process.
 
-It checks signatures, decides create-only writes in its object server, and keeps what it has when it is killed.  Everything that it
-asks of the machine is user xattrs in the folder.
+It checks signatures, honours create-only writes and ranges, and keeps what it has when it is killed.  As it comes, though, several
+create-only writes that overlap may all be told that they won; ``once`` puts a filter before it that lets them in one by one.
+Everything that it asks of the machine is user xattrs in the folder.
 """
 
 from __future__ import annotations
 
 import getpass
+import os
 import signal
 import socket
 import subprocess
@@ -18,10 +20,11 @@ from types import TracebackType
 KEY, SECRET = "test:tester", "testing"
 REGION = "us-east-1"
 START_S = 60.0
+ROOT = Path(__file__).parents[2]
 SERVERS = ("object", "container", "account", "proxy")
 
 PIPELINE = (
-    "catch_errors gatekeeper proxy-logging cache listing_formats bulk s3api tempauth "
+    "catch_errors gatekeeper proxy-logging cache {once}listing_formats bulk s3api tempauth "
     "copy slo dlo versioned_writes proxy-logging proxy-server"
 )
 PROXY = """
@@ -41,8 +44,12 @@ use = egg:swift#memcache
 memcache_servers = 127.0.0.1:{nowhere}
 [filter:proxy-logging]
 use = egg:swift#proxy_logging
+[filter:once]
+paste.filter_factory = tests.support.swift_once:filter_factory
 """
-PLAIN = "".join(f"[filter:{name}]\nuse = egg:swift#{name}\n" for name in PIPELINE.split()[:-1] if f"[filter:{name}]" not in PROXY)
+PLAIN = "".join(
+    f"[filter:{name}]\nuse = egg:swift#{name}\n" for name in PIPELINE.format(once="").split()[:-1] if f"[filter:{name}]" not in PROXY
+)
 
 
 RINGS = """
@@ -61,8 +68,8 @@ for name, port in (each.split("=") for each in sys.argv[2:]):
 class Swift:
     """``with Swift(folder) as server:`` serves S3 at ``server.endpoint``; ``kill`` and ``start`` are for tests of outages."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, once: bool = True) -> None:
+        self.folder, self.pipeline = folder, PIPELINE.format(once="once " if once else "")
         self.ports = dict(zip((*SERVERS, "nowhere"), free_ports(len(SERVERS) + 1), strict=True))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "devices" / "d").mkdir(parents=True)
@@ -89,7 +96,14 @@ class Swift:
             with open(self.folder / f"{name}.log", "ab") as log:
                 command = [sys.executable, "-W", "ignore", "-m", f"swift.{name if name != 'object' else 'obj'}.server"]
                 config = str(self.folder / f"{name}-server.conf")
-                self.processes[name] = subprocess.Popen([*command, config], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                self.processes[name] = subprocess.Popen(
+                    [*command, config],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    start_new_session=True,  # a server that is told to end tells its whole process group
+                )
         deadline = time.monotonic() + START_S
         for name, process in self.processes.items():
             while not listening(self.ports[name]):
@@ -133,7 +147,7 @@ class Swift:
             )
             rest = f"[app:{name}-server]\nuse = egg:swift#{name}\n[pipeline:main]\npipeline = {name}-server\n"
             if name == "proxy":
-                rest = PROXY.format(pipeline=PIPELINE, secret=SECRET, region=REGION, nowhere=self.ports["nowhere"]) + PLAIN
+                rest = PROXY.format(pipeline=self.pipeline, secret=SECRET, region=REGION, nowhere=self.ports["nowhere"]) + PLAIN
             (self.folder / f"{name}-server.conf").write_text(common + rest)
         ports = [f"{name}={self.ports[name]}" for name in SERVERS[:-1]]
         subprocess.run([sys.executable, "-W", "ignore", "-c", RINGS, str(self.folder), *ports], check=True, timeout=START_S)

@@ -41,10 +41,10 @@ class RemotePolicy:
         """What an attempt gets on top for moving ``size`` bytes."""
         return size / self.slowest_bytes_s
 
-    def call(self, object: str, attempt: Callable[[float], T], size: int = 0) -> T:
-        """``attempt(seconds)`` until it returns; ``size``: bytes that it sends.  Raises :class:`Unavailable`, naming ``object``."""
-        began, extra_s = self.clock(), self.transfer_s(size)
-        end, number = began + self.call_s + 2 * extra_s, 0
+    def call(self, object: str, attempt: Callable[[float], T], extra_s: float = 0.0) -> T:
+        """``attempt(seconds)`` until it returns; ``extra_s``: what each gets on top.  Raises :class:`Unavailable`, naming ``object``."""
+        began, number = self.clock(), 0
+        end = began + self.call_s + 2 * extra_s
         while True:
             number += 1
             try:

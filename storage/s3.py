@@ -21,7 +21,7 @@ import asyncio
 import io
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -32,7 +32,7 @@ from s3fs import S3FileSystem
 
 from storage.errors import Exists, Missing, StorageError, Unavailable
 from storage.objects import Data, ObjectStore, pieces_of
-from storage.remote import RemotePolicy
+from storage.remote import RemotePolicy, Transient
 from storage.s3_errors import FAILURES, Refused, judged, meaning
 
 PART_BYTES = 32 * 2**20
@@ -40,6 +40,8 @@ PART_BYTES = 32 * 2**20
 PARTS = 10_000
 UPLOADS = 4
 """Parts on their way at once.  With those that are being cut an object that is written takes the memory of seven: 224 MiB."""
+COMPLETION_S = 280.0
+"""Joining the parts of a large object may take a store minutes."""
 MARK = "elastic-write"
 
 CLIENT = {
@@ -54,6 +56,7 @@ CLIENT = {
 }
 
 Answer = Mapping[str, Any]
+Part = dict[str, Any]
 
 
 class S3(ObjectStore):
@@ -100,7 +103,7 @@ class S3(ObjectStore):
             return b""
         ranged = {"Range": f"bytes={first}-{'' if stop is None else stop - 1}"} if first or stop is not None else {}
         try:
-            answer = self._call(key, "get_object", **ranged)
+            answer = self._call(key, "get_object", ranged)
         except Refused:  # 416: the object ends before
             return b""
         if ranged and not str(answer.get("ContentRange", "")).startswith(f"bytes {first}-"):
@@ -117,7 +120,7 @@ class S3(ObjectStore):
         more: dict[str, str] | None = {}
         while more is not None:
             try:
-                page = self._request(f"{self.url}/{prefix}*", "list_objects_v2", Prefix=above + prefix, **more)
+                page = self._request(f"{self.url}/{prefix}*", "list_objects_v2", {"Prefix": above + prefix, **more})
             except Refused as refused:
                 raise Unavailable(f"{self.url}/{prefix}*", meaning(refused)) from refused
             found += [each["Key"].removeprefix(above) for each in page.get("Contents", ()) if not each["Key"].endswith("/")]
@@ -140,7 +143,8 @@ class S3(ObjectStore):
         first, second = next(blocks, b""), next(blocks, None)
         try:
             if second is None and len(first) <= self.single_bytes:
-                self._call(key, "put_object", len(first), Body=first, Metadata={MARK: mark}, **condition)
+                body = {"Body": first, "Metadata": {MARK: mark}}
+                self._call(key, "put_object", {**body, **condition}, self.policy.transfer_s(len(first)))
             else:
                 self._upload(key, _chain(first, second, blocks), mark, condition)
         except Refused as refused:
@@ -152,28 +156,30 @@ class S3(ObjectStore):
             raise Unavailable(self.full_name(key), meaning(refused)) from refused
 
     def _upload(self, key: str, blocks: Iterable[bytes], mark: str, condition: Mapping[str, str]) -> None:
-        upload = str(self._call(key, "create_multipart_upload", Metadata={MARK: mark})["UploadId"])
+        upload = str(self._call(key, "create_multipart_upload", {"Metadata": {MARK: mark}})["UploadId"])
         with ExitStack() as undo:
             undo.callback(self._abort, key, upload)
             parts = self._send(key, upload, blocks)
-            self._call(key, "complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts}, **condition)
+            whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **condition}
+            self._call(key, "complete_multipart_upload", whole, COMPLETION_S)
             undo.pop_all()
 
     def _abort(self, key: str, upload: str) -> None:
         """Say that the parts are not wanted any more; a store that does not answer is not asked for long."""
         brief = S3(self.filesystem, self.root, replace(self.policy, attempts=3, call_s=min(20.0, self.policy.call_s)))
         with suppress(StorageError, Refused):
-            brief._call(key, "abort_multipart_upload", UploadId=upload)
+            brief._call(key, "abort_multipart_upload", {"UploadId": upload})
 
-    def _send(self, key: str, upload: str, blocks: Iterable[bytes]) -> list[dict[str, Any]]:
+    def _send(self, key: str, upload: str, blocks: Iterable[bytes]) -> Sequence[Part]:
         """Upload the parts, ``UPLOADS`` at once; returns when none is on its way any more."""
 
-        def send(number: int, block: bytes) -> dict[str, Any]:
-            answer = self._call(key, "upload_part", len(block), UploadId=upload, PartNumber=number, Body=block)
+        def send(number: int, block: bytes) -> Part:
+            part = {"UploadId": upload, "PartNumber": number, "Body": block}
+            answer = self._call(key, "upload_part", part, self.policy.transfer_s(len(block)))
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
-        parts: list[dict[str, Any]] = []
-        sent: deque[Future[dict[str, Any]]] = deque()
+        parts: deque[Part] = deque()
+        sent: deque[Future[Part]] = deque()
         with ThreadPoolExecutor(UPLOADS, "s3-upload") as pool:
             for number, block in enumerate(blocks, 1):
                 if number > PARTS:
@@ -181,8 +187,8 @@ class S3(ObjectStore):
                 sent.append(pool.submit(send, number, block))
                 if len(sent) == UPLOADS:
                     parts.append(sent.popleft().result())
-            parts += [each.result() for each in sent]
-        return parts
+            parts.extend(each.result() for each in sent)
+        return tuple(parts)
 
     def _mark(self, key: str) -> str:
         """Who wrote the object that is there; "" when there is none."""
@@ -193,10 +199,11 @@ class S3(ObjectStore):
 
     # ---- requests
 
-    def _call(self, key: str, verb: str, size: int = 0, **arguments: Any) -> Answer:
+    def _call(self, key: str, verb: str, arguments: Mapping[str, Any] | None = None, extra_s: float = 0.0) -> Answer:
         """A request about one object.  Raises Refused only where the caller must know: a place lost, a range beyond the end."""
+        named = {"Key": self._path(key).removeprefix(f"{self.bucket}/"), **(arguments or {})}
         try:
-            return self._request(self.full_name(key), verb, size, Key=self._path(key).removeprefix(f"{self.bucket}/"), **arguments)
+            return self._request(self.full_name(key), verb, named, extra_s)
         except Refused as refused:
             if refused.code in ("NoSuchKey", "404"):
                 raise Missing(key, self.url) from refused
@@ -204,12 +211,12 @@ class S3(ObjectStore):
                 raise
             raise Unavailable(self.full_name(key), meaning(refused)) from refused
 
-    def _request(self, object: str, verb: str, size: int = 0, **arguments: Any) -> Answer:
+    def _request(self, object: str, verb: str, arguments: Mapping[str, Any], extra_s: float = 0.0) -> Answer:
         def attempt(seconds: float) -> Answer:
             answer: Answer = sync(self.filesystem.loop, self._once, verb, seconds, arguments)
             return answer
 
-        return self.policy.call(object, attempt, size)
+        return self.policy.call(object, attempt, extra_s)
 
     async def _once(self, verb: str, seconds: float, arguments: Mapping[str, Any]) -> Answer:
         """One attempt, body and all, within ``seconds``.  Raises Transient or Refused."""
@@ -220,10 +227,12 @@ class S3(ObjectStore):
                 client = await self.filesystem.set_session()
                 answer: dict[str, Any] = await getattr(client, verb)(Bucket=self.bucket, **arguments)
                 if "Body" in answer:
-                    length = answer["ContentLength"]
+                    length = int(answer["ContentLength"])
                     limit.reschedule(asyncio.get_running_loop().time() + seconds + self.policy.transfer_s(length))
                     async with answer["Body"] as body:
                         answer["Body"] = await body.read()
+                    if len(answer["Body"]) != length:
+                        raise Transient(f"{len(answer['Body'])} of {length} bytes came")
         except FAILURES as error:
             raise judged(error, seconds) from error
         return answer

@@ -80,7 +80,7 @@ def test_a_pause_beyond_the_deadline_is_not_begun(policy: RemotePolicy, clock: C
 
 def test_moving_bytes_takes_time(policy: RemotePolicy, clock: Clock) -> None:
     store = Store(clock, failures=1)
-    policy.call("s3://b/k", store, size=50 * 2**20)
+    policy.call("s3://b/k", store, policy.transfer_s(50 * 2**20))
     assert store.given == [60, 60]
 
 

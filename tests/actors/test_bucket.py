@@ -24,7 +24,7 @@ from tests.support.chaos import Witness, assert_nothing_left, exported_hash, tri
 from tests.support.swift import SECRET, Swift
 from tests.support.toys import toy_job
 
-STEPS, KILLED_AT, STOP_AT = 40, 10, 20
+STEPS, KILLED_AT, DOWN_AT, STEPS_WITHOUT = 40, 10, 13, 7
 
 
 def job_of(bucket: str | Path, name: str, **changes: Any) -> Job:
@@ -48,27 +48,43 @@ def reference(tmp_path: Path) -> Any:
     return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines])
 
 
-def stop_later(witness: Witness, view: View) -> bool:
-    if view.step < STOP_AT or view.state != "Running":
+class Outage:
+    """Kills every server of the store (SIGKILL), starts them again when the run has taken ``STEPS_WITHOUT`` steps without, then stops the run."""
+
+    def __init__(self, swift: Swift) -> None:
+        self.swift, self.down_at = swift, 0
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if view.state != "Running" or view.step < DOWN_AT:
+            return False
+        if not self.down_at:
+            self.swift.kill()
+            self.down_at = view.step
+        elif view.step >= self.down_at + STEPS_WITHOUT:
+            self.swift.start()
+            coordinator = attach(witness.job_name)
+            assert coordinator is not None
+            ray.get(coordinator.stop.remote("as the test wants it"))
+            return True
         return False
-    ray.get(attach(witness.job_name).stop.remote("as the test wants it"))
-    return True
 
 
 @pytest.mark.must_run_in_ci
-def test_killed_stopped_and_resumed_from_s3(bucket: str, reference: Any) -> None:
-    """One of two replicas is SIGKILLed while it saves to the bucket, the run is stopped, and goes on from ``s3://``: the same bits."""
+def test_killed_stopped_and_resumed_from_s3(swift: Swift, bucket: str, reference: Any) -> None:
+    """H3, R11: one of two replicas is SIGKILLed while it saves to the bucket; the store itself is killed, and training goes on without;
+    the run is stopped, and resumed straight from ``s3://``: the same bits.
+    """
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
     fault = {"point": "save", "step": KILLED_AT, "world_rank": 1}
     job = job_of(bucket, "s3", workers={"min": 1, "max": 2}, faults=[fault], data=data)
-    first = trial(job, stop_later, hash_it=False)
+    first = trial(job, Outage(swift), hash_it=False)
     assert first.result.state == "Stopped", first.result
     stopped_at = first.result.step
-    assert STOP_AT <= stopped_at < STEPS
+    assert DOWN_AT + STEPS_WITHOUT <= stopped_at < STEPS
     assert job.bucket.startswith("s3://") and SECRET not in job.to_json()
     # 1: the fault happened, inside the run, by the word of the kernel; 4: the survivor is the process of before
     (killed,) = [seen for seen in first.witness.killed() if seen.final["generation"] < first.witness.generation]
-    assert 0 < killed.final["step"] < STOP_AT
+    assert 0 < killed.final["step"] < DOWN_AT
     (survivor,) = [seen for seen in first.witness.seen.values() if seen.worker in ("w1", "w2") and seen is not killed]
     assert survivor.final["generation"] == first.witness.generation >= 2
     # 5: healed live, if anybody was; the bucket is for those who come back

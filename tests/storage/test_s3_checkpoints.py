@@ -13,12 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from elastic.data.tokens import TokenDataset
+from elastic.errors import DataError
 from storage.checkpoints import Checkpoints
 from storage.datasets import TokenFiles, write_dataset
 from storage.errors import Damaged, Exists, Missing, StorageError
 from storage.journal import Journal, claim_owner, owners, read
 from storage.manifest import MANIFEST
+from storage.objects import ObjectStore
 from storage.remote import RemotePolicy
 from storage.s3 import S3
 from storage.slices import Version
@@ -227,6 +231,22 @@ def test_a_dataset_is_read_by_ranges(unruly: Unruly, moto_bucket: S3) -> None:
     assert unruly.asked("HEAD") == 0
     unruly.when("GET .*bin", truncated, times=2)
     assert np.array_equal(files.read(6000, 6010), tokens[6000:6010])
+
+
+def test_a_job_reads_its_tokens_from_s3(unruly: Unruly, moto_bucket: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``data.args.path = "s3://…"``: the same samples and fingerprint as from a folder."""
+    enter(monkeypatch, unruly)
+    store, folder = below(moto_bucket), ObjectStore.open(str(tmp_path))
+    tokens = np.random.default_rng(2).integers(0, 256, 5_000, dtype=np.uint16)
+    for each in (store, folder):
+        write_dataset(each, [("a", tokens)], "bytes", 256, shard_tokens=1024)
+    there, here = TokenDataset(store.url, seq_len=100), TokenDataset(str(tmp_path), seq_len=100)
+    assert there.fingerprint() == here.fingerprint()
+    assert len(there) == len(here) == 49
+    ids = (0, 48, 10, 20)
+    assert torch.equal(there.read(ids)["tokens"], here.read(ids)["tokens"])
+    with pytest.raises(DataError, match="holds no dataset"):
+        TokenDataset(f"{store.url}/nothing", seq_len=100)
 
 
 # ---- what people get wrong

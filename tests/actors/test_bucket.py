@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,8 @@ def bucket(swift: Swift, swift_bucket: S3, aws_config: Path) -> Iterator[str]:
     allow(aws_config, swift)
     yield f"{swift_bucket.url}/{uuid.uuid4().hex}"
     aws_config.unlink()
+    if any(process.poll() is not None for process in swift.processes.values()):
+        swift.start()
 
 
 @pytest.fixture
@@ -49,16 +52,17 @@ def reference(tmp_path: Path) -> Any:
 
 
 class Outage:
-    """Kills every server of the store (SIGKILL), starts them again when the run has taken ``STEPS_WITHOUT`` steps without, then stops the run."""
+    """Kills every server of the store (SIGKILL); starts them again when the run has taken ``STEPS_WITHOUT`` steps without; stops the run."""
 
     def __init__(self, swift: Swift) -> None:
-        self.swift, self.down_at = swift, 0
+        self.swift, self.down_at, self.ends = swift, 0, list[int | None]()
 
     def __call__(self, witness: Witness, view: View) -> bool:
         if view.state != "Running" or view.step < DOWN_AT:
             return False
         if not self.down_at:
             self.swift.kill()
+            self.ends = [process.returncode for process in self.swift.processes.values()]
             self.down_at = view.step
         elif view.step >= self.down_at + STEPS_WITHOUT:
             self.swift.start()
@@ -77,8 +81,11 @@ def test_killed_stopped_and_resumed_from_s3(swift: Swift, bucket: str, reference
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
     fault = {"point": "save", "step": KILLED_AT, "world_rank": 1}
     job = job_of(bucket, "s3", workers={"min": 1, "max": 2}, faults=[fault], data=data)
-    first = trial(job, Outage(swift), hash_it=False)
+    outage = Outage(swift)
+    first = trial(job, outage)
     assert first.result.state == "Stopped", first.result
+    assert outage.ends == [-signal.SIGKILL] * 4
+    assert first.hash != reference.hash  # the negative control: it tells one step from another
     stopped_at = first.result.step
     assert DOWN_AT + STEPS_WITHOUT <= stopped_at < STEPS
     assert job.bucket.startswith("s3://") and SECRET not in job.to_json()

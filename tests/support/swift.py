@@ -91,8 +91,9 @@ class Swift:
         }
 
     def start(self) -> None:
-        """Returns when every server listens."""
-        for name in SERVERS:
+        """Start the servers that do not run; returns when all listen."""
+        dead = [name for name in SERVERS if name not in self.processes or self.processes[name].poll() is not None]
+        for name in dead:
             with open(self.folder / f"{name}.log", "ab") as log:
                 command = [sys.executable, "-W", "ignore", "-m", f"swift.{name if name != 'object' else 'obj'}.server"]
                 config = str(self.folder / f"{name}-server.conf")

@@ -11,6 +11,8 @@ from hypothesis import settings
 
 from tests.capabilities import RESULTS
 
+pytest_plugins = ["tests.support.buckets"]
+
 MUST = "must_run_in_ci"
 
 settings.register_profile("elastic", deadline=None, derandomize=True)  # a red test is red again the next time

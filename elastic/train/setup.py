@@ -21,6 +21,8 @@ from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.state import build_model
 from elastic.train.step import Session
+from storage.objects import ObjectStore
+from storage.selftest import check
 
 NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog must not end the process: recovery is ours
@@ -66,13 +68,14 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
 def preflight(job: Job) -> list[str]:
     """Everything about the user's parts that can be found out before a worker starts: what they should know, a sentence each.
 
-    Raises :class:`~elastic.errors.JobError`.
+    Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
     model = build_model(job)
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         session.loader.close()
     _check_vocabulary(model, session.loader.dataset)
+    check(ObjectStore.open(job.bucket), job.name)
     Run.open(job).trains_on(session.loader.dataset.fingerprint())
     return [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
 

@@ -23,6 +23,8 @@ NAMES = ("elastic.ids", "elastic.errors", "elastic.imports", "storage.slices")
 
 IMPORTS = {
     "storage": Row(("storage.*",), ("blake3", "fsspec", "numpy", "pyarrow", "safetensors")),
+    "storage.s3": Row(("storage.*",), ("fsspec", "s3fs")),
+    "storage.s3_errors": Row(("storage.*",), ("aiohttp", "botocore")),
     "storage.slices": Row(),
     "elastic.ids": Row(("storage.slices",)),
     "elastic.errors": Row(),

@@ -37,10 +37,14 @@ class Conformance:
         assert store.size("b") == len(data)
         assert store.list() == ["a", "b"]
 
-    @pytest.mark.parametrize(("start", "stop"), [(None, None), (0, 4), (3, 7), (9, 10), (8, 99), (4, 4), (None, 2), (7, None)])
+    @pytest.mark.parametrize(
+        ("start", "stop"), [(None, None), (0, 4), (3, 7), (9, 10), (8, 99), (4, 4), (None, 2), (7, None), (10, 20), (12, None)]
+    )
     def test_ranges_are_those_of_a_python_slice(self, store: ObjectStore, start: int | None, stop: int | None) -> None:
         store.put("a", b"0123456789")
         assert store.get("a", start, stop) == b"0123456789"[start:stop]
+        store.put("empty", b"")
+        assert store.get("empty", start, stop) == b""
 
     def test_missing(self, store: ObjectStore) -> None:
         store.put("folder/a", b"")

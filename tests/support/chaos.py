@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -133,9 +134,9 @@ def exported_hash(job: Job) -> str:
     version = run.newest()
     if version is None:
         return ""
-    folder = Path(job.bucket) / f"export-{job.name}-{version.step}"
-    run.checkpoints.export(version, folder)
-    return state_hash(sorted(folder.glob("*.safetensors")))
+    with TemporaryDirectory() as folder:
+        run.checkpoints.export(version, Path(folder))
+        return state_hash(sorted(Path(folder).glob("*.safetensors")))
 
 
 def samples(steps: dict[int, Outcome]) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:

@@ -1,0 +1,114 @@
+"""H3: a run straight from ``s3://``, on a real server, with the endpoint and the credentials of the node and of nothing else."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors.coordinator import View
+from actors.launch import attach
+from elastic.job import Job
+from elastic.report.ledger import ledger
+from elastic.report.story import StepLine
+from elastic.runs import Run
+from elastic.train.local import run_local
+from storage.s3 import S3
+from tests.support.buckets import allow
+from tests.support.chaos import Witness, assert_nothing_left, exported_hash, trial
+from tests.support.swift import SECRET, Swift
+from tests.support.toys import toy_job
+
+STEPS, KILLED_AT, DOWN_AT, STEPS_WITHOUT = 40, 10, 13, 7
+
+
+def job_of(bucket: str | Path, name: str, **changes: Any) -> Job:
+    return toy_job(bucket, name=name, steps=STEPS, checkpoint={"save_every": 5}, **changes)
+
+
+@pytest.fixture
+def bucket(swift: Swift, swift_bucket: S3, aws_config: Path) -> Iterator[str]:
+    """A place on the real server, which every process of this node may use by the node's own settings."""
+    allow(aws_config, swift)
+    yield f"{swift_bucket.url}/{uuid.uuid4().hex}"
+    aws_config.unlink()
+    swift.start()  # where the test failed while it was down
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Any:
+    """The undisturbed run: one process, a folder."""
+    lines: list[StepLine] = []
+    job = job_of(tmp_path / "folder", "local")
+    assert run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
+    return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines])
+
+
+class Outage:
+    """Kills every server of the store (SIGKILL), has the run take ``STEPS_WITHOUT`` steps without, starts them again, stops the run."""
+
+    def __init__(self, swift: Swift) -> None:
+        self.swift, self.down_at, self.ends = swift, 0, list[int | None]()
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if view.state != "Running" or view.step < DOWN_AT:
+            return False
+        if not self.down_at:
+            self.swift.kill()
+            self.ends = [process.returncode for process in self.swift.processes.values()]
+            self.down_at = view.step
+        elif view.step >= self.down_at + STEPS_WITHOUT:
+            self.swift.start()
+            coordinator = attach(witness.job_name)
+            assert coordinator is not None
+            ray.get(coordinator.stop.remote("as the test wants it"))
+            return True
+        return False
+
+
+@pytest.mark.must_run_in_ci
+def test_killed_stopped_and_resumed_from_s3(swift: Swift, bucket: str, reference: Any) -> None:
+    """H3, R11: one of two replicas is SIGKILLed while it saves to the bucket; the store itself is killed, and training goes on without;
+    the run is stopped, and resumed straight from ``s3://``: the same bits.
+    """
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
+    fault = {"point": "save", "step": KILLED_AT, "world_rank": 1}
+    job = job_of(bucket, "s3", workers={"min": 1, "max": 2}, faults=[fault], data=data)
+    outage = Outage(swift)
+    first = trial(job, outage)
+    assert first.result.state == "Stopped", first.result
+    assert outage.ends == [-signal.SIGKILL] * 4
+    assert first.hash != reference.hash  # the negative control: it tells one step from another
+    stopped_at = first.result.step
+    assert DOWN_AT + STEPS_WITHOUT <= stopped_at < STEPS
+    assert job.bucket.startswith("s3://") and SECRET not in job.to_json()
+    # 1: the fault happened, inside the run, by the word of the kernel; 4: the survivor is the process of before
+    (killed,) = [seen for seen in first.witness.killed() if seen.final["generation"] < first.witness.generation]
+    assert 0 < killed.final["step"] < DOWN_AT
+    (survivor,) = [seen for seen in first.witness.seen.values() if seen.worker in ("w1", "w2") and seen is not killed]
+    assert survivor.final["generation"] == first.witness.generation >= 2
+    # 5: healed live, if anybody was; the bucket is for those who come back
+    assert first.witness.total("healed_bucket_bytes") == 0
+    assert_nothing_left(first)
+
+    second = trial(job)
+    assert second.result.state == "Finished", second.result
+    assert second.witness.total("healed_bucket_bytes") > 0
+    # 2: the bits
+    assert second.hash == reference.hash
+    assert second.losses == reference.losses
+    # 3: the work: nothing but the step in flight was done twice
+    assert sorted(ledger(Run.open(job).records())) == list(range(1, STEPS + 1))
+    work = first.witness.total("microbatches_run") + second.witness.total("microbatches_run")
+    assert STEPS * job.microbatches <= work + job.microbatches and work <= (STEPS + 2) * job.microbatches
+    assert second.witness.total("microbatches_run") <= (STEPS - stopped_at + 1) * job.microbatches
+    # 6: nothing is left, and nothing is damaged
+    assert_nothing_left(second)
+    run = Run.open(job)
+    assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).saved)

@@ -1,0 +1,31 @@
+"""A filter for Swift's proxy: create-only writes of one object wait for each other.
+
+Swift answers ``If-None-Match: *`` from what is there when a PUT begins, so of several that overlap several are told that they won
+(its object server looks once, before it receives the body).  One proxy, one process: a lock a key is enough.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from eventlet.semaphore import Semaphore
+
+App = Callable[..., Iterable[bytes]]
+
+
+def filter_factory(settings: dict[str, str], **more: str) -> Callable[[App], App]:
+    """What ``paste.filter_factory`` names."""
+    locks: defaultdict[str, Any] = defaultdict(Semaphore)
+
+    def around(app: App) -> App:
+        def once(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+            if "HTTP_IF_NONE_MATCH" not in environ or environ["REQUEST_METHOD"] not in ("PUT", "POST"):
+                return app(environ, start)
+            with locks[environ["PATH_INFO"]]:
+                return list(app(environ, start))  # a completion does its work while its answer is read
+
+        return once
+
+    return around

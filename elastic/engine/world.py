@@ -148,7 +148,10 @@ class World:
         return host.to(self.device, non_blocking=True)
 
     def finish(self) -> None:
-        """Wait until the device has done all it was told; for local work only."""
+        """Wait until the device has done all it was told, by polling: a collective that hangs ends when this world is aborted.
+
+        It then looks completed, over garbage.  Who waited for one asks afterwards whether this member was fenced.
+        """
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()

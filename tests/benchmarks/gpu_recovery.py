@@ -57,6 +57,8 @@ class Kill:
     step: int
     microbatch: int
     stepped_at: float = 0.0
+    asked: bool = False
+    """Where the survivors stand, since they were long in coming."""
 
 
 class Killer:
@@ -83,11 +85,16 @@ class Killer:
         middle = counters["microbatch"] >= 1 and counters["collective"] == 0 and counters["generation"] == view.generation
         if middle and view.step >= max(self.whole[1] + 3, self.after):
             self.kills.append(Kill(view.generation, time.time(), counters["step"] + 1, counters["microbatch"]))
-            os.kill(counters["pid"], self.kind)
+            victim.process.kill(self.kind)
         return False
 
     def _await(self, witness: Witness, view: Any) -> None:
-        """Until every member of the next world steps."""
+        """Until every member of the next world steps.  Whoever has not left after 3 s writes its threads' stacks into its log."""
+        if not self.kills[-1].asked and time.time() > self.kills[-1].at + 3:
+            self.kills[-1].asked = True
+            for each in witness.seen.values():
+                if each.process.running and each.counters["generation"] <= self.kills[-1].generation:
+                    each.process.kill(signal.SIGUSR1)
         if view.generation > self.kills[-1].generation and view.state == "Running" and all(name in witness.seen for name in view.workers):
             counters = [witness.seen[name].counters for name in view.workers]
             since = [each["stepping_since_ns"] / 1e9 for each in counters if each["generation"] == view.generation]
@@ -163,16 +170,17 @@ def fired(faults: int) -> Callable[[Trial], dict[str, Any]]:
 
 
 def nobody_applied(done: Trial) -> dict[str, Any]:
-    """By the counters: whoever lived applied each step once; by the journal: the step was committed by a later generation."""
+    """Each survivor of the first world applied each step once, by its counter; the journal: a later generation committed that step."""
     frozen = done.witness.killed()
-    applied = {each.worker: each.final["updates_applied"] for each in done.witness.seen.values() if each not in frozen}
-    first = [name for name in applied if int(name[1:]) <= len(done.ledger[1].samples)]
-    once = all(applied[name] == done.job.steps for name in applied if name in first and done.witness.seen[name].final["pid"])
+    first = [each for each in done.witness.seen.values() if int(each.worker[1:]) <= done.job.workers.max and each not in frozen]
+    applied = {each.worker: each.final["updates_applied"] for each in (*first, *frozen)}
+    before = [each.final["updates_applied"] == STEP - 1 for each in frozen]
+    once = [each.final["updates_applied"] == done.job.steps for each in first]
+    later = done.ledger[STEP].generation > 1
     return {
         "updates_applied": applied,
-        "frozen": {each.worker: each.final["updates_applied"] for each in frozen},
         "committed_by": done.ledger[STEP].generation,
-        "nobody_applied": done.ledger[STEP].generation > 1 and once and all(e.final["updates_applied"] == STEP - 1 for e in frozen),
+        "nobody_applied": later and all(once) and before == [True],
     }
 
 
@@ -359,6 +367,8 @@ def main() -> None:
         reference = table[0].get("hash")
         table[-1]["same_bits"] = table[-1].get("hash") == reference
         show(table[-1], reference)
+        for log in (folder / "bucket").glob("*/logs/*/*.log"):
+            shutil.copy(log, options.out / f"{target.stem}-{name}-{log.name}")
         target.write_text(json.dumps({"about": about, "scenarios": table}, indent=1) + "\n")
         shutil.rmtree(folder / "bucket", ignore_errors=True)
     ray.shutdown()

@@ -367,8 +367,9 @@ def main() -> None:
         reference = table[0].get("hash")
         table[-1]["same_bits"] = table[-1].get("hash") == reference
         show(table[-1], reference)
-        for log in (folder / "bucket").glob("*/logs/*/*.log"):
-            shutil.copy(log, options.out / f"{target.stem}-{name}-{log.name}")
+        with target.with_suffix(".log").open("a") as kept:
+            for log in sorted((folder / "bucket").glob("*/logs/*/*.log")):
+                kept.write(f"==== {name} {log.name}\n{log.read_text(errors='replace')}\n")
         target.write_text(json.dumps({"about": about, "scenarios": table}, indent=1) + "\n")
         shutil.rmtree(folder / "bucket", ignore_errors=True)
     ray.shutdown()

@@ -19,10 +19,11 @@ from tests.support.commands import ROOT
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"), pytest.mark.timeout(300)]
 
 STUCK_S = 3.0
-CALLS = {
+CALLS = {  # "malloc" is how compiled code allocates, with the GIL held; "freed": an event is recorded when the tensor goes
     "eager": "x.add_(1)",
     "event": "torch.cuda.Event().record()",
     "freed": "y = torch.empty(1 << 20, device='cuda'); y.record_stream(side); del y; x.add_(1)",
+    "malloc": "len(kept) < 100 and kept.append(torch._C._dynamo.guards._empty_strided_cuda((24 << 20,), (1,), torch.uint8)); x.add_(1)",
     "compiled": "compiled(x)",
     "backward": "compiled(leaf).sum().backward()",
 }
@@ -32,7 +33,7 @@ import torch
 
 call, stuck_s = compile(sys.argv[1], "call", "exec"), float(sys.argv[2])
 x, leaf = torch.zeros(64, 64, device="cuda"), torch.zeros(64, 64, device="cuda", requires_grad=True)
-compiled, side = torch.compile(lambda v: torch.sin(v) * 2 + torch.cos(v)), torch.cuda.Stream()
+compiled, side, kept = torch.compile(lambda v: torch.sin(v) * 2 + torch.cos(v)), torch.cuda.Stream(), []
 for _ in range(3):
     exec(call)
 torch.cuda.synchronize()

@@ -145,7 +145,7 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
         "points": Scenario(
             "one fault in each of eight generations",
             replicas | {"faults": chain, "checkpoint": {"save_every": 4}},
-            check=fired(len(chain) - 2),
+            check=deaths,
         ),
         "staggered": Scenario(
             "a frozen rank; rank 0 aborts 0.3 s before the others hear of it",
@@ -162,11 +162,11 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
 DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10}
 
 
-def fired(faults: int) -> Callable[[Trial], dict[str, Any]]:
-    def check(done: Trial) -> dict[str, Any]:
-        return {"generations_due": faults + 1, "enough": done.witness.generation > faults}
-
-    return check
+def deaths(done: Trial) -> dict[str, Any]:
+    """How many processes ended in which way that was not the end of the run; an exception that was survived is none."""
+    ended = [each.ended for each in done.witness.seen.values() if each.ended is not None]
+    ways = [each.signal.name if each.signal else f"exit {each.exit_code}" for each in ended]
+    return {"deaths": {way: ways.count(way) for way in sorted(set(ways) - {"exit 0"})}}
 
 
 def nobody_applied(done: Trial) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
         fault("in_update", 22, 8, 0),
     ]
     frozen = [fault("before_commit", STEP, 1, last, "SIGSTOP")]
-    killed = [fault("before_commit", STEP, 1, last)]
+    killed = [fault("forward", STEP, 1, last)]  # while rank 0 sleeps: its replica needs nothing of rank 0 yet
     return {
         "undisturbed": Scenario(f"2×{half}, nothing happens", replicas),
         "fewer": Scenario(f"{max(last, 1)} of {world} workers, nothing happens", {"workers": {"min": max(last, 1), "max": max(last, 1)}}),

@@ -33,6 +33,7 @@ from elastic.plan.layout import Layout
 Endpoint = tuple[str, int]
 
 POLL_S = 0.0002
+TO_HOST = "to host"
 
 
 class Staging:
@@ -129,7 +130,7 @@ class World:
         """
         if tensor.device.type == "cpu":
             return tensor
-        host = self.staging.buffer("to host", tensor)
+        host = self.staging.buffer(TO_HOST, tensor)
         host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
@@ -138,6 +139,11 @@ class World:
                 raise WorldBroken(f"a collective of generation {self.generation} did not end")
             time.sleep(POLL_S)
         return host
+
+    def reserve(self, key: str, like: torch.Tensor) -> None:
+        """Make the host memory of a later ``to_device`` or ``to_host`` now, while no collective can hang: see :class:`Staging`."""
+        if self.device.type != "cpu":
+            self.staging.buffer(key, like)
 
     def to_device(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` on the device, without waiting for what it is doing.  One copy in flight for each ``key``."""
@@ -148,7 +154,10 @@ class World:
         return host.to(self.device, non_blocking=True)
 
     def finish(self) -> None:
-        """Wait until the device has done all it was told; for local work only."""
+        """Wait until the device has done all it was told, by polling: a collective that hangs ends when this world is aborted.
+
+        It then looks completed, over garbage.  Who waited for one asks afterwards whether this member was fenced.
+        """
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()

@@ -39,7 +39,17 @@ class Faults:
             if output.requires_grad:
                 output.register_hook(lambda _grad: self.strike("backward", self.step, world))
 
-        middle.register_forward_hook(after)
+        compiled = middle._compiled_call_impl
+        if compiled is None:
+            middle.register_forward_hook(after)
+        else:  # outside of what is compiled: a hook would be traced into it, and compiled again for every step
+
+            def call(*args: object, **named: object) -> torch.Tensor:
+                output: torch.Tensor = compiled(*args, **named)
+                after(middle, args, output)
+                return output
+
+            middle._compiled_call_impl = call
 
     def strike(self, point: str, step: int, world: World) -> None:
         for fault in self.faults:

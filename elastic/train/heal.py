@@ -11,6 +11,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
+from elastic.engine.world import World
 from elastic.errors import StateMissing
 from elastic.ids import WorkerId
 from elastic.imports import load
@@ -51,6 +52,7 @@ def initialise(state: State) -> None:
             continue
         whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=state.world.device)
         if state.world.rank == 0:
+            state.world.finish()  # see _exchange
             whole.copy_(sources[tensor.name])
         dist.broadcast(whole, src=0)
         part = shard_slice(tensor, state.shard.count, state.shard.index)
@@ -73,7 +75,7 @@ def from_members(state: State, plan: Plan, worker: WorkerId, held: list[Shard]) 
             outgoing[plan.world_rank(move.destination)].append(_find(sources, tensor, move.slice))
         elif theirs:
             incoming[plan.world_rank(move.source)].append(state.shard.part(tensor, move.slice))
-    return _exchange(outgoing, incoming, state.world.device)
+    return _exchange(outgoing, incoming, state.world)
 
 
 def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
@@ -84,14 +86,16 @@ def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
     raise StateMissing(f"the plan takes {wanted} from this worker, which does not hold it")
 
 
-def _exchange(outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], device: torch.device) -> int:
+def _exchange(outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World) -> int:
     """One message for each pair of members, all at once; both sides list the same slices in the same order."""
+    device = world.device
     sends = {rank: torch.cat([_bytes(part).to(device) for part in parts]) for rank, parts in outgoing.items()}
     receives = {rank: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device) for rank, parts in incoming.items()}
     operations = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in sorted(sends.items())]
     operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in sorted(receives.items())]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
+    world.finish()  # copies to the host synchronise, and must not do so behind a peer that died
     for rank, buffer in receives.items():
         for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):
             part.copy_(raw.view(part.dtype).view(part.shape) if part.shape else raw.clone().view(part.dtype)[0])

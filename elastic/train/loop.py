@@ -183,6 +183,9 @@ class Trainer:
         state = State(self.session.job, world, plan.version)
         self.session.faults.strike("healing", plan.version.step + 1, world)
         heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session.counters)
+        world.finish()
+        if self.gate.fenced >= plan.generation:  # whoever aborted since then has made what came from it look complete
+            raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
         self.gate.hold([*self.gate.shards, state.shard])
         self.session.counters["step"] = plan.version.step
         self._ready_at = time.monotonic()

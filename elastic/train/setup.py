@@ -30,12 +30,19 @@ NCCL = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "NCCL_NVLS_ENABLE": "0",  # an abort crashes on memory that is registered for multicast
 }
+LAUNCHES = {
+    # Behind a collective that hangs, the device's queue of launches fills up, and the next launch blocks until somebody aborts.  torch's
+    # own launcher of compiled kernels holds the GIL meanwhile (torch/csrc/inductor/static_launcher/cuda.cpp, pytorch issue 109074), so
+    # that the control thread cannot answer the fence without which nobody may abort; Triton's launcher lets go of it.  An environment
+    # variable, since what is set in torch._inductor.config counts for one thread only, and the backward pass runs in another (2.13).
+    "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
+}
 
 
 def prepare_process(job: Job) -> torch.device:
     """Fix what would otherwise vary between processes; returns this worker's device."""
     torch.set_num_threads(job.workers.threads)
-    os.environ |= NCCL
+    os.environ |= NCCL | LAUNCHES
     if job.reproducible:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)

@@ -16,7 +16,7 @@ from elastic.control.commit import HEADER, MAGIC, CommitShape, Outcome, conclude
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.fold import squared_norm
-from elastic.engine.world import all_gather
+from elastic.engine.world import TO_HOST, World, all_gather
 from elastic.job import Job
 from elastic.plan.batch import active, rounds
 from elastic.train.counters import Counters
@@ -52,6 +52,7 @@ class Share:
 
 def run_step(session: Session, state: State, gate: Gate, shape: CommitShape, step: int, boundary: Callable[[], int]) -> Outcome:
     """Step ``step`` from first forward to applied.  ``boundary()``: what this member asks for after it."""
+    reserve(state.world, shape)
     share = compute(session, state, step)
     norm = prepare(session, state, gate, step)
     blank = blank_record(shape, state.world.rank, step, boundary(), share)
@@ -61,6 +62,13 @@ def run_step(session: Session, state: State, gate: Gate, shape: CommitShape, ste
     with gate.applying(outcome):
         update(session, state, outcome)
     return outcome
+
+
+def reserve(world: World, shape: CommitShape) -> None:
+    """The host memory of the commit, before anything is launched that may hang."""
+    record = torch.empty(shape.fields, dtype=torch.float64)
+    world.reserve("record", record)
+    world.reserve(TO_HOST, record.new_empty(shape.world * shape.fields))
 
 
 def compute(session: Session, state: State, step: int) -> Share:
@@ -74,6 +82,10 @@ def compute(session: Session, state: State, step: int) -> Share:
             state.forget_grads()
         if batch is None:
             batch = session.loader.read(session.cursor.microbatch_ids(step, 0, job.microbatch))
+        if round_ == 0:
+            for later in range(rounds(job.microbatches, world.size)):
+                for name, value in batch.items():
+                    world.reserve(f"{name} {later}", value)
         session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
         session.faults.aim(step)
         torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))

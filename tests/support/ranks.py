@@ -1,4 +1,4 @@
-"""Real processes that form real worlds over gloo, kept between tests (importing torch in each costs seconds).
+"""Real processes that form real worlds over gloo (or NCCL, a GPU each), kept between tests (importing torch in each costs seconds).
 
 A function given to :meth:`Ranks.run` runs in every member as ``function(world, *arguments)``; it must be importable.
 """
@@ -6,6 +6,7 @@ A function given to :meth:`Ranks.run` runs in every member as ``function(world, 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -17,13 +18,13 @@ DEADLINE_S = 90
 
 
 class Ranks:
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
-        for _ in range(count):
+        for number in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, device, number), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -68,20 +69,22 @@ def _value(process: int, failed: bool, value: Any) -> Any:
     return value
 
 
-def _serve(pipe: Connection) -> None:
-    import torch
+def _serve(pipe: Connection, kind: str, number: int) -> None:
+    if kind == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number)  # one device, as Ray shows it to a worker
     from torch.distributed import TCPStore
 
     from elastic.engine.world import World
+    from elastic.job import Job
+    from elastic.train.setup import prepare_process
 
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    device = prepare_process(Job(name="ranks", bucket="/nowhere", workers={"gpus": int(kind == "cuda")}))
     while (task := pipe.recv()) is not None:
         layout, rank, generation, port, function, arguments = task
         world = None
         try:
             store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-            world = World.form(store, generation=generation, layout=layout, rank=rank, device=torch.device("cpu"), form_s=60, run_s=60)
+            world = World.form(store, generation=generation, layout=layout, rank=rank, device=device, form_s=60, run_s=60)
             pipe.send((False, function(world, *arguments)))
         except Exception:  # the process boundary: raised again in the test
             pipe.send((True, traceback.format_exc()))

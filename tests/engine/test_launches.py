@@ -1,0 +1,88 @@
+"""How kernels are launched, and what may not end up inside of what is compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elastic.engine.world import World
+from elastic.job import Fault
+from elastic.train.faults import Faults, InjectedError
+from tests.support.commands import ROOT
+
+ASK = """
+import threading
+from elastic.train.setup import prepare_process
+from tests.support.toys import toy_job
+{prepare}
+from torch._inductor import config
+asked = threading.Thread(target=lambda: print(config.use_static_cuda_launcher))
+asked.start(), asked.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "answer"), [("prepare_process(toy_job('/nowhere'))", "False"), ("", "True")], ids=["worker", "control"]
+)
+def test_no_thread_launches_compiled_kernels_with_the_gil_held(prepare: str, answer: str) -> None:
+    """In threads that this process makes later too, for autograd's is one.  Where the control fails, torch has changed its default."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ASK.format(prepare=prepare)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stdout.strip() == answer
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Twice(torch.nn.Module):
+    """A model with blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at what is no leaf
+@pytest.mark.parametrize("point", ["forward", "backward"])
+def test_faults_lie_outside_of_what_is_compiled(point: str) -> None:
+    """Steps go by without compiling again, and the fault comes when it is due."""
+    compiled = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model, world = Twice(), cast(World, _Seat())
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend=backend)
+    faults = Faults((Fault(point=point, step=6, kind="exception"),))
+    faults.watch(model, world)
+    for step in range(1, 6):
+        faults.aim(step)
+        model(torch.ones(2, 4)).sum().backward()
+    assert len(compiled) == 2  # one for a block whose input needs no gradient, one for all others
+    faults.aim(6)
+    with pytest.raises(InjectedError):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+class _Seat:
+    """All that a fault asks of a world."""
+
+    rank, generation = 0, 1

@@ -1,0 +1,127 @@
+"""bf16: computed with in low precision, kept and updated in float32."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.engine.optim import Optimizer
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.train.step import compute
+from tests.support.ranks import Ranks
+from tests.support.segments import member, train
+from tests.support.toys import toy_job
+
+BF16 = {"precision": "bf16"}
+STEPS = 4
+
+
+def dtypes(world: World, job: Job) -> dict[str, set[str]]:
+    """What one step computes with, and what it keeps: dtypes by where they were seen."""
+    seen: dict[str, set[str]] = {}
+
+    def note(where: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            seen.setdefault(where, set()).add(str(value.dtype).removeprefix("torch."))
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for where, value in (("weight", module.weight), ("input", args[0]), ("output", output)):
+            note(where, value)
+
+    with member(world, job, Version(0, 0)) as me:
+        for module in me.state.model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(hook)
+        compute(me.session, me.state, 1)
+        for gradient in me.state.grads().values():
+            note("gradient", gradient)
+        for (kind, _), value in me.state.shard.values.items():
+            note(kind, value)
+    return seen
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(1, 2), Layout(2, 1)], ids=str)
+def test_e2_what_is_computed_with_is_bf16_and_what_is_kept_is_float32(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """E2: dtypes of the tensors themselves, in every member."""
+    low, high = {"bfloat16"}, {"float32"}
+    kept = {kind: high for kind in ("gradient", "parameter", "moment.exp_avg", "moment.exp_avg_sq", "scalar")}
+    for seen in ranks.run(layout, dtypes, toy_job(tmp_path, **BF16)):
+        assert seen == {"weight": low, "input": low, "output": low, **kept}
+    for seen in ranks.run(layout, dtypes, toy_job(tmp_path)):
+        assert seen == {"weight": high, "input": high, "output": high, **kept}
+
+
+def test_the_bits_do_not_depend_on_the_layout_in_bf16_either(ranks: Ranks, tmp_path: Path) -> None:
+    """Promise 1 under mixed precision; float32 gives other bits, so bf16 was used."""
+    layouts = [Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(1, 3)]
+    one, *others = (train(ranks, toy_job(tmp_path / str(layout), **BF16), layout, STEPS) for layout in layouts)
+    assert [found.hash for found in others] == [one.hash] * len(others)
+    assert train(ranks, toy_job(tmp_path / "high"), Layout(1, 1), STEPS).hash != one.hash
+
+
+def test_without_the_fold_bf16_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """Negative control of the one above."""
+    job = {**BF16, "reproducible": False}
+    one, three = (train(ranks, toy_job(tmp_path / str(layout), **job), layout, STEPS) for layout in (Layout(1, 1), Layout(1, 3)))
+    assert one.hash != three.hash
+
+
+def small_updates(world: World, job: Job, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+    """The norms' weights, all 1 at first, after so many steps: (as the job keeps them, as bf16 with the same optimizer, largest update)."""
+    with member(world, job, Version(0, 0)) as me:
+        norms = {name: value for name, value in me.state.trained.items() if "norm" in name}
+        pure = {name: value.detach().bfloat16().requires_grad_() for name, value in norms.items()}
+        theirs, largest = Optimizer(job, pure, frozenset()), 0.0
+        assert all(bool((value == 1).all()) for value in [*norms.values(), *pure.values()])
+        apply = me.state.optimizer.apply
+
+        def both(grads: Any, outcome: Any) -> float:
+            theirs.apply({name: grads[name].bfloat16() for name in pure}, outcome)
+            return apply(grads, outcome)
+
+        me.state.optimizer.apply = both  # type: ignore[method-assign]
+        for _ in range(steps):
+            before = {name: value.detach().clone() for name, value in norms.items()}
+            me.step()
+            largest = max(largest, *(float((value.detach() - before[name]).abs().max()) for name, value in norms.items()))
+        return {k: v.detach().clone() for k, v in norms.items()}, {k: v.detach().float() for k, v in pure.items()}, largest
+
+
+def test_e2_updates_too_small_for_bf16_move_the_masters(ranks: Ranks, tmp_path: Path) -> None:
+    """E2: each update is below 2^-9 of the weight, half of what bf16 can tell apart below 1; pure bf16 weights stay where they were."""
+    job = toy_job(tmp_path, **BF16, optim={"lr": 2e-4}, schedule={"kind": "constant"})
+    ((masters, pure, largest),) = ranks.run(Layout(1, 1), small_updates, job, 12)
+    assert 0 < largest < 2**-9
+    for name, value in masters.items():
+        assert bool((value != 1).all()), name
+        assert bool((pure[name] == 1).all()), name  # the control
+    assert max(float((value - 1).abs().max()) for value in masters.values()) > 2**-9  # what was lost adds up
+
+
+def losses(world: World, job: Job, steps: int) -> tuple[list[float], int]:
+    """The loss of every step; how many loss scalers there are in this process."""
+    with member(world, job, Version(0, 0)) as me:
+        found = [me.step().loss for _ in range(steps)]
+        return found, sum(issubclass(type(each), torch.amp.GradScaler) for each in gc.get_objects())
+
+
+def test_e4_the_loss_in_bf16_is_that_of_fp32_without_a_scaler(ranks: Ranks, tmp_path: Path) -> None:
+    """E4: within 1 % after 200 steps (mean of the last ten), no loss scaler; fifty steps earlier it was another one."""
+    last, earlier = {}, 0.0
+    for precision in ("bf16", "fp32"):
+        job = toy_job(tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3})
+        ((curve, scalers),) = ranks.run(Layout(1, 1), losses, job, 200)
+        assert scalers == 0
+        assert curve[-1] < 0.5 * curve[0]
+        last[precision], earlier = statistics.mean(curve[-10:]), statistics.mean(curve[-60:-50])
+    assert last["bf16"] == pytest.approx(last["fp32"], rel=0.01)
+    assert earlier != pytest.approx(last["fp32"], rel=0.01)
+    assert last["bf16"] != last["fp32"]

@@ -1,0 +1,90 @@
+"""Losses of a user whose code does what it should not, in a worker on the cluster: the harder half of chaos.
+
+They look into the worker that runs them, as no user's code should, and touch nothing of the product's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic.engine.loss import next_token
+from elastic.train.loop import Trainer
+
+STEP = 6
+"""The step of generation 1 in which mischief is done."""
+SEEN: set[tuple[str, int]] = set()
+
+
+@cache
+def trainer() -> Trainer:
+    """The one of this process."""
+    (found,) = [each for each in gc.get_objects() if type(each) is Trainer]
+    return found
+
+
+def watched(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The usual loss; every tenth step says, in the worker's log, how much device memory is in use."""
+    me = trainer()
+    world, step = me.world, me.session.faults.step
+    assert world is not None
+    if torch.cuda.is_available() and step % 10 == 0 and _first(f"memory {step}", world.generation):
+        used, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        print(f"memory: {me.worker} generation {world.generation} step {step} allocated {used} reserved {kept}", flush=True)
+    return next_token(model, batch)
+
+
+def early_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """World rank 0 is fenced and aborts in the middle of the commit of ``STEP``, 0.3 s before anybody hears of it.
+
+    To be used with a member that never contributes: ``Fault(point="before_commit", step=STEP, kind="SIGSTOP", world_rank=...)``.
+    """
+    if _due(0):
+        threading.Thread(target=_abort_early, args=(trainer(),), daemon=True).start()
+    return watched(model, batch)
+
+
+def _abort_early(me: Trainer) -> None:
+    world, report, held = me.world, me.report, list[tuple[Any, ...]]()
+    assert world is not None
+    deadline = time.monotonic() + 60
+    while me.gate.prepared != STEP and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(1.0)  # not to wait for something: for so long all but one stand in the commit, unfenced
+    me.report = lambda *event: held.append(event)
+    me.gate.fence(world.generation)
+    began = time.monotonic()
+    world.abort()
+    print(f"mischief: {me.worker} aborted early in {time.monotonic() - began:.3f} s", flush=True)
+    time.sleep(max(0.3 - (time.monotonic() - began), 0.0))  # the others' time to see the collective end
+    me.report = report
+    for event in held:
+        report(*event)
+
+
+def holding_the_gil(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """World rank 0 keeps the GIL for 3 s in a C extension, at the beginning of ``STEP``."""
+    if _due(0):
+        ctypes.PyDLL(None).sleep(3)
+    return watched(model, batch)
+
+
+def _due(rank: int) -> bool:
+    """Once, at the first microbatch of ``STEP`` in generation 1, on this rank."""
+    me = trainer()
+    assert me.world is not None
+    return (me.world.rank, me.world.generation, me.session.faults.step) == (rank, 1, STEP) and _first("mischief", 1)
+
+
+def _first(what: str, generation: int) -> bool:
+    """Not seen before in this process."""
+    seen = (what, generation) in SEEN
+    SEEN.add((what, generation))
+    return not seen

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import NamedTuple, Protocol
 
 import torch
 
 from elastic.engine.parallelize import sharding_table
-from elastic.engine.world import World
 from elastic.job import Fault
 
 
 class InjectedError(RuntimeError):
     """The exception of a fault of kind "exception"."""
+
+
+class Place(Protocol):
+    """Who a worker is in a generation; a :class:`~elastic.engine.world.World` says it too."""
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+class Seat(NamedTuple):
+    """A place in a world that is not there yet."""
+
+    generation: int
+    rank: int
 
 
 class Faults:
@@ -27,7 +44,7 @@ class Faults:
         """Tell the hooks inside the model which step runs."""
         self.step = step
 
-    def watch(self, model: torch.nn.Module, world: World) -> None:
+    def watch(self, model: torch.nn.Module, place: Place) -> None:
         """Make the points "forward" and "backward" lie inside the model: in its middle block, when it is entered and on the way back."""
         if not self.faults:
             return
@@ -35,15 +52,16 @@ class Faults:
         middle = model.get_submodule(blocks[len(blocks) // 2]) if blocks else model
 
         def after(_module: torch.nn.Module, _args: object, output: torch.Tensor) -> None:
-            self.strike("forward", self.step, world)
+            self.strike("forward", self.step, place)
             if output.requires_grad:
-                output.register_hook(lambda _grad: self.strike("backward", self.step, world))
+                output.register_hook(lambda _grad: self.strike("backward", self.step, place))
 
         middle.register_forward_hook(after)
 
-    def strike(self, point: str, step: int, world: World) -> None:
+    def strike(self, point: str, step: int, place: Place) -> None:
         for fault in self.faults:
-            if (fault.point, fault.step, fault.world_rank, fault.generation) == (point, step, world.rank, world.generation):
+            here = (fault.point, fault.world_rank, fault.generation) == (point, place.rank, place.generation)
+            if here and fault.step in (None, step):
                 self.faults.remove(fault)
                 perform(fault.kind)
                 return

@@ -11,6 +11,9 @@ import torch
 from elastic.engine.parallelize import sharding_table
 from elastic.job import Fault
 
+EXIT_CODE = 17
+"""Of a fault of kind "exit": nobody else's."""
+
 
 class InjectedError(RuntimeError):
     """The exception of a fault of kind "exception"."""
@@ -72,6 +75,6 @@ def perform(kind: str) -> None:
         case "exception":
             raise InjectedError("injected by the job's faults")
         case "exit":
-            os._exit(17)
+            os._exit(EXIT_CODE)
         case name:
             signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened

@@ -58,8 +58,11 @@ class Witness(threading.Thread):
             while not self.done.is_set():
                 self._look()
                 time.sleep(0.005)
-        except BaseException as error:  # shown by ``close``
+        except BaseException as error:  # shown by ``close``; nobody steers the run any more, so it ends
             self.errors.append(error)
+            coordinator = attach(self.job_name)
+            if coordinator is not None:
+                ray.kill(coordinator)
 
     def _look(self) -> None:
         coordinator = attach(self.job_name)

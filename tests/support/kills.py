@@ -86,20 +86,20 @@ class Script:
         kept = kind == "exception" and point != "in_update"
         return "live" if kept or replicas > 1 else "bucket"
 
-    def job(self, bucket: Path, name: str) -> Job:
+    def job(self, bucket: Path, name: str, **changes: Any) -> Job:
         cursor = Cursor(SAMPLES, 16, 0, "permutation")
         gates = {str(cursor.microbatch_ids(each.step, 0, 2)[0]): str(gate(bucket, each)) for each in (*self.growth, *self.cramps)}
-        return toy_job(
-            bucket,
-            name=name,
-            steps=STEPS,
-            data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": gates}},
-            parallel=LAYOUTS[self.layout],
-            workers={"min": 1, "max": self.workers},
-            checkpoint={"save_every": SAVE_EVERY[self.layout]},
-            deadlines={"grow_debounce_s": 30, "stall_s": 120},
-            faults=self.faults,
-        )
+        values: dict[str, Any] = {
+            "name": name,
+            "steps": STEPS,
+            "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": gates}},
+            "parallel": LAYOUTS[self.layout],
+            "workers": {"min": 1, "max": self.workers},
+            "checkpoint": {"save_every": SAVE_EVERY[self.layout]},
+            "deadlines": {"grow_debounce_s": 30, "stall_s": 120},
+            "faults": self.faults,
+        }
+        return toy_job(bucket, **(values | changes))
 
 
 def gate(bucket: Path, at: Grow | Cramp) -> Path:
@@ -151,10 +151,10 @@ def _room() -> Iterator[Room]:
         room.close()
 
 
-def perform(script: Script, bucket: Path, name: str) -> Trial:
-    """Run the script's job to its end."""
+def perform(script: Script, bucket: Path, name: str, **changes: Any) -> Trial:
+    """Run the script's job, with other settings where ``changes`` say so, to its end."""
     with _room() as room:
-        return trial(script.job(bucket, name), Director(script, bucket, room))
+        return trial(script.job(bucket, name, **changes), Director(script, bucket, room))
 
 
 def again_and_again(layout: str, point: str) -> Script:

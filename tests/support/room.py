@@ -29,9 +29,9 @@ class Room:
     def queue(self, cpus: float) -> Any:
         """Known to wait when this returns."""
         taker, until = self._start(cpus), time.monotonic() + READY_S
-        while state.actors(taker._actor_id.hex())["State"] != "PENDING_CREATION":
+        while state.actors(taker._actor_id.hex()).get("State") != "PENDING_CREATION":
             if time.monotonic() > until:
-                raise TimeoutError(f"the queued taker is {state.actors(taker._actor_id.hex())['State']}; was there room?")
+                raise TimeoutError(f"the queued taker is {state.actors(taker._actor_id.hex())}; was there room?")
             time.sleep(0.01)
         return taker
 

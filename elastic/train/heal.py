@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elastic.errors import StateMissing
+from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
 from elastic.imports import load
 from elastic.plan.plan import Plan
@@ -109,7 +109,10 @@ def _exchange(
     under_way = dist.batch_isend_irecv(operations) if operations else []
     hook()
     for work in under_way:
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:  # all that gloo says, and raised in this very frame: nobody could tell it from an error of ours
+            raise WorldBroken(f"a member was lost while slices were exchanged: {error}") from error
     for rank, buffer in receives.items():
         for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):
             part.copy_(raw.view(part.dtype).view(part.shape) if part.shape else raw.clone().view(part.dtype)[0])

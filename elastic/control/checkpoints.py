@@ -14,10 +14,12 @@ from elastic.ids import Version, WorkerId
 
 
 def begin(turn: Turn, version: Version, members: tuple[WorkerId, ...]) -> None:
-    """``members`` write ``version``; some of them may have reported their part already."""
+    """``members`` write ``version``; some of them may have reported their part already, or that there will be none."""
     known, writable = saving.find(turn.run.saves, version), set(members) <= turn.run.workers.keys()
     if known is None and writable and version not in turn.run.saved:
         turn.know(saves=saving.put(turn.run.saves, Saving(version, members)))
+    elif known is not None and known.failed:
+        _forget(turn, version, known.failed)
 
 
 def begin_again(turn: Turn, version: Version, members: tuple[WorkerId, ...]) -> None:
@@ -27,7 +29,7 @@ def begin_again(turn: Turn, version: Version, members: tuple[WorkerId, ...]) -> 
 
 
 def shard_saved(turn: Turn, event: ShardSaved) -> None:
-    known = saving.find(turn.run.saves, event.version) or _unannounced(turn, event)
+    known = saving.find(turn.run.saves, event.version) or _unannounced(turn, event.version)
     if known is None or event.worker not in known.members:
         return turn.refuse(f"nobody waits for a part of {event.version} from {event.worker}")
     turn.know(saves=saving.put(turn.run.saves, saving.report(known, event.worker)))
@@ -36,13 +38,13 @@ def shard_saved(turn: Turn, event: ShardSaved) -> None:
         turn.amend(deadline=turn.now + turn.rules.stop_s)
 
 
-def _unannounced(turn: Turn, event: ShardSaved) -> Saving | None:
+def _unannounced(turn: Turn, version: Version) -> Saving | None:
     """A member may report its part before the commit is reported."""
     plan = turn.run.plan
-    own = plan is not None and event.version.generation == plan.generation and event.version not in turn.run.saved
+    own = plan is not None and version.generation == plan.generation and version not in turn.run.saved
     if plan is None or not own or not set(plan.members) <= turn.run.workers.keys():
         return None
-    return Saving(event.version, plan.members)
+    return Saving(version, plan.members)
 
 
 def ask_for_manifests(turn: Turn) -> None:
@@ -68,15 +70,24 @@ def saved(turn: Turn, event: Saved) -> None:
 
 def save_failed(turn: Turn, event: SaveFailed) -> None:
     """A part cannot be had a second time, a manifest can."""
-    known = saving.find(turn.run.saves, event.version)
+    known, committed = saving.find(turn.run.saves, event.version), lineage.contains(turn.run.lineage, event.version)
+    if known is None and not committed:
+        known = _unannounced(turn, event.version)
     if known is None:
         return turn.refuse(f"nobody saves {event.version}")
     if known.asked:
         again = replace(known, ask_at=turn.now + turn.rules.fence_s)
         turn.know(saves=saving.put(turn.run.saves, again))
         return turn.say(f"the manifest of {event.version} was not written ({event.reason}); again in {turn.rules.fence_s:g} s")
-    turn.know(saves=saving.without(turn.run.saves, event.version))
-    turn.say(f"the checkpoint of {event.version} failed ({event.reason})")
+    if committed:
+        _forget(turn, event.version, event.reason)
+    else:
+        turn.know(saves=saving.put(turn.run.saves, replace(known, failed=event.reason)))
+
+
+def _forget(turn: Turn, version: Version, why: str) -> None:
+    turn.know(saves=saving.without(turn.run.saves, version))
+    turn.say(f"the checkpoint of {version} failed ({why})")
 
 
 def damaged(turn: Turn, version: Version, detail: str) -> None:

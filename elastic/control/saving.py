@@ -27,10 +27,12 @@ class Saving:
     ask_at: float = 0.0
     """When to ask for the manifest (again), once complete."""
     asked: bool = False
+    failed: str = ""
+    """Why it can never be complete, heard before the commit of its version was."""
 
     @property
     def complete(self) -> bool:
-        return set(self.reported) >= set(self.members)
+        return not self.failed and set(self.reported) >= set(self.members)
 
 
 Saves = tuple[Saving, ...]

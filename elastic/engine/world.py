@@ -70,11 +70,21 @@ class World:
 
     @classmethod
     def form(
-        cls, store: dist.Store, *, generation: int, layout: Layout, rank: int, device: torch.device, form_s: float, run_s: float
+        cls,
+        store: dist.Store,
+        *,
+        generation: int,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        form_s: float,
+        run_s: float,
+        met: Callable[[], None] = lambda: None,
     ) -> World:
         """Meet the other members in ``store`` and make all groups.  Blocks until all are there, or raises after ``form_s``.
 
-        ``run_s``: timeout of collectives afterwards; a last resort, since losses are dealt with by ``abort``.
+        ``run_s``: timeout of collectives afterwards; a last resort, since losses are dealt with by ``abort``.  ``met`` is called
+        between the group of all members and the smaller ones.
         """
         store = dist.PrefixStore(f"g{generation}", store)
         store.set_timeout(datetime.timedelta(seconds=form_s))
@@ -82,6 +92,7 @@ class World:
         with contextlib.ExitStack() as undo:
             undo.callback(_forget_groups, device)  # whatever fails: this process must be able to form the next world
             _init_default_group(store, rank, layout.world, device, form_s)
+            met()
             mesh = init_device_mesh(device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
             listening = _listening_ports() - before
             peers = _exchange_endpoints(store, rank, layout.world, listening) if device.type == "cpu" else frozenset[Endpoint]()

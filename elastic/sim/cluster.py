@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Lost, StartFailed
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
-from elastic.sim.faults import DELICATE_POINTS, RAISING_POINTS, Kind, Point
+from elastic.sim.faults import DELICATE_POINTS, Kind, Point
 from elastic.sim.oracle import covers
 from elastic.sim.worker import Worker
 
@@ -178,16 +178,14 @@ class Cluster:
 
     # -- faults ---------------------------------------------------------------------------------------------------
 
-    def strike(self, worker: Worker, point: Point) -> None:
-        """Perhaps a fault, as ``worker`` passes ``point``."""
+    def strike(self, worker: Worker, point: Point) -> Kind | None:
+        """Perhaps a fault, as ``worker`` passes ``point``: which."""
         chance = self.weather.point_chance * (3 if point in DELICATE_POINTS else 1)
         if not self.network.rough or self.rng.random() >= chance or point not in self.weather.points:
-            return
+            return None
         if self.rng.random() < self.weather.aftershock_chance:
             self.clock.after(0.2 * self.rng.random(), self._strike_a_worker, self.rng.random() < 0.7)
         kind = self.rng.choice(self.weather.kinds)
-        if kind is Kind.EXCEPTION and point not in RAISING_POINTS:
-            kind = Kind.SIGKILL
         self.sim.tell(f"fault: {kind} of {worker.name} at {point}")
         if kind.fatal:
             self.die(worker, kind)
@@ -195,6 +193,7 @@ class Cluster:
             worker.freeze(self.rng.expovariate(0.1) if self.rng.random() < 0.6 else None)
         else:
             worker.raises(point)
+        return kind
 
     def user_error(self, worker: Worker, step: int) -> bool:
         """Whether the user's code raises: it does on the worker that has the microbatch of the bad sample."""

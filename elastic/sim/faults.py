@@ -18,7 +18,7 @@ class Kind(StrEnum):
     SIGSTOP = "SIGSTOP"
     """Stands still, sockets open: nobody is told.  May be thawed later: a zombie."""
     EXCEPTION = "exception"
-    """The user's code raises."""
+    """The user's code raises, or ours: the process lives, and says so."""
     EXIT = "exit"
 
     @property
@@ -46,8 +46,6 @@ class Point(StrEnum):
 
 DELICATE_POINTS = frozenset({Point.BEFORE_UPDATE, Point.IN_UPDATE})
 """Where members may differ in what they have applied."""
-RAISING_POINTS = frozenset({Point.FORWARD, Point.BACKWARD, Point.IN_UPDATE})
-"""Where an exception of the user's code can come from."""
 
 
 @dataclass(frozen=True)

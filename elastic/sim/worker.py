@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.control.actions import Settle
 from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
-from elastic.control.events import Broken, Fenced, Here, Joined, Progress, Ready, ShardSaved, StepDone
+from elastic.control.events import Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
 from elastic.control.saving import due
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
@@ -129,7 +129,8 @@ class Worker:
     def _arrive(self, generation: int) -> None:
         self.post(Here(self.name, generation))
         assert self.world is not None
-        self.world.arrive(self)
+        if self.phase is Phase.FORMING:
+            self.world.arrive(self)
 
     def formed(self) -> None:
         if self._stopped(Phase.FORMING):
@@ -309,14 +310,19 @@ class Worker:
             self._break("peer", "connection closed by peer")
 
     def raises(self, point: Point) -> None:
-        """The user's code raised; in the middle of an update that leaves neither the old state nor the new."""
+        """Something raised; in the middle of an update that leaves neither the old state nor the new, in a save only the part missing."""
+        if point is Point.SAVE:
+            return
         if point is not Point.IN_UPDATE:
             self._break("job", "ValueError: flaky", signature=f"Flaky {self.sim.cluster.number()}")
         elif self.fenced >= self.planned and not self.answer_due:
             self.sim.cluster.die(self, Kind.EXIT)  # settling: the coordinator counts on this update, so it may not live without it
         else:
             self.held, self.prepared = set(), None
-            self._break("device", "update failed")
+            if self.sim.rng.random() < 0.5:
+                self._break("device", "update failed")
+            else:
+                self._break("job", "ValueError: flaky", signature=f"Flaky {self.sim.cluster.number()}")
             if self.answer_due:
                 self._answer(self.planned)
 
@@ -353,7 +359,9 @@ class Worker:
 
     def _save(self, version: Version) -> None:
         """In the background, from a copy: neither the next step nor a fence disturbs it."""
-        self.sim.cluster.strike(self, Point.SAVE)
+        if self.sim.cluster.strike(self, Point.SAVE) is Kind.EXCEPTION:
+            self.report(SaveFailed(version, "ValueError: flaky"))
+            return
         self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.shard)
 
     def _shard_written(self, version: Version, shard: tuple[int, int]) -> None:

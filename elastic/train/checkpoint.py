@@ -7,6 +7,7 @@ one waits for it, so memory stays bounded and a store that is slow slows saving 
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,13 +68,20 @@ class Saver:
         if not self.threaded:
             self._write(taken, state.world)
             return
-        self._thread = threading.Thread(target=self._write, args=(taken, state.world), name="saver", daemon=True)
+        self._thread = threading.Thread(target=self._write_behind, args=(taken, state.world), name="saver", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def _write_behind(self, taken: Snapshot, world: World) -> None:
+        try:
+            self._write(taken, world)
+        except Exception as error:  # the end of a thread: who waits for this part must hear that it never comes
+            traceback.print_exc()
+            self.report(SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {type(error).__name__}: {error}"))
 
     def _write(self, taken: Snapshot, world: World) -> None:
         def between_slices() -> None:

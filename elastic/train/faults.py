@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import NamedTuple, Protocol
 
 import torch
 
 from elastic.engine.parallelize import sharding_table
-from elastic.engine.world import World
 from elastic.job import Fault
+
+EXIT_CODE = 17
+"""Of a fault of kind "exit": nobody else's."""
 
 
 class InjectedError(RuntimeError):
     """The exception of a fault of kind "exception"."""
+
+
+class Place(Protocol):
+    """Who a worker is in a generation; a :class:`~elastic.engine.world.World` says it too."""
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+class Seat(NamedTuple):
+    """A place in a world that is not there yet."""
+
+    generation: int
+    rank: int
 
 
 class Faults:
@@ -27,7 +47,7 @@ class Faults:
         """Tell the hooks inside the model which step runs."""
         self.step = step
 
-    def watch(self, model: torch.nn.Module, world: World) -> None:
+    def watch(self, model: torch.nn.Module, place: Place) -> None:
         """Make the points "forward" and "backward" lie inside the model: in its middle block, when it is entered and on the way back."""
         if not self.faults:
             return
@@ -35,9 +55,9 @@ class Faults:
         middle = model.get_submodule(blocks[len(blocks) // 2]) if blocks else model
 
         def after(_module: torch.nn.Module, _args: object, output: torch.Tensor) -> None:
-            self.strike("forward", self.step, world)
+            self.strike("forward", self.step, place)
             if output.requires_grad:
-                output.register_hook(lambda _grad: self.strike("backward", self.step, world))
+                output.register_hook(lambda _grad: self.strike("backward", self.step, place))
 
         compiled = middle._compiled_call_impl
         if compiled is None:
@@ -51,9 +71,10 @@ class Faults:
 
             middle._compiled_call_impl = call
 
-    def strike(self, point: str, step: int, world: World) -> None:
+    def strike(self, point: str, step: int, place: Place) -> None:
         for fault in self.faults:
-            if (fault.point, fault.step, fault.world_rank, fault.generation) == (point, step, world.rank, world.generation):
+            here = (fault.point, fault.world_rank, fault.generation) == (point, place.rank, place.generation)
+            if here and fault.step in (None, step):
                 self.faults.remove(fault)
                 perform(fault.kind)
                 return
@@ -64,6 +85,6 @@ def perform(kind: str) -> None:
         case "exception":
             raise InjectedError("injected by the job's faults")
         case "exit":
-            os._exit(17)
+            os._exit(EXIT_CODE)
         case name:
             signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened

@@ -7,12 +7,13 @@ slices.  What a member holds already it copies from its own memory.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from elastic.engine.world import World
-from elastic.errors import StateMissing
+from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
 from elastic.imports import load
 from elastic.plan.plan import Plan
@@ -23,21 +24,33 @@ from storage.checkpoints import Checkpoints
 from storage.slices import Slice, Tensor, shard_slice
 
 
-def heal(state: State, plan: Plan, worker: WorkerId, held: list[Shard], checkpoints: Checkpoints, counters: Counters) -> None:
-    """Fill ``state.shard``.  ``held``: what this worker still has, any version, any layout."""
+def nothing() -> None:
+    """Nobody looks on."""
+
+
+def heal(
+    state: State,
+    plan: Plan,
+    worker: WorkerId,
+    held: list[Shard],
+    checkpoints: Checkpoints,
+    counters: Counters,
+    hook: Callable[[], None] = nothing,
+) -> None:
+    """Fill ``state.shard``.  ``held``: what this worker still has, any version, any layout.  ``hook`` is called half way."""
     match plan.tier:
         case "init":
-            initialise(state)
+            initialise(state, hook)
         case "live":
-            counters["healed_live_bytes"] += from_members(state, plan, worker, held)
+            counters["healed_live_bytes"] += from_members(state, plan, worker, held, hook)
         case "bucket":
-            counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints)
+            counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, hook)
         case tier:
             raise AssertionError(f"unknown tier {tier!r}")
 
 
 @torch.no_grad()
-def initialise(state: State) -> None:
+def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
     """World rank 0 runs ``init_weights`` and broadcasts, so that all begin alike whatever the user's initialisation draws on."""
     sources: dict[str, torch.Tensor] = {}
     if state.world.rank == 0:
@@ -55,12 +68,13 @@ def initialise(state: State) -> None:
             state.world.finish()  # see _exchange
             whole.copy_(sources[tensor.name])
         dist.broadcast(whole, src=0)
+        hook()
         part = shard_slice(tensor, state.shard.count, state.shard.index)
         value.copy_(whole[part.start[0] : part.stop[0]] if tensor.shape else whole)
 
 
 @torch.no_grad()
-def from_members(state: State, plan: Plan, worker: WorkerId, held: list[Shard]) -> int:
+def from_members(state: State, plan: Plan, worker: WorkerId, held: list[Shard], hook: Callable[[], None] = nothing) -> int:
     """Exchange slices with the other members; returns the bytes received."""
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     sources = [shard for shard in held if shard.version == plan.version]
@@ -75,7 +89,7 @@ def from_members(state: State, plan: Plan, worker: WorkerId, held: list[Shard]) 
             outgoing[plan.world_rank(move.destination)].append(_find(sources, tensor, move.slice))
         elif theirs:
             incoming[plan.world_rank(move.source)].append(state.shard.part(tensor, move.slice))
-    return _exchange(outgoing, incoming, state.world)
+    return _exchange(outgoing, incoming, state.world, hook)
 
 
 def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
@@ -86,15 +100,22 @@ def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
     raise StateMissing(f"the plan takes {wanted} from this worker, which does not hold it")
 
 
-def _exchange(outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World) -> int:
+def _exchange(
+    outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World, hook: Callable[[], None]
+) -> int:
     """One message for each pair of members, all at once; both sides list the same slices in the same order."""
     device = world.device
     sends = {rank: torch.cat([_bytes(part).to(device) for part in parts]) for rank, parts in outgoing.items()}
     receives = {rank: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device) for rank, parts in incoming.items()}
     operations = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in sorted(sends.items())]
     operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in sorted(receives.items())]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    under_way = dist.batch_isend_irecv(operations) if operations else []
+    hook()
+    for work in under_way:
+        try:
+            work.wait()
+        except RuntimeError as error:  # all that gloo says, and raised in this very frame: nobody could tell it from an error of ours
+            raise WorldBroken(f"a member was lost while slices were exchanged: {error}") from error
     world.finish()  # copies to the host synchronise, and must not do so behind a peer that died
     for rank, buffer in receives.items():
         for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):
@@ -107,7 +128,7 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints) -> int:
+def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> int:
     """Read this member's shard of the checkpoint; returns the bytes read.  Raises ``Damaged`` naming the object."""
     wanted = {shard_slice(tensor, state.shard.count, state.shard.index): tensor for tensor in state.tensors}
     reader = checkpoints.open(plan.version)
@@ -120,4 +141,5 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints) -> int:
         tensor = wanted[part]
         value = torch.frombuffer(bytearray(raw), dtype=DTYPES[tensor.dtype]).view(part.shape)
         state.shard.part(tensor, part).copy_(value)
+        hook()
     return reader.bytes_read

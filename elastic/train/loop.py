@@ -13,6 +13,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from elastic.errors import FencedOff, WorldBroken
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
 from elastic.train.checkpoint import Report, Saver
+from elastic.train.faults import Seat
 from elastic.train.gate import Gate
 from elastic.train.heal import heal
 from elastic.train.state import State
@@ -178,11 +180,10 @@ class Trainer:
         self.world = world = self._meet(plan, store)
         if self.gate.fenced >= plan.generation:  # settle() may have come before there was a world to abort
             raise FencedOff(f"generation {plan.generation} was fenced while it was formed")
-        self.session.faults.strike("forming", plan.version.step + 1, world)
         formed = time.monotonic()
         state = State(self.session.job, world, plan.version)
-        self.session.faults.strike("healing", plan.version.step + 1, world)
-        heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session.counters)
+        strike = partial(self.session.faults.strike, "healing", plan.version.step + 1, world)
+        heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session.counters, strike)
         world.finish()
         if self.gate.fenced >= plan.generation:  # whoever aborted since then has made what came from it look complete
             raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
@@ -196,9 +197,16 @@ class Trainer:
         """At most half the forming deadline, so that whoever waited for an absent member is back in time to be told."""
         form_s = self.session.job.deadlines.form_s / 2
         client = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=form_s))
-        rank = plan.world_rank(self.worker)
+        seat = Seat(plan.generation, plan.world_rank(self.worker))
         return World.form(
-            client, generation=plan.generation, layout=plan.layout, rank=rank, device=self.device, form_s=form_s, run_s=RUN_TIMEOUT_S
+            client,
+            generation=plan.generation,
+            layout=plan.layout,
+            rank=seat.rank,
+            device=self.device,
+            form_s=form_s,
+            run_s=RUN_TIMEOUT_S,
+            met=partial(self.session.faults.strike, "forming", plan.version.step + 1, seat),
         )
 
     def _train(self, plan: Plan, state: State) -> None:

@@ -68,7 +68,7 @@ def test_a_replica_is_killed(tmp_path: Path, undisturbed: Trial, point: str) -> 
         faults=[{"point": point, "step": 12, "world_rank": 1}],
         checkpoint={"save_every": 6},
     )
-    assert_survived(trial(job), undisturbed, victims=1, generations=3, lost_steps=0, tier="live")
+    assert_survived(trial(job), undisturbed, worlds=(2, 1, 2), tiers=("init", "live", "live"))
 
 
 @pytest.mark.must_run_in_ci
@@ -83,4 +83,4 @@ def test_a_shard_is_killed(tmp_path: Path, undisturbed: Trial, point: str) -> No
         faults=[{"point": point, "step": 12, "world_rank": 1}],
         checkpoint={"save_every": 1},
     )
-    assert_survived(trial(job), undisturbed, victims=1, generations=3, lost_steps=2, tier="bucket")
+    assert_survived(trial(job), undisturbed, worlds=(3, 2, 3), tiers=("init", "bucket", "live"))

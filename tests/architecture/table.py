@@ -83,6 +83,7 @@ ENVIRONMENT = {
 BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
+    "elastic/train/checkpoint.py": "whatever ends the thread that saves goes to the coordinator, which waits for its part",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }

@@ -103,6 +103,21 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
     assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves] == [Version(5, 1)]
 
 
+def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for() -> None:
+    """The writer's word may come before that of world rank 0, also after another writer's."""
+    play = stepping(2, save_every=5, target_step=10)
+    play.steps(1, 4)
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")) == ""
+    assert "the checkpoint of step 5 of generation 1 failed (disk full)" in play.step(5)
+    assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")).startswith("refused: nobody saves"), "its other writer fails too"
+    assert play.run.saves == ()
+    play.steps(6, 9)
+    play.tell(ev.SaveFailed(Version(10, 1), "disk full"))
+    play.step(10)
+    assert "the last checkpoint cannot become complete" in play.later(0.1), "not after stop_s"
+
+
 def finishing(workers: int = 2) -> Play:
     play = stepping(workers, target_step=6, save_every=50)
     play.steps(1, 6)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.train.heal import _exchange, nothing
+from elastic.train.loop import classify
 from elastic.train.state import build_model, tensors_of
 from tests.engine.conftest import STEPS
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
@@ -65,6 +69,22 @@ def test_any_world_heals_from_any_other(
     assert_healed(members)
     assert all(each.received > 0 for i, each in enumerate(members) if i not in left)
     assert ended(job, new, members) == reference.hash
+
+
+def half_healed(world: World) -> tuple[str, str] | None:
+    """World rank 0 waits for a slice; the other one leaves instead."""
+    if world.rank:
+        return None
+    try:
+        _exchange({}, {1: [torch.empty(1000)]}, world.device, nothing)
+    except Exception as error:
+        return classify(error)
+    raise AssertionError("nothing was sent, and something arrived")
+
+
+def test_who_is_left_while_slices_are_exchanged_blames_its_peer(ranks: Ranks) -> None:
+    """R8, R20: not the job, which would have to answer for it the second time."""
+    assert ranks.run(Layout(2, 1), half_healed) == [("peer", ""), None]
 
 
 def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +23,7 @@ from elastic.report.ledger import ledger
 from elastic.report.story import Line
 from elastic.runs import Run
 from elastic.train.counters import FIELDS, Counters, segment
+from elastic.train.faults import EXIT_CODE
 from tests.support.processes import Ended, Watched
 from tests.support.state_hash import state_hash
 
@@ -56,8 +59,11 @@ class Witness(threading.Thread):
             while not self.done.is_set():
                 self._look()
                 time.sleep(0.005)
-        except BaseException as error:  # shown by ``close``
+        except BaseException as error:  # shown by ``close``; nobody steers the run any more, so it ends
             self.errors.append(error)
+            coordinator = attach(self.job_name)
+            if coordinator is not None:
+                ray.kill(coordinator)
 
     def _look(self) -> None:
         coordinator = attach(self.job_name)
@@ -144,37 +150,135 @@ def samples(steps: dict[int, Outcome]) -> list[tuple[int, tuple[tuple[int, ...],
     return [(step, outcome.samples) for step, outcome in sorted(steps.items())]
 
 
-def assert_survived(chaos: Trial, reference: Trial | Any, *, victims: int, generations: int, lost_steps: int, tier: str) -> None:
-    """The six assertions, for SIGKILLs.  ``lost_steps``: committed steps that may be done again, for each fault."""
+ENDS = {
+    "SIGKILL": ("signal", signal.SIGKILL),
+    "SIGSEGV": ("signal", signal.SIGSEGV),
+    "exit": ("exit code", EXIT_CODE),
+}
+"""How the kernel says that the victim of a fault ended.  One of kind "exception" lives."""
+LEFT = ("exit code", 0)
+"""In good order."""
+
+
+def how(ended: Ended | None) -> tuple[str, Any]:
+    """How a process ended, by the word of the kernel."""
+    assert ended is not None
+    return ("signal", ended.signal) if ended.signal is not None else ("exit code", ended.exit_code)
+
+
+@dataclass(frozen=True)
+class Formed:
+    """One generation as the journal has it.  ``redone``: committed steps that it begins before, and which are done again."""
+
+    generation: int
+    members: tuple[str, ...]
+    layout: tuple[int, int]
+    tier: str
+    step: int
+    redone: int
+
+
+def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
+    """Every world that was to be formed, in order."""
+    found, reached = [], 0
+    for record in records:
+        event = record["event"]
+        seen = [event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ())
+        reached = max([reached, *(each["step"] for each in seen)])
+        for action in record["actions"]:
+            if action["$"] == "Form":
+                plan = action["plan"]
+                layout, step = plan["layout"], plan["version"]["step"]
+                degrees = (layout["dp_replicate"], layout["dp_shard"])
+                found.append(Formed(plan["generation"], tuple(plan["members"]), degrees, plan["tier"], step, reached - step))
+                reached = step
+    return found
+
+
+def assert_survived(chaos: Trial, reference: Trial | Any, *, worlds: Sequence[int], tiers: Sequence[str]) -> None:
+    """The six assertions, for the faults of the job.
+
+    ``worlds``: members of each generation that was to be formed, the first one's first; ``tiers``: where each began from.  A world
+    that begins from the bucket may do 2 × ``save_every`` committed steps again, any other none.
+    """
     job, witness = chaos.job, chaos.witness
+    records = Run.open(job).records()
+    generations = formed(records)
     # 0: it ended well, and it learned
     assert chaos.result.state == "Finished", chaos.result
     assert chaos.losses[-1] <= 0.8 * chaos.losses[0]
-    # 1: the fault happened, inside the run, by the word of the kernel
-    killed = [seen for seen in witness.killed() if seen.final["generation"] < witness.generation]
-    assert len(killed) == victims, {seen.worker: (seen.ended, seen.final) for seen in witness.seen.values()}
-    assert all(0 < seen.final["step"] < job.steps - 1 for seen in killed)
+    # 4: the path: exactly the worlds that were due
+    assert [len(each.members) for each in generations] == list(worlds), generations
+    assert witness.generation == len(worlds)
+    # 1: the faults happened, inside the run, by the word of the kernel
+    assert_struck(job, witness, generations)
+    assert_exceptions(job, witness, generations, records)
     # 2: the bits
-    assert chaos.hash == reference.hash
     assert chaos.losses == reference.losses
+    assert chaos.hash == reference.hash
     # R14: exactly once
     assert samples(chaos.ledger) == samples(reference.ledger)
     assert sorted(chaos.ledger) == list(range(1, job.steps + 1))
-    # 3: the work: a run that began again from step 0 would show here
-    undisturbed = job.steps * job.microbatches
-    work = witness.total("microbatches_run")
-    assert undisturbed <= work + victims * job.microbatches and work <= undisturbed + victims * (lost_steps + 1) * job.microbatches, work
-    # 4: the path: survivors are the same processes, and nothing was re-formed beyond what was due
-    assert witness.generation == generations
-    first_world = [seen for seen in witness.seen.values() if int(seen.worker[1:]) <= job.workers.max]
-    survivors = [seen for seen in first_world if seen not in killed]
-    assert len(survivors) == job.workers.max - victims
-    assert all(seen.final["generation"] == generations and seen.final["updates_applied"] > 0 for seen in survivors)
-    # 5: the tier, counted where the bytes arrived
-    live, bucket = witness.total("healed_live_bytes"), witness.total("healed_bucket_bytes")
-    assert (bucket == 0 and live > 0) if tier == "live" else bucket > 0, (live, bucket)
+    # 3, 5: the work and the tier
+    assert_work(job, witness.total("microbatches_run"), generations)
+    assert [each.tier for each in generations] == list(tiers), generations
+    assert_bytes(witness, generations)
     # 6: nothing is left
     assert_nothing_left(chaos)
+
+
+def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> None:
+    """Each fault ended its victim in its way, in its generation and step; whoever else was a member is one process from first to last."""
+    by_seat = {(each.generation, rank): member for each in generations for rank, member in enumerate(each.members)}
+    fatal = {by_seat[fault.generation, fault.world_rank]: fault for fault in job.faults if fault.kind in ENDS}
+    ends = {worker: how(witness.seen[worker].ended) for each in generations for worker in each.members}
+    assert ends == {worker: ENDS[fatal[worker].kind] if worker in fatal else LEFT for worker in ends}
+    for worker, fault in fatal.items():
+        final = witness.seen[worker].final
+        assert final["generation"] == fault.generation, (fault, final)
+        assert 0 < generations[fault.generation - 1].step < job.steps - 1 or 0 < final["step"] < job.steps - 1, (fault, final)
+        if fault.step is not None and fault.point != "save":
+            assert final["step"] == fault.step - 1, (fault, final)
+    last = generations[-1]
+    for worker in last.members:
+        final = witness.seen[worker].final
+        assert (final["pid"], final["generation"]) == (witness.seen[worker].process.pid, last.generation)
+        assert final["updates_applied"] > 0
+
+
+def assert_exceptions(job: Job, witness: Witness, generations: Sequence[Formed], records: Sequence[Mapping[str, Any]]) -> None:
+    """Whoever raised says so, is fenced, and is a member of the next world, as the same process; of a save only the part is missing."""
+    events = [record["event"] for record in records]
+    told = [event for event in events if event["$"] == "Broken" and event["cause"] != "peer"]
+    raised = [fault for fault in job.faults if fault.kind == "exception"]
+    broke = [fault for fault in raised if fault.point != "save"]
+    expected = [(generations[fault.generation - 1].members[fault.world_rank], fault.generation, "job") for fault in broke]
+    assert [(event["worker"], event["generation"], event["cause"]) for event in told] == expected
+    assert all("InjectedError" in event["signature"] for event in told)
+    for worker, generation, _ in expected:
+        assert any(event["$"] == "Fenced" and (event["worker"], event["generation"]) == (worker, generation) for event in events)
+        assert worker in generations[generation].members, "it is a member of the next world"
+        assert witness.seen[worker].final["generation"] > generation
+    lost_saves = [event for event in events if event["$"] == "SaveFailed" and "InjectedError" in event["reason"]]
+    assert [event["version"]["generation"] for event in lost_saves] == [fault.generation for fault in raised if fault.point == "save"]
+    saved = [event["version"] for event in events if event["$"] == "Saved"]
+    assert not [event for event in lost_saves if event["version"] in saved]
+
+
+def assert_work(job: Job, work: int, generations: Sequence[Formed]) -> None:
+    """Microbatches of all workers, dead ones too: of each step, of those done again by the journal, of the one in flight at a fault."""
+    for each in generations:
+        assert each.redone <= (2 * job.checkpoint.save_every if each.tier == "bucket" else 0), each
+    undisturbed, again = job.steps * job.microbatches, sum(each.redone for each in generations)
+    assert undisturbed <= work <= undisturbed + (again + len(job.faults)) * job.microbatches, (work, undisturbed, again)
+
+
+def assert_bytes(witness: Witness, generations: Sequence[Formed]) -> None:
+    """Healed bytes, counted where they arrived: none from the bucket where a world held the state, some from its peers for a newcomer."""
+    live, bucket = witness.total("healed_live_bytes"), witness.total("healed_bucket_bytes")
+    grew = any(len(after.members) > len(before.members) and after.tier == "live" for before, after in pairwise(generations))
+    assert (bucket > 0) == any(each.tier == "bucket" for each in generations), bucket
+    assert not grew or live > 0, live
 
 
 def assert_nothing_left(chaos: Trial) -> None:

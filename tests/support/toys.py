@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,15 +13,27 @@ from torch import Tensor, nn
 
 from elastic.job import Job
 
+GATE_S = 90.0
+
 
 class Sums:
     """Sample i walks through the vocabulary, three words on at every place, five at every seventh: there is something to learn.
 
     ``masked``: every third sample ends in masked targets, so microbatches differ in their number of valid tokens.
+    ``gates``: samples that cannot be read before their file exists: a test holds the run at an exact step until something happened.
     """
 
-    def __init__(self, samples: int = 64, seq_len: int = 16, vocab: int = 29, masked: bool = True, read_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        samples: int = 64,
+        seq_len: int = 16,
+        vocab: int = 29,
+        masked: bool = True,
+        read_s: float = 0.0,
+        gates: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.samples, self.seq_len, self.vocab, self.masked, self.read_s = samples, seq_len, vocab, masked, read_s
+        self.gates = {int(sample): Path(path) for sample, path in gates.items()}
 
     def __len__(self) -> int:
         return self.samples
@@ -28,6 +42,7 @@ class Sums:
         time.sleep(self.read_s)  # a slow disk: paces a run without taking a core
         rows = []
         for i in ids:
+            self._pass(i)
             row = [i % self.vocab]
             while len(row) <= self.seq_len:
                 row.append((row[-1] + (5 if row[-1] % 7 == 0 else 3)) % self.vocab)
@@ -35,6 +50,13 @@ class Sums:
                 row[-(1 + i % 7) :] = [-1] * (1 + i % 7)
             rows.append(row)
         return {"tokens": torch.tensor(rows, dtype=torch.int64)}
+
+    def _pass(self, sample: int) -> None:
+        until = time.monotonic() + GATE_S
+        while sample in self.gates and not self.gates[sample].exists():
+            if time.monotonic() > until:
+                raise TimeoutError(f"the gate {self.gates[sample]} was not opened within {GATE_S} s")
+            time.sleep(0.005)
 
     def fingerprint(self) -> str:
         return f"sums-{self.samples}-{self.seq_len}-{self.vocab}-{self.masked}"

@@ -1,0 +1,149 @@
+"""R1, R8, R14: every kind of fault, at every point, in every layout, many in a run; each run ends with the bits of the undisturbed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.data.cursor import Cursor
+from elastic.job import Fault
+from elastic.report.story import StepLine
+from elastic.runs import Run
+from elastic.train.local import run_local
+from tests.support.chaos import Trial, assert_survived, assert_work, exported_hash, formed
+from tests.support.kills import FATAL, LAYOUTS, POINTS, SAMPLES, STEPS, Grow, Script, again_and_again, down_and_up, perform
+from tests.support.toys import toy_job
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The undisturbed run: one worker in this process, without Ray."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
+    job = toy_job(tmp_path_factory.mktemp("reference"), name="local", steps=STEPS, data=data)
+    lines: list[StepLine] = []
+    state, _, step = run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)
+    assert (state, step) == ("Finished", STEPS)
+    cursor = Cursor(SAMPLES, job.global_batch, job.seed, job.data.sampling)
+    read = {s: tuple(cursor.microbatch_ids(s, i, job.microbatch) for i in range(job.microbatches)) for s in range(1, STEPS + 1)}
+    due = {step: SimpleNamespace(samples=ids) for step, ids in read.items()}
+    return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines], ledger=due)
+
+
+def survives(script: Script, folder: Path, reference: Any) -> None:
+    assert_survived(perform(script, folder, "kills"), reference, worlds=script.worlds, tiers=script.tiers)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_kind_at_every_point(tmp_path: Path, reference: Any, layout: str, point: str) -> None:
+    """3→2→3→2→3…"""
+    survives(again_and_again(layout, point), tmp_path, reference)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_down_to_one_and_up_again(tmp_path: Path, reference: Any, layout: str, number: int) -> None:
+    """4→3→1→2→4"""
+    between, kind = ("forming", "healing")[number % 2], FATAL[number // 2]
+    survives(down_and_up(layout, POINTS[number], between, kind), tmp_path, reference)
+
+
+@pytest.mark.must_run_in_ci
+def test_shards_before_the_update(tmp_path: Path, reference: Any) -> None:
+    """R1, R14: every kind, 3→2→3→2→3; world rank 0 is among the victims, and what it alone could tell is told by the others."""
+    survives(again_and_again("shard", "before_update"), tmp_path, reference)
+
+
+@pytest.mark.must_run_in_ci
+def test_two_by_two_before_the_commit_and_while_forming(tmp_path: Path, reference: Any) -> None:
+    """R1, R8, R14: 2×2→1×3→one waits→1×2→2×2."""
+    survives(down_and_up("2x2", "before_commit", "forming", "SIGKILL"), tmp_path, reference)
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, Trial]:
+    """One run, kept for the negative controls."""
+    script = down_and_up("replicate", "in_update", "healing", "exit")
+    return script, perform(script, tmp_path_factory.mktemp("survived"), "kills")
+
+
+@pytest.mark.must_run_in_ci
+def test_replicas_in_the_update_and_while_healing(survived: tuple[Script, Trial], reference: Any) -> None:
+    """R1, R8, R14: 4→3→1→2→4, and a replica is left every time."""
+    script, chaos = survived
+    assert script.worlds == [4, 3, 2, 1, 2, 2, 4, 3, 3]
+    assert set(script.tiers) == {"init", "live"}
+    assert_survived(chaos, reference, worlds=script.worlds, tiers=script.tiers)
+
+
+WRONG_FAULTS: dict[str, Callable[[Fault], dict[str, Any]]] = {
+    "another signal": lambda fault: {"kind": {"SIGKILL": "SIGSEGV", "SIGSEGV": "exit", "exit": "SIGKILL"}.get(fault.kind, fault.kind)},
+    "another victim": lambda fault: {"world_rank": 2 if fault.generation == 1 else fault.world_rank},
+    "another step": lambda fault: {"step": 9 if fault.generation == 1 else fault.step},
+    "no victim": lambda fault: {"kind": "exception" if fault.generation == 1 else fault.kind},
+    "nobody raised": lambda fault: {"kind": "exit" if fault.kind == "exception" else fault.kind},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FAULTS)
+def test_a_fault_that_happened_otherwise_is_seen(survived: tuple[Script, Trial], reference: Any, wrong: str) -> None:
+    """Negative control: the same run, checked against faults that it did not have."""
+    script, chaos = survived
+    faults = [fault.model_dump() | WRONG_FAULTS[wrong](fault) for fault in chaos.job.faults]
+    with pytest.raises(AssertionError):
+        assert_survived(replace(chaos, job=chaos.job.replace(faults=faults)), reference, worlds=script.worlds, tiers=script.tiers)
+
+
+def test_a_step_dropped_or_done_twice_is_seen(survived: tuple[Script, Trial], reference: Any) -> None:
+    """Negative control of the ledger."""
+    script, chaos = survived
+    for steps in ({s: o for s, o in chaos.ledger.items() if s != 9}, chaos.ledger | {9: chaos.ledger[8]}):
+        with pytest.raises(AssertionError):
+            assert_survived(replace(chaos, ledger=steps), reference, worlds=script.worlds, tiers=script.tiers)
+
+
+def test_worlds_and_tiers_that_were_others_are_seen(survived: tuple[Script, Trial], reference: Any) -> None:
+    """Negative control of the path and of the tier."""
+    script, chaos = survived
+    for wrong in (
+        {"worlds": [*script.worlds, 3]},
+        {"worlds": [4, 2, *script.worlds[2:]]},
+        {"tiers": ["init", "bucket", *script.tiers[2:]]},
+    ):
+        with pytest.raises(AssertionError):
+            assert_survived(chaos, reference, **({"worlds": script.worlds, "tiers": script.tiers} | wrong))
+
+
+def test_work_done_again_in_secret_is_seen(survived: tuple[Script, Trial]) -> None:
+    """Negative control: a second run from step 0 to the first fault, unknown to the journal, or known and beyond what the tier allows."""
+    _, chaos = survived
+    generations = formed(Run.open(chaos.job).records())
+    work = chaos.witness.total("microbatches_run")
+    assert_work(chaos.job, work, generations)
+    first = generations[1].step
+    for more, known in ((first * chaos.job.microbatches, 0), (0, 1), (-chaos.job.microbatches * (len(chaos.job.faults) + 1), 0)):
+        with pytest.raises(AssertionError):
+            assert_work(chaos.job, work + more, [generations[0], replace(generations[1], redone=known), *generations[2:]])
+
+
+def test_a_run_that_begins_again_from_step_0_is_seen(tmp_path: Path, reference: Any) -> None:
+    """Negative control: without a save the only copy is gone.  The bits are right all the same; the work is not."""
+    script = Script("shard", 2)
+    script.form(2, "init")
+    script.fault("forward", "SIGKILL", 1, 9)
+    script.form(1, "init")
+    script.growth.append(Grow(script.generation, 14))
+    script.form(2, "live")
+    chaos = perform(script, tmp_path, "kills", checkpoint={"save_every": 1000})
+    assert (chaos.hash, chaos.losses) == (reference.hash, reference.losses)
+    with pytest.raises(AssertionError, match="redone=8"):
+        assert_survived(chaos, reference, worlds=script.worlds, tiers=script.tiers)

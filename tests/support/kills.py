@@ -1,0 +1,226 @@
+"""Scripts of chaos runs: which faults strike whom and when, which worlds follow from that, and where each of them begins from.
+
+A run must not reach its end, nor a fault, before the newcomers it waits for are there.  So a script has *gates*: steps whose data
+cannot be read before the world has been told to grow.  All is by event: no script knows how long anything takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.coordinator import View
+from elastic.data.cursor import Cursor
+from elastic.job import Job
+from tests.support.chaos import Trial, Witness, trial
+from tests.support.room import Room
+from tests.support.toys import toy_job
+
+STEPS = 44
+SAMPLES = 16 * STEPS
+"""One epoch, so that each sample belongs to exactly one step."""
+POINTS = ("forward", "backward", "before_commit", "before_update", "in_update", "save", "forming", "healing")
+BETWEEN_WORLDS = ("forming", "healing")
+FATAL = ("SIGKILL", "SIGSEGV", "exit")
+LAYOUTS: Mapping[str, dict[str, Any]] = {"replicate": {}, "shard": {"dp_replicate": 1}, "2x2": {"min_shard": 2}}
+"""Settings of ``parallel``.  "2x2": four workers are two replicas of two shards; fewer are one replica, and one alone has to wait."""
+SAVE_EVERY = {"replicate": 4, "shard": 1, "2x2": 1}
+
+
+@dataclass(frozen=True)
+class Grow:
+    """``generation`` may not pass ``step`` before it is about to grow; it gets ``room`` for so many more workers once it runs."""
+
+    generation: int
+    step: int
+    room: int = 0
+
+
+@dataclass(frozen=True)
+class Cramp:
+    """``generation`` may not pass ``step`` before others wait for what the next ``victims`` leave."""
+
+    generation: int
+    step: int
+    victims: int
+
+
+@dataclass
+class Script:
+    """``worlds``, ``tiers``: of each generation to be formed, in order."""
+
+    layout: str
+    workers: int
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    worlds: list[int] = field(default_factory=list)
+    tiers: list[str] = field(default_factory=list)
+    growth: list[Grow] = field(default_factory=list)
+    cramps: list[Cramp] = field(default_factory=list)
+    """With any, the cluster has room for the first world only."""
+
+    @property
+    def generation(self) -> int:
+        """Of the latest world."""
+        return len(self.worlds)
+
+    def form(self, members: int, tier: str) -> None:
+        self.worlds.append(members)
+        self.tiers.append(tier)
+
+    def fault(self, point: str, kind: str, rank: int, step: int | None = None) -> None:
+        """In the latest world."""
+        self.faults.append({"point": point, "kind": kind, "world_rank": rank, "step": step, "generation": self.generation})
+
+    def after(self, point: str, kind: str) -> str:
+        """The tier of the world that follows when one member of the latest, while it stepped, met this fault.
+
+        Whoever raised holds what it held, unless it was in the middle of an update.
+        """
+        members = self.worlds[-1]
+        replicas = {"replicate": members, "shard": 1, "2x2": members // 2 if members == 4 else 1}[self.layout]
+        kept = kind == "exception" and point != "in_update"
+        return "live" if kept or replicas > 1 else "bucket"
+
+    def job(self, bucket: Path, name: str, **changes: Any) -> Job:
+        cursor = Cursor(SAMPLES, 16, 0, "permutation")
+        gates = {str(cursor.microbatch_ids(each.step, 0, 2)[0]): str(gate(bucket, each)) for each in (*self.growth, *self.cramps)}
+        values: dict[str, Any] = {
+            "name": name,
+            "steps": STEPS,
+            "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": gates}},
+            "parallel": LAYOUTS[self.layout],
+            "workers": {"min": 1, "max": self.workers},
+            "checkpoint": {"save_every": SAVE_EVERY[self.layout]},
+            "deadlines": {"grow_debounce_s": 30, "stall_s": 120},
+            "faults": self.faults,
+        }
+        return toy_job(bucket, **(values | changes))
+
+
+def gate(bucket: Path, at: Grow | Cramp) -> Path:
+    """The file that lets the run pass."""
+    return bucket / f"gate-{at.step}"
+
+
+class Director:
+    """What a trial calls at every look: opens the gates, and gives and takes room."""
+
+    def __init__(self, script: Script, bucket: Path, room: Room) -> None:
+        self.bucket, self.room = bucket, room
+        self.growth, self.cramps = list(script.growth), list(script.cramps)
+        self.reserved: dict[int, Any] = {}
+        """What will give room, by how many workers it is for."""
+        self.left: list[Any] = []
+        """Who takes, or waits for, what victims leave."""
+        if script.cramps:
+            wide = sorted(each.room for each in script.growth if each.room > 1)
+            self.room.take(ray.cluster_resources()["CPU"] - script.workers - sum(wide))
+            self.reserved = {cpus: self.room.take(cpus) for cpus in wide}
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        for cramp in list(self.cramps):
+            if (view.generation, view.state) == (cramp.generation, "Running"):
+                self.left += [self.room.queue(1) for _ in range(cramp.victims)]
+                self.cramps.remove(cramp)
+                gate(self.bucket, cramp).touch()
+        for growth in list(self.growth):
+            self._attend(growth, view)
+        return not self.growth and not self.cramps
+
+    def _attend(self, growth: Grow, view: View) -> None:
+        if view.generation == growth.generation and view.state in ("Running", "Waiting") and growth.room:
+            self.room.free(self.reserved.pop(growth.room, None) or self.left.pop(0))
+            self.growth[self.growth.index(growth)] = growth = replace(growth, room=0)
+        about_to = view.generation == growth.generation and view.state == "Stopping" and not growth.room
+        if about_to or view.generation > growth.generation:
+            gate(self.bucket, growth).touch()
+            self.growth.remove(growth)
+
+
+@contextmanager
+def _room() -> Iterator[Room]:
+    room = Room()
+    try:
+        yield room
+    finally:
+        room.close()
+
+
+def perform(script: Script, bucket: Path, name: str, **changes: Any) -> Trial:
+    """Run the script's job, with other settings where ``changes`` say so, to its end."""
+    with _room() as room:
+        return trial(script.job(bucket, name, **changes), Director(script, bucket, room))
+
+
+def again_and_again(layout: str, point: str) -> Script:
+    """3→2→3→2→3…: the full world loses one member after the other at ``point``, of each fatal kind, and takes in a newcomer each time.
+
+    Then one raises there.  (2×2: 4→3→4→3→4….)
+    """
+    full = 4 if layout == "2x2" else 3
+    script = Script(layout, full)
+    script.form(full, "init")
+    step = 8
+    if point in BETWEEN_WORLDS:  # only a world that follows another one has something to lose by then
+        script.fault("forward", "SIGKILL", 1, step)
+        script.form(full - 1, script.after("forward", "SIGKILL"))
+    for number, kind in enumerate(FATAL):
+        if point not in BETWEEN_WORLDS:
+            rank = (1, 0, full - 1)[number]
+            script.fault(point, kind, rank, step)
+            script.form(full - 1, script.after(point, kind))
+        script.growth.append(Grow(script.generation, step + 4))
+        script.form(full, "live")
+        if point in BETWEEN_WORLDS:
+            # the newcomer holds nothing yet; who dies of the others takes the only copy along, where there is one
+            rank = 0 if kind == "SIGSEGV" and (layout == "replicate" or point == "forming") else full - 1
+            script.fault(point, kind, rank)
+            script.form(full - 1, "bucket" if rank == 0 and layout != "replicate" else "live")
+        step += 8
+    if point in BETWEEN_WORLDS:
+        script.growth.append(Grow(script.generation, step + 4))
+        script.form(full, "live")
+        script.fault(point, "exception", 1)
+        script.form(full, "live")
+    else:
+        script.fault(point, "exception", 1, step)
+        if point != "save":
+            script.form(full, script.after(point, "exception"))
+    return script
+
+
+def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
+    """4→3→1→2→4, in a cluster that has no more room than that.
+
+    Two die at ``point``; the next world breaks at ``between``; a newcomer comes, then two.  Of the full world one dies at ``point``, and
+    one raises.  A single worker of "2x2" waits for the newcomer.
+    """
+    script = Script(layout, 4)
+    script.form(4, "init")
+    script.cramps.append(Cramp(script.generation, 4, victims=3))
+    script.fault(point, "SIGKILL", 3, 8)
+    script.form(3, script.after(point, "SIGKILL"))
+    script.fault(point, "SIGSEGV", 0, 12)
+    script.form(2, script.after(point, "SIGSEGV"))
+    script.fault(between, kind, 1)
+    nothing_held = script.tiers[-1]  # of a world that never ran, a replica may be left, a shard is of no use
+    if layout != "2x2":
+        script.form(1, nothing_held)
+    script.growth.append(Grow(script.generation, 16, room=1))
+    script.form(2, nothing_held if layout == "2x2" else "live")
+    script.fault(between, "exception", 1)
+    script.form(2, script.tiers[-1])  # nobody has lost or got anything
+    script.growth.append(Grow(script.generation, 20, room=2))
+    script.form(4, "live")
+    script.cramps.append(Cramp(script.generation, 23, victims=1))
+    script.fault(point, "exit", 2, 24)
+    script.form(3, script.after(point, "exit"))
+    script.fault(point, "exception", 1, 28)
+    if point != "save":
+        script.form(3, script.after(point, "exception"))
+    return script

@@ -1,0 +1,49 @@
+"""Room in a Ray cluster: processes that hold CPUs, so that a test decides how many workers there is room for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+from ray._private import state  # no public call tells, without a dashboard, whether an actor waits
+
+READY_S = 30.0
+
+
+class Taker:
+    """Holds what it was started with."""
+
+
+class Room:
+    """``take`` holds free CPUs; ``queue`` waits for the next ones, before anybody who asks later; ``free`` gives up what one holds."""
+
+    def __init__(self) -> None:
+        self._takers: list[Any] = []
+
+    def take(self, cpus: float) -> Any:
+        taker = self._start(cpus)
+        ray.get(taker.__ray_ready__.remote(), timeout=READY_S)
+        return taker
+
+    def queue(self, cpus: float) -> Any:
+        """Known to wait when this returns."""
+        taker, until = self._start(cpus), time.monotonic() + READY_S
+        while state.actors(taker._actor_id.hex()).get("State") != "PENDING_CREATION":
+            if time.monotonic() > until:
+                raise TimeoutError(f"the queued taker is {state.actors(taker._actor_id.hex())}; was there room?")
+            time.sleep(0.01)
+        return taker
+
+    def free(self, taker: Any) -> None:
+        self._takers.remove(taker)
+        ray.kill(taker)
+
+    def close(self) -> None:
+        for taker in list(self._takers):
+            self.free(taker)
+
+    def _start(self, cpus: float) -> Any:
+        taker = ray.remote(Taker).options(num_cpus=cpus, max_restarts=0).remote()
+        self._takers.append(taker)
+        return taker

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
+import traceback
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
+import elastic
+from elastic.control.builds import Build
 from elastic.data.cursor import Cursor
-from elastic.data.loader import Loader
+from elastic.data.loader import Dataset, Loader
 from elastic.engine.parallelize import sharding_table
-from elastic.errors import DataError
-from elastic.imports import load
+from elastic.errors import DataError, ElasticError
+from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
 from elastic.runs import Run
 from elastic.train.counters import Counters
@@ -49,7 +54,7 @@ def kind_of(device: torch.device) -> str:
 
 def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -> Session:
     """Raises a :class:`~elastic.errors.ElasticError` that names the setting when the user's parts do not fit."""
-    dataset = load(job.data.dataset)(**job.data.args)
+    dataset = _opened(job)
     if len(dataset) < job.global_batch:
         raise DataError(
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
@@ -60,17 +65,52 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     return Session(job, load(job.loss), cursor, loader, counters, Faults(job.faults))
 
 
-def preflight(job: Job) -> list[str]:
-    """Everything about the user's parts that can be found out before a worker starts: what they should know, a sentence each.
+def _opened(job: Job) -> Dataset:
+    kind = load(job.data.dataset)
+    try:
+        dataset: Dataset = kind(**job.data.args)
+    except ElasticError:
+        raise
+    except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
+        raise DataError(f"data.dataset = {job.data.dataset!r} with data.args = {job.data.args} failed with {what}") from error
+    return dataset
+
+
+def build_of(session: Session) -> Build:
+    """What this process is made of: what must be the same wherever a member runs."""
+    job, (major, minor, _) = session.job, platform.python_version_tuple()
+    return Build(
+        elastic=f"{elastic.__version__} (sources {own_digest()})",
+        python=f"{major}.{minor}",
+        torch=torch.__version__.partition("+")[0],
+        ray=version("ray"),
+        code=code_digest((job.model, job.loss, job.data.dataset)),
+        data=str(session.loader.dataset.fingerprint()),
+    )
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A job that can work: what it was checked with, and what its user should know, a sentence each."""
+
+    build: Build
+    notes: list[str]
+
+
+def preflight(job: Job) -> Checked:
+    """Everything about the user's parts that can be found out before a worker starts.
 
     Raises :class:`~elastic.errors.JobError`.
     """
     model = build_model(job)
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+        build = build_of(session)
         session.loader.close()
     Run.open(job)
-    return [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
+    return Checked(build, [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])
 
 
 def _wrapping(blocks: tuple[str, ...]) -> str:

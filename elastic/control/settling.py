@@ -33,11 +33,13 @@ def waiting(turn: Turn, state: Waiting) -> None:
         end(turn, Failed(split[0]))
     elif not (fresh and (expecting(turn, there) or _looking(turn, state))):
         form(turn)
-    if isinstance(turn.run.state, Waiting) and turn.now - state.since >= rules.wait_s:
-        end(turn, Failed(f"waited {rules.wait_s:g} s for workers: {count(len(there), 'worker')} of at least {rules.min_workers}"))
-    elif isinstance(turn.run.state, Waiting) and _only_refused_are_left(turn, state):
-        have = f"{count(len(there), 'worker')} of at least {rules.min_workers}"
-        end(turn, Failed(f"{have}, and no room for others: {_why_left_out(turn, there)}"))
+    if not isinstance(turn.run.state, Waiting):
+        return
+    have = f"{count(len(there), 'worker')} of at least {rules.min_workers}{_left_out(turn, there)}"
+    if turn.now - state.since >= rules.wait_s:
+        end(turn, Failed(f"waited {rules.wait_s:g} s for workers: {have}"))
+    elif not run.seats and _only_refused_are_left(turn, state):
+        end(turn, Failed(f"no room for workers that may be members: {have}"))
 
 
 def _looking(turn: Turn, state: Waiting) -> bool:
@@ -48,7 +50,7 @@ def _looking(turn: Turn, state: Waiting) -> bool:
 
 
 def _only_refused_are_left(turn: Turn, state: Waiting) -> bool:
-    """Is there nothing to be expected but what was refused?  Others may be on the way, so not at once."""
+    """Has it been so from the start that there is room for nobody but on nodes that are refused?  A run that has begun waits on."""
     run = turn.run
     left_out = max((worker.joined_at for worker in run.workers.values()), default=0.0)
     latest = max((refusal.at for refusal in run.refused.values()), default=left_out)
@@ -56,11 +58,11 @@ def _only_refused_are_left(turn: Turn, state: Waiting) -> bool:
     return nothing_to_come and bool(run.refused or len(candidates(run, turn.rules)) < len(run.workers))
 
 
-def _why_left_out(turn: Turn, there: Sequence[WorkerId]) -> str:
+def _left_out(turn: Turn, there: Sequence[WorkerId]) -> str:
     run = turn.run
     refused = [refusal.why for refusal in run.refused.values()]
     others = [f"{worker} on node {known.node[:8]} is {known.kind}" for worker, known in run.workers.items() if worker not in there]
-    return "; ".join([*refused, *others])
+    return "".join(f"; {why}" for why in (*refused, *others))
 
 
 def finishing(turn: Turn, state: Finishing) -> None:

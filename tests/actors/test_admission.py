@@ -5,16 +5,13 @@ The head has room for one worker and the second node for another, so both are as
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-import torch
 
 from elastic.job import Job
-from elastic.report.ledger import ledger, mixed
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from tests.support.chaos import Trial, assert_nothing_left, trial

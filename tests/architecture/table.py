@@ -53,8 +53,10 @@ IMPORTS = {
     "elastic.data.cursor": Row(),
     "elastic.data.tokens": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "torch")),
     "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", *NAMES), ("numpy", "torch")),
+    "elastic.probe": Row(("storage.*",)),
     "elastic.train": Row(
         (
+            "elastic",
             *("elastic.train.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*", "elastic.control.*", "elastic.plan.*"),
             *("elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
             *NAMES,
@@ -81,6 +83,7 @@ BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
+    "elastic/train/setup.py": "whatever the user's dataset raises while it is opened becomes a sentence",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
 """Where everything may be caught, and why."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.coordinator import Coordinator, View
@@ -96,6 +97,7 @@ def start(job: Job, reference: Build) -> Any:
             lifetime="detached",
             max_restarts=0,
             num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(cluster.here(), soft=True),  # where the job was checked
         )
         .remote(job, reference, search_path)
     )

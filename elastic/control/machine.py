@@ -76,7 +76,7 @@ def _take(turn: Turn, event: Event) -> None:
         case NodeFound():
             membership.node_found(turn, event.node)
         case NodeRefused():
-            membership.refuse_node(turn, event.node, event.why, event.shared)
+            membership.node_refused(turn, event)
         case KeeperUp():
             membership.keeper_up(turn, event.node)
         case KeeperLost():

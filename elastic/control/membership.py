@@ -7,7 +7,7 @@ from dataclasses import replace
 from elastic.control import saving
 from elastic.control.actions import Kill, StartWorkers
 from elastic.control.builds import difference
-from elastic.control.events import Joined, StartFailed
+from elastic.control.events import Joined, NodeRefused, StartFailed
 from elastic.control.states import Finishing, Refusal, Worker
 from elastic.control.turn import Turn, count, names
 from elastic.ids import NodeId, WorkerId
@@ -70,9 +70,17 @@ def node_found(turn: Turn, node: NodeId) -> None:
         turn.know(nodes={**turn.run.nodes, node: False})
 
 
+def node_refused(turn: Turn, event: NodeRefused) -> None:
+    host = turn.run.reference.host
+    checked = f"; the job was checked on {host}" if host and host not in event.why else ""
+    refuse_node(turn, event.node, f"{event.why}{checked}", event.shared)
+
+
 def refuse_node(turn: Turn, node: NodeId, why: str, shared: bool = False) -> None:
-    """No worker is started there any more.  What room there is elsewhere, the next ``Capacity`` will say."""
+    """No worker is started there any more, and none stays that waits to be seated.  What room is elsewhere, ``Capacity`` will say."""
     run = turn.run
+    unseated = () if run.nodes.get(node, True) else tuple(worker for worker, known in run.workers.items() if known.node == node)
+    expel(turn, unseated, "its node is refused")
     if node not in run.refused:
         turn.know(refused={**run.refused, node: Refusal(why, turn.now, shared)})
         turn.say(f"node {node[:8]} is refused: {why}")

@@ -30,7 +30,7 @@ def waiting(turn: Turn, state: Waiting) -> None:
     elif run.stop:
         end(turn, *_stopped(turn))
     elif not run.seats and (split := [refusal.why for refusal in run.refused.values() if refusal.shared]):
-        end(turn, Failed(split[0]))
+        end(turn, Failed(split[0]), "nothing has run yet, so nothing is run")
     elif not (fresh and (expecting(turn, there) or _looking(turn, state))):
         form(turn)
     if not isinstance(turn.run.state, Waiting):

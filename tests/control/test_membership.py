@@ -119,7 +119,10 @@ def test_a_run_that_has_begun_waits_for_better_nodes() -> None:
     play.later(100.0)
     assert isinstance(play.run.state, Waiting)
     reason = play.later(200.0)
-    assert reason == "waited 300 s for workers: 0 workers of at least 1; node n2 sees another bucket"
+    assert (
+        reason
+        == "waited 300 s for workers: 0 workers of at least 1; node n2 sees another bucket; the job was checked on node aa (head, 10.0.0.1)"
+    )
 
 
 def test_room_that_is_there_is_used_before_a_run_fails() -> None:
@@ -142,7 +145,11 @@ def test_a_bucket_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
     joins(play, "w1", "n1")
     reason = play.tell(ev.NodeRefused(NodeId("n2"), "node n2 (b) does not see bucket = '/runs' as node n1 (a)", shared=True))
     assert isinstance(play.run.state, Failed)
-    assert play.run.state.reason == "node n2 (b) does not see bucket = '/runs' as node n1 (a)" and play.run.state.reason in reason
+    assert reason == (
+        "node n2 is refused: node n2 (b) does not see bucket = '/runs' as node n1 (a); the job was checked on "
+        "node aa (head, 10.0.0.1); nothing has run yet, so nothing is run"
+    )
+    assert play.run.state.reason in reason
 
 
 def test_data_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
@@ -194,6 +201,18 @@ def test_nobody_is_a_member_before_its_node_was_looked_at() -> None:
     joins(play, "w2", "n3", kind="cpu", build=Build())
     assert isinstance(play.run.state, Running)
     assert "grow from 1×1 to 2×1" in play.tell(ev.KeeperUp(NodeId("n3")))
+
+
+def test_a_worker_that_came_before_its_node_was_refused_goes_with_it() -> None:
+    """Else it would keep the place of another for ever."""
+    play = stepping(1)
+    play.rules = rules(max_workers=2)
+    play.tell(ev.NodeFound(NodeId("n3")))
+    play.tell(ev.Capacity(1))
+    play.now += 5.0
+    joins(play, "w2", "n3", kind="cpu", build=Build())
+    play.tell(ev.NodeRefused(NodeId("n3"), "node n3 sees another bucket", shared=True))
+    assert play.did(Kill) == [Kill((WorkerId("w2"),), "its node is refused")] and list(play.run.workers) == ["w1"]
 
 
 def test_a_keeper_that_is_started_again_unseats_nobody() -> None:

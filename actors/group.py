@@ -108,7 +108,8 @@ class Group:
 
     def _ended(self, worker: WorkerId, error: BaseException | None) -> None:
         if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
-            self._pool.submit(self._not_made, worker, error)
+            if not self._closing:
+                self._pool.submit(self._not_made, worker, error)
             return
         reason = _why(error)
         self.post(Lost(worker, reason) if worker in self.joined else StartFailed(worker, reason))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -118,12 +119,19 @@ def _digest(places: Iterable[Path]) -> str:
     """sha256, the first 12 digits, over names and bytes of all ``*.py``, wherever their folder is on this machine."""
     digest = hashlib.sha256()
     for place in places:
-        files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
-        for file in files:
-            name = file.relative_to(place.parent).as_posix()
-            if "/." not in name:  # a hidden folder: an environment, a checkpoint of a notebook
-                digest.update(f"{name} {file.stat().st_size}\n".encode() + file.read_bytes())
+        for file in _sources(place) if place.is_dir() else [place]:
+            text = file.read_bytes()
+            digest.update(f"{file.relative_to(place.parent).as_posix()} {len(text)}\n".encode() + text)
     return digest.hexdigest()[:12]
+
+
+def _sources(folder: Path) -> list[Path]:
+    """Hidden folders left out: environments, checkpoints of notebooks."""
+    found = []
+    for here, below, files in os.walk(folder):
+        below[:] = [name for name in below if not name.startswith((".", "__pycache__"))]
+        found += [Path(here, name) for name in files if name.endswith(".py")]
+    return sorted(found)
 
 
 def _named(folder: Path, name: str) -> Sequence[Path]:

@@ -72,10 +72,20 @@ def _opened(job: Job) -> Dataset:
     except ElasticError:
         raise
     except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
-        raise DataError(f"data.dataset = {job.data.dataset!r} with data.args = {job.data.args} failed with {what}") from error
+        raise DataError(f"{_failed(job, error)}; mend it, or data.args = {job.data.args}") from error
     return dataset
+
+
+def _fingerprint(job: Job, dataset: Dataset) -> str:
+    try:
+        return str(dataset.fingerprint())
+    except Exception as error:  # the user's too
+        raise DataError(f"{_failed(job, error)}; give it a fingerprint(): equal where the samples are, and only there") from error
+
+
+def _failed(job: Job, error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"data.dataset = {job.data.dataset!r} failed with {type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
 
 
 def build_of(session: Session) -> Build:
@@ -87,7 +97,7 @@ def build_of(session: Session) -> Build:
         torch=torch.__version__.partition("+")[0],
         ray=version("ray"),
         code=code_digest((job.model, job.loss, job.data.dataset)),
-        data=str(session.loader.dataset.fingerprint()),
+        data=_fingerprint(job, session.loader.dataset),
     )
 
 

@@ -26,6 +26,16 @@ from tests.support.nodes import Node, joined
 CPUS = 5
 """Of a worker: the head has 8."""
 CODE = "admitted"
+BROKEN = """
+import threading
+
+class Unpicklable(Exception):
+    def __init__(self, what, lock):
+        super().__init__(f"it needs {what}")
+        self.lock = lock
+
+raise Unpicklable("what only the head has", threading.Lock())
+"""
 TORCH = Path(torch.__file__).with_name("version.py")
 
 
@@ -36,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         user_package(tmp_path / name, CODE)
     with open(tmp_path / "other" / CODE / "code.py", "a") as code:
         code.write("# mended since\n")
-    (tmp_path / "broken" / CODE / "code.py").write_text("import what_only_the_head_has\n")
+    (tmp_path / "broken" / CODE / "code.py").write_text(BROKEN)
     (tmp_path / "bucket").mkdir()
     (tmp_path / "version.py").write_text(TORCH.read_text().replace(torch.__version__, f"{torch.__version__}.other"))
     (tmp_path / "shadow" / "storage").mkdir(parents=True)
@@ -115,7 +125,7 @@ def refusals(run: Trial) -> list[str]:
 
 @pytest.mark.timeout(200)
 def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder: Path) -> None:
-    """R22, U8, U11: other code, code that fails there only, a folder of the name of ours, another build of torch, another disk."""
+    """R22, U8, U11: other code, code that fails there only (and cannot say so in a pickle), a folder of the name of ours, other torch, disk."""
     code = folder / "mine" / CODE
     late = Latecomers(
         folder,
@@ -133,7 +143,7 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder
     assert all(len(sentences) == 1 for sentences in said.values()), said
     expected = {
         "code": f"the code that the job names is {CODE} ",
-        "import": "importing admitted.code failed with ModuleNotFoundError: No module named 'what_only_the_head_has'",
+        "import": "importing admitted.code failed with Unpicklable: it needs what only the head has",
         "shadow": f"{folder / 'shadow' / 'storage'} takes the place of Elastic's own package 'storage'",
         "disk": f"does not see bucket = {job.bucket!r} as the same place as node {head()[:8]}",
         "torch": f"torch {torch.__version__}.other, 1 threads, and only ",

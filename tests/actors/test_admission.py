@@ -125,7 +125,7 @@ def refusals(run: Trial) -> list[str]:
 
 @pytest.mark.timeout(200)
 def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder: Path) -> None:
-    """R22, U8, U11: other code, code that fails there only (and cannot say so in a pickle), a folder of the name of ours, other torch, disk."""
+    """R22, U8, U11: other code, code that fails there only (and not in a pickle), a folder of the name of ours, other torch, other disk."""
     code = folder / "mine" / CODE
     late = Latecomers(
         folder,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import ray
@@ -76,11 +76,39 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]]:
     return found
 
 
-def slots(workers: Workers) -> int:
-    """How many more workers of this size the cluster could start now."""
+def place(node: NodeId) -> str:
+    """What messages call a node: the beginning of its id, its host."""
+    found = next((each for each in ray.nodes() if each["NodeID"] == node), None)
+    return f"node {node[:8]} ({found['NodeManagerHostname']}, {found['NodeManagerAddress']})" if found else f"node {node[:8]}"
+
+
+def here() -> NodeId:
+    """The node of this process."""
+    return NodeId(ray.get_runtime_context().get_node_id())
+
+
+def host() -> str:
+    """What messages call this process's machine."""
+    return f"{socket.gethostname()}, {ray.util.get_node_ip_address()}"
+
+
+def node_of(actor: Any) -> NodeId | None:
+    """Where an actor was put, also one that failed there; None where Ray does not say."""
+    try:
+        from ray._private.state import actors
+    except ImportError:  # a private call
+        return None
+    address = actors(actor._actor_id.hex()).get("Address", {})
+    return NodeId(address["NodeID"]) if address.get("NodeID") else None
+
+
+def slots(workers: Workers, avoid: Container[str] = ()) -> int:
+    """How many more workers of this size the cluster could start now, on other nodes than those to ``avoid``."""
     wanted = {"CPU": workers.cpus, "GPU": float(workers.gpus)}
     count = 0
-    for free in _free_by_node().values():
+    for node, free in _free_by_node().items():
+        if node in avoid:
+            continue
         fits = [int(free.get(resource, 0.0) // amount) for resource, amount in wanted.items() if amount]
         count += min(fits) if fits else workers.max
     return count

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ import elastic
 from actors import cluster
 from actors.group import Group
 from elastic.control import codec
-from elastic.control.events import Beat, Capacity, Event, Joined, Renewed, ShardSaved, StepDone, StopRequested, Tick
+from elastic.control.builds import Build
+from elastic.control.events import Beat, Capacity, Event, Joined, NodeFound, Renewed, ShardSaved, StepDone, StopRequested, Tick
 from elastic.control.machine import Transition, advance, must_be_durable
 from elastic.control.states import TERMINAL, Failed, RunState
 from elastic.engine.schedule import learning_rate_of
-from elastic.ids import WorkerId
+from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.report.story import Line, Story
 from elastic.runs import Run
@@ -73,14 +74,14 @@ def worth_recording(event: Event, before: RunState, transition: Transition) -> b
 class Coordinator:
     """Concurrency groups: ``inbox`` (events in) and ``view`` (questions); the loop itself is ``run_loop``."""
 
-    def __init__(self, job: Job, search_path: list[str]) -> None:
+    def __init__(self, job: Job, reference: Build, search_path: list[str]) -> None:
         self.job, self.rules = job, job.rules()
         self.inbox: queue.SimpleQueue[tuple[Event, Any]] = queue.SimpleQueue()
         self.run = Run.open(job)
         context = ray.get_runtime_context()
         incarnation = self.run.claim(context.gcs_address)
         self.token = f"{job.name}-{incarnation:04d}-{uuid.uuid4().hex[:6]}"
-        self.state: RunState = self.run.standing(incarnation, time.time())
+        self.state: RunState = replace(self.run.standing(incarnation, time.time()), reference=reference)
         folder = Path(tempfile.gettempdir()) / "elastic" / self.token
         self.recorded = self.state
         self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.state, elastic.__version__))
@@ -160,6 +161,8 @@ class Coordinator:
         if isinstance(event, ShardSaved) and shard is not None:
             self.group.receive(event.version, event.worker, shard)
         if isinstance(event, Joined):
+            if event.node not in self.state.nodes:  # it is new, and was not looked at yet
+                self._advance(NodeFound(event.node))
             self.group.welcome(event.worker, event.node)
         self._advance(event)
 
@@ -189,12 +192,17 @@ class Coordinator:
     def _watch_cluster(self) -> None:
         while not self.over.wait(CLUSTER_S):
             with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the world steps on, ask again
-                for node in cluster.nodes():
-                    if node not in self.group.keepers:
-                        self.group.keep(node)
-                self.post_local(Capacity(cluster.slots(self.job.workers)))
+                self._keep(cluster.nodes())
+                self.post_local(Capacity(cluster.slots(self.job.workers, self.state.refused)))
             if self.job.on_driver_exit == "stop" and not self._attended() and not self.state.stop:
                 self.post_local(StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s"))
+
+    def _keep(self, nodes: tuple[NodeId, ...]) -> None:
+        """Every node has a keeper; the room on those that are new is spoken of after they are."""
+        for node in nodes:
+            if node not in self.group.keepers:
+                self.post_local(NodeFound(node))
+                self.group.keep(node)
 
     def _attended(self) -> bool:
         """Is somebody there who waits for the run?"""

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors import cluster
 from actors.keeper import Keeper
 from actors.worker import Worker
 from elastic.control.actions import (
@@ -29,13 +30,16 @@ from elastic.control.actions import (
     Settle,
     StartWorkers,
 )
-from elastic.control.events import Event, KeeperLost, KeeperUp, Lost, Saved, SaveFailed, StartFailed
+from elastic.control.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.imports import PACKAGES
 from elastic.job import Job
+from elastic.probe import COORDINATOR, Probe
 from elastic.runs import Run, SavedShard
 from storage.errors import StorageError
 
 STORE_DEADLINE_S = 10
+PROBE_DEADLINE_S = 60
 KEPT_CHECKPOINTS = 4
 
 
@@ -51,13 +55,15 @@ class Group:
         self._lives: list[Any] = []
         """A call to each actor that ends when it does."""
         self._closing = False
+        self.probe = Probe(run.store, job.name, token)
+        self.probe.leave(COORDINATOR)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
 
     def perform(self, action: Action) -> None:
         match action:
-            case StartWorkers(workers):
+            case StartWorkers(workers, avoid):
                 for worker in workers:
-                    self._start(worker)
+                    self._start(worker, avoid)
             case Form():
                 self._pool.submit(self._form, action)
             case Go(generation, members):
@@ -82,7 +88,7 @@ class Group:
 
     # ---- workers
 
-    def _start(self, worker: WorkerId) -> None:
+    def _start(self, worker: WorkerId, avoid: tuple[NodeId, ...]) -> None:
         """A detached actor: it survives the coordinator, and ``reap`` ends it."""
         actor = (
             ray.remote(concurrency_groups={"control": 1})(Worker)
@@ -93,6 +99,7 @@ class Group:
                 num_cpus=self.job.workers.cpus,
                 num_gpus=self.job.workers.gpus,
                 scheduling_strategy="SPREAD",
+                label_selector={"ray.io/node-id": f"!in({', '.join(avoid)})"} if avoid else None,
             )
             .remote(self.job, self.token, worker, self.coordinator, self.search_path)
         )
@@ -100,8 +107,19 @@ class Group:
         self._when_done(actor.train.remote(), lambda error: self._ended(worker, error))
 
     def _ended(self, worker: WorkerId, error: BaseException | None) -> None:
+        if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
+            if not self._closing:
+                self._pool.submit(self._not_made, worker, error)
+            return
         reason = _why(error)
         self.post(Lost(worker, reason) if worker in self.joined else StartFailed(worker, reason))
+
+    def _not_made(self, worker: WorkerId, error: BaseException) -> None:
+        """The process came up, but not what we are made of: another start on that node would end the same way."""
+        node = cluster.node_of(self.workers[worker])
+        if node is not None:
+            self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {_why_not_made(error)}"))
+        self.post(StartFailed(worker, _why_not_made(error)))
 
     def _when_done(self, ref: Any, then: Callable[[BaseException | None], None]) -> None:
         def done(future: Future[Any]) -> None:
@@ -159,9 +177,43 @@ class Group:
         self._when_done(actor.__ray_ready__.remote(), lambda error: self._keeper_ready(node, error))
 
     def _keeper_ready(self, node: NodeId, error: BaseException | None) -> None:
-        if error is not None:
-            self._keeper_lost(node, error)
+        if self._closing:
             return
+        if error is None:
+            self._pool.submit(self._look, node)
+        elif isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
+            self._pool.submit(self._refuse, node, f"cannot start a keeper: {_why_not_made(error)}", False)
+        else:
+            self._keeper_lost(node, error)
+
+    def _look(self, node: NodeId) -> None:
+        """Do the node and this process see the bucket as the same place?"""
+        try:
+            same = ray.get(self.keepers[node].sees_coordinator.remote(), timeout=PROBE_DEADLINE_S) and self.probe.sees(node)
+        except ray.exceptions.RayTaskError as error:
+            self._refuse(node, f"cannot use bucket = {self.job.bucket!r}: {error.cause}", True)
+        except ray.exceptions.RayError as error:
+            self._end_keeper(node)
+            self._keeper_lost(node, error)
+        else:
+            if same:
+                self.probe.remove(node)
+                self._keeper_up(node)
+            else:
+                self._refuse(node, _split(self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)), True)
+
+    def _refuse(self, node: NodeId, why: str, shared: bool) -> None:
+        """Its keeper ends, and there will be no other: a node that is refused stays among ``keepers``."""
+        self._end_keeper(node)
+        self.post(NodeRefused(node, f"{cluster.place(node)} {why}", shared))
+
+    def _end_keeper(self, node: NodeId) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self.keepers[node].close.remote(), timeout=PROBE_DEADLINE_S / 10)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self.keepers[node], no_restart=True)
+
+    def _keeper_up(self, node: NodeId) -> None:
         self.post(KeeperUp(node))
         for worker, home in list(self.joined.items()):
             if home == node:
@@ -200,10 +252,27 @@ class Group:
         self._pool.shutdown(wait=False, cancel_futures=True)
         closing = [keeper.close.remote() for keeper in self.keepers.values()]
         ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None
+        with contextlib.suppress(StorageError):
+            self.probe.remove(COORDINATOR)
         for actor in [*self.workers.values(), *self.keepers.values()]:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor, no_restart=True)
         ray.wait(self._lives, num_returns=len(self._lives), timeout=grace_s) if self._lives else None
+
+
+def _split(bucket: str, home: str, key: str) -> str:
+    return (
+        f"does not see bucket = {bucket!r} as the same place as {home}, where the coordinator runs: what one of them wrote "
+        f"there ({key}) the other does not find; name a folder that every node mounts, or a URL such as s3://bucket/prefix"
+    )
+
+
+def _why_not_made(error: BaseException) -> str:
+    """The last line of what went wrong while an actor was made; mostly an import."""
+    last = str(error).strip().splitlines()[-1].strip()
+    if any(f"'{package}{end}" in last for package in PACKAGES for end in ("'", ".")) and "No module named" in last:
+        return f"{last}; another folder of that name comes first on its path, or Elastic is not installed there"
+    return last
 
 
 def _why(error: BaseException | None) -> str:

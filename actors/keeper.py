@@ -6,6 +6,7 @@ Its heartbeat has a thread of its own, so that nothing it does can make it look 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -17,6 +18,7 @@ import ray
 from actors.processes import Process, describe, log_file, log_folder, sweep
 from elastic.control.events import Beat, Progress
 from elastic.ids import NodeId, WorkerId
+from elastic.probe import COORDINATOR, Probe
 from elastic.train.counters import Counters, segment
 from storage.errors import StorageError
 from storage.objects import ObjectStore
@@ -32,11 +34,17 @@ class Keeper:
         sweep(name)
         self.store = ObjectStore.open(bucket)
         self.node = NodeId(ray.get_runtime_context().get_node_id())
+        self.probe = Probe(self.store, name, run)
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
         self.stores: dict[int, Any] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def sees_coordinator(self) -> bool:
+        """Is the bucket here what it is for the coordinator?  Leaves a sign of this node, which the coordinator is to look for."""
+        self.probe.leave(self.node)
+        return self.probe.sees(COORDINATOR)
 
     def open_store(self, generation: int) -> tuple[str, int]:
         """Host the store of ``generation`` here; where it listens."""
@@ -96,6 +104,8 @@ class Keeper:
             self._keep_log(worker, describe(process.status()) if process.ended() else "ended by its keeper")
         self.workers.clear()
         self.stores.clear()
+        with contextlib.suppress(StorageError):
+            self.probe.remove(self.node)
         for path in segment(self.run, "x").parent.glob(f"elastic-{self.run}-*"):
             path.unlink(missing_ok=True)
         shutil.rmtree(log_folder(self.run), ignore_errors=True)

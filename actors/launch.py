@@ -7,13 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.coordinator import Coordinator, View
+from elastic.control.builds import Build
 from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
@@ -48,7 +50,8 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
     from elastic.train.setup import preflight
 
     check_packages()
-    for sentence in preflight(job):
+    checked = preflight(job)
+    for sentence in checked.notes:
         show(Sentence(time.time(), sentence))
     if local:
         return _result(job, *run_local(job, show))
@@ -59,7 +62,7 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
         coordinator = None
     if coordinator is None:
         cluster.check_room(job.workers)
-        coordinator = start(job)
+        coordinator = start(job, replace(checked.build, host=cluster.place(cluster.here())))
     try:
         view = watch(coordinator, show)
     finally:
@@ -83,8 +86,8 @@ def _is_over(coordinator: Any) -> bool:
         return True
 
 
-def start(job: Job) -> Any:
-    """A new coordinator: named, detached, without an accelerator."""
+def start(job: Job, reference: Build) -> Any:
+    """A new coordinator: named, detached, without an accelerator.  ``reference``: what every worker must be made of."""
     search_path = [entry for entry in (os.getcwd(), *sys.path) if entry and os.path.isdir(entry)]
     coordinator = (
         ray.remote(concurrency_groups={"inbox": 1, "view": 4})(Coordinator)
@@ -94,8 +97,9 @@ def start(job: Job) -> Any:
             lifetime="detached",
             max_restarts=0,
             num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(cluster.here(), soft=True),  # where the job was checked
         )
-        .remote(job, search_path)
+        .remote(job, reference, search_path)
     )
     coordinator.run_loop.remote()
     return coordinator

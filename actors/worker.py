@@ -14,21 +14,23 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from actors import cluster
 from actors.processes import log_file
 from elastic.control.commit import Outcome
-from elastic.control.events import Event, Joined, StartFailed
-from elastic.errors import ElasticError
-from elastic.ids import NodeId, WorkerId
+from elastic.control.events import Event, Joined, NodeRefused, StartFailed
+from elastic.errors import DataError
+from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.plan.plan import Plan
-from elastic.runs import Run, SavedShard
+from elastic.runs import SavedShard
 from elastic.train.counters import Counters, segment
-from storage.errors import StorageError
+from storage.errors import Unavailable
 
 if TYPE_CHECKING:
     from elastic.train.loop import Trainer
@@ -50,24 +52,35 @@ class Worker:
     def train(self) -> None:
         """From imports to the end of the run."""
         from elastic.train.loop import Trainer
-        from elastic.train.setup import kind_of, make_session, prepare_process
+        from elastic.train.setup import build_of, kind_of, make_session, prepare_process
         from elastic.train.state import build_model, rows_of, tensors_of
+        from storage.checkpoints import Checkpoints
         from storage.objects import ObjectStore
 
         try:
             device = prepare_process(self.job)
             session = make_session(self.job, self.counters)
-            run = Run(self.job, ObjectStore.open(self.job.bucket))
-            run.trains_on(session.loader.dataset.fingerprint())  # another node may have other data at the same path
             rows = rows_of(tensors_of(build_model(self.job)))
-        except (ElasticError, StorageError) as error:
+            build = replace(build_of(session), host=cluster.host())
+        except Unavailable as error:  # the next start may find the store answering
             self.report(StartFailed(self.worker, str(error)))
             return
-        self.trainer = Trainer(session, self.worker, device, run.checkpoints, self.report)
+        except Exception as error:  # the process boundary: what the driver could do, this node cannot
+            traceback.print_exc()
+            self._cannot_start(error)
+            return
+        checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
+        self.trainer = Trainer(session, self.worker, device, checkpoints, self.report)
         threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
-        node = NodeId(ray.get_runtime_context().get_node_id())
-        self.report(Joined(self.worker, node, kind_of(device), rows))
+        self.report(Joined(self.worker, cluster.here(), kind_of(device), rows, build))
         self._end(self.trainer)
+
+    def _cannot_start(self, error: Exception) -> None:
+        """Another start on this node would end the same way.  Data that is not here is not at a place that all nodes share."""
+        node = cluster.here()
+        why = f"{type(error).__name__}: {error}"
+        self.report(NodeRefused(node, f"{self.worker} cannot start on {cluster.place(node)}: {why}", isinstance(error, DataError)))
+        self.report(StartFailed(self.worker, why))
 
     def _end(self, trainer: Trainer) -> None:
         """Run to the end, then leave at once: a detached actor would stay, and one that failed must not look alive."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -91,6 +93,45 @@ def _resolved(name: str) -> Path | None:
     if spec.submodule_search_locations is not None:
         return Path(next(iter(spec.submodule_search_locations)))
     return Path(spec.origin or name)
+
+
+def own_digest() -> str:
+    """Digest of our own sources: a version number does not change with every edit."""
+    return _digest([ROOT / name for name in PACKAGES])
+
+
+def code_digest(paths: Iterable[str]) -> str:
+    """Each top-level package or module that ``paths`` (``pkg.module:name``, loaded before) lie in, with the digest of its sources.
+
+    Ours are left out; what those packages import from elsewhere is a matter of what is installed.
+    """
+    tops = sorted({split(path)[0].partition(".")[0] for path in paths} - set(PACKAGES))
+    return ", ".join(f"{top} {_digest(_places(sys.modules[top]))}" for top in tops)
+
+
+def _places(module: ModuleType) -> list[Path]:
+    """Its folder (several for a package without ``__init__.py``), or its file."""
+    folders = [Path(entry) for entry in getattr(module, "__path__", ())]
+    return folders or ([Path(module.__file__)] if module.__file__ else [])
+
+
+def _digest(places: Iterable[Path]) -> str:
+    """sha256, the first 12 digits, over names and bytes of all ``*.py``, wherever their folder is on this machine."""
+    digest = hashlib.sha256()
+    for place in places:
+        for file in _sources(place) if place.is_dir() else [place]:
+            text = file.read_bytes()
+            digest.update(f"{file.relative_to(place.parent).as_posix()} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:12]
+
+
+def _sources(folder: Path) -> list[Path]:
+    """Hidden folders left out: environments, checkpoints of notebooks."""
+    found = []
+    for here, below, files in os.walk(folder):
+        below[:] = [name for name in below if not name.startswith((".", "__pycache__"))]
+        found += [Path(here, name) for name in files if name.endswith(".py")]
+    return sorted(found)
 
 
 def _named(folder: Path, name: str) -> Sequence[Path]:

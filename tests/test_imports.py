@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import pytest
 
 import elastic
 from elastic.errors import CodeError
-from elastic.imports import ROOT, check_packages, load
+from elastic.imports import ROOT, _digest, check_packages, code_digest, load, own_digest
 
 
 @pytest.fixture
@@ -105,3 +107,30 @@ def test_public_names_are_lazy() -> None:
     assert set(elastic.__all__) <= set(dir(elastic))
     with pytest.raises(AttributeError, match="no attribute 'Jobs'"):
         elastic.Jobs  # noqa: B018
+
+
+@pytest.mark.fast
+def test_the_digest_is_of_the_sources_wherever_they_lie(user_code: Path, tmp_path: Path) -> None:
+    """R22, U8: two nodes have the same code if and only if they say the same of it."""
+    load("theirs.good:build")
+    first = code_digest(["theirs.good:build", "elastic.plan.layout:Layout"])
+    assert re.fullmatch(r"theirs [0-9a-f]{12}", first), "ours is left out"
+    (user_code / ".venv").mkdir()
+    (user_code / ".venv" / "hidden.py").write_text("x = 1\n")
+    (user_code / "notes.txt").write_text("not code\n")
+    assert code_digest(["theirs.good:build"]) == first
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(user_code, elsewhere / "theirs")
+    assert _digest([elsewhere / "theirs"]) == first.split()[1], "whatever the folder above is called"
+    (user_code / "deep").mkdir()
+    (user_code / "deep" / "new.py").write_text("")
+    with_another = code_digest(["theirs.good:build"])
+    (user_code / "deep" / "new.py").rename(user_code / "deep" / "renamed.py")
+    renamed = code_digest(["theirs.good:build"])
+    (user_code / "good.py").write_text("def build(dim): return dim + 0\nSIZE = 3\n")
+    assert len({first, with_another, renamed, code_digest(["theirs.good:build"])}) == 4
+
+
+@pytest.mark.fast
+def test_our_own_digest_is_of_every_package() -> None:
+    assert own_digest() == _digest([ROOT / "elastic", ROOT / "actors", ROOT / "storage"]) != _digest([ROOT / "elastic"])

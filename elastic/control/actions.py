@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.control.commit import Outcome
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Start ``workers``, new processes with ids never used before."""
+    """Start ``workers``, new processes with ids never used before, on other nodes than those to ``avoid``."""
 
     workers: tuple[WorkerId, ...]
+    avoid: tuple[NodeId, ...] = ()
 
 
 @dataclass(frozen=True)

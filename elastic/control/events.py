@@ -5,8 +5,9 @@ An event is a fact about its sender, never an instruction.  One that carries an 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elastic.control.builds import Build
 from elastic.control.commit import Outcome
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.transfer import Holding
@@ -17,13 +18,14 @@ class Joined:
     """A worker's process is up, its imports are done, and it can be given a plan.
 
     ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``rows`` are the distinct
-    dim-0 lengths of the state's tensors: all that coverage of dim-0 shards depends on.
+    dim-0 lengths of the state's tensors: all that coverage of dim-0 shards depends on.  ``build``: what must be the same everywhere.
     """
 
     worker: WorkerId
     node: NodeId
     kind: str
     rows: tuple[int, ...]
+    build: Build = field(default_factory=Build)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,28 @@ class StartFailed:
 
 
 @dataclass(frozen=True)
+class NodeFound:
+    """The cluster has this node, and its keeper is being started: none of its workers is to be a member before the keeper is up."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True)
+class NodeRefused:
+    """The node cannot run the job as the others do, now or later: ``why`` names it.
+
+    ``shared``: what must be one place for all nodes, the bucket or the data, is not.
+    """
+
+    node: NodeId
+    why: str
+    shared: bool = False
+
+
+@dataclass(frozen=True)
 class KeeperUp:
+    """The keeper runs, and has found the bucket to be the same place as the coordinator's."""
+
     node: NodeId
 
 
@@ -189,6 +212,8 @@ Event = (
     Joined
     | Lost
     | StartFailed
+    | NodeFound
+    | NodeRefused
     | KeeperUp
     | KeeperLost
     | Capacity

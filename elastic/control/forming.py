@@ -36,9 +36,15 @@ def form(turn: Turn) -> None:
         kind=run.workers[plan.members[0]].kind,
         lease_until=0.0,
     )
+    kinds = sorted({run.workers[member].kind for member in plan.members})
+    if len(kinds) > 1:
+        turn.know(mixed=(*run.mixed, plan.generation))
     turn.to(Forming(plan, turn.now + turn.rules.form_s))
     turn.do(Form(plan))
     turn.say(_announcement(plan, given_up))
+    if len(kinds) > 1:
+        turn.say(f"its steps are marked as mixed: the members are {' and '.join(kinds)}")
+    membership.refuse_other_kinds(turn)
 
 
 def _announcement(plan: Plan, given_up: tuple[tuple[int, int, int], ...]) -> str:

@@ -24,6 +24,8 @@ from elastic.control.events import (
     KeeperLost,
     KeeperUp,
     Lost,
+    NodeFound,
+    NodeRefused,
     Ready,
     Renewed,
     Saved,
@@ -71,6 +73,10 @@ def _take(turn: Turn, event: Event) -> None:
             _lost(turn, event)
         case StartFailed():
             membership.start_failed(turn, event)
+        case NodeFound():
+            membership.node_found(turn, event.node)
+        case NodeRefused():
+            membership.node_refused(turn, event)
         case KeeperUp():
             membership.keeper_up(turn, event.node)
         case KeeperLost():

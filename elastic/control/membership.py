@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from elastic.control import saving
 from elastic.control.actions import Kill, StartWorkers
-from elastic.control.events import Joined, StartFailed
-from elastic.control.states import Finishing, Worker
+from elastic.control.builds import difference
+from elastic.control.events import Joined, NodeRefused, StartFailed
+from elastic.control.states import Finishing, Refusal, Worker
 from elastic.control.turn import Turn, count, names
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import Holding
@@ -21,13 +22,69 @@ def joined(turn: Turn, event: Joined) -> None:
         turn.do(Kill((event.worker,), "nobody waits for it"))
         return turn.refuse(f"nobody waits for {event.worker}")
     _start_is_over(turn, event.worker)
+    if (misfit := _misfit(turn, event)) is not None:
+        why, shared = misfit
+        turn.do(Kill((event.worker,), "its node is refused"))
+        return refuse_node(turn, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
+    newcomer = Worker(event.node, event.kind, turn.now, host=event.build.host)
+    turn.know(workers={**run.workers, event.worker: newcomer}, rows=event.rows)
+    turn.say(f"{event.worker} joined on node {event.node[:8]}")
+
+
+def _misfit(turn: Turn, event: Joined) -> tuple[str, bool] | None:
+    """Why it cannot be a member, and whether because it does not see the same data."""
+    run, rules = turn.run, turn.rules
+    differs = difference(event.build, run.reference, rules.reproducible)
+    if event.node in run.refused:
+        return run.refused[event.node].why, False
+    if differs is not None:
+        return differs.sentence, differs.part == "data"
+    if rules.reproducible and run.kind not in ("", event.kind):
+        return _of_another_kind(event.kind, run.kind), False
     if run.rows and event.rows != run.rows:
-        turn.do(Kill((event.worker,), "its model has other sizes"))
-        return turn.say(f"{event.worker} is sent away: its model has other sizes than the others'")
-    turn.know(workers={**run.workers, event.worker: Worker(event.node, event.kind, turn.now)}, rows=event.rows)
-    other = turn.rules.reproducible and run.kind not in ("", event.kind)
-    left_out = f", but cannot be a member: it is {event.kind}, and only {run.kind} gives equal bits" if other else ""
-    turn.say(f"{event.worker} joined on node {event.node[:8]}{left_out}")
+        return "its model has other sizes than the others'; the model must be a function of model_args alone", False
+    return None
+
+
+def _of_another_kind(kind: str, others: str) -> str:
+    return f"it is {kind}, and only {others} gives equal bits; use machines of one kind, or set reproducible = false"
+
+
+def _called(worker: WorkerId, node: NodeId, host: str) -> str:
+    return f"{worker} on node {node[:8]}{f' ({host})' if host else ''}"
+
+
+def refuse_other_kinds(turn: Turn) -> None:
+    """The first world has decided what all are to be: whoever is of another kind gives its place to others."""
+    run = turn.run
+    for worker, known in run.workers.items():
+        if turn.rules.reproducible and known.kind != run.kind and not known.unfit:
+            expel(turn, (worker,), "its node is refused")
+            why = _of_another_kind(known.kind, run.kind)
+            refuse_node(turn, known.node, f"{_called(worker, known.node, known.host)} cannot be a member: {why}")
+
+
+def node_found(turn: Turn, node: NodeId) -> None:
+    """A keeper that is started again finds nothing new: its workers were members, and stay so."""
+    if node not in turn.run.nodes:
+        turn.know(nodes={**turn.run.nodes, node: False})
+
+
+def node_refused(turn: Turn, event: NodeRefused) -> None:
+    host = turn.run.reference.host
+    checked = f"; the job was checked on {host}" if host and host not in event.why else ""
+    refuse_node(turn, event.node, f"{event.why}{checked}", event.shared)
+
+
+def refuse_node(turn: Turn, node: NodeId, why: str, shared: bool = False) -> None:
+    """No worker is started there any more, and none stays that waits to be seated.  What room is elsewhere, ``Capacity`` will say."""
+    run = turn.run
+    unseated = () if run.nodes.get(node, True) else tuple(worker for worker, known in run.workers.items() if known.node == node)
+    expel(turn, unseated, "its node is refused")
+    if node not in run.refused:
+        turn.know(refused={**run.refused, node: Refusal(why, turn.now, shared)})
+        turn.say(f"node {node[:8]} is refused: {why}")
+    turn.know(slots=0, start_after=turn.now + turn.rules.grow_debounce_s)
 
 
 def start_failed(turn: Turn, event: StartFailed) -> None:
@@ -35,6 +92,7 @@ def start_failed(turn: Turn, event: StartFailed) -> None:
     if event.worker not in turn.run.starting:
         return turn.refuse(f"{event.worker} is not being started")
     _start_is_over(turn, event.worker)
+    turn.do(Kill((event.worker,), "it did not start"))
     turn.know(start_after=turn.now + turn.rules.grow_debounce_s)
     turn.say(f"{event.worker} did not start ({event.reason})")
 
@@ -58,7 +116,7 @@ def start_workers(turn: Turn) -> None:
     new = tuple(WorkerId(f"w{run.next_worker + i}") for i in range(number))
     asked = {**turn.run.starting, **dict.fromkeys(new, turn.now)}
     turn.know(starting=asked, slots=run.slots - number, next_worker=run.next_worker + number)
-    turn.do(StartWorkers(new))
+    turn.do(StartWorkers(new, tuple(run.refused)))
     turn.say(f"start {names(new)}: {count(len(run.workers), 'worker')} of at most {rules.max_workers}")
 
 
@@ -88,7 +146,7 @@ def unfit(turn: Turn, worker: WorkerId, why: str) -> None:
 
 def keeper_up(turn: Turn, node: NodeId) -> None:
     if node not in turn.run.keepers:
-        turn.know(keepers=tuple(sorted((*turn.run.keepers, node))))
+        turn.know(keepers=tuple(sorted((*turn.run.keepers, node))), nodes={**turn.run.nodes, node: True})
 
 
 def keeper_lost(turn: Turn, node: NodeId) -> None:

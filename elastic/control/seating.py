@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elastic.control import lineage
 from elastic.control.rules import Rules
-from elastic.control.states import RunState
+from elastic.control.states import RunState, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, choose
 from elastic.plan.plan import Plan
@@ -29,14 +29,20 @@ class Source:
 
 def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
     """Workers that could be members, those of the last world first, in their order."""
-    fit = [worker for worker, known in run.workers.items() if not known.unfit and _same_kind(run, known.kind, rules)]
+    kind = kind_of(run) if rules.reproducible else ""
+    fit = [worker for worker, known in run.workers.items() if _fit(run, known, kind)]
     seated = [worker for worker in run.seats if worker in fit]
     return (*seated, *(worker for worker in fit if worker not in run.seats))
 
 
-def _same_kind(run: RunState, kind: str, rules: Rules) -> bool:
-    first = run.kind or next((worker.kind for worker in run.workers.values() if not worker.unfit), kind)
-    return not rules.reproducible or kind == first
+def kind_of(run: RunState) -> str:
+    """The kind that all members must have: the first world's; before there was one, the most common, of equals the first to come."""
+    kinds = [worker.kind for worker in run.workers.values() if not worker.unfit]
+    return run.kind or max(kinds, key=kinds.count, default="")
+
+
+def _fit(run: RunState, worker: Worker, kind: str) -> bool:
+    return not worker.unfit and kind in ("", worker.kind) and run.nodes.get(worker.node, True)
 
 
 def layout_of(workers: int, rules: Rules) -> Layout | None:

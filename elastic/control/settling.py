@@ -6,6 +6,8 @@ once, from all evidence, and what each survivor holds is known without asking ag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic.control import membership, saving
 from elastic.control.actions import Exit, Fence, Kill, Settle
 from elastic.control.forming import form
@@ -16,6 +18,7 @@ from elastic.control.states import Failed, Finished, Finishing, Stopped, Stoppin
 from elastic.control.stepping import expecting, finish
 from elastic.control.stopping import stop, unblock
 from elastic.control.turn import Turn, count, names
+from elastic.ids import WorkerId
 
 
 def waiting(turn: Turn, state: Waiting) -> None:
@@ -26,10 +29,40 @@ def waiting(turn: Turn, state: Waiting) -> None:
         end(turn, Finished(), f"finished: step {run.saved[-1].step} is in the bucket")
     elif run.stop:
         end(turn, *_stopped(turn))
-    elif not (fresh and expecting(turn, there)):
+    elif not run.seats and (split := [refusal.why for refusal in run.refused.values() if refusal.shared]):
+        end(turn, Failed(split[0]), "nothing has run yet, so nothing is run")
+    elif not (fresh and (expecting(turn, there) or _looking(turn, state))):
         form(turn)
-    if isinstance(turn.run.state, Waiting) and turn.now - state.since >= rules.wait_s:
-        end(turn, Failed(f"waited {rules.wait_s:g} s for workers: {count(len(there), 'worker')} of at least {rules.min_workers}"))
+    if not isinstance(turn.run.state, Waiting):
+        return
+    have = f"{count(len(there), 'worker')} of at least {rules.min_workers}{_left_out(turn, there)}"
+    if turn.now - state.since >= rules.wait_s:
+        end(turn, Failed(f"waited {rules.wait_s:g} s for workers: {have}"))
+    elif not run.seats and _only_refused_are_left(turn, state):
+        end(turn, Failed(f"no room for workers that may be members: {have}"))
+
+
+def _looking(turn: Turn, state: Waiting) -> bool:
+    """Is a node that was found neither in order nor refused yet?  The first world does not begin before all have been looked at."""
+    run = turn.run
+    open_ = [node for node, checked in run.nodes.items() if not checked and node not in run.refused]
+    return bool(open_) and turn.now - state.since < turn.rules.form_s
+
+
+def _only_refused_are_left(turn: Turn, state: Waiting) -> bool:
+    """Has it been so from the start that there is room for nobody but on nodes that are refused?  A run that has begun waits on."""
+    run = turn.run
+    left_out = max((worker.joined_at for worker in run.workers.values()), default=0.0)
+    latest = max((refusal.at for refusal in run.refused.values()), default=left_out)
+    nothing_to_come = not run.starting and run.slots == 0 and turn.now - max(state.since, latest, left_out) >= turn.rules.refused_s
+    return nothing_to_come and bool(run.refused or len(candidates(run, turn.rules)) < len(run.workers))
+
+
+def _left_out(turn: Turn, there: Sequence[WorkerId]) -> str:
+    run = turn.run
+    refused = [refusal.why for refusal in run.refused.values()]
+    others = [f"{worker} on node {known.node[:8]} is {known.kind}" for worker, known in run.workers.items() if worker not in there]
+    return "".join(f"; {why}" for why in (*refused, *others))
 
 
 def finishing(turn: Turn, state: Finishing) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.control import lineage
+from elastic.control.builds import Build
 from elastic.control.commit import Outcome
 from elastic.control.events import Fenced
 from elastic.control.health import Watch
@@ -128,6 +129,16 @@ class Worker:
     joined_at: float
     holdings: tuple[Holding, ...] = ()
     unfit: str = ""
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Of a node: no worker is started there any more.  ``shared``: it does not see the bucket or the data as the same place."""
+
+    why: str
+    at: float
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -152,15 +163,22 @@ class RunState:
     """In the order in which they joined."""
     starting: dict[WorkerId, float] = field(default_factory=dict)
     """Asked for, not joined yet; when it was asked."""
+    reference: Build = field(default_factory=Build)
+    """What the job was checked with, and every worker must be made of."""
+    nodes: dict[NodeId, bool] = field(default_factory=dict)
+    """Those that were found, and whether their keepers came up: none of a node's workers is a member before."""
+    refused: dict[NodeId, Refusal] = field(default_factory=dict)
     keepers: tuple[NodeId, ...] = ()
     slots: int = 0
-    """Workers the cluster could still start."""
+    """Workers the cluster could still start, on nodes that are not refused."""
     start_after: float = 0.0
     next_worker: int = 1
     rows: tuple[int, ...] = ()
     """Distinct lengths of the state's tensors along dim 0."""
     kind: str = ""
     """The first member's; with ``reproducible`` only workers of it may be members, so it never changes."""
+    mixed: tuple[int, ...] = ()
+    """Generations whose members were of several kinds: the mark on their steps."""
     seats: tuple[WorkerId, ...] = ()
     """The latest plan's members, in the order in which they shall sit next."""
     blamed: tuple[NodeId, ...] = ()

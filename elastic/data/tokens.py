@@ -13,7 +13,7 @@ import torch
 
 from elastic.data.sources import text_files
 from elastic.errors import DataError
-from storage.errors import Missing, StorageError
+from storage.errors import BadFormat, Damaged, Missing
 from storage.objects import ObjectStore
 from storage.tokens import TokenFiles
 
@@ -57,7 +57,7 @@ def _open(path: str) -> TokenFiles:
         return TokenFiles(ObjectStore.open(path))
     except Missing:
         raise DataError(_not_prepared(path)) from None
-    except StorageError as error:
+    except (Damaged, BadFormat) as error:
         raise DataError(f"data.args.path = {path!r}: {error}") from error
 
 

@@ -15,6 +15,12 @@ from elastic.control.lineage import Lineage, contains
 from elastic.ids import Version
 
 
+def mixed(records: Iterable[Mapping[str, Any]]) -> frozenset[int]:
+    """The generations that the journal marks: their members were of several kinds, so the bits of their steps are nobody else's."""
+    marks = [record["changed"]["mixed"] for record in records if "mixed" in record["changed"]]
+    return frozenset(marks[-1] if marks else ())
+
+
 def ledger(records: Iterable[Mapping[str, Any]], lineage: Lineage = ()) -> dict[int, Outcome]:
     """Step -> its outcome.  ``lineage``: as the snapshot before the first record has it."""
     told: dict[Version, Any] = {}

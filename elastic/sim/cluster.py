@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Lost, StartFailed
+from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Lost, NodeFound, NodeRefused, StartFailed
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 from elastic.sim.faults import DELICATE_POINTS, Kind, Point
@@ -37,6 +37,7 @@ class Cluster:
         self.running: list[Worker] = []
         self.zombies: set[WorkerId] = set()
         self.keepers: dict[NodeId, bool] = {}
+        self.misfits: set[NodeId] = set()
         self.sick_stores: dict[int, bool] = {}
         self.slots = sim.scenario.slots
         self.errors_raised: list[tuple[int, WorkerId]] = []
@@ -56,8 +57,25 @@ class Cluster:
 
     def add_node(self) -> None:
         node = NodeId(f"n{self.number()}")
+        if self.network.rough and self.rng.random() < self.weather.misfit_chance:
+            self.misfits.add(node)
+            self.look_at_misfits()
+            node = NodeId(f"n{self.number()}")
+        self.clock.after(0.0, self.found, node)
         self._keeper_up(node)
         self.clock.after(0.1 + BEAT_S * self.rng.random(), self._beat, node)
+
+    def found(self, node: NodeId) -> None:
+        self.sim.coordinator.receive(NodeFound(node))
+
+    def look_at_misfits(self) -> None:
+        """Their keepers find another bucket; until they have said so, workers may be started there."""
+        for node in sorted(self.misfits):
+            self.clock.after(0.0, self.found, node)
+            self.network.send_surely(node, self.sim_receives, NodeRefused(node, f"node {node} sees another bucket"))
+
+    def sim_receives(self, event: NodeRefused) -> None:
+        self.sim.coordinator.receive(event)
 
     def _keeper_up(self, node: NodeId) -> None:
         self.keepers[node] = True
@@ -97,12 +115,13 @@ class Cluster:
 
     # -- processes ------------------------------------------------------------------------------------------------
 
-    def start(self, names: tuple[WorkerId, ...]) -> None:
+    def start(self, names: tuple[WorkerId, ...], avoid: tuple[NodeId, ...]) -> None:
         for name in names:
             if self.free <= 0 or not self.keepers or (self.network.rough and self.rng.random() < self.weather.start_failure_chance):
                 self.clock.after(0.5 + self.rng.random(), self.sim.coordinator.receive, StartFailed(name, "no room"))
                 continue
-            node = min(self.keepers, key=lambda n: (self.network.cut(n), sum(w.node == n for w in self.running)))
+            nodes = [*self.keepers, *sorted(self.misfits - set(avoid))]
+            node = min(nodes, key=lambda n: (self.network.cut(n), sum(w.node == n for w in self.running)))
             worker = self.workers[name] = Worker(self.sim, name, node)
             self.running.append(worker)
             self.clock.after(0.5 + 1.5 * self.rng.random(), worker.receive, worker.join)

@@ -74,6 +74,8 @@ class Weather:
     kill_lost_chance: float = 0.0
     damage_chance: float = 0.0
     """That a manifest cannot be read when it is needed."""
+    misfit_chance: float = 0.0
+    """That a node joins, beside others, which does not see the bucket as the same place."""
     aftershock_chance: float = 0.0
     """That a fault is followed by another one at once: faults have common causes."""
 
@@ -99,5 +101,6 @@ class Weather:
             store_failure_chance=min(0.05 * severity, 0.5),
             kill_lost_chance=min(0.3 * severity, 0.8),
             damage_chance=min(0.1 * severity, 0.3),
+            misfit_chance=min(0.4 * severity, 0.8),
             aftershock_chance=min(0.2 * severity, 0.5),
         )

@@ -57,7 +57,9 @@ class Oracle:
         self.stop_asked = False
         self.occasions: Counter[str] = Counter()
         """How often the rare things happened: a promise is tested only where it is in danger."""
-        self.waiting_since: float | None = None
+        self.waiting_since: float | None = 0.0
+        self.begun = False
+        """Has this life of the run formed a world?"""
 
     # -- what workers do ------------------------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class Oracle:
             case Form():
                 self._judge_form(before, after, action.plan, settle, reason)
                 self.plans[action.plan.generation] = self.plan = action.plan
+                self.begun = True
             case Quarantine():
                 self.occasions["a damaged checkpoint is put away"] += 1
                 if action.version not in self.sim.cluster.bucket.damaged:
@@ -179,6 +182,8 @@ class Oracle:
             raise Violation(f"a world of {plan.layout} with members {plan.members}")
         if unable := members - self.joined | members & (self.lost | self.expelled):
             raise Violation(f"members that cannot act: {sorted(unable)}")
+        if misfits := {m for m in members if self.sim.cluster.workers[m].node in self.sim.cluster.misfits}:
+            raise Violation(f"members that do not see the bucket: {sorted(misfits)}")
         if self.plan is not None:
             self._all_out(self.plan, "is followed by another")
             self._cannot_commit(self.plan)
@@ -234,7 +239,8 @@ class Oracle:
     def resumed(self) -> None:
         """A new incarnation: of the workers there were, none is its own, and nobody has asked it to stop yet."""
         self.expelled |= self.joined
-        self.stop_asked = False
+        self.stop_asked = self.begun = False
+        self.waiting_since = self.sim.clock.now
 
     # -- the truth ------------------------------------------------------------------------------------------------
 
@@ -287,7 +293,10 @@ class Oracle:
                 raise Violation(f"failed with its budget unspent: {reason}")
 
     def may_fail(self) -> bool:
-        """Whether a budget is spent, counted from what this oracle saw: the job's own error, fruitless generations, waiting."""
+        """Whether a budget is spent, counted from what this oracle saw: the job's own error, fruitless generations, waiting.
+
+        At the start a little waiting is enough, where there are nodes that no worker may run on.
+        """
         raised = [worker for _, worker in self.sim.cluster.errors_raised]
         alone = self.plan is not None and len(self.plan.members) == 1
         again = len(raised) > 1 and (alone or len(set(raised)) > 1)
@@ -297,7 +306,9 @@ class Oracle:
                 break
             fruitless += 1
         waited_s = 0.0 if self.waiting_since is None else self.sim.clock.now - self.waiting_since
-        return again or fruitless > self.sim.rules.max_fruitless or waited_s >= self.sim.rules.wait_s
+        rules, misfits = self.sim.rules, self.sim.cluster.misfits
+        enough_s = rules.refused_s if misfits and not self.begun else rules.wait_s
+        return again or fruitless > rules.max_fruitless or waited_s >= enough_s
 
 
 def base_of(plan: Plan, step: int) -> Version:

@@ -114,6 +114,7 @@ class Coordinator:
         sim.oracle.resumed()
         for node in sim.cluster.keepers:
             sim.network.send_surely(node, self.receive, KeeperUp(node))
+        sim.cluster.look_at_misfits()
 
     def tick(self) -> None:
         self.receive(Tick())
@@ -129,7 +130,7 @@ class Coordinator:
     def perform(self, action: do.Action) -> None:
         match action:
             case do.StartWorkers():
-                self.sim.cluster.start(action.workers)
+                self.sim.cluster.start(action.workers, action.avoid)
             case do.Form():
                 self._each(action.plan.members, Worker.form, action.plan)
             case do.Go():

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import traceback
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
 
+import elastic
+from elastic.control.builds import Build
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
 from elastic.engine.parallelize import sharding_table
-from elastic.errors import DataError, ModelError
-from elastic.imports import load
+from elastic.errors import DataError, ElasticError, ModelError
+from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
 from elastic.runs import Run
 from elastic.train.counters import Counters
@@ -59,9 +64,7 @@ def kind_of(device: torch.device) -> str:
 
 def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -> Session:
     """Raises a :class:`~elastic.errors.ElasticError` that names the setting when the user's parts do not fit."""
-    dataset = load(job.data.dataset)(**job.data.args)
-    if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(dataset, name, None))]:
-        raise DataError(f"data.dataset = {job.data.dataset!r} has no {missing[0]}(); see the class Dataset in elastic/data/loader.py")
+    dataset = _opened(job)
     if len(dataset) < job.global_batch:
         raise DataError(
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
@@ -72,19 +75,66 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     return Session(job, load(job.loss), cursor, loader, counters, Faults(job.faults))
 
 
-def preflight(job: Job) -> list[str]:
-    """Everything about the user's parts that can be found out before a worker starts: what they should know, a sentence each.
+def _opened(job: Job) -> Dataset:
+    kind = load(job.data.dataset)
+    try:
+        dataset: Dataset = kind(**job.data.args)
+    except ElasticError:
+        raise
+    except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
+        raise DataError(f"{_failed(job, error)}; mend it, or data.args = {job.data.args}") from error
+    if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(dataset, name, None))]:
+        raise DataError(f"data.dataset = {job.data.dataset!r} has no {missing[0]}(); see the class Dataset in elastic/data/loader.py")
+    return dataset
+
+
+def _fingerprint(job: Job, dataset: Dataset) -> str:
+    try:
+        return str(dataset.fingerprint())
+    except Exception as error:  # the user's too
+        raise DataError(f"{_failed(job, error)}; give it a fingerprint(): equal where the samples are, and only there") from error
+
+
+def _failed(job: Job, error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"data.dataset = {job.data.dataset!r} failed with {type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
+
+
+def build_of(session: Session) -> Build:
+    """What this process is made of: what must be the same wherever a member runs."""
+    job, (major, minor, _) = session.job, platform.python_version_tuple()
+    return Build(
+        elastic=f"{elastic.__version__} (sources {own_digest()})",
+        python=f"{major}.{minor}",
+        torch=torch.__version__.partition("+")[0],
+        ray=version("ray"),
+        code=code_digest((job.model, job.loss, job.data.dataset)),
+        data=_fingerprint(job, session.loader.dataset),
+    )
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A job that can work: what it was checked with, and what its user should know, a sentence each."""
+
+    build: Build
+    notes: list[str]
+
+
+def preflight(job: Job) -> Checked:
+    """Everything about the user's parts that can be found out before a worker starts.
 
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
     model = build_model(job)
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+        build = build_of(session)
         session.loader.close()
     _check_vocabulary(model, session.loader.dataset)
     check(ObjectStore.open(job.bucket), job.name)
-    Run.open(job).trains_on(session.loader.dataset.fingerprint())
-    return [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
+    Run.open(job).trains_on(build.data)
+    return Checked(build, [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])
 
 
 def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:

@@ -56,8 +56,10 @@ IMPORTS = {
     "elastic.data.tokenizer": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "tokenizers")),
     "elastic.data.tokens": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "torch")),
     "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", *NAMES), ("numpy", "torch")),
+    "elastic.probe": Row(("storage.*",)),
     "elastic.train": Row(
         (
+            "elastic",
             *("elastic.train.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*", "elastic.control.*", "elastic.plan.*"),
             *("elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
             *NAMES,
@@ -85,6 +87,7 @@ BOUNDARIES = {
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
     "elastic/train/checkpoint.py": "whatever ends the thread that saves goes to the coordinator, which waits for its part",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
+    "elastic/train/setup.py": "whatever the user's dataset raises while it is opened becomes a sentence",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
 """Where everything may be caught, and why."""

@@ -169,28 +169,6 @@ def test_who_is_left_out_never_takes_the_last_copy_with_it() -> None:
     assert play.plan.version == Version(5, 1)
 
 
-def test_another_kind_of_worker_is_no_member_of_a_reproducible_run() -> None:
-    play = Play(rules(max_workers=2))
-    play.tell(ev.Capacity(2))
-    play.tell(ev.KeeperUp(NodeId("n1")))
-    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu torch-2.13", ROWS))
-    play.later(2.0)
-    reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu torch-2.11", ROWS))
-    assert reason == "w2 joined on node n1, but cannot be a member: it is cpu torch-2.11, and only cpu torch-2.13 gives equal bits"
-    assert play.plan.members == ("w1",)
-    play.lose("w1")
-    assert isinstance(play.run.state, Waiting), "not even when it is the only one left: the bits would change"
-
-
-def test_without_reproducible_any_kind_may_sit() -> None:
-    play = Play(rules(max_workers=2, reproducible=False))
-    play.tell(ev.Capacity(2))
-    play.tell(ev.KeeperUp(NodeId("n1")))
-    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu torch-2.13", ROWS))
-    play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu torch-2.11", ROWS))
-    assert play.plan.members == ("w1", "w2")
-
-
 def test_a_worker_nobody_asked_for_is_sent_away() -> None:
     """A late one of an earlier life, or one that took too long: its id is not in use, and it never will be again."""
     play = stepping(1)
@@ -198,15 +176,6 @@ def test_a_worker_nobody_asked_for_is_sent_away() -> None:
     assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", ROWS)) == "refused: nobody waits for w9"
     assert play.last.actions == (Kill((WorkerId("w9"),), "nobody waits for it"),)
     assert play.run is before
-
-
-def test_a_model_of_other_sizes_is_sent_away() -> None:
-    play = stepping(1)
-    play.rules = rules(max_workers=2)
-    play.tell(ev.Capacity(1))
-    reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", (9,)))
-    assert reason == "w2 is sent away: its model has other sizes than the others'"
-    assert play.did(Kill) and "w2" not in play.run.workers
 
 
 def test_ids_are_never_used_again() -> None:

@@ -16,7 +16,7 @@ from types import ModuleType
 from elastic.sim.simulation import Advance
 
 PACKAGE = "elastic.control"
-SHARED = frozenset({"actions", "commit", "events", "rules", "states"})
+SHARED = frozenset({"actions", "builds", "commit", "events", "rules", "states"})
 """Vocabulary, which the simulator speaks too: not copied."""
 
 

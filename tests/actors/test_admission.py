@@ -1,0 +1,184 @@
+"""Who may be a member (R22, U8, U11): nodes that differ are real, with mounts of their own, and are refused by name.
+
+The head has room for one worker and every other node for one, so all are asked.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from actors.coordinator import View
+from actors.launch import attach
+from elastic.job import Job
+from elastic.report.ledger import ledger, mixed
+from elastic.report.story import Sentence
+from elastic.runs import Run
+from tests.support.chaos import Trial, Witness, assert_nothing_left, trial
+from tests.support.commands import ROOT, user_job, user_package
+from tests.support.nodes import Node, joined
+
+CPUS = 5
+"""Of a worker: the head has 8."""
+CODE = "admitted"
+BROKEN = """
+import threading
+
+class Unpicklable(Exception):
+    def __init__(self, what, lock):
+        super().__init__(f"it needs {what}")
+        self.lock = lock
+
+raise Unpicklable("what only the head has", threading.Lock())
+"""
+TORCH = Path(torch.__file__).with_name("version.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with the code of a job; beside it two others, one of which cannot be imported, and other things that differ."""
+    for name in ("mine", "other", "broken"):
+        user_package(tmp_path / name, CODE)
+    with open(tmp_path / "other" / CODE / "code.py", "a") as code:
+        code.write("# mended since\n")
+    (tmp_path / "broken" / CODE / "code.py").write_text(BROKEN)
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "version.py").write_text(TORCH.read_text().replace(torch.__version__, f"{torch.__version__}.other"))
+    (tmp_path / "shadow" / "storage").mkdir(parents=True)
+    (tmp_path / "shadow" / "storage" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    return tmp_path
+
+
+def job_of(folder: Path, least: int, most: int = 2, **changes: Any) -> Job:
+    workers = {"min": least, "max": most, "cpus": CPUS}
+    return user_job(folder / "mine", CODE, bucket=str(folder / "bucket"), workers=workers, deadlines={"grow_debounce_s": 0.2}, **changes)
+
+
+def torch_of_another_build(folder: Path) -> Node:
+    return Node("torch", CPUS, instead={TORCH: folder / "version.py"})
+
+
+def formed(job: Job) -> list[dict[str, Any]]:
+    """The plans of all worlds that ever formed."""
+    actions = [action for record in Run.open(job).records() for action in record["actions"]]
+    return [action["plan"] for action in actions if action["$"] == "Form"]
+
+
+def name_of(node_id: str) -> str:
+    (found,) = [each for each in ray.nodes() if each["NodeID"] == node_id]
+    return f"node {node_id[:8]} ({found['NodeManagerHostname']}, {found['NodeManagerAddress']})"
+
+
+def head() -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def test_u11_a_bucket_that_is_not_shared_is_refused_with_both_nodes(folder: Path) -> None:
+    """U11: one worker would be enough, but nothing has run yet, so nothing is run."""
+    job = job_of(folder, least=1)
+    with joined(folder, Node("disk", CPUS, empty=(folder / "bucket",))) as nodes:
+        run = trial(job, hash_it=False)
+        assert (run.result.state, run.result.step) == ("Failed", 0)
+        sentence = f"{name_of(nodes['disk'])} does not see bucket = {job.bucket!r} as the same place as {name_of(head())}"
+        assert sentence in run.result.reason, run.result.reason
+    assert formed(job) == []
+    assert not list(Path(job.bucket).rglob(".probe-*"))
+    assert_nothing_left(run)
+
+
+class Latecomers:
+    """Nodes that join a run which steps already; once each of them is spoken of, and steps went on, the run is stopped."""
+
+    def __init__(self, folder: Path, *nodes: Node) -> None:
+        self.folder, self.nodes, self.stack = folder, nodes, ExitStack()
+        self.ids: dict[str, str] = {}
+        self.refused_at = 0
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if view.step < 2:
+            return False
+        if not self.ids:
+            self.ids = self.stack.enter_context(joined(self.folder, *self.nodes))
+        coordinator = attach(witness.job_name)
+        assert coordinator is not None
+        lines = ray.get(coordinator.view.remote(0)).lines
+        told = " ".join(line.text for line in lines if isinstance(line, Sentence))
+        if not all(f"node {node[:8]} is refused" in told for node in self.ids.values()):
+            return False
+        self.refused_at = self.refused_at or view.step
+        if view.step < self.refused_at + 2:
+            return False
+        coordinator.stop.remote("seen enough")
+        return True
+
+
+def refusals(run: Trial) -> list[str]:
+    said = [sentence for line in run.lines if isinstance(line, Sentence) for sentence in line.text.split("; node ")]
+    return [f"node {sentence.removeprefix('node ')}" for sentence in said if " is refused: " in sentence]
+
+
+@pytest.mark.timeout(200)
+def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder: Path) -> None:
+    """R22, U8, U11: other code, code that fails there only (and not in a pickle), a folder of the name of ours, other torch, other disk."""
+    code = folder / "mine" / CODE
+    late = Latecomers(
+        folder,
+        Node("code", CPUS, instead={code: folder / "other" / CODE}),
+        Node("import", CPUS, instead={code: folder / "broken" / CODE}),
+        Node("shadow", CPUS, environment={"PYTHONPATH": f"{folder / 'shadow'}:{ROOT}"}),
+        Node("disk", CPUS, empty=(folder / "bucket",)),
+        torch_of_another_build(folder),
+    )
+    job = job_of(folder, least=1, most=6, steps=4000, data={"dataset": f"{CODE}.code:Walks", "args": {"read_s": 0.01}})
+    with late.stack:
+        run = trial(job, late, hash_it=False)
+    assert run.result.state == "Stopped", run.result
+    said = {name: [each for each in refusals(run) if each.startswith(f"node {node[:8]}")] for name, node in late.ids.items()}
+    assert all(len(sentences) == 1 for sentences in said.values()), said
+    expected = {
+        "code": f"the code that the job names is {CODE} ",
+        "import": "importing admitted.code failed with Unpicklable: it needs what only the head has",
+        "shadow": f"{folder / 'shadow' / 'storage'} takes the place of Elastic's own package 'storage'",
+        "disk": f"does not see bucket = {job.bucket!r} as the same place as node {head()[:8]}",
+        "torch": f"torch {torch.__version__}.other, 1 threads, and only ",
+    }
+    for name, part in expected.items():
+        assert part in said[name][0], said[name]
+    assert [plan["members"] for plan in formed(job)] == [["w1"]], "nobody was stopped for them"
+    records = Run.open(job).records()
+    last = max(number for number, record in enumerate(records) if " is refused: " in record["reason"])
+    assert not [record for record in records[last:] if any(action["$"] == "StartWorkers" for action in record["actions"])]
+    assert_nothing_left(run)
+
+
+def test_without_reproducible_another_kind_trains_and_its_steps_are_marked(folder: Path) -> None:
+    """R22: and the negative control, a run of one kind has no mark."""
+    job = job_of(folder, least=2, steps=4, reproducible=False)
+    with joined(folder, torch_of_another_build(folder)):
+        run = trial(job, hash_it=False)
+    assert run.result.state == "Finished", run.result
+    records = Run.open(job).records()
+    assert {outcome.generation for outcome in ledger(records).values()} == mixed(records) == {1}
+    assert any("its steps are marked as mixed" in line.text for line in run.lines if isinstance(line, Sentence))
+    alone = job_of(folder, least=1, steps=2, reproducible=False, name="alone")
+    assert trial(alone, hash_it=False).result.state == "Finished"
+    assert mixed(Run.open(alone).records()) == frozenset()
+
+
+@pytest.mark.full
+def test_u8_too_few_nodes_with_the_jobs_code_fail_by_name(folder: Path) -> None:
+    """U8: before any world forms."""
+    job = job_of(folder, least=2)
+    other = Node("code", CPUS, instead={folder / "mine" / CODE: folder / "other" / CODE})
+    with joined(folder, other) as nodes:
+        run = trial(job, hash_it=False)
+        assert run.result.state == "Failed" and formed(job) == []
+        assert f"on {name_of(head())}, where the job was checked" in run.result.reason
+        assert f"on node {nodes['code'][:8]} (" in run.result.reason
+    assert_nothing_left(run)

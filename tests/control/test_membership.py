@@ -1,0 +1,304 @@
+"""Who may be a member, and what is said of whom may not (R22, U8, U11): a node that differs is refused once, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.control import events as ev
+from elastic.control.actions import Kill, StartWorkers
+from elastic.control.builds import Build, difference
+from elastic.control.codec import changes, decode_run, encode
+from elastic.control.states import Failed, Forming, Running, Waiting
+from elastic.ids import NodeId, WorkerId
+from tests.control.play import ROWS, Play, reformed, rules, stepping
+
+pytestmark = pytest.mark.fast
+
+REFERENCE = Build("node aa (head, 10.0.0.1)", "0.1.0 (sources 11)", "3.11", "2.13.0", "2.60.0", "mine 22", "tokens-33")
+THERE = replace(REFERENCE, host="b, 10.0.0.2")
+OLD, NEW = "cpu torch-2.11", "cpu torch-2.13"
+
+
+def begun(slots: int = 2, **changes: Any) -> Play:
+    """Workers are being started on nodes that are in order; the job was checked with ``REFERENCE``."""
+    play = Play(rules(max_workers=2, **changes))
+    play.run = replace(play.run, reference=REFERENCE)
+    for number in (1, 2):
+        play.tell(ev.NodeFound(NodeId(f"n{number}")))
+        play.tell(ev.KeeperUp(NodeId(f"n{number}")))
+    play.tell(ev.Capacity(slots))
+    return play
+
+
+def joins(play: Play, worker: str, node: str, kind: str = NEW, build: Build = THERE, rows: tuple[int, ...] = ROWS) -> str:
+    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), kind, rows, build))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"elastic": "0.1.0 (sources 12)"}, "Elastic is 0.1.0 (sources 12) there and 0.1.0 (sources 11) on node aa (head, 10.0.0.1), "),
+        ({"python": "3.12"}, "Python is 3.12 there and 3.11 on node aa (head, 10.0.0.1), where the job was checked; use one Python"),
+        ({"torch": "2.11.0"}, "torch is 2.11.0 there and 2.13.0 on node aa"),
+        ({"ray": "2.59.0"}, "Ray is 2.59.0 there and 2.60.0 on node aa"),
+        ({"code": "mine 23"}, "the code that the job names is mine 23 there and mine 22 on node aa"),
+        ({"data": "tokens-34"}, "the data's fingerprint is tokens-34 there and tokens-33 on node aa"),
+    ],
+)
+def test_whoever_is_made_of_something_else_is_named(other: dict[str, str], said: str) -> None:
+    """U8, U11: node, what differs, both values and the fix; killed before any world, and not started there again."""
+    play = begun()
+    joins(play, "w1", "n1")
+    reason = joins(play, "w2", "n2", build=replace(THERE, **other))
+    sentence = reason.removeprefix("node n2 is refused: ")
+    assert sentence.startswith("w2 on node n2 (b, 10.0.0.2) cannot be a member: ") and said in sentence and "; " in sentence
+    assert Kill((WorkerId("w2"),), "its node is refused") in play.last.actions
+    assert "w2" not in play.run.workers and list(play.run.refused) == ["n2"]
+
+
+def test_what_nobody_names_is_not_compared() -> None:
+    assert difference(Build(), REFERENCE, True) is None
+    assert difference(REFERENCE, Build(), True) is None
+    assert difference(THERE, REFERENCE, True) is None
+
+
+def test_a_refused_node_gets_no_worker_again() -> None:
+    """Bounded: one start, one sentence; the next worker is asked for elsewhere, and one that was on its way there goes too."""
+    play = begun(min_workers=1)
+    joins(play, "w1", "n1")
+    joins(play, "w2", "n2", build=replace(THERE, code="mine 23"))
+    assert isinstance(play.run.state, Forming), "the others go on without it"
+    reformed(play)
+    assert play.tell(ev.Capacity(1)) == "", "not at once"
+    play.later(2.0)
+    play.tell(ev.Capacity(1))
+    assert play.did(StartWorkers) == [] and play.run.starting, "asked for by the tick before"
+    (again,) = play.run.starting
+    reason = joins(play, again, "n2")
+    assert reason == "" and play.did(Kill) == [Kill((again,), "its node is refused")]
+    play.later(2.0)
+    play.tell(ev.Capacity(1))
+    (last,) = play.run.starting
+    assert last != again
+    assert joins(play, last, "n1").startswith(f"{last} joined on node n1; grow")
+    assert isinstance(play.plan.members, tuple) and play.run.refused.keys() == {"n2"}
+
+
+def test_starts_avoid_refused_nodes() -> None:
+    play = begun(slots=0)
+    play.tell(ev.NodeRefused(NodeId("n2"), "node n2 sees another bucket"))
+    play.later(2.0)
+    play.tell(ev.Capacity(1))
+    assert play.did(StartWorkers) == [StartWorkers((WorkerId("w1"),), (NodeId("n2"),))]
+
+
+def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
+    """U8: with nothing to come, the run does not wait ten minutes to say so; but it gives others a moment."""
+    play = begun(min_workers=2)
+    joins(play, "w1", "n1")
+    joins(play, "w2", "n2", build=replace(THERE, ray="2.59.0"))
+    play.tell(ev.Capacity(0))
+    assert play.later(9.0) == "" and isinstance(play.run.state, Waiting)
+    reason = play.later(1.0)
+    assert reason.startswith("no room for workers that may be members: 1 worker of at least 2; w2 on node n2 (b, 10.0.0.2) cannot be")
+    assert "Ray is 2.59.0 there" in reason and isinstance(play.run.state, Failed)
+
+
+def test_a_run_that_has_begun_waits_for_better_nodes() -> None:
+    """The fleet is empty for a while, and one node in it is no good: that is no reason to end."""
+    play = begun(min_workers=1, slots=1)
+    joins(play, "w1", "n1")
+    reformed(play)
+    play.step(1)
+    play.tell(ev.NodeRefused(NodeId("n2"), "node n2 sees another bucket"))
+    play.lose("w1")
+    play.tell(ev.Capacity(0))
+    play.later(100.0)
+    assert isinstance(play.run.state, Waiting)
+    reason = play.later(200.0)
+    assert (
+        reason
+        == "waited 300 s for workers: 0 workers of at least 1; node n2 sees another bucket; the job was checked on node aa (head, 10.0.0.1)"
+    )
+
+
+def test_room_that_is_there_is_used_before_a_run_fails() -> None:
+    play = begun(min_workers=2)
+    joins(play, "w1", "n1")
+    joins(play, "w2", "n2", build=replace(THERE, ray="2.59.0"))
+    play.later(2.0)
+    play.tell(ev.Capacity(1))
+    play.later(20.0)
+    assert isinstance(play.run.state, Waiting) and play.run.starting
+    assert "form generation 1 of w1 and w3" in joins(play, "w3", "n1")
+
+
+# ---- the place that all share
+
+
+def test_a_bucket_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
+    """U11: whatever the number of workers that could go on without it."""
+    play = begun(min_workers=1)
+    joins(play, "w1", "n1")
+    reason = play.tell(ev.NodeRefused(NodeId("n2"), "node n2 (b) does not see bucket = '/runs' as node n1 (a)", shared=True))
+    assert isinstance(play.run.state, Failed)
+    assert reason == (
+        "node n2 is refused: node n2 (b) does not see bucket = '/runs' as node n1 (a); the job was checked on "
+        "node aa (head, 10.0.0.1); nothing has run yet, so nothing is run"
+    )
+    assert play.run.state.reason in reason
+
+
+def test_data_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
+    play = begun(min_workers=1)
+    joins(play, "w1", "n1", build=replace(THERE, data="other"))
+    assert isinstance(play.run.state, Failed) and "the data's fingerprint is other there" in play.run.state.reason
+
+
+def test_a_node_that_joins_later_is_refused_and_the_run_goes_on() -> None:
+    """U11: nobody is started there, nobody is stopped."""
+    play = stepping(2)
+    play.tell(ev.NodeFound(NodeId("n3")))
+    reason = play.tell(ev.NodeRefused(NodeId("n3"), "node n3 sees another bucket", shared=True))
+    assert reason == "node n3 is refused: node n3 sees another bucket"
+    assert isinstance(play.run.state, Running) and play.last.actions == ()
+    assert play.tell(ev.NodeRefused(NodeId("n3"), "again")) == "", "said once"
+
+
+def test_the_first_world_waits_until_every_node_was_looked_at() -> None:
+    """Else it would depend on who is quicker whether a bucket that is not shared is found before anything runs."""
+    play = Play(rules(max_workers=1))
+    for node in ("n1", "n2"):
+        play.tell(ev.NodeFound(NodeId(node)))
+    play.tell(ev.Capacity(1))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    joins(play, "w1", "n1")
+    assert isinstance(play.run.state, Waiting)
+    play.tell(ev.KeeperUp(NodeId("n2")))
+    assert isinstance(play.run.state, Forming)
+
+
+def test_a_node_that_cannot_be_looked_at_is_not_waited_for_for_ever() -> None:
+    play = Play(rules(max_workers=1, form_s=30.0))
+    for node in ("n1", "n2"):
+        play.tell(ev.NodeFound(NodeId(node)))
+    play.tell(ev.Capacity(1))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    joins(play, "w1", "n1")
+    assert play.later(29.0) == ""
+    assert play.later(1.0).startswith("form generation 1 of w1")
+
+
+def test_nobody_is_a_member_before_its_node_was_looked_at() -> None:
+    play = stepping(1)
+    play.rules = rules(max_workers=2)
+    play.tell(ev.NodeFound(NodeId("n3")))
+    play.tell(ev.Capacity(1))
+    play.now += 5.0
+    joins(play, "w2", "n3", kind="cpu", build=Build())
+    assert isinstance(play.run.state, Running)
+    assert "grow from 1×1 to 2×1" in play.tell(ev.KeeperUp(NodeId("n3")))
+
+
+def test_a_worker_that_came_before_its_node_was_refused_goes_with_it() -> None:
+    """Else it would keep the place of another for ever."""
+    play = stepping(1)
+    play.rules = rules(max_workers=2)
+    play.tell(ev.NodeFound(NodeId("n3")))
+    play.tell(ev.Capacity(1))
+    play.now += 5.0
+    joins(play, "w2", "n3", kind="cpu", build=Build())
+    play.tell(ev.NodeRefused(NodeId("n3"), "node n3 sees another bucket", shared=True))
+    assert play.did(Kill) == [Kill((WorkerId("w2"),), "its node is refused")] and list(play.run.workers) == ["w1"]
+
+
+def test_a_keeper_that_is_started_again_unseats_nobody() -> None:
+    play = stepping(2)
+    play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
+    play.tell(ev.NodeFound(NodeId("n2")))
+    play.broken("w1")
+    play.answer("w1", play.run.version)
+    play.answer("w2", play.run.version)
+    assert play.plan.members == ("w1", "w2")
+
+
+def test_a_worker_that_could_not_start_does_not_stay() -> None:
+    """Its actor would hold its CPUs for ever."""
+    play = begun(slots=1)
+    play.tell(ev.StartFailed(WorkerId("w1"), "CodeError: nothing there"))
+    assert play.did(Kill) == [Kill((WorkerId("w1"),), "it did not start")]
+
+
+# ---- kinds
+
+
+def test_another_kind_is_refused_by_a_reproducible_run() -> None:
+    """R22: not even when it is the only one left, for the bits would change."""
+    play = begun()
+    joins(play, "w1", "n1")
+    play.later(2.0)
+    assert isinstance(play.run.state, Forming)
+    reason = joins(play, "w2", "n2", kind=OLD)
+    assert reason == (
+        "node n2 is refused: w2 on node n2 (b, 10.0.0.2) cannot be a member: it is cpu torch-2.11, and only cpu torch-2.13 gives "
+        "equal bits; use machines of one kind, or set reproducible = false"
+    )
+    assert play.did(Kill) and list(play.run.workers) == ["w1"]
+    play.lose("w1")
+    assert isinstance(play.run.state, Waiting)
+
+
+def test_the_first_world_is_of_the_kind_that_most_are_of() -> None:
+    """R22: one odd machine that happens to be the first does not send all the others away."""
+    play = begun(slots=3)
+    play.rules = rules(max_workers=3)
+    play.tell(ev.Capacity(1))
+    joins(play, "w1", "n3", kind=OLD)
+    joins(play, "w2", "n1")
+    reason = joins(play, "w3", "n2")
+    assert play.plan.members == ("w2", "w3") and play.run.kind == NEW
+    assert "w1 on node n3 (b, 10.0.0.2) cannot be a member: it is cpu torch-2.11" in reason
+    assert play.did(Kill) == [Kill((WorkerId("w1"),), "its node is refused")] and list(play.run.refused) == ["n3"]
+
+
+def test_two_kinds_and_too_few_of_each_fail_by_name() -> None:
+    play = begun(min_workers=2)
+    joins(play, "w1", "n1")
+    joins(play, "w2", "n2", kind=OLD)
+    reason = play.later(10.0)
+    assert reason == "no room for workers that may be members: 1 worker of at least 2; w2 on node n2 is cpu torch-2.11"
+
+
+def test_without_reproducible_any_kind_may_sit_and_the_steps_are_marked() -> None:
+    """R22: the journal says of which generations the bits are nobody else's."""
+    play = begun(reproducible=False)
+    before = play.run
+    joins(play, "w1", "n1")
+    reason = joins(play, "w2", "n2", kind=OLD, build=replace(THERE, torch="2.11.0"))
+    assert play.plan.members == ("w1", "w2")
+    assert reason.endswith("its steps are marked as mixed: the members are cpu torch-2.11 and cpu torch-2.13")
+    assert play.run.mixed == (1,) and changes(before, play.run)["mixed"] == [1]
+    reformed(play)
+    play.step(1)
+    play.lose("w2")
+    play.answer("w1", play.run.version)
+    assert play.generation == 2 and play.run.mixed == (1,), "a world of one kind again"
+
+
+def test_a_model_of_other_sizes_is_refused() -> None:
+    play = stepping(1)
+    play.rules = rules(max_workers=2)
+    play.tell(ev.Capacity(1))
+    reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n2"), "cpu", (9,)))
+    assert reason.startswith("node n2 is refused: w2 on node n2 cannot be a member: its model has other sizes than the others'; ")
+    assert play.did(Kill) and "w2" not in play.run.workers
+
+
+def test_what_is_known_of_nodes_is_in_the_journal() -> None:
+    play = begun()
+    joins(play, "w1", "n1", build=replace(THERE, ray="2.59.0"))
+    assert decode_run(encode(play.run)) == play.run
+    assert play.run.nodes == {"n1": True, "n2": True} and play.run.reference == REFERENCE

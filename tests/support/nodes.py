@@ -1,0 +1,90 @@
+"""More machines on this one: raylets in mount namespaces of their own, in which some folders or files are others.
+
+What such a node sees under those paths is what a machine with another disk, another checkout or another environment would see.
+Needs to be root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+
+from tests.support.processes import Watched, children, wait_gone
+
+DEADLINE_S = 90
+
+
+@dataclass(frozen=True)
+class Node:
+    """``instead``: where it looks at the first, it finds the second; ``empty``: folders that are its own, and empty."""
+
+    name: str
+    cpus: int
+    instead: Mapping[Path, Path] = field(default_factory=dict)
+    empty: tuple[Path, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def joined(folder: Path, *nodes: Node) -> Iterator[dict[str, str]]:
+    """They join the cluster of this process, and leave it at the end.  Their ids, by name; what they print is in ``folder``."""
+    processes = {node.name: _started(folder, node) for node in nodes}
+    try:
+        _until(lambda: _alive().keys() >= processes.keys(), folder)
+        yield {name: _alive()[name] for name in processes}
+    finally:
+        for process in processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in processes.values():
+            _end(process)
+        _until(lambda: not _alive().keys() & processes.keys(), folder)
+
+
+def _started(folder: Path, node: Node) -> subprocess.Popen[bytes]:
+    mounts = [f"mount --bind {shlex.quote(str(other))} {shlex.quote(str(path))}" for path, other in node.instead.items()]
+    mounts += [f"mount -t tmpfs none {shlex.quote(str(path))}" for path in node.empty]
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--include-log-monitor", "false"]
+    start += ["--address", ray.get_runtime_context().gcs_address, "--object-store-memory", str(80 * 2**20)]
+    start += ["--num-cpus", str(node.cpus), "--resources", json.dumps({f"test-{node.name}": 1})]
+    ours = {"RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    with open(folder / f"node-{node.name}.log", "wb") as output:
+        return subprocess.Popen(
+            ["unshare", "--mount", "sh", "-ec", "\n".join([*mounts, 'exec "$@"']), "sh", *start],
+            env={**os.environ, **ours, **node.environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """In good order, and what does not go in good order, by force."""
+    tree = [Watched(pid) for pid in children(process.pid)]
+    process.wait(DEADLINE_S)
+    for each in tree:
+        if each.running:
+            each.kill()
+    wait_gone(tree, DEADLINE_S)
+
+
+def _alive() -> dict[str, str]:
+    """The nodes of the tests, by name."""
+    resources = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]}
+    return {name.removeprefix("test-"): node for node, has in resources.items() for name in has if name.startswith("test-")}
+
+
+def _until(true: Callable[[], bool], folder: Path) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < end, "\n".join(log.read_text(errors="replace") for log in folder.glob("node-*.log"))
+        time.sleep(0.01)

@@ -192,7 +192,7 @@ class Group:
             same = ray.get(self.keepers[node].sees_coordinator.remote(), timeout=PROBE_DEADLINE_S) and self.probe.sees(node)
         except ray.exceptions.RayTaskError as error:
             self._refuse(node, f"cannot use bucket = {self.job.bucket!r}: {error.cause}", True)
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, StorageError) as error:  # it may be otherwise next time
             self._end_keeper(node)
             self._keeper_lost(node, error)
         else:

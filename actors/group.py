@@ -192,26 +192,18 @@ class Group:
             same = ray.get(self.keepers[node].sees_coordinator.remote(), timeout=PROBE_DEADLINE_S) and self.probe.sees(node)
         except ray.exceptions.RayTaskError as error:
             self._refuse(node, f"cannot use bucket = {self.job.bucket!r}: {error.cause}", True)
-        except ray.exceptions.RayError as error:
-            self._end_keeper(node)
+        except (ray.exceptions.RayError, StorageError) as error:  # it may be otherwise next time
+            ray.kill(self.keepers[node], no_restart=True)
             self._keeper_lost(node, error)
         else:
             if same:
-                self.probe.remove(node)
                 self._keeper_up(node)
             else:
                 self._refuse(node, _split(self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)), True)
 
     def _refuse(self, node: NodeId, why: str, shared: bool) -> None:
-        """Its keeper ends, and there will be no other: a node that is refused stays among ``keepers``."""
-        self._end_keeper(node)
+        """It stays among ``keepers``: there will be no other, and what a worker has left there before is its to clear away."""
         self.post(NodeRefused(node, f"{cluster.place(node)} {why}", shared))
-
-    def _end_keeper(self, node: NodeId) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self.keepers[node].close.remote(), timeout=PROBE_DEADLINE_S / 10)
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self.keepers[node], no_restart=True)
 
     def _keeper_up(self, node: NodeId) -> None:
         self.post(KeeperUp(node))

@@ -76,7 +76,7 @@ def half_healed(world: World) -> tuple[str, str] | None:
     if world.rank:
         return None
     try:
-        _exchange({}, {1: [torch.empty(1000)]}, world.device, nothing)
+        _exchange({}, {1: [torch.empty(1000)]}, world, nothing)
     except Exception as error:
         return classify(error)
     raise AssertionError("nothing was sent, and something arrived")

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic.errors import DataError
+from storage.datasets import DESCRIPTION
 from storage.objects import ObjectStore
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
@@ -58,8 +59,14 @@ def _itself(source: str) -> list[TextFile]:
 
 def _below(source: str, suffixes: Sequence[str]) -> list[TextFile]:
     store = ObjectStore.open(source)
+    keys = store.list()
+    prepared = {_folder(key) for key in keys if key.rpartition("/")[2] == DESCRIPTION}  # a dataset's own parquet is no text
     ends = (*suffixes, *(f"{suffix}{packed}" for suffix in suffixes for packed in COMPRESSIONS))
-    return [TextFile(store, key) for key in store.list() if key.endswith(ends) and not f"/{key}".count("/.")]
+    return [TextFile(store, key) for key in keys if key.endswith(ends) and "/." not in f"/{key}" and _folder(key) not in prepared]
+
+
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0]
 
 
 def documents(files: Iterable[TextFile], text_field: str = "text") -> Iterator[Document]:

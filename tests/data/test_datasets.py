@@ -16,6 +16,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic.data.cursor import Cursor
+from elastic.data.loader import Loader
 from elastic.data.show import show
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
@@ -199,6 +201,16 @@ def test_one_flipped_bit_is_found_in_its_block_and_nowhere_else(store: ObjectSto
     for _ in range(2):  # it does not become good by having been looked at
         with pytest.raises(Damaged, match=rf"tokens-00000\.bin, block {block} \(bytes {block * 200} to {block * 200 + 200}\), is damaged"):
             files.rows([0, block * 100], 1)
+
+
+def test_a_damaged_dataset_is_an_error_of_the_data_and_not_of_a_checkpoint(store: ObjectStore) -> None:
+    """In the loop, Damaged would mean the checkpoint that the world was healed from, and put that away."""
+    write_dataset(store, [("a", tokenize(b"x" * 999))], BYTES)
+    store.put("tokens-00000.bin", bytes(2000))
+    loader = Loader(TokenDataset(store.url, 9), Cursor(111, 4, seed=0), microbatch=2)
+    with pytest.raises(DataError, match=r"^data\.dataset: samples \[.*\] cannot be read: Damaged: .*tokens-00000\.bin, block 0 "):
+        list(loader.microbatches(1, 0, 1))
+    loader.close()
 
 
 def test_digests_that_are_not_the_ones_written_are_found(store: ObjectStore) -> None:

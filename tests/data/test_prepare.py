@@ -191,6 +191,11 @@ def test_which_files_are_text(tmp_path: Path) -> None:
     assert [file.key for file in text_files([root], (".png",))] == ["picture.png"]
 
 
+def test_a_dataset_among_the_texts_is_no_text(folder: Path) -> None:
+    first = prepare(folder, str(folder / "tokens"))
+    assert prepare(folder, str(folder / "tokens")) == first
+
+
 # ---- refused: named, and nothing is left
 
 LONE = b'{"text": "\\ud800"}\n'

@@ -225,7 +225,7 @@ class Trainer:
             if due(step, job.checkpoint.save_every, job.steps) or outcome.boundary == SAVE_AND_PAUSE:
                 self.saver.save(state)
             if outcome.boundary != GO_ON:
-                self.fence(plan.generation)
+                self.report(self.gate.fence(plan.generation))  # not ``fence``: if this is being settled already, that waits for us to leave
                 return
 
     def _asked(self, generation: int) -> int:

@@ -1,0 +1,93 @@
+"""One worker's two threads, in one process: orders come at awkward moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from elastic.control.commit import PAUSE
+from elastic.control.events import Ready, StepDone
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.plan.plan import Plan
+from elastic.train.counters import Counters
+from elastic.train.loop import Trainer
+from elastic.train.setup import make_session
+from storage.checkpoints import Checkpoints
+from storage.objects import ObjectStore
+from tests.support.toys import Own, toy_job
+
+TRAINERS: list[Trainer] = []
+
+
+class Fencing(Own):
+    """The coordinator's fence reaches the worker in the middle of its healing: here, from its own initialisation."""
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        for trainer in TRAINERS:
+            trainer.fence(1)
+
+
+def fencing() -> Fencing:
+    return Fencing()
+
+
+@contextmanager
+def trainer_of(job: Job, report: Callable[[Any], None]) -> Iterator[Trainer]:
+    """A worker that has been told to form generation 1, alone."""
+    with TemporaryDirectory() as folder:
+        session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+        worker, store = WorkerId("w1"), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        checkpoints = Checkpoints(ObjectStore.open(job.bucket), job.name)
+        trainer = Trainer(session, worker, torch.device("cpu"), checkpoints, lambda event, shard=None: report(event))
+        TRAINERS.append(trainer)
+        trainer.form(Plan(1, 1, Layout(1, 1), (worker,), Version(0, 0), "init", (), NodeId("n")), ("127.0.0.1", store.port))
+        try:
+            yield trainer
+        finally:
+            TRAINERS.remove(trainer)
+            session.loader.close()
+
+
+@pytest.mark.parametrize("model", ["tests.engine.test_trainer:fencing", "tests.support.toys:own"], ids=["fenced", "control"])
+def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) -> None:
+    """An aborted receive can look complete, over garbage.  The control, which is not fenced, holds its shard and says so."""
+    events: list[Any] = []
+    with trainer_of(toy_job(tmp_path, model=model, model_args={}), events.append) as trainer:
+        trainer.exit()
+        trainer.run()
+    fenced = model.startswith("tests.engine")
+    assert sum(type(event) is Ready for event in events) == (0 if fenced else 1)
+    assert len(trainer.gate.shards) == (0 if fenced else 1)
+
+
+def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None:
+    """A member died while this one was between the boundary's commit and its own word of it: fenced, settled, then the pause."""
+    events: list[Any] = []
+
+    def report(event: Any) -> None:
+        events.append(event)
+        if isinstance(event, Ready):
+            trainer.go(1)
+        if isinstance(event, StepDone) and event.outcome.boundary == PAUSE:
+            trainer.fence(1)
+            trainer.settle(1, None)
+            trainer.exit()
+
+    with trainer_of(toy_job(tmp_path), report) as trainer:
+        trainer.pause(1, save=False)
+        running = Thread(target=trainer.run, daemon=True)
+        running.start()
+        running.join(30)
+        assert not running.is_alive(), events
+    assert [shard.version.step for shard in trainer.gate.shards] == [1]

@@ -6,7 +6,7 @@ cannot be read before the world has been told to grow.  All is by event: no scri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -157,8 +157,8 @@ def perform(script: Script, bucket: Path, name: str, **changes: Any) -> Trial:
         return trial(script.job(bucket, name, **changes), Director(script, bucket, room))
 
 
-def again_and_again(layout: str, point: str) -> Script:
-    """3→2→3→2→3…: the full world loses one member after the other at ``point``, of each fatal kind, and takes in a newcomer each time.
+def again_and_again(layout: str, point: str, kinds: Sequence[str] = FATAL) -> Script:
+    """3→2→3→2→3…: the full world loses one member after the other at ``point``, of each of ``kinds``, and takes in a newcomer each time.
 
     Then one raises there.  (2×2: 4→3→4→3→4….)
     """
@@ -169,10 +169,9 @@ def again_and_again(layout: str, point: str) -> Script:
     if point in BETWEEN_WORLDS:  # only a world that follows another one has something to lose by then
         script.fault("forward", "SIGKILL", 1, step)
         script.form(full - 1, script.after("forward", "SIGKILL"))
-    for number, kind in enumerate(FATAL):
+    for kind in kinds:
         if point not in BETWEEN_WORLDS:
-            rank = (1, 0, full - 1)[number]
-            script.fault(point, kind, rank, step)
+            script.fault(point, kind, {"SIGKILL": 1, "SIGSEGV": 0, "exit": full - 1}[kind], step)
             script.form(full - 1, script.after(point, kind))
         script.growth.append(Grow(script.generation, step + 4))
         script.form(full, "live")

@@ -154,8 +154,8 @@ class Fault(Part):
     """One fault of a chaos run, performed by the worker on itself.  Points: see ``elastic/sim/faults.py``."""
 
     point: Annotated[str, AfterValidator(_fault_word("Point"))]
-    step: Positive | None = None
-    """None: the first that the generation comes to."""
+    step: Annotated[int, Field(ge=0)] = 0
+    """0: the first that the generation comes to."""
     world_rank: Annotated[int, Field(ge=0)] = 0
     generation: Positive = 1
     """Only there, so that the step done again by a later generation is spared."""

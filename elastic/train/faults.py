@@ -74,7 +74,7 @@ class Faults:
     def strike(self, point: str, step: int, place: Place) -> None:
         for fault in self.faults:
             here = (fault.point, fault.world_rank, fault.generation) == (point, place.rank, place.generation)
-            if here and fault.step in (None, step):
+            if here and fault.step in (0, step):
                 self.faults.remove(fault)
                 perform(fault.kind)
                 return

@@ -237,7 +237,7 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
         final = witness.seen[worker].final
         assert final["generation"] == fault.generation, (fault, final)
         assert 0 < generations[fault.generation - 1].step < job.steps - 1 or 0 < final["step"] < job.steps - 1, (fault, final)
-        if fault.step is not None and fault.point != "save":
+        if fault.step and fault.point != "save":
             assert final["step"] == fault.step - 1, (fault, final)
     last = generations[-1]
     for worker in last.members:

@@ -72,7 +72,7 @@ class Script:
         self.worlds.append(members)
         self.tiers.append(tier)
 
-    def fault(self, point: str, kind: str, rank: int, step: int | None = None) -> None:
+    def fault(self, point: str, kind: str, rank: int, step: int = 0) -> None:
         """In the latest world."""
         self.faults.append({"point": point, "kind": kind, "world_rank": rank, "step": step, "generation": self.generation})
 

@@ -134,3 +134,14 @@ def test_the_digest_is_of_the_sources_wherever_they_lie(user_code: Path, tmp_pat
 @pytest.mark.fast
 def test_our_own_digest_is_of_every_package() -> None:
     assert own_digest() == _digest([ROOT / "elastic", ROOT / "actors", ROOT / "storage"]) != _digest([ROOT / "elastic"])
+
+
+@pytest.mark.fast
+def test_whatever_process_imports_actors_finds_the_shadow_first(tmp_path: Path) -> None:
+    """U8: on a worker's node too, where nobody has checked the path: by name, not as a module that ``storage`` has not."""
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "storage" / "__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    found = subprocess.run([sys.executable, "-c", "import actors.worker"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    last = found.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"elastic.errors.CodeError: {tmp_path}/storage takes the place of Elastic's own package 'storage' (")

@@ -131,7 +131,7 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder
         folder,
         Node("code", CPUS, instead={code: folder / "other" / CODE}),
         Node("import", CPUS, instead={code: folder / "broken" / CODE}),
-        Node("shadow", CPUS, environment={"PYTHONPATH": f"{folder / 'shadow'}:{ROOT}"}),
+        Node("storage", CPUS, instead={ROOT / "storage": folder / "shadow" / "storage"}),
         Node("disk", CPUS, empty=(folder / "bucket",)),
         torch_of_another_build(folder),
     )
@@ -144,7 +144,7 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder
     expected = {
         "code": f"the code that the job names is {CODE} ",
         "import": "importing admitted.code failed with Unpicklable: it needs what only the head has",
-        "shadow": f"{folder / 'shadow' / 'storage'} takes the place of Elastic's own package 'storage'",
+        "storage": "; another folder of that name comes first on its path, or Elastic is not installed there",
         "disk": f"does not see bucket = {job.bucket!r} as the same place as node {head()[:8]}",
         "torch": f"torch {torch.__version__}.other, 1 threads, and only ",
     }

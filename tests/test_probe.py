@@ -1,0 +1,34 @@
+"""Is the bucket the same place for everybody (U11)?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.probe import COORDINATOR, Probe
+from storage.objects import ObjectStore
+
+pytestmark = pytest.mark.fast
+
+
+def test_two_who_share_a_bucket_see_each_other(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "bucket")
+    here, there = (Probe(ObjectStore.open(str(tmp_path / name)), "run", "run-0001-abcdef") for name in ("bucket", "link"))
+    here.leave(COORDINATOR)
+    there.leave("n2")
+    assert there.sees(COORDINATOR) and here.sees("n2")
+    here.remove("n2")
+    there.remove(COORDINATOR)
+    assert not there.sees(COORDINATOR) and ObjectStore.open(str(tmp_path / "bucket")).list() == []
+
+
+def test_folders_of_the_same_name_on_two_disks_are_two_places(tmp_path: Path) -> None:
+    """Nor does what an earlier life of the run has left count, nor an object that somebody else has put there."""
+    here, there = (ObjectStore.open(str(tmp_path / disk / "bucket")) for disk in ("a", "b"))
+    Probe(here, "run", "run-0002-abcdef").leave(COORDINATOR)
+    Probe(there, "run", "run-0001-abcdef").leave(COORDINATOR)
+    later = Probe(there, "run", "run-0002-abcdef")
+    assert not later.sees(COORDINATOR)
+    there.put(later.key(COORDINATOR), b"something else")
+    assert not later.sees(COORDINATOR)

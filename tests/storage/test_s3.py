@@ -21,6 +21,8 @@ from tests.support.unruly import App, Environ, Fault, Start, Unruly, dripping, l
 
 
 class TestSwift(Conformance):
+    races = 3
+
     @pytest.fixture
     def store(self, swift_bucket: S3) -> ObjectStore:
         return below(swift_bucket)
@@ -29,12 +31,16 @@ class TestSwift(Conformance):
 class TestSwiftInParts(Conformance):
     """Every object, the smallest too, goes up as parts and is completed."""
 
+    races = 3
+
     @pytest.fixture
     def store(self, swift_bucket: S3) -> ObjectStore:
         return below(swift_bucket, single_bytes=0)
 
 
 class TestMoto(Conformance):
+    races = 3
+
     @pytest.fixture
     def store(self, moto_bucket: S3) -> ObjectStore:
         return below(moto_bucket)

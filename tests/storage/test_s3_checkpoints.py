@@ -18,7 +18,7 @@ import torch
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
 from storage.checkpoints import Checkpoints
-from storage.datasets import TokenFiles, write_dataset
+from storage.datasets import Coding, write_dataset
 from storage.errors import Damaged, Exists, Missing, StorageError
 from storage.journal import Journal, claim_owner, owners, read
 from storage.manifest import MANIFEST
@@ -26,6 +26,7 @@ from storage.objects import ObjectStore
 from storage.remote import RemotePolicy
 from storage.s3 import S3
 from storage.slices import Version
+from storage.tokens import TokenFiles
 from tests.storage.conformance import race
 from tests.storage.states import TENSORS, save, state_of, write
 from tests.storage.test_checkpoints import (
@@ -222,8 +223,8 @@ def test_a_journal_and_its_claims(swift_bucket: S3, tmp_path: Path) -> None:
 def test_a_dataset_is_read_by_ranges(unruly: Unruly, moto_bucket: S3) -> None:
     store = below(moto_bucket)
     tokens = np.random.default_rng(1).integers(0, 256, 10_000, dtype=np.uint16)
-    write_dataset(store, [("a", tokens[:3000]), ("b", tokens[3000:])], "bytes", 256, shard_tokens=4096)
-    files = TokenFiles(store, block_tokens=512)
+    write_dataset(store, [("a", tokens[:3000]), ("b", tokens[3000:])], Coding("bytes", 256, 255), shard_tokens=4096, block_bytes=1024)
+    files = TokenFiles(store)
     unruly.behave()
     for first, last in [(0, 10), (500, 530), (4090, 4100), (9999, 10_000), (3, 7)]:
         assert np.array_equal(files.read(first, last), tokens[first:last])
@@ -239,7 +240,7 @@ def test_a_job_reads_its_tokens_from_s3(unruly: Unruly, moto_bucket: S3, monkeyp
     store, folder = below(moto_bucket), ObjectStore.open(str(tmp_path))
     tokens = np.random.default_rng(2).integers(0, 256, 5_000, dtype=np.uint16)
     for each in (store, folder):
-        write_dataset(each, [("a", tokens)], "bytes", 256, shard_tokens=1024)
+        write_dataset(each, [("a", tokens)], Coding("bytes", 256, 255), shard_tokens=1024)
     there, here = TokenDataset(store.url, seq_len=100), TokenDataset(str(tmp_path), seq_len=100)
     assert there.fingerprint() == here.fingerprint()
     assert len(there) == len(here) == 49

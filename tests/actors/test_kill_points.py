@@ -43,7 +43,7 @@ def survives(script: Script, folder: Path, reference: Any) -> None:
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_kind_at_every_point(tmp_path: Path, reference: Any, layout: str, point: str) -> None:
-    """3→2→3→2→3…"""
+    """R1, R14; R8 where the point lies between two worlds: 3→2→3→2→3…"""
     survives(again_and_again(layout, point), tmp_path, reference)
 
 
@@ -52,7 +52,7 @@ def test_every_kind_at_every_point(tmp_path: Path, reference: Any, layout: str, 
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_down_to_one_and_up_again(tmp_path: Path, reference: Any, layout: str, number: int) -> None:
-    """4→3→1→2→4"""
+    """R1, R8, R14: 4→3→1→2→4; a second fault while forming or healing."""
     between, kind = ("forming", "healing")[number % 2], FATAL[number // 2]
     survives(down_and_up(layout, POINTS[number], between, kind), tmp_path, reference)
 

@@ -1,4 +1,4 @@
-"""The command ``elastic``: train, status, logs, simulate, data prepare | show, checkpoint ls | verify | export."""
+"""The command ``elastic``: train, status, stop, logs, simulate, data prepare | show, checkpoint ls | verify | export."""
 
 from __future__ import annotations
 
@@ -57,6 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("job", type=Path)
     status.add_argument("--once", action="store_true", help="print once instead of following")
     status.set_defaults(perform=_status)
+
+    stop = commands.add_parser("stop", help="stop a run after a save; elastic train goes on from there")
+    stop.add_argument("job", type=Path)
+    stop.set_defaults(perform=_stop)
 
     logs = commands.add_parser("logs", help="the last lines of a worker, and how it ended")
     logs.add_argument("job", type=Path)
@@ -125,6 +129,7 @@ def show(line: Line) -> None:
 
 
 def _train(known: argparse.Namespace, options: list[str]) -> int:
+    from actors import cluster
     from actors.launch import launch
     from elastic.settings import print_help
 
@@ -133,38 +138,61 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
         print_help(Job, "elastic train JOB.toml")
         return 0 if known.help else 2
     sys.path.insert(0, str(Path.cwd()))
+    cluster.check_file(known.job)
     job = Job.load(known.job, options)
     for warning in job.warnings():
         say(warning, "note: ", "yellow")
     result = launch(job, address=known.address, local=known.local, show=show)
     if result.job_error:
         print(result.job_error)
-    colour = {"Finished": "green", "Stopped": "yellow"}.get(result.state, "red")
+    colours = {"Finished": "green", "Stopped": "yellow", "Failed": "red"}
+    colour = colours.get(result.state, "yellow")
     say(f" at step {result.step} of {job.steps}: {result.reason}", result.state, colour)
-    if result.exit_code in (2, 3):
+    if result.state not in colours:
+        say(f"the same command attaches to it again, `elastic stop {known.job}` stops it")
+    elif result.exit_code in (2, 3):
         say("the same command goes on from the newest good checkpoint")
     return result.exit_code
 
 
-def _status(known: argparse.Namespace, _: list[str]) -> int:
-    import ray
-
+def _coordinator(job: Job) -> Any | None:
+    """Of the run, if it runs; else what there is of it is said."""
     from actors import cluster
     from actors.launch import attach
     from elastic.runs import Run
 
-    job = Job.load(known.job, [])
     owner = Run.open(job).owner()
     if owner is None:
         say(f"{job.name} has never run in {job.bucket}")
-        return 0
-    coordinator = None
+        return None
     if owner["address"] != "local" and cluster.reachable(owner["address"]):
         cluster.connect(owner["address"])
-        coordinator = attach(job.name)
+        if coordinator := attach(job.name):
+            return coordinator
+    say(f"{job.name} is not running; newest good checkpoint: {Run.open(job).newest() or 'none'}")
+    return None
+
+
+def _stop(known: argparse.Namespace, _: list[str]) -> int:
+    import ray
+
+    job = Job.load(known.job, [])
+    coordinator = _coordinator(job)
     if coordinator is None:
-        say(f"{job.name} is not running; newest good checkpoint: {Run.open(job).newest() or 'none'}")
         return 0
+    ray.get(coordinator.stop.remote("elastic stop"))
+    return _watch(coordinator, once=False)
+
+
+def _status(known: argparse.Namespace, _: list[str]) -> int:
+    coordinator = _coordinator(Job.load(known.job, []))
+    return 0 if coordinator is None else _watch(coordinator, once=known.once)
+
+
+def _watch(coordinator: Any, once: bool) -> int:
+    """Where the run stands, and what happens to it until it is over."""
+    import ray
+
     seen = 0
     while True:
         try:
@@ -180,7 +208,7 @@ def _status(known: argparse.Namespace, _: list[str]) -> int:
         for line in view.lines[-20:]:
             show(line)
         seen += len(view.lines)
-        if known.once or view.over:
+        if once or view.over:
             return 0
         time.sleep(0.2)
 

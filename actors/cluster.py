@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
 from collections.abc import Container, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from elastic.errors import PlatformGaveUp
+from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId
 from elastic.job import Workers
 
 NAMESPACE = "elastic"
+NODES_SHOWN = 8
 
 
 def connect(address: str | None) -> None:
@@ -37,6 +41,14 @@ def connect(address: str | None) -> None:
     _leave_deaths_to_the_story()
 
 
+def own() -> bool:
+    """Whether this process started the cluster, which then ends with it."""
+    from ray._private import worker
+
+    node = getattr(worker, "_global_node", None)  # a private name: without it every cluster is taken for one that stays
+    return bool(node is not None and node.is_head())
+
+
 def _leave_deaths_to_the_story() -> None:
     """Ray prints a paragraph for every process that ends, also for those that were told to; the run's own story says it in a sentence."""
     from ray._private import worker
@@ -50,6 +62,45 @@ def _leave_deaths_to_the_story() -> None:
             printed(data, *arguments, **options)
 
     worker.print_to_stdstream = print_others
+
+
+def _submitted_with() -> Mapping[str, Any]:
+    """The runtime environment that ``ray job submit`` gave this process; empty if nobody submitted it."""
+    text = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    found: Mapping[str, Any] = json.loads(text).get("runtime_env") or {}
+    return found
+
+
+def check_file(path: Path) -> None:
+    """Raises :class:`JobError` for a job file that was not submitted with the job."""
+    if _submitted_with().get("working_dir") and not path.exists():
+        raise JobError(
+            f"there is no job file {str(path)!r} in the submitted working directory ({Path.cwd()}): put it into the folder that "
+            f"--working-dir names (what .gitignore names is left out), and give its path from there"
+        )
+
+
+def check_place(setting: str, url: str) -> None:
+    """Raises :class:`JobError` for a folder inside the working directory of a submitted job."""
+    if "://" in url or not _submitted_with().get("working_dir"):
+        return
+    here = Path.cwd().resolve()
+    if Path(url).resolve().is_relative_to(here):
+        raise JobError(
+            f"{setting} = {url!r} lies in the submitted working directory ({here}), of which every node has a copy of its own and which "
+            f"Ray deletes: give the absolute path of a folder that all nodes share, or a URL such as s3://bucket/prefix"
+        )
+
+
+def search_path() -> list[str]:
+    """Where this process finds code, for workers that find it in the same place.
+
+    What Ray brings to every node by itself (working directory, packages of the runtime environment) is left out: a worker has it
+    already, from its own node's copy.
+    """
+    brought = "/runtime_resources/"
+    entries = [os.path.abspath(entry) for entry in (os.getcwd(), *sys.path) if entry]
+    return [entry for entry in dict.fromkeys(entries) if os.path.isdir(entry) and brought not in f"{entry}/"]
 
 
 def reachable(address: str) -> bool:
@@ -118,10 +169,20 @@ def check_room(workers: Workers) -> None:
     """Raises, before anything is started, when the cluster cannot hold the smallest permitted world."""
     room = slots(workers)
     if room < workers.min:
-        free, total = ray.available_resources(), ray.cluster_resources()
-        have = ", ".join(f"{free.get(r, 0):g} of {total.get(r, 0):g} {r}s free" for r in ("CPU", "GPU") if r == "CPU" or workers.gpus)
+        wanted = ["CPU"] + ["GPU"] * bool(workers.gpus)
+        total = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        have = "; ".join(
+            f"{_named(total.get(node, {}), node)}: "
+            + ", ".join(f"{free.get(r, 0):g} of {total.get(node, {}).get('Resources', {}).get(r, 0):g} {r}s free" for r in wanted)
+            for node, free in sorted(_free_by_node().items())[:NODES_SHOWN]
+        )
         need = f"{workers.cpus:g} CPU" + (f" and {workers.gpus} GPU" if workers.gpus else "")
+        more = f"; and {len(total) - NODES_SHOWN} more nodes" if len(total) > NODES_SHOWN else ""
         raise PlatformGaveUp(
-            f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; {have}): "
+            f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; {have}{more}): "
             f"wait for other jobs to end, add nodes, or lower workers.min or workers.cpus"
         )
+
+
+def _named(node: Mapping[str, Any], node_id: str) -> str:
+    return f"node {node_id[:8]} ({node['NodeManagerHostname']})" if node else f"node {node_id[:8]}"

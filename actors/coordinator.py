@@ -21,6 +21,7 @@ import ray
 
 import elastic
 from actors import cluster
+from actors.audience import Audience
 from actors.group import Group
 from elastic.control import codec
 from elastic.control.builds import Build
@@ -51,6 +52,8 @@ class View:
     steps: int
     workers: dict[WorkerId, str]
     lines: list[Line]
+    stopping: str
+    """Why it was asked to stop."""
     over: bool
     job_error: str
     """The user's traceback, where the job is at fault."""
@@ -74,7 +77,7 @@ def worth_recording(event: Event, before: RunState, transition: Transition) -> b
 class Coordinator:
     """Concurrency groups: ``inbox`` (events in) and ``view`` (questions); the loop itself is ``run_loop``."""
 
-    def __init__(self, job: Job, reference: Build, search_path: list[str]) -> None:
+    def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str) -> None:
         self.job, self.rules = job, job.rules()
         self.inbox: queue.SimpleQueue[tuple[Event, Any]] = queue.SimpleQueue()
         self.run = Run.open(job)
@@ -88,7 +91,7 @@ class Coordinator:
         self.story = Story(job.steps)
         self.group = Group(job, self.run, self.token, context.current_actor, search_path, self.post_local)
         self.reason = ""
-        self.attended_at = time.monotonic()
+        self.audience = Audience(driver, job.on_driver_exit, job.deadlines.driver_s, time.monotonic())
         self.over = threading.Event()
 
     # ---- inbox
@@ -116,10 +119,19 @@ class Coordinator:
         self.inbox.put((StopRequested(reason), None))
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
-    def view(self, seen: int = 0, driver: bool = False) -> View:
-        """Where the run stands, and the lines of its story after the first ``seen``.  ``driver``: the asker is the one who waits."""
+    def leave(self, driver: str, reason: str = "") -> bool:
+        """A driver is told to go, or has seen the end.  True: the run stops because of it."""
+        if not self.over.is_set() and self.audience.stops_with(driver, time.monotonic()):
+            self.stop(reason)
+            return True
+        self.audience.leave(driver)
+        return False
+
+    @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
+    def view(self, seen: int = 0, driver: str = "") -> View:
+        """Where the run stands, and the lines of its story after the first ``seen``.  ``driver``: the asker is one who waits."""
         if driver:
-            self.attended_at = time.monotonic()
+            self.audience.hear(driver, time.monotonic())
         state = self.state
         return View(
             state=type(state.state).__name__,
@@ -131,6 +143,7 @@ class Coordinator:
             steps=self.job.steps,
             workers={worker: node for worker, node in self.group.joined.items() if worker in state.workers},
             lines=self.story.since(seen),
+            stopping=state.stop,
             over=self.over.is_set(),
             job_error=state.state.job_error if isinstance(state.state, Failed) else "",
         )
@@ -149,7 +162,7 @@ class Coordinator:
         self.group.reap(GRACE_S)
         self.journal.close()
         self.over.set()
-        while self._attended():
+        while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)
         os._exit(0)  # detached, and nobody is there any more to end it
 
@@ -194,7 +207,7 @@ class Coordinator:
             with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the world steps on, ask again
                 self._keep(cluster.nodes())
                 self.post_local(Capacity(cluster.slots(self.job.workers, self.state.refused)))
-            if self.job.on_driver_exit == "stop" and not self._attended() and not self.state.stop:
+            if not self.state.stop and self.audience.left_alone(time.monotonic()):
                 self.post_local(StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s"))
 
     def _keep(self, nodes: tuple[NodeId, ...]) -> None:
@@ -203,7 +216,3 @@ class Coordinator:
             if node not in self.group.keepers:
                 self.post_local(NodeFound(node))
                 self.group.keep(node)
-
-    def _attended(self) -> bool:
-        """Is somebody there who waits for the run?"""
-        return time.monotonic() - self.attended_at <= self.job.deadlines.driver_s

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
+import re
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.coordinator import Coordinator, View
+from actors.requests import Requests
 from elastic.control.builds import Build
 from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp
 from elastic.imports import check_packages
@@ -22,13 +23,17 @@ from elastic.job import Job
 from elastic.report.story import Line, Sentence
 
 POLL_S = 0.1
-OVER_S = 30.0
+LEAVING_S = 2.0
+"""A coordinator whose run is over ends itself once its drivers have seen it."""
 Show = Callable[[Line], None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.  ``state``: Finished, Stopped or Failed; the last two resume by the same command."""
+    """How a run ended.  ``state``: Finished, Stopped or Failed; the last two resume by the same command.
+
+    Any other state is that of a run which goes on without this driver, which was told to leave; the same command attaches to it.
+    """
 
     state: str
     reason: str
@@ -43,31 +48,66 @@ class Result:
 def launch(job: Job, *, address: str | None = None, local: bool = False, show: Show = lambda line: None) -> Result:
     """Train ``job`` to its end.  ``local``: one worker in this process, without Ray.
 
-    Raises :class:`~elastic.errors.ElasticError` when the job cannot work as it is.  Ctrl-C asks for a clean stop with a save; a
-    second one leaves the run to stop by itself.
+    Raises :class:`~elastic.errors.ElasticError` when the job cannot work as it is.  Ctrl-C or SIGTERM to the driver that started the run
+    asks for a clean stop with a save; a second one leaves the run to stop by itself (KeyboardInterrupt).  A driver that attached to
+    a run only leaves it, unless no other is there; with ``on_driver_exit = "detach"`` the first one does so too.
     """
     from elastic.train.local import run_local
     from elastic.train.setup import preflight
 
-    check_packages()
-    checked = preflight(job)
-    for sentence in checked.notes:
-        show(Sentence(time.time(), sentence))
-    if local:
-        return _result(job, *run_local(job, show))
-    cluster.connect(address)
+    with Requests() as requests:
+        check_packages()
+        if not local:
+            cluster.check_place("bucket", job.bucket)
+        checked = preflight(job)
+        for sentence in checked.notes:
+            show(Sentence(time.time(), sentence))
+        if local:
+            return _result(job, *run_local(job, show))
+        cluster.connect(address)
+        requests.note()
+        return _follow(_heeding_the_driver(job, show), checked.build, requests, show)
+
+
+def _heeding_the_driver(job: Job, show: Show) -> Job:
+    """What ``on_driver_exit = "detach"`` comes to on this cluster."""
+    if job.on_driver_exit == "stop":
+        return job
+    setting = 'on_driver_exit = "detach"'
+    if cluster.own():
+        show(
+            Sentence(
+                time.time(), f"{setting} means nothing on a cluster that ends with this process; `ray start --head` starts one that stays"
+            )
+        )
+        return job.replace(on_driver_exit="stop")
+    show(Sentence(time.time(), f"{setting}: the run trains on when this command is gone; `elastic stop` with its job file stops it"))
+    return job
+
+
+def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
+    """Attach to the run, or start it; watch it to its end, or until this driver is told to go."""
+    driver = uuid.uuid4().hex
     coordinator = attach(job.name)
-    if coordinator is not None and _is_over(coordinator):
-        reap(job.name)
+    if coordinator is not None and _is_ending(coordinator):
+        _await_end(job.name, coordinator, show)
         coordinator = None
     if coordinator is None:
         cluster.check_room(job.workers)
-        coordinator = start(job, replace(checked.build, host=cluster.place(cluster.here())))
+        coordinator = start(job, replace(build, host=cluster.place(cluster.here())), driver)
+    else:
+        show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already"))
     try:
-        view = watch(coordinator, show)
-    finally:
+        view = watch(coordinator, show, driver, requests)
+    except PlatformGaveUp:
         reap(job.name)
-    return _result(job, view.state, view.reason, view.step, view.job_error)
+        raise
+    if view.over:
+        coordinator.leave.remote(driver)
+        _await_gone(job.name)
+        return _result(job, view.state, view.reason, view.step, view.job_error)
+    reason = f"{requests.asked}: this command leaves, the run goes on"
+    return Result(view.state, reason, view.step, STOPPED, job.bucket, job.name)
 
 
 def attach(name: str) -> Any | None:
@@ -78,56 +118,84 @@ def attach(name: str) -> Any | None:
         return None
 
 
-def _is_over(coordinator: Any) -> bool:
-    """Of a run that ended, or is ending, while nobody watched."""
+def _is_ending(coordinator: Any) -> bool:
+    """Of a run that was asked to stop, or has ended, while this driver was not there."""
     try:
-        return bool(ray.get(coordinator.view.remote()).over)
+        view: View = ray.get(coordinator.view.remote(10**9))
+        return view.over or bool(view.stopping)
     except ray.exceptions.RayActorError:
         return True
 
 
-def start(job: Job, reference: Build) -> Any:
-    """A new coordinator: named, detached, without an accelerator.  ``reference``: what every worker must be made of."""
-    search_path = [entry for entry in (os.getcwd(), *sys.path) if entry and os.path.isdir(entry)]
+def _await_end(name: str, coordinator: Any, show: Show) -> None:
+    """The run goes on by itself to its last save; what comes after it begins from there."""
+    said = False
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        while not (view := ray.get(coordinator.view.remote(10**9))).over:
+            if not said:
+                show(Sentence(time.time(), f"{name} is stopping ({view.stopping}); this command goes on from there"))
+            said = True
+            time.sleep(POLL_S)
+    _await_gone(name)
+
+
+def start(job: Job, reference: Build, driver: str) -> Any:
+    """A new coordinator: named, detached, without an accelerator.
+
+    ``reference``: what every worker must be made of.  ``driver``: who it is started by.
+    """
     coordinator = (
         ray.remote(concurrency_groups={"inbox": 1, "view": 4})(Coordinator)
         .options(
             name=f"{job.name}/coordinator",
             namespace=cluster.NAMESPACE,
+            get_if_exists=True,  # two drivers that start it at the same time get the same one, and the first of them is its owner
             lifetime="detached",
             max_restarts=0,
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(cluster.here(), soft=True),  # where the job was checked
         )
-        .remote(job, reference, search_path)
+        .remote(job, reference, cluster.search_path(), driver)
     )
     coordinator.run_loop.remote()
     return coordinator
 
 
-def watch(coordinator: Any, show: Show) -> View:
-    """Show the story until the run is over; Ctrl-C turns into a request to stop."""
-    seen = 0
+def watch(coordinator: Any, show: Show, driver: str, requests: Requests) -> View:
+    """Show the story until the run is over, or until this driver was told to go and the run does not stop for it."""
+    seen, told = 0, False
     while True:
         try:
-            view: View = ray.get(coordinator.view.remote(seen, True))
+            view: View = ray.get(coordinator.view.remote(seen, driver))
             seen += len(view.lines)
             for line in view.lines:
                 show(line)
             if view.over:
                 return view
-            time.sleep(POLL_S)
-        except KeyboardInterrupt:
-            coordinator.stop.remote("Ctrl-C")
+            if requests.asked and not told:
+                told = ray.get(coordinator.leave.remote(driver, requests.asked))
+                if not told:
+                    return view
         except ray.exceptions.RayActorError as error:
             why = str(error).strip().splitlines()[-1]
             raise PlatformGaveUp(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
+        time.sleep(POLL_S)
+
+
+def _await_gone(name: str) -> None:
+    """Until nothing of a run that is over is left: its coordinator ends itself when the last driver has seen the end; one that vanished
+    need not be waited for."""
+    deadline = time.monotonic() + LEAVING_S
+    while attach(name) is not None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    reap(name)
 
 
 def reap(name: str) -> None:
     """End what is left of the run's actors on this cluster."""
+    ours = re.compile(rf"{re.escape(name)}(-\d{{4,}}-[0-9a-f]{{6}})?/")  # and never those of a run called ``<name>-2``
     for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == cluster.NAMESPACE and entry["name"].startswith((f"{name}/", f"{name}-")):
+        if entry["namespace"] == cluster.NAMESPACE and ours.match(entry["name"]):
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(entry["name"], namespace=cluster.NAMESPACE), no_restart=True)
 

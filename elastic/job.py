@@ -187,6 +187,7 @@ class Job(Part):
     reproducible: bool = True
     """Bit-identical weights whatever died or joined on the way: ordered fold, deterministic kernels."""
     on_driver_exit: Literal["stop", "detach"] = "stop"
+    """When the driver that started the run is stopped or vanishes: the run saves and stops, or trains on until ``elastic stop``."""
     data: Data = Data()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()

@@ -79,11 +79,12 @@ class _Local:
                 self._committed(outcome)
                 if due(step, job.checkpoint.save_every, job.steps):
                     self.saver.save(state)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            asked = str(interrupt) or "Ctrl-C"
             if not self.gate.shards:
-                return "Stopped", "Ctrl-C in the middle of an update; the last save counts", step
+                return "Stopped", f"{asked} in the middle of an update; the last save counts", step
             self.saver.save(state)
-            return "Stopped", f"Ctrl-C; saved at step {step}", step
+            return "Stopped", f"{asked}; saved at step {step}", step
         return "Finished", f"all {job.steps} steps are done", step
 
     def _healed(self) -> State:

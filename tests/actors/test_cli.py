@@ -122,7 +122,9 @@ def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     assert main(["train", written(tmp_path)]) == 2
     said = sentence(capsys)
-    assert "workers.min = 1, but the cluster has room for 0 (each needs 1 CPU; 0 of " in said
+    assert re.search(
+        r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+\): 0 of \d+ CPUs free\): ", said
+    )
     assert_no_actor_left("toy")
 
 

@@ -123,3 +123,71 @@ def test_a_stop_while_nothing_runs_yet(tmp_path: Path) -> None:
     assert "stopped (a test asks for it), resumes from step 0" in command.text
     assert Run.open(job).newest() is None
     assert_no_actor_left("early")
+
+
+def attached(command: Command) -> Callable[[], bool]:
+    return lambda: "which runs on this cluster already" in command.text
+
+
+@pytest.mark.must_run_in_ci
+def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, undisturbed_hash: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first make them leave, and no more."""
+    job = job_of(tmp_path, "detached", on_driver_exit="detach")
+    first = train(tmp_path)
+    first.until(reached("detached", 1))
+    assert "the run trains on when this command is gone; `elastic stop` with its job file stops it" in first.text
+    second = train(tmp_path)
+    second.until(attached(second))
+    second.interrupt()
+    assert second.wait() == 3, second.text
+    assert "Ctrl-C: this command leaves, the run goes on" in second.text
+    first.process.terminate()
+    assert first.wait() == 3, first.text
+    assert "SIGTERM: this command leaves, the run goes on" in first.text
+    assert "`elastic stop job.toml` stops it" in first.text
+
+    view = view_of("detached")
+    assert view is not None and view.generation == 1 and not view.stopping
+    deadline = time.monotonic() + 30
+    while not reached("detached", view.step + 5)():
+        assert time.monotonic() < deadline, view_of("detached")
+        time.sleep(0.1)
+    assert main(["stop", str(tmp_path / "job.toml")]) == 0
+    (stopped_at,) = map(int, re.findall(r"stopped \(elastic stop\), resumes from step (\d+)", capsys.readouterr().out)[-1:])
+    newest = Run.open(job).newest()
+    assert newest is not None and newest.step == stopped_at and view.step + 5 <= stopped_at < STEPS
+    deadline = time.monotonic() + 10
+    while attach("detached") is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert_no_actor_left("detached")
+    assert main(["stop", str(tmp_path / "job.toml")]) == 0
+    assert f"is not running; newest good checkpoint: step {stopped_at}" in capsys.readouterr().out
+    assert run_local(job, lambda line: None)[0] == "Finished"
+    assert exported_hash(job) == undisturbed_hash
+
+
+@pytest.mark.full
+def test_two_drivers(tmp_path: Path) -> None:
+    """R21, R19: who attached leaves; who started stops the run, and one that still watches sees it."""
+    job = job_of(tmp_path, "two", deadlines={"driver_s": 4})
+    first = train(tmp_path)
+    first.until(reached("two", 1))
+    leaves, stays = train(tmp_path), train(tmp_path)
+    for each in (leaves, stays):
+        each.until(attached(each))
+    leaves.interrupt()
+    assert leaves.wait() == 3 and "the run goes on" in leaves.text
+    first.process.terminate()
+    assert first.wait() == 3 and "stopped (SIGTERM), resumes from step" in first.text, first.text
+    assert stays.wait() == 3 and "stopped (SIGTERM), resumes from step" in stays.text, stays.text
+    assert_no_actor_left("two")
+
+    again = train(tmp_path)
+    again.until(lambda: (view := view_of("two")) is not None and view.state == "Running")
+    again.process.send_signal(signal.SIGKILL)
+    ray.get(attach("two").stop.remote("a test asks for it"))
+    third = train(tmp_path)  # while the run is stopping, or just has: it goes on from there
+    assert third.wait() == 0, third.text
+    assert Run.open(job).newest() is not None
+    assert_no_actor_left("two")

@@ -1,0 +1,309 @@
+"""``ray job submit``: a user's project outside of our tree, on nodes that have never heard of Elastic.
+
+The commands are those of the README, word for word.  The nodes' Python has no Elastic; each node keeps what Ray brings it in a folder
+of its own; the user's loss writes down in which process, on which node and with which code it ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors import cluster
+from actors.coordinator import View
+from actors.launch import Result, attach
+from elastic.data.cursor import Cursor
+from elastic.job import Job
+from elastic.report.ledger import ledger
+from elastic.report.story import StepLine
+from elastic.runs import Run
+from elastic.train.local import run_local
+from tests.support.chaos import Trial, Witness, assert_survived, exported_hash
+from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
+from tests.support.commands import ROOT, user_job, user_package
+from tests.support.processes import processes
+
+STEPS = 45
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+WATCHED = """
+import hashlib, json, os, sys
+from pathlib import Path
+import elastic, actors, storage
+from PACKAGE import code
+
+def digest():
+    names = [Path(module.__file__).parent for module in (elastic, actors, storage, code)]
+    files = [file for folder in names for file in sorted(folder.rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+def loss(model, batch):
+    where = Path(SEEN, f"where-{os.getpid()}")
+    if not where.exists():
+        import ray
+        context = ray.get_runtime_context() if ray.is_initialized() else None
+        node = context.get_node_id() if context and context.get_actor_id() else "local"
+        files = [module.__file__ for module in (elastic, actors, storage, code)]
+        where.write_text(json.dumps({"node": node, "files": files, "digest": digest(), "path": sys.path}))
+    return code.loss(model, batch)
+"""
+
+
+def documented() -> list[str]:
+    """The README's lines that begin with ``ray job submit``: train, then stop, from a project; then from our own checkout."""
+    return re.findall(r"^ray job submit .*", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``pip wheel . --no-deps`` in a copy of the repository, since a build leaves its scraps where it builds."""
+    copy = tmp_path_factory.mktemp("checkout") / "elastic"
+    left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "quickstart-out")
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet"]  # isolation would fetch
+    subprocess.run(command, cwd=copy, check=True, timeout=100)
+    (built,) = copy.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A head without CPUs and two nodes with one each, so that two workers have no choice but to be on two nodes."""
+    with Nodes(python_without_elastic(tmp_path_factory.mktemp("python") / "venv")) as started:
+        both = [started.add(), started.add()]
+        for node in both:
+            node.says("Ray runtime started")
+        yield started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_cluster(nodes: Nodes) -> Iterator[None]:
+    """These tests look at the nodes and not at a cluster of this process."""
+    ray.shutdown()
+    ray.init(nodes.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
+    yield
+    ray.shutdown()
+
+
+def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
+    """A user's folder: their package, job.toml, and the wheel."""
+    here = folder / "project"
+    user_package(here, name)
+    (here / name / "watched.py").write_text(WATCHED.replace("SEEN", repr(str(here / "seen"))).replace("PACKAGE", name))
+    if wheel is not None:
+        shutil.copy(wheel, here)
+    values = {
+        "bucket": str(folder / "bucket"),
+        "loss": f"{name}.watched:loss",
+        "steps": STEPS,
+        "data": {"dataset": f"{name}.code:Walks", "args": {"read_s": 0.2}},
+        "workers": {"min": 1, "max": 2},
+    }
+    return user_job(here, name, **(values | changes))
+
+
+def reference(job: Job, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What one process without Ray makes of the job: hash, losses, and by the cursor which samples each step consumes."""
+    monkeypatch.syspath_prepend(folder / "project")
+    alone = job.replace(name="local", data={"dataset": job.data.dataset})
+    lines: list[StepLine] = []
+    assert run_local(alone, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
+    cursor = Cursor(96, job.global_batch, job.seed, job.data.sampling)
+    consumed = {
+        step: SimpleNamespace(samples=tuple(cursor.microbatch_ids(step, each, job.microbatch) for each in range(job.microbatches)))
+        for step in range(1, job.steps + 1)
+    }
+    return SimpleNamespace(hash=exported_hash(alone), losses=[line.loss for line in lines], ledger=consumed)
+
+
+def where(folder: Path) -> list[dict[str, Any]]:
+    """What the user's loss says of each process that it ran in."""
+    return [json.loads(file.read_text()) for file in sorted((folder / "project" / "seen").glob("where-*"))]
+
+
+def view_of(name: str) -> View | None:
+    coordinator = attach(name)
+    try:
+        return ray.get(coordinator.view.remote()) if coordinator is not None else None
+    except ray.exceptions.RayActorError:
+        return None
+
+
+def at_step(name: str, step: int) -> Any:
+    return lambda: (view := view_of(name)) is not None and view.step >= step
+
+
+def test_the_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    code = {name for name in names if ".dist-info/" not in name}
+    assert {name.split("/")[0] for name in code} == {"elastic", "actors", "storage"}
+    ours = {str(file.relative_to(ROOT)) for package in ("elastic", "actors", "storage") for file in (ROOT / package).rglob("*.py")}
+    assert code == ours
+
+
+class StopThenKillThenGrow:
+    """At step 3 its Ray job is stopped; at step 5 one of two workers is killed; once the world is whole again a third node is started."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes, self.submitted, self.homes = nodes, None, {}  # type: ignore[var-annotated]
+        self.stopped_at = self.killed_at = self.added_at = 0
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        self.homes |= view.workers
+        if not self.stopped_at and view.step >= 3 and self.submitted is not None:
+            self.submitted.stop()
+            self.stopped_at = view.step
+        elif self.stopped_at and not self.killed_at and view.step >= 5 and "w2" in witness.seen:
+            witness.seen["w2"].process.kill()
+            self.killed_at = view.step
+        elif not self.added_at and view.generation == 3 and view.state == "Running":
+            self.nodes.add()
+            self.added_at = view.step
+        return False
+
+
+@pytest.mark.must_run_in_ci
+def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
+    tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1, R4, R21, U8: on two nodes, detached; its Ray job is stopped, and what Ray brought it is not taken away: a killed worker is
+    replaced, and a node that joins later trains with the same code.  The six assertions."""
+    job = project(tmp_path, "mine", wheel, workers={"min": 1, "max": 3}, on_driver_exit="detach")
+    expected = reference(job, tmp_path, "mine", monkeypatch)
+    act = StopThenKillThenGrow(nodes)
+    witness = Witness("mine", act)
+    witness.start()
+    try:
+        act.submitted = nodes.submit(tmp_path / "project", shlex.split(documented()[0]))
+        assert act.submitted.wait() == 0, act.submitted.text
+        assert "the run trains on when this command is gone" in act.submitted.text
+        log = act.submitted.ray("logs", act.submitted.id)
+        assert "SIGTERM: this command leaves, the run goes on" in log
+        assert "stopped" in act.submitted.ray("status", act.submitted.id).lower()
+        assert_all_given_back(nodes, "mine", deadline_s=80)
+    finally:
+        witness.close()
+    steps = ledger(Run.open(job).records())
+    assert 3 <= act.stopped_at < act.killed_at < act.added_at < STEPS
+    result = Result("Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name)
+    chaos = Trial(job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
+    assert_survived(chaos, expected, victims=1, generations=4, lost_steps=0, tier="live")
+
+    homes = [act.homes[worker] for worker in ("w1", "w2", "w3", "w4")]
+    assert len(set(homes)) == 3 and homes[2] == homes[1], "two nodes, a replacement where there was room, a third node"
+    seen = [each for each in where(tmp_path) if each["node"] != "local"]
+    assert {each["node"] for each in seen} == set(homes)
+    assert len({each["digest"] for each in where(tmp_path)}) == 1, "the same code on every node, and in this process"
+    copies = {each["files"][0].split("/runtime_resources/")[0] for each in seen}
+    assert len(copies) == 3, copies
+    for each in seen:
+        assert all("/runtime_resources/" in file for file in each["files"])
+        assert not any(str(ROOT) in entry or str(tmp_path) in entry for entry in each["path"]), "nothing of the machine it came from"
+
+
+@pytest.mark.must_run_in_ci
+def test_ray_job_stop_and_a_save_that_comes_later(tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R21, R7: SIGTERM, and SIGKILL 3 s later in the middle of a long step; the run saves by itself, and the same line goes on."""
+    slow = {"dataset": "slow.code:Walks", "args": {"read_s": 1.2}}
+    job = project(tmp_path, "slow", wheel, steps=5, data=slow, deadlines={"driver_s": 4})
+    expected = reference(job, tmp_path, "slow", monkeypatch)
+    submitted = nodes.submit(tmp_path / "project", shlex.split(documented()[0]))
+    submitted.until(at_step("slow", 2))
+    submitted.stop()
+    view = view_of("slow")
+    assert view is not None and not view.over and view.stopping == "SIGTERM", "its driver is gone, the run is not done"
+    assert submitted.wait() == 0 and "Stopped at step" not in submitted.text, "its driver did not live to see it"
+    assert "stopped" in submitted.ray("status", submitted.id).lower()
+    assert_all_given_back(nodes, "slow", deadline_s=40)
+    newest = Run.open(job).newest()
+    assert newest is not None and newest.step >= 2
+    assert Run.open(job).records()[-1]["reason"].startswith(f"stopped (SIGTERM), resumes from step {newest.step}")
+
+    again = nodes.submit(tmp_path / "project", shlex.split(documented()[0]))
+    assert again.wait() == 0, again.text
+    assert exported_hash(job) == expected.hash
+    assert_all_given_back(nodes, "slow")
+    log = again.ray("logs", again.id)
+    assert f"at step {newest.step} (bucket)" in log and "Finished at step 5 of 5" in log
+    assert re.search(r"^\d\d:\d\d:\d\d step +5/5  loss \d\.\d{4} ", log, re.MULTILINE), "a line a step"
+    assert "\r" not in log and "Actor" not in log
+    assert "succeeded" in again.ray("status", again.id).lower()
+
+
+def test_what_cannot_work_is_said_in_the_jobs_log(tmp_path: Path, nodes: Nodes, wheel: Path) -> None:
+    """U8: a folder of the user's that takes the place of ours, a bucket inside the working directory, a job file that is not in it, and
+    a cluster that is too small; Ray shows the job as failed, with the exit code."""
+    line = shlex.split(documented()[0])
+    shadowed, inside, absent, large = (tmp_path / name for name in ("shadowed", "inside", "absent", "large"))
+    for folder in (shadowed, inside, absent, large):
+        project(folder, "wrong", wheel, workers={"min": 9 if folder == large else 1, "max": 9})
+    (shadowed / "project" / "storage").mkdir()
+    (shadowed / "project" / "storage" / "__init__.py").write_text("raise RuntimeError('imported')")
+    text = (inside / "project" / "job.toml").read_text()
+    (inside / "project" / "job.toml").write_text(text.replace(str(inside / "bucket"), "runs"))
+    (absent / "project" / "job.toml").unlink()
+    jobs = [nodes.submit(folder / "project", line) for folder in (shadowed, inside, absent, large)]
+    said = [
+        (1, "/storage takes the place of Elastic's own package 'storage'"),
+        (1, "/runs' lies in the submitted working directory"),
+        (1, "there is no job file 'job.toml' in the submitted working directory"),
+        (2, "workers.min = 9, but the cluster has room for"),
+    ]
+    for job, (code, sentence) in zip(jobs, said, strict=True):
+        assert job.wait() == 1, job.text
+        assert sentence in job.text
+        status = job.ray("status", job.id)
+        assert "failed" in status.lower() and f"exit code {code}" in status
+        assert "Traceback" not in job.text
+    assert re.search(r"; node \w{8} \(\S+\): \d of 1 CPUs free", jobs[3].text), "each node is named"
+    assert view_of("wrong") is None
+
+
+@pytest.mark.full
+def test_from_our_own_checkout_and_a_driver_that_vanishes(
+    tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R21, R19, R7: ``python -m elastic`` from a copy of this repository; submitted twice it attaches; its drivers are SIGKILLed; then it
+    is stopped by the README's line."""
+    checkout = tmp_path / "project"
+    left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, checkout, ignore=left_out)
+    job = project(tmp_path, "ours", None, steps=400, deadlines={"driver_s": 4})
+    expected = reference(job.replace(steps=400), tmp_path, "ours", monkeypatch)
+    line = shlex.split(documented()[2])
+    first = nodes.submit(checkout, line)
+    first.until(at_step("ours", 2))
+    second = nodes.submit(checkout, line)
+    second.until(lambda: "which runs on this cluster already" in second.text)
+    drivers = [each for each in processes("RAY_JOB_CONFIG_JSON_ENV_VAR") if each.command.endswith("-m elastic train job.toml")]
+    for driver in drivers:
+        os.kill(driver.pid, signal.SIGKILL)
+    assert first.wait() == 1 and second.wait() == 1
+    assert_all_given_back(nodes, "ours", deadline_s=30)
+    newest = Run.open(job).newest()
+    assert newest is not None
+    assert "its driver has not been heard for 4 s" in Run.open(job).records()[-1]["reason"]
+
+    third = nodes.submit(checkout, line)
+    third.until(lambda: f"at step {newest.step} (bucket)" in third.text)
+    stop = nodes.submit(checkout, shlex.split(documented()[2].replace("train", "stop")))
+    assert stop.wait() == 0 and "stopped (elastic stop), resumes from step" in stop.text
+    assert third.wait() == 1, "Ray's word for every exit code but 0"
+    assert "exit code 3" in third.ray("status", third.id)
+    assert_all_given_back(nodes, "ours")
+    fourth = nodes.submit(checkout, line)
+    assert fourth.wait() == 0, fourth.text
+    assert exported_hash(job) == expected.hash

@@ -1,0 +1,196 @@
+"""A cluster as its users start it: ``ray start`` for every node, each with folders of its own, and a job server on the head.
+
+The nodes' Python has all that Elastic depends on, but not Elastic: that must come with what is submitted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.job_submission import JobSubmissionClient
+
+from actors import cluster
+from tests.support.processes import Process, processes
+
+MARK = "NODE_OF_TEST"
+TUNED = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+ACTORS = re.compile(r"ray::(Coordinator|Worker|Keeper)\b")
+OURS = re.compile(r"elastic|actors|storage|__editable__.*")
+
+
+def python_without_elastic(folder: Path) -> Path:
+    """A Python in ``folder`` that finds whatever is installed for this one, except Elastic."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (there,) = folder.glob("lib/python*/site-packages")
+    for here in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(here).iterdir():
+            if not OURS.fullmatch(entry.name) and not entry.name.startswith("elastic_train"):
+                (there / entry.name).symlink_to(entry)
+    python = folder / "bin" / "python"
+    asked = subprocess.run([python, "-c", "import ray, elastic"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert "No module named 'elastic'" in asked.stderr, asked
+    return python
+
+
+class Started:
+    """One ``ray start --block``: the process that its node's processes hang on."""
+
+    def __init__(self, folder: Path, python: Path, *arguments: str) -> None:
+        self.folder, self.output = folder, folder / "output"
+        folder.mkdir()
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
+        bin_first = f"{python.parent}{os.pathsep}{ours['PATH']}"
+        with open(self.output, "wb") as output:
+            self.process = subprocess.Popen(
+                [python, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={folder}/ray", *arguments],
+                cwd=folder,
+                env=ours | TUNED | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def says(self, pattern: str, deadline_s: float = 60) -> str:
+        """What it printed that looks so."""
+        end = time.monotonic() + deadline_s
+        while not (found := re.search(pattern, text := self.output.read_text(errors="replace"))):
+            assert self.process.poll() is None and time.monotonic() < end, text
+            time.sleep(0.05)
+        return found[1] if found.groups() else found[0]
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+
+class Nodes:
+    """The cluster.  The head has no CPU to give, so workers run on the nodes that are added.  A context manager."""
+
+    def __init__(self, python: Path) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short: the paths of Unix sockets must be
+        self.python, self.started = python, list[Started]()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        head = self._start("--head", "--port=0", "--include-dashboard=true", f"--dashboard-port={port}", "--num-cpus=0")
+        self.address = head.says(r"--address='([^']+)'")
+        self.jobs = head.says(r"RAY_API_SERVER_ADDRESS='([^']+)'")
+
+    def _start(self, *arguments: str) -> Started:
+        memory = "--object-store-memory=80000000"
+        self.started.append(Started(self.folder / str(len(self.started)), self.python, memory, *arguments))
+        return self.started[-1]
+
+    def add(self, cpus: int = 1) -> Started:
+        """Starts a node; ``says("Ray runtime started")`` waits for it."""
+        return self._start(f"--address={self.address}", f"--num-cpus={cpus}")
+
+    def submit(self, folder: Path, command: list[str]) -> Submitted:
+        """``command`` is a whole line, ``ray job submit …``, as a user types it in ``folder``."""
+        return Submitted(folder, self.jobs, command)
+
+    def ours(self) -> list[Process]:
+        """Processes of runs that live on these nodes."""
+        return [process for process in processes(f"{MARK}={self.folder}") if ACTORS.search(process.command)]
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each in reversed(self.started):
+            each.end()
+        deadline = time.monotonic() + 10
+        while left := processes(f"{MARK}={self.folder}"):
+            if time.monotonic() > deadline:  # what Ray's own processes leave behind when they are ended together
+                for process in left:
+                    os.kill(process.pid, signal.SIGKILL)
+            for each in self.started:
+                each.process.poll()
+            time.sleep(0.05)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Submitted:
+    """A ``ray job submit`` that is followed to its end, and what can be asked of the job meanwhile."""
+
+    def __init__(self, folder: Path, jobs: str, command: list[str]) -> None:
+        self.jobs = jobs
+        self.output = folder.parent / f"{folder.name}-output-{time.time_ns()}"
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.environment["RAY_API_SERVER_ADDRESS"] = jobs
+        self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self.environment['PATH']}"
+        with open(self.output, "wb") as output:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    @property
+    def id(self) -> str:
+        return re.findall(r"Job '(\w+)' submitted", self.text)[0]
+
+    def stop(self) -> None:
+        """``ray job stop``: SIGTERM to the driver, SIGKILL 3 s later; returns when Ray calls the job stopped."""
+        JobSubmissionClient(self.jobs).stop_job(self.id)
+        self.until(lambda: JobSubmissionClient(self.jobs).get_job_status(self.id).is_terminal(), ended=True)
+
+    def ray(self, *arguments: str) -> str:
+        """``ray job …``, as in another terminal."""
+        done = subprocess.run(["ray", "job", *arguments], env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout + done.stderr
+
+    def until(self, true: Callable[[], Any], deadline_s: float = 90, ended: bool = False) -> None:
+        """Wait for something while it runs, or, if ``ended``, although it may end."""
+        end = time.monotonic() + deadline_s
+        while not true():
+            assert ended or self.process.poll() is None, f"it ended with code {self.process.returncode}:\n{self.text}"
+            assert time.monotonic() < end, f"nothing after {deadline_s} s:\n{self.text}"
+            time.sleep(0.02)
+
+    def wait(self, deadline_s: float = 90) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"still running after {deadline_s} s:\n{self.text}") from None
+
+
+def assert_all_given_back(nodes: Nodes, name: str, deadline_s: float = 15) -> None:
+    """No actor, no process, no placement group of the run, and every CPU is free again."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        named = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster.NAMESPACE]
+        free, total = ray.available_resources().get("CPU", 0), ray.cluster_resources().get("CPU", 0)
+        groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+        segments = list(Path("/dev/shm").glob(f"elastic-{name}-*"))
+        left = (named, nodes.ours(), groups, segments, total - free)
+        if not any(left):
+            return
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

@@ -1,0 +1,134 @@
+"""Strikes a training system again and again, always in the same way, and measures from its own steps what that cost.
+
+kill -> next commit     from the SIGKILL to the first step committed by the next world
+first microbatch        from the SIGKILL to the beginning of that step
+lost steps              committed before, done again after
+growth: pause           from the last commit without the newcomer to the first commit of the world that knows it
+growth: joined          from the coming of the worker's process or node to the first commit of the whole world
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any, Protocol, TypeVar
+
+from tests.benchmarks.peers.toy import WORKERS, Mark
+
+SETTLED = 10
+"""Steps that a world takes in peace before the next strike."""
+DEADLINE_S = 240.0
+POLL_S = 0.02
+
+T = TypeVar("T")
+
+
+class System(Protocol):
+    """What is measured.  A node is a raylet with all its processes, or a launcher with its."""
+
+    settings: str
+
+    def start(self) -> None: ...
+    def marks(self) -> Sequence[Mark]: ...
+    def kill_process(self) -> None: ...
+    def kill_node(self) -> None: ...
+    def add_node(self) -> None: ...
+    def phases(self, killed_at: float) -> dict[str, float]: ...
+    def close(self) -> None: ...
+
+
+def until(found: Callable[[], T | None], what: str) -> T:
+    """Poll until there is something."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        value = found()
+        if value:
+            return value
+        time.sleep(POLL_S)
+    raise TimeoutError(f"{what}: nothing after {DEADLINE_S:g} s")
+
+
+def commits(system: System) -> list[Mark]:
+    return [mark for mark in system.marks() if mark.what == "commit"]
+
+
+def settled(system: System, workers: int) -> int:
+    """The epoch, once a world of so many workers has taken its steps in peace."""
+
+    def look() -> int:
+        done = commits(system)
+        last = [mark.step for mark in done if mark.epoch == done[-1].epoch and mark.world == workers]
+        return done[-1].epoch if last and max(last) - min(last) >= SETTLED else 0
+
+    return until(look, f"a settled world of {workers}")
+
+
+def change(system: System, epoch: int, moment: float) -> dict[str, float]:
+    """Of the world ``epoch`` into the next one, after something that happened at ``moment``."""
+    after = until(lambda: next((mark for mark in commits(system) if mark.epoch > epoch and mark.at > moment), None), "the next commit")
+    marks = system.marks()
+    before = [mark for mark in marks if mark.what == "commit" and mark.epoch <= epoch]
+    begun = [mark.at for mark in marks if mark.what == "begin" and mark.pid == after.pid and mark.at <= after.at]
+    return {
+        "first_microbatch_s": max(begun, default=after.at) - moment,
+        "next_commit_s": after.at - moment,
+        "pause_s": after.at - before[-1].at,
+        "lost_steps": max(mark.step for mark in before) - after.step + 1,
+        "world": after.world,
+    }
+
+
+def whole_again(system: System, epoch: int, moment: float) -> dict[str, float]:
+    """Growth: how long until the world is whole, and the longest pause that the smaller world made for it."""
+
+    def look() -> Mark | None:
+        return next((mark for mark in commits(system) if mark.epoch > epoch and mark.world == WORKERS), None)
+
+    joined = until(look, "a whole world")
+    found = change(system, epoch, moment)
+    return {"joined_s": joined.at - moment, "pause_s": found["pause_s"], "lost_steps": found["lost_steps"]}
+
+
+def process_kills(system: System, kills: int) -> list[dict[str, Any]]:
+    """SIGKILL one of two; the system replaces it by itself."""
+    rows = []
+    for _ in range(kills):
+        epoch = settled(system, WORKERS)
+        moment = time.time()
+        system.kill_process()
+        row: dict[str, Any] = change(system, epoch, moment)
+        if row["world"] < WORKERS:
+            smaller = next(mark.epoch for mark in commits(system) if mark.epoch > epoch)
+            row["growth"] = whole_again(system, smaller, moment)
+        rows.append(row | system.phases(moment))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def node_kills(system: System, kills: int) -> list[dict[str, Any]]:
+    """SIGKILL all processes of one of two nodes; when the other has settled, a new node comes."""
+    rows = []
+    for _ in range(kills):
+        epoch = settled(system, WORKERS)
+        moment = time.time()
+        system.kill_node()
+        row: dict[str, Any] = change(system, epoch, moment) | system.phases(moment)
+        epoch = settled(system, WORKERS - 1)
+        moment = time.time()
+        system.add_node()
+        row["growth"] = whole_again(system, epoch, moment)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def step_s(system: System, world: int) -> float:
+    """Median time between two commits of one world."""
+    first: dict[tuple[int, int], float] = {}
+    for mark in commits(system):
+        if mark.world == world:
+            first.setdefault((mark.epoch, mark.step), mark.at)
+    gaps = [first[b] - first[a] for a, b in pairwise(sorted(first)) if a[0] == b[0] and b[1] == a[1] + 1]
+    return median(gaps) if gaps else float("nan")

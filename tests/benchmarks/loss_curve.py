@@ -31,7 +31,6 @@ import torch
 from actors import cluster
 from actors.launch import attach, launch
 from elastic.data.prepare import prepare
-from elastic.engine.loss import next_token as next_token
 from elastic.imports import load
 from elastic.job import Job
 from elastic.report.ledger import ledger
@@ -142,10 +141,17 @@ def train(job: Job, strikes: list[int]) -> dict[str, Any]:
         "loss": [committed[step].loss for step in sorted(committed)],
         "workers": [follower.steps[step].world if step in follower.steps else 0 for step in sorted(committed)],
         "strikes": [asdict(strike) for strike in inside + follower.strikes],
+        "deaths": deaths(job),
         "generations": max(outcome.generation for outcome in committed.values()),
         "hash": content_hash(job),
         "seconds": round(time.time() - begun, 1),
     }
+
+
+def deaths(job: Job) -> list[str]:
+    """Who was killed, as its node's keeper had it from the kernel."""
+    heads = (path.read_text().partition("\n")[0] for path in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log")))
+    return [head.removeprefix("# ") for head in heads if "SIGKILL" in head]
 
 
 def draw(found: dict[str, Any], target: Path) -> None:
@@ -166,7 +172,7 @@ def draw(found: dict[str, Any], target: Path) -> None:
         loss.axvline(strike["step"], color="#c0392b", linewidth=1, linestyle=(0, (4, 3)), label=label)
         workers.axvline(strike["step"], color="#c0392b", linewidth=1, linestyle=(0, (4, 3)))
     loss.set_ylabel("loss, nats a byte")
-    loss.legend(frameon=False)
+    loss.legend(framealpha=1, edgecolor="white")
     loss.grid(alpha=0.25)
     loss.set_title(f"{found['parameters'] / 1e6:.1f} M-parameter Llama on {found['text']}")
     workers.step(steps, struck["workers"], where="mid", color="#1f3b5c")
@@ -246,9 +252,9 @@ def main() -> int:
         with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             data.write_text(json.dumps(measure(Path(folder), options), indent=1) + "\n")
     found = json.loads(data.read_text())
-    draw(found, figure)
     same = found["undisturbed"]["hash"] == found["killed"]["hash"] and difference(found) == 0
-    print(f"{figure}: {'the same bits' if same else 'DIFFERENT'}")
+    print(f"{data}: {'the same bits' if same else 'DIFFERENT'}", flush=True)
+    draw(found, figure)
     return 0 if same else 1
 
 

@@ -3,7 +3,7 @@
 kill -> next commit     from the SIGKILL to the first step committed by the next world
 first microbatch        from the SIGKILL to the beginning of that step
 lost steps              committed before, done again after
-growth: pause           from the last commit without the newcomer to the first commit of the world that knows it
+growth: pause           the longest time between two commits, from the last one of the smaller world to the first one of the whole world
 growth: joined          from the coming of the worker's process or node to the first commit of the whole world
 """
 
@@ -75,20 +75,23 @@ def change(system: System, epoch: int, moment: float) -> dict[str, float]:
         "first_microbatch_s": max(begun, default=after.at) - moment,
         "next_commit_s": after.at - moment,
         "pause_s": after.at - before[-1].at,
-        "lost_steps": max(mark.step for mark in before) - after.step + 1,
+        "lost_steps": max(0, max(mark.step for mark in before) - after.step + 1),
         "world": after.world,
     }
 
 
 def whole_again(system: System, epoch: int, moment: float) -> dict[str, float]:
-    """Growth: how long until the world is whole, and the longest pause that the smaller world made for it."""
+    """Growth: how long until the world is whole, and the longest pause on the way from the world ``epoch`` to it."""
 
     def look() -> Mark | None:
         return next((mark for mark in commits(system) if mark.epoch > epoch and mark.world == WORKERS), None)
 
     joined = until(look, "a whole world")
     found = change(system, epoch, moment)
-    return {"joined_s": joined.at - moment, "pause_s": found["pause_s"], "lost_steps": found["lost_steps"]}
+    done = commits(system)
+    last = max(mark.at for mark in done if mark.epoch <= epoch)
+    pauses = [b.at - a.at for a, b in pairwise(mark for mark in done if last <= mark.at <= joined.at)]
+    return {"joined_s": joined.at - moment, "pause_s": max(pauses), "lost_steps": found["lost_steps"]}
 
 
 def process_kills(system: System, kills: int) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -113,5 +112,4 @@ class Ours:
         self.done.set()
         self.coordinator.stop.remote("the benchmark is over")
         self.run.join(60)
-        time.sleep(0)
         self.nodes.close()

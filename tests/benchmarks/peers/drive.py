@@ -12,13 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from random import Random
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
 from tests.benchmarks.peers.toy import WORKERS, Mark
 
-SETTLED = 10
-"""Steps that a world takes in peace before the next strike."""
+SETTLED = range(10, 20)
+"""Steps that a world takes in peace before the next strike: drawn, so that strikes do not keep time with checkpoints."""
 DEADLINE_S = 240.0
 POLL_S = 0.02
 
@@ -54,13 +55,14 @@ def commits(system: System) -> list[Mark]:
     return [mark for mark in system.marks() if mark.what == "commit"]
 
 
-def settled(system: System, workers: int) -> int:
+def settled(system: System, workers: int, draw: Random) -> int:
     """The epoch, once a world of so many workers has taken its steps in peace."""
+    peace = draw.choice(SETTLED)
 
     def look() -> int:
         done = commits(system)
         last = [mark.step for mark in done if mark.epoch == done[-1].epoch and mark.world == workers]
-        return done[-1].epoch if last and max(last) - min(last) >= SETTLED else 0
+        return done[-1].epoch if last and max(last) - min(last) >= peace else 0
 
     return until(look, f"a settled world of {workers}")
 
@@ -96,9 +98,9 @@ def whole_again(system: System, epoch: int, moment: float) -> dict[str, float]:
 
 def process_kills(system: System, kills: int) -> list[dict[str, Any]]:
     """SIGKILL one of two; the system replaces it by itself."""
-    rows = []
+    rows, draw = [], Random(kills)
     for _ in range(kills):
-        epoch = settled(system, WORKERS)
+        epoch = settled(system, WORKERS, draw)
         moment = time.time()
         system.kill_process()
         row: dict[str, Any] = change(system, epoch, moment)
@@ -112,13 +114,13 @@ def process_kills(system: System, kills: int) -> list[dict[str, Any]]:
 
 def node_kills(system: System, kills: int) -> list[dict[str, Any]]:
     """SIGKILL all processes of one of two nodes; when the other has settled, a new node comes."""
-    rows = []
+    rows, draw = [], Random(kills)
     for _ in range(kills):
-        epoch = settled(system, WORKERS)
+        epoch = settled(system, WORKERS, draw)
         moment = time.time()
         system.kill_node()
         row: dict[str, Any] = change(system, epoch, moment) | system.phases(moment)
-        epoch = settled(system, WORKERS - 1)
+        epoch = settled(system, WORKERS - 1, draw)
         moment = time.time()
         system.add_node()
         row["growth"] = whole_again(system, epoch, moment)

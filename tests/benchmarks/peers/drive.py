@@ -9,6 +9,7 @@ growth: joined          from the coming of the worker's process or node to the f
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -70,6 +71,7 @@ def settled(system: System, workers: int, draw: Random) -> int:
 def change(system: System, epoch: int, moment: float) -> dict[str, float]:
     """Of the world ``epoch`` into the next one, after something that happened at ``moment``."""
     after = until(lambda: next((mark for mark in commits(system) if mark.epoch > epoch and mark.at > moment), None), "the next commit")
+    load = os.getloadavg()[0]
     marks = system.marks()
     before = [mark for mark in marks if mark.what == "commit" and mark.epoch <= epoch]
     begun = [mark.at for mark in marks if mark.what == "begin" and mark.pid == after.pid and mark.at <= after.at]
@@ -79,6 +81,7 @@ def change(system: System, epoch: int, moment: float) -> dict[str, float]:
         "pause_s": after.at - before[-1].at,
         "lost_steps": max(0, max(mark.step for mark in before) - after.step + 1),
         "world": after.world,
+        "load": load,
     }
 
 

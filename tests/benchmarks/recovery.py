@@ -45,8 +45,8 @@ def make(name: str, folder: Path) -> Any:
     return Torchft(folder)
 
 
-def measure(name: str, event: str, kills: int) -> dict[str, Any]:
-    """One run of one system, struck ``kills`` times."""
+def measure(name: str, event: str, kills: int, target: Path) -> None:
+    """One run of one system, struck ``kills`` times.  Written before the system is closed: Ray Train's driver may not survive that."""
     from tests.benchmarks.peers import drive
 
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -56,9 +56,10 @@ def measure(name: str, event: str, kills: int) -> dict[str, Any]:
             load = os.getloadavg()[0]
             rows = (drive.process_kills if event == "process" else drive.node_kills)(system, kills)
             steps = {f"step_s_of_{world}": drive.step_s(system, world) for world in (1, 2)}
+            found = {"settings": system.settings, "load_before": load, **steps, "kills": rows, **where()}
+            target.write_text(json.dumps(found))
         finally:
             system.close()
-    return {"settings": system.settings, "load_before": load, **steps, "kills": rows, **where()}
 
 
 def where() -> dict[str, str]:
@@ -80,12 +81,16 @@ def child(python: str, name: str, event: str, kills: int) -> None:
     """Each measurement has its own process, so that no system leaves anything behind for the next."""
     from tests.benchmarks.peers.nodes import VARIABLES
 
-    command = [python, "-m", "tests.benchmarks.recovery", "--child", name, event, str(kills)]
-    environment = os.environ | VARIABLES | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False)
-    if ended.returncode:
-        store(name, event, {"failed": ended.stderr[-2000:], **where()})
-        print(ended.stderr[-4000:], flush=True)
+    with TemporaryDirectory() as folder:
+        target = Path(folder) / "found.json"
+        command = [python, "-m", "tests.benchmarks.recovery", "--child", name, event, str(kills), str(target)]
+        environment = os.environ | VARIABLES | {"PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        if target.exists():
+            store(name, event, json.loads(target.read_text()))
+        else:
+            store(name, event, {"failed": ended.stderr[-2000:], **where()})
+            print(ended.stderr[-4000:], flush=True)
 
 
 def spread(rows: list[dict[str, Any]], *names: str) -> str:
@@ -138,11 +143,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=list(EVENTS))
     parser.add_argument("--peers-python", default=sys.executable)
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        name, event, kills = arguments.child
-        store(name, event, measure(name, event, int(kills)))
+        name, event, kills, target = arguments.child
+        measure(name, event, int(kills), Path(target))
         sys.stdout.flush()
         os._exit(0)  # peers leave threads that do not end
     for name in arguments.only:

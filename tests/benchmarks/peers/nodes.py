@@ -43,20 +43,25 @@ class Nodes:
         self.nodes[node.node_id] = node
 
     def kill(self, node_id: str) -> None:
-        """The raylet and everything below it."""
         node = self.nodes.pop(node_id)
-        (raylet,) = node.all_processes["raylet"]
-        tree = frozen(raylet.process.pid)
-        for each in tree:
-            each.kill(signal.SIGKILL)
-        raylet.process.wait()
-        wait_gone(tree, 10)
+        end(node)
         self.cluster.worker_nodes.discard(node)
-        node.kill_all_processes(check_alive=False, allow_graceful=False)
 
     def close(self) -> None:
-        ray.shutdown()
-        self.cluster.shutdown()
+        """Without asking: a driver of Ray Train that still waits for its run does not survive an orderly shutdown.  The head comes last."""
+        for node in [*self.nodes.values(), self.cluster.head_node]:
+            end(node)
+
+
+def end(node: Any) -> None:
+    """SIGKILL the raylet and everything below it, then what else belongs to the node."""
+    (raylet,) = node.all_processes["raylet"]
+    tree = frozen(raylet.process.pid)
+    for each in tree:
+        each.kill(signal.SIGKILL)
+    raylet.process.wait()
+    wait_gone(tree, 10)
+    node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 def kill(pid: int) -> None:

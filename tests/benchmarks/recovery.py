@@ -1,9 +1,13 @@
-"""How long a SIGKILL costs: until the first microbatch of the next world starts, and until its first commit.
+"""What a SIGKILL costs under Elastic, Ray Train elastic and torchft: the same toy job, the same strikes, on one machine.
 
-    python -m tests.benchmarks.recovery [--kills 9] [--workers 2]
+    python -m tests.benchmarks.recovery                                   # all three, one table
+    python -m tests.benchmarks.recovery --only elastic --events process   # one of them; the others' last figures stay
+    python -m tests.benchmarks.recovery --kills 9 --peer-kills 5
 
-One run on a local Ray cluster; a worker is SIGKILLed from outside again and again, each time once the world is whole.  The moment of the
-kill is the killer's clock, the first microbatch the survivor's own word in shared memory, the rest the journal.
+Needs ``pip install -e '.[test,bench]'``, or ``--peers-python`` names another interpreter that has the peers beside Elastic.  Two
+workers, gloo, one thread each.  process: one of them is SIGKILLed, and the system replaces it.  node: a raylet (torchft: a torchrun) is
+SIGKILLed with all its processes; when the other worker has settled, a new node comes.  ``peers/drive.py`` says what is measured.
+Figures go to results/recovery.json.
 """
 
 from __future__ import annotations
@@ -12,105 +16,150 @@ import argparse
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
-import time
-from dataclasses import asdict
+import sys
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import ray
-
-from actors import cluster
-from elastic.report.recoveries import Recovery, recoveries
-from elastic.runs import Run
-from tests.support.chaos import Witness, trial
-from tests.support.toys import toy_job
-
-PHASES = ("decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s")
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results" / "recovery.json"
+SYSTEMS = ("elastic", "ray-train", "torchft")
+EVENTS = ("process", "node")
 
 
-class Killer:
-    """SIGKILLs the newest worker each time ``workers`` are stepping together; notes when, and when the others stepped again."""
+def make(name: str, folder: Path) -> Any:
+    """The system; imports only what that system needs."""
+    if name == "elastic":
+        from tests.benchmarks.peers.ours import Ours
 
-    def __init__(self, workers: int, kills: int) -> None:
-        self.workers, self.kills = workers, kills
-        self.killed: list[float] = []
-        self.stepped: list[float] = []
-        self.whole_since: tuple[int, int] = (0, 0)
-        """(generation, step) at which the world was last seen whole for the first time."""
-        self.awaited: tuple[str, int] | None = None
+        return Ours(folder)
+    if name == "ray-train":
+        from tests.benchmarks.peers.ray_train import RayTrain
 
-    def __call__(self, witness: Witness, view: Any) -> bool:
-        if self.awaited is not None:
-            survivor, generation = self.awaited
-            counters = witness.seen[survivor].counters
-            if counters["generation"] > generation and counters["stepping_since_ns"] / 1e9 > self.killed[-1]:
-                self.stepped.append(counters["stepping_since_ns"] / 1e9)
-                self.awaited = None
-            return len(self.stepped) == self.kills
-        whole = view.state == "Running" and len(view.workers) == self.workers
-        if whole and self.whole_since[0] != view.generation:
-            self.whole_since = (view.generation, view.step)
-        if whole and view.step >= self.whole_since[1] + 5 and all(worker in witness.seen for worker in view.workers):
-            survivor, *_, victim = sorted(view.workers, key=lambda name: int(name[1:]))
-            stepping = all(witness.seen[worker].counters["generation"] == view.generation for worker in (survivor, victim))
-            if stepping:
-                self.awaited = (survivor, view.generation)
-                self.killed.append(time.time())
-                os.kill(witness.seen[victim].counters["pid"], signal.SIGKILL)
-        return False
+        return RayTrain(folder)
+    from tests.benchmarks.peers.torchft_ddp import Torchft
+
+    return Torchft(folder)
 
 
-def measure(workers: int, kills: int) -> dict[str, Any]:
-    """One run with ``kills`` kills; seconds."""
-    with TemporaryDirectory() as bucket:
-        job = toy_job(
-            bucket,
-            name="recovery",
-            steps=100 * (kills + 1),
-            data={"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}},
-            workers={"min": 1, "max": workers},
-        )
-        killer = Killer(workers, kills)
-        done = trial(job, killer)
-        assert done.result.state == "Finished" and len(killer.stepped) == kills, (done.result, len(killer.stepped))
-        losses = [change for change in recoveries(Run.open(job).records()) if not change.planned]
-    rows = []
-    for killed, stepped in zip(killer.killed, killer.stepped, strict=True):
-        change = next(each for each in losses if each.known_at >= killed)
-        rows.append(row(change, killed, stepped))
-    return {"workers": workers, "kills": rows}
+def measure(name: str, event: str, kills: int, target: Path) -> None:
+    """One run of one system, struck ``kills`` times.  Written before the system is closed: Ray Train's driver may not survive that."""
+    from tests.benchmarks.peers import drive
+
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        system = make(name, Path(folder))
+        system.start()
+        try:
+            load = os.getloadavg()[0]
+            rows = (drive.process_kills if event == "process" else drive.node_kills)(system, kills)
+            steps = {f"step_s_of_{world}": drive.step_s(system, world) for world in (1, 2)}
+            found = {"settings": system.settings, "load_before": load, **steps, "kills": rows, **where()}
+            target.write_text(json.dumps(found))
+        finally:
+            system.close()
 
 
-def row(change: Recovery, killed: float, stepped: float) -> dict[str, Any]:
-    return {
-        "detect_s": change.known_at - killed,
-        **{phase: value for phase, value in asdict(change).items() if phase in PHASES},
-        "first_microbatch_s": stepped - killed,
-        "next_commit_s": change.committed_at - killed,
-    }
+def where() -> dict[str, str]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return {"date": str(date.today()), "commit": commit, "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
+
+
+def stored() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def store(name: str, event: str, found: dict[str, Any]) -> None:
+    everything = stored()
+    everything.setdefault(name, {})[event] = found
+    RESULTS.write_text(json.dumps(everything, indent=1) + "\n")
+
+
+def child(python: str, name: str, event: str, kills: int) -> None:
+    """Each measurement has its own process, so that no system leaves anything behind for the next."""
+    from tests.benchmarks.peers.nodes import VARIABLES
+
+    with TemporaryDirectory() as folder:
+        target = Path(folder) / "found.json"
+        command = [python, "-m", "tests.benchmarks.recovery", "--child", name, event, str(kills), str(target)]
+        environment = os.environ | VARIABLES | {"PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        if target.exists():
+            store(name, event, json.loads(target.read_text()))
+        else:
+            store(name, event, {"failed": ended.stderr[-2000:], **where()})
+            print(ended.stderr[-4000:], flush=True)
+
+
+def spread(rows: list[dict[str, Any]], *names: str) -> str:
+    """median (worst)."""
+    values = []
+    for row in rows:
+        for name in names:
+            row = row.get(name, {}) if isinstance(row, dict) else row
+        values += [row] if isinstance(row, int | float) else []
+    if not values:
+        return "-"
+    form = "{:g}" if all(isinstance(value, int) for value in values) else "{:.2f}"
+    return f"{form.format(statistics.median(values))} ({form.format(max(values))})"
+
+
+def table(everything: dict[str, Any]) -> str:
+    """Markdown: one line a system and event; seconds, median (worst)."""
+    heads = ("first microbatch", "next commit", "lost steps", "growth: pause", "growth: lost steps", "growth: joined")
+    lines = [f"| event | system | n | {' | '.join(heads)} | step s, 2 and 1 workers |", "|---" * (len(heads) + 4) + "|"]
+    for event in EVENTS:
+        for name in SYSTEMS:
+            found = everything.get(name, {}).get(event)
+            if found is None:
+                continue
+            if "failed" in found:
+                lines.append(f"| {event} | {name} | failed: {found['failed'].strip().splitlines()[-1]} |")
+                continue
+            rows = found["kills"]
+            cells = [spread(rows, each) for each in ("first_microbatch_s", "next_commit_s", "lost_steps")]
+            cells += [spread(rows, "growth", each) for each in ("pause_s", "lost_steps", "joined_s")]
+            steps = f"{found['step_s_of_2']:.3f}, {found['step_s_of_1']:.3f}"
+            lines.append(f"| {event} | {name} | {len(rows)} | {' | '.join(cells)} | {steps} |")
+    return "\n".join(lines)
+
+
+def phases(found: dict[str, Any]) -> str:
+    """Markdown: where the time of ours went."""
+    rows = found["kills"]
+    lines = ["| phase | median s | worst s |", "|---|---|---|"]
+    for name in ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s", "first_microbatch_s", "next_commit_s"):
+        values = [row[name] for row in rows]
+        lines.append(f"| {name.removesuffix('_s')} | {statistics.median(values):.3f} | {max(values):.3f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=9)
-    parser.add_argument("--workers", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=9, help="of Elastic, for each event")
+    parser.add_argument("--peer-kills", type=int, default=3, help="of each of the others")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--events", nargs="+", choices=EVENTS, default=list(EVENTS))
+    parser.add_argument("--peers-python", default=sys.executable)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    cluster.connect("local")
-    result = measure(arguments.workers, arguments.kills)
-    ray.shutdown()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    result |= {"date": str(date.today()), "commit": commit, "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
-    target = Path(__file__).parent / "results" / "recovery.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    for name in result["kills"][0]:
-        values = [each[name] for each in result["kills"]]
-        print(f"{name:20} median {statistics.median(values):.3f}   worst {max(values):.3f}   of {len(values)}")
+    if arguments.child:
+        name, event, kills, target = arguments.child
+        measure(name, event, int(kills), Path(target))
+        sys.stdout.flush()
+        os._exit(0)  # peers leave threads that do not end
+    for name in arguments.only:
+        for event in arguments.events:
+            ours = name == "elastic"
+            print(f"=== {name}, {event}; load {os.getloadavg()[0]:.1f}", flush=True)
+            child(sys.executable if ours else arguments.peers_python, name, event, arguments.kills if ours else arguments.peer_kills)
+    everything = stored()
+    print(table(everything))
+    for event in EVENTS:
+        if "kills" in everything.get("elastic", {}).get(event, {}):
+            print(f"\nElastic, {event}:\n{phases(everything['elastic'][event])}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""Strikes a training system again and again, always in the same way, and measures from its own steps what that cost.
+
+kill -> next commit     from the SIGKILL to the first step committed by the next world
+first microbatch        from the SIGKILL to the beginning of that step
+lost steps              committed before, done again after
+growth: pause           the longest time between two commits, from the last one of the smaller world to the first one of the whole world
+growth: joined          from the coming of the worker's process or node to the first commit of the whole world
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from random import Random
+from statistics import median
+from typing import Any, Protocol, TypeVar
+
+from tests.benchmarks.peers.toy import WORKERS, Mark
+
+SETTLED = range(10, 20)
+"""Steps that a world takes in peace before the next strike: drawn, so that strikes do not keep time with checkpoints."""
+DEADLINE_S = 240.0
+POLL_S = 0.02
+
+T = TypeVar("T")
+
+
+class System(Protocol):
+    """What is measured.  A node is a raylet with all its processes, or a launcher with its."""
+
+    settings: str
+
+    def start(self) -> None: ...
+    def marks(self) -> Sequence[Mark]: ...
+    def kill_process(self) -> None: ...
+    def kill_node(self) -> None: ...
+    def add_node(self) -> None: ...
+    def phases(self, killed_at: float) -> dict[str, float]: ...
+    def close(self) -> None: ...
+
+
+def until(found: Callable[[], T | None], what: str) -> T:
+    """Poll until there is something."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        value = found()
+        if value:
+            return value
+        time.sleep(POLL_S)
+    raise TimeoutError(f"{what}: nothing after {DEADLINE_S:g} s")
+
+
+def commits(system: System) -> list[Mark]:
+    return [mark for mark in system.marks() if mark.what == "commit"]
+
+
+def settled(system: System, workers: int, draw: Random) -> int:
+    """The epoch, once a world of so many workers has taken its steps in peace."""
+    peace = draw.choice(SETTLED)
+
+    def look() -> int:
+        done = commits(system)
+        last = [mark.step for mark in done if mark.epoch == done[-1].epoch and mark.world == workers]
+        return done[-1].epoch if last and max(last) - min(last) >= peace else 0
+
+    return until(look, f"a settled world of {workers}")
+
+
+def change(system: System, epoch: int, moment: float) -> dict[str, float]:
+    """Of the world ``epoch`` into the next one, after something that happened at ``moment``."""
+    after = until(lambda: next((mark for mark in commits(system) if mark.epoch > epoch and mark.at > moment), None), "the next commit")
+    load = os.getloadavg()[0]
+    marks = system.marks()
+    before = [mark for mark in marks if mark.what == "commit" and mark.epoch <= epoch]
+    begun = [mark.at for mark in marks if mark.what == "begin" and mark.pid == after.pid and mark.at <= after.at]
+    return {
+        "first_microbatch_s": max(begun, default=after.at) - moment,
+        "next_commit_s": after.at - moment,
+        "pause_s": after.at - before[-1].at,
+        "lost_steps": max(0, max(mark.step for mark in before) - after.step + 1),
+        "world": after.world,
+        "load": load,
+    }
+
+
+def whole_again(system: System, epoch: int, moment: float) -> dict[str, float]:
+    """Growth: how long until the world is whole, and the longest pause on the way from the world ``epoch`` to it."""
+
+    def look() -> Mark | None:
+        return next((mark for mark in commits(system) if mark.epoch > epoch and mark.world == WORKERS), None)
+
+    joined = until(look, "a whole world")
+    found = change(system, epoch, moment)
+    done = commits(system)
+    last = max(mark.at for mark in done if mark.epoch <= epoch)
+    pauses = [b.at - a.at for a, b in pairwise(mark for mark in done if last <= mark.at <= joined.at)]
+    return {"joined_s": joined.at - moment, "pause_s": max(pauses), "lost_steps": found["lost_steps"]}
+
+
+def process_kills(system: System, kills: int) -> list[dict[str, Any]]:
+    """SIGKILL one of two; the system replaces it by itself."""
+    rows, draw = [], Random(kills)
+    for _ in range(kills):
+        epoch = settled(system, WORKERS, draw)
+        moment = time.time()
+        system.kill_process()
+        row: dict[str, Any] = change(system, epoch, moment)
+        if row["world"] < WORKERS:
+            smaller = next(mark.epoch for mark in commits(system) if mark.epoch > epoch)
+            row["growth"] = whole_again(system, smaller, moment)
+        rows.append(row | system.phases(moment))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def node_kills(system: System, kills: int) -> list[dict[str, Any]]:
+    """SIGKILL all processes of one of two nodes; when the other has settled, a new node comes."""
+    rows, draw = [], Random(kills)
+    for _ in range(kills):
+        epoch = settled(system, WORKERS, draw)
+        moment = time.time()
+        system.kill_node()
+        row: dict[str, Any] = change(system, epoch, moment) | system.phases(moment)
+        epoch = settled(system, WORKERS - 1, draw)
+        moment = time.time()
+        system.add_node()
+        row["growth"] = whole_again(system, epoch, moment)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def step_s(system: System, world: int) -> float:
+    """Median time between two commits of one world."""
+    first: dict[tuple[int, int], float] = {}
+    for mark in commits(system):
+        if mark.world == world:
+            first.setdefault((mark.epoch, mark.step), mark.at)
+    gaps = [first[b] - first[a] for a, b in pairwise(sorted(first)) if a[0] == b[0] and b[1] == a[1] + 1]
+    return median(gaps) if gaps else float("nan")

@@ -1,0 +1,68 @@
+"""A Ray cluster of several nodes on this machine, whose nodes can be killed with all that runs on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from actors import cluster
+from tests.support.processes import frozen, wait_gone
+
+HEALTH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+"""Ray's default takes 15 s to see a dead node; these are read by the head and serve both systems that run on it."""
+VARIABLES = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+}
+
+
+class Nodes:
+    """A head without room for workers, and two nodes with room for one each."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False, "_system_config": HEALTH},
+        )
+        ray.init(address=self.cluster.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
+        self.nodes: dict[str, Any] = {}
+
+    def add(self) -> None:
+        node = self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+        self.nodes[node.node_id] = node
+
+    def kill(self, node_id: str) -> None:
+        node = self.nodes.pop(node_id)
+        end(node)
+        self.cluster.worker_nodes.discard(node)
+
+    def close(self) -> None:
+        """Without asking: a driver of Ray Train that still waits for its run does not survive an orderly shutdown.  The head comes last."""
+        for node in [*self.nodes.values(), self.cluster.head_node]:
+            end(node)
+
+
+def end(node: Any) -> None:
+    """SIGKILL the raylet and everything below it, then what else belongs to the node."""
+    (raylet,) = node.all_processes["raylet"]
+    tree = frozen(raylet.process.pid)
+    for each in tree:
+        each.kill(signal.SIGKILL)
+    raylet.process.wait()
+    wait_gone(tree, 10)
+    node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,115 @@
+"""Elastic: two replicas on a Ray cluster of two nodes, as a user runs them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.launch import attach, launch
+from elastic.report.recoveries import Recovery, recoveries
+from elastic.report.story import Line, Sentence, StepLine
+from elastic.runs import Run
+from elastic.train.counters import Counters, segment
+from tests.benchmarks.peers.drive import until
+from tests.benchmarks.peers.nodes import Nodes, kill
+from tests.benchmarks.peers.toy import MICROBATCHES, MODEL, READ_S, SAVE_EVERY, WORKERS, Mark
+from tests.support.toys import toy_job
+
+PHASES = ("decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s")
+
+
+class Ours:
+    """Commits are the coordinator's word, the first microbatch of a world its members' own in shared memory."""
+
+    settings = f"grow_debounce_s = 1, save_every = {SAVE_EVERY}"
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes = Nodes()
+        self.job = toy_job(
+            folder / "bucket",
+            name="recovery",
+            steps=100_000,
+            model_args=MODEL,
+            global_batch=2 * MICROBATCHES,
+            data={"dataset": "tests.support.toys:Sums", "args": {"read_s": READ_S}},
+            schedule={"kind": "constant"},
+            workers={"min": 1, "max": WORKERS},
+            checkpoint={"save_every": SAVE_EVERY},
+            deadlines={"grow_debounce_s": 1},
+        )
+        self.lines: list[Line] = []
+        self.begun: list[Mark] = []
+        self.done = threading.Event()
+
+    def start(self) -> None:
+        for _ in range(WORKERS):
+            self.nodes.add()
+        self.run = threading.Thread(target=lambda: launch(self.job, show=self.show), daemon=True)
+        self.run.start()
+        self.coordinator = until(lambda: attach(self.job.name), "the coordinator")
+        self.follower = threading.Thread(target=self.follow, daemon=True)
+        self.follower.start()
+
+    def show(self, line: Line) -> None:
+        self.lines.append(line)
+        if isinstance(line, Sentence):
+            print(f"    {line.at:.2f} {line.text[:200]}", flush=True)
+
+    def follow(self) -> None:
+        """Note when each world began to step; a later world overwrites it."""
+        token, known = self.view().token, set()
+        mapped: dict[Path, Counters] = {}
+        while not self.done.wait(0.01):
+            for path in segment(token, "").parent.glob(f"{segment(token, '').name}*"):
+                if path not in mapped and path.stat().st_size:
+                    mapped[path] = Counters(path, create=False)
+            for counters in mapped.values():
+                since, generation = counters["stepping_since_ns"], counters["generation"]
+                if since and (since, generation) not in known:
+                    known.add((since, generation))
+                    self.begun.append(Mark(since / 1e9, "begin", counters["step"] + 1, generation, 0, 0, 0))
+
+    def marks(self) -> Sequence[Mark]:
+        steps = [line for line in list(self.lines) if isinstance(line, StepLine)]
+        done = [Mark(line.at, "commit", line.step, line.generation, line.world, 0, 0) for line in steps]
+        return sorted([*done, *self.begun], key=lambda mark: mark.at)
+
+    def view(self) -> Any:
+        return ray.get(self.coordinator.view.remote(10**9))
+
+    def kill_process(self) -> None:
+        """The newest worker."""
+        view = self.view()
+        victim = max(view.workers, key=lambda name: int(name[1:]))
+        kill(Counters(segment(view.token, victim), create=False)["pid"])
+
+    def kill_node(self) -> None:
+        """One that does not hold the coordinator, which is not redundant yet."""
+        from ray._private.state import actors
+
+        home = next(each["Address"]["NodeID"] for each in actors().values() if each["Name"] == f"{self.job.name}/coordinator")
+        self.nodes.kill(next(node for node in self.view().workers.values() if node != home))
+
+    def add_node(self) -> None:
+        self.nodes.add()
+
+    def phases(self, killed_at: float) -> dict[str, float]:
+        """From the journal."""
+
+        def look() -> Recovery | None:
+            changes = recoveries(Run.open(self.job).records())
+            return next((each for each in changes if not each.planned and each.known_at >= killed_at), None)
+
+        found = until(look, "the recovery in the journal")
+        return {"detect_s": found.known_at - killed_at, **{name: value for name, value in asdict(found).items() if name in PHASES}}
+
+    def close(self) -> None:
+        self.done.set()
+        self.coordinator.stop.remote("the benchmark is over")
+        self.run.join(60)
+        self.nodes.close()

@@ -1,0 +1,121 @@
+"""Ray Train elastic (Ray 2.60, ``ScalingConfig(num_workers=(1, 2))``), gloo, DDP, on the same Ray cluster as ours."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from tests.benchmarks.peers import toy
+from tests.benchmarks.peers.nodes import Nodes, kill
+from tests.benchmarks.peers.toy import Mark, StepLog
+from tests.support.toys import Sums
+
+TUNED = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # default 2
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",  # default 60
+}
+RESIZE_S = 1.0  # default 60
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """As in Ray's guide: prepare, restore, step, report a checkpoint."""
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    log = StepLog(config["folder"], rank, ray.get_runtime_context().get_node_id())
+    epoch = time.time_ns() // 1_000_000
+    torch.set_num_threads(1)
+    model = ray.train.torch.prepare_model(toy.model())
+    optimizer, data, step = toy.optimizer(model), Sums(read_s=toy.READ_S), 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            state = torch.load(Path(folder) / "state.pt")
+        inner(model).load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    while True:
+        step += 1
+        log.write("begin", step, epoch, world)
+        optimizer.zero_grad()
+        mine = range(rank, toy.MICROBATCHES, world)
+        for microbatch in mine:
+            last = microbatch == mine[-1] or world == 1
+            with nullcontext() if last else model.no_sync():
+                toy.loss(model, data, step, microbatch).backward()
+        optimizer.step()
+        if rank == 0:
+            log.write("commit", step, epoch, world)
+        if step % toy.SAVE_EVERY == 0:
+            save(model, optimizer, step, rank)
+
+
+def inner(model: torch.nn.Module) -> torch.nn.Module:
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        if rank == 0:
+            state = {"model": inner(model).state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, Path(folder) / "state.pt")
+        ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
+
+
+class RayTrain:
+    settings = f"{TUNED}, elastic_resize_monitor_interval_s = {RESIZE_S:g}, a checkpoint every {toy.SAVE_EVERY} steps"
+
+    def __init__(self, folder: Path) -> None:
+        os.environ.update(TUNED)
+        self.folder = folder / "steps"
+        self.folder.mkdir()
+        self.nodes = Nodes()
+        self.trainer = TorchTrainer(
+            train_loop,
+            train_loop_config={"folder": str(self.folder)},
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=(1, toy.WORKERS), elastic_resize_monitor_interval_s=RESIZE_S),
+            run_config=RunConfig(
+                name="recovery",
+                storage_path=str(folder / "storage"),
+                checkpoint_config=CheckpointConfig(num_to_keep=2),
+                failure_config=FailureConfig(max_failures=-1),
+            ),
+        )
+
+    def start(self) -> None:
+        for _ in range(toy.WORKERS):
+            self.nodes.add()
+        threading.Thread(target=self.trainer.fit, daemon=True).start()
+
+    def marks(self) -> Sequence[Mark]:
+        return toy.read_marks(self.folder)
+
+    def last(self, rank: int) -> Mark:
+        """What the present worker of that rank wrote last."""
+        return [mark for mark in self.marks() if mark.rank == rank][-1]
+
+    def kill_process(self) -> None:
+        kill(self.last(toy.WORKERS - 1).pid)
+
+    def kill_node(self) -> None:
+        self.nodes.kill(self.last(toy.WORKERS - 1).node)
+
+    def add_node(self) -> None:
+        self.nodes.add()
+
+    def phases(self, killed_at: float) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.nodes.close()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from elastic.data.cursor import Cursor
 from elastic.errors import DataError
 from elastic.plan.batch import microbatch_of, rounds
+from storage.errors import Unavailable
 
 Batch = dict[str, Any]
 """Tensors by name, [microbatch, ...]."""
@@ -59,7 +60,10 @@ class Loader:
         self._unread: Iterator[Ids] = iter(())
 
     def microbatches(self, step: int, data_rank: int, data_ranks: int) -> Iterator[Round]:
-        """Every round of ``step`` for this rank of the world.  Raises :class:`DataError` for whatever the dataset raises."""
+        """Every round of ``step`` for this rank of the world.
+
+        Raises :class:`DataError` for whatever the dataset raises, but for :class:`Unavailable`: that is nobody's error.
+        """
         count = rounds(self._count, data_ranks)
         for round_ in range(count):
             if self._next != (step, round_, data_rank, data_ranks):
@@ -115,5 +119,7 @@ class Loader:
     def _read(self, ids: Ids) -> Batch:
         try:
             return self.dataset.read(ids)
+        except Unavailable:  # a store that does not answer, and not for want of patience: the platform's trouble, not the job's
+            raise
         except Exception as error:  # the user's dataset may raise anything, in a thread where nobody would see of which samples
             raise DataError(f"data.dataset: samples {list(ids)} cannot be read: {type(error).__name__}: {error}") from error

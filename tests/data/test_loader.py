@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Batch, Ids, Loader
 from elastic.errors import DataError
+from elastic.train.loop import classify
+from storage.errors import Unavailable
 
 pytestmark = pytest.mark.fast
 
@@ -25,7 +27,7 @@ class Numbers:
     """Sample i is the number i.  Notes what is read, and can be told to fail or to stand still at a sample."""
 
     def __init__(self, failing: frozenset[int] = frozenset(), slow: int | None = None) -> None:
-        self.failing, self.slow = set(failing), slow
+        self.failing, self.slow, self.down = set(failing), slow, False
         self.reads: list[Ids] = []
         self.readers: set[threading.Thread] = set()
         self.changed = threading.Condition()
@@ -48,6 +50,8 @@ class Numbers:
                 self.reads.append(ids)
                 self.readers.add(threading.current_thread())
                 self.changed.notify_all()
+            if self.down:
+                raise Unavailable("s3://bucket/tokens-00000.bin", "no answer after 6 attempts")
             bad = self.failing & set(ids)
             if bad:
                 raise OSError(f"sector {min(bad)}")
@@ -189,6 +193,15 @@ def test_what_the_dataset_raises_names_the_samples_where_they_are_used(prefetch:
         again = [batch for _, _, _, batch in loader.microbatches(2, 0, 1)]
         expected = [{"tokens": list(where.microbatch_ids(2, index, 2))} for index in range(6)]
         assert again == expected, "a failure that passes does no harm"
+
+
+def test_a_store_that_does_not_answer_is_no_error_of_the_jobs() -> None:
+    """The control is the test above: what the dataset raises by itself is the job's."""
+    dataset = Numbers()
+    dataset.down = True
+    with loading(dataset, cursor()) as loader, pytest.raises(Unavailable) as failed:
+        next(loader.microbatches(1, 0, 1))
+    assert classify(failed.value) == ("peer", "")
 
 
 def test_a_failure_ahead_of_what_is_used_is_nobodys_trouble() -> None:

@@ -55,7 +55,7 @@ IMPORTS = {
     "elastic.data.cursor": Row(),
     "elastic.data.tokenizer": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "tokenizers")),
     "elastic.data.tokens": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "torch")),
-    "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", *NAMES), ("numpy", "torch")),
+    "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", "storage.errors", *NAMES), ("numpy", "torch")),
     "elastic.probe": Row(("storage.*",)),
     "elastic.train": Row(
         (

@@ -21,6 +21,8 @@ from tests.support.unruly import App, Environ, Fault, Start, Unruly, dripping, l
 
 
 class TestSwift(Conformance):
+    rounds = 5
+
     @pytest.fixture
     def store(self, swift_bucket: S3) -> ObjectStore:
         return below(swift_bucket)
@@ -28,6 +30,8 @@ class TestSwift(Conformance):
 
 class TestSwiftInParts(Conformance):
     """Every object, the smallest too, goes up as parts and is completed."""
+
+    rounds = 2
 
     @pytest.fixture
     def store(self, swift_bucket: S3) -> ObjectStore:

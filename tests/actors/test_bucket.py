@@ -79,7 +79,8 @@ def test_killed_stopped_and_resumed_from_s3(swift: Swift, bucket: str, reference
     """
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
     fault = {"point": "save", "step": KILLED_AT, "world_rank": 1}
-    job = job_of(bucket, "s3", workers={"min": 1, "max": 2}, faults=[fault], data=data)
+    patience = {"grow_debounce_s": 8}  # the first world has both workers
+    job = job_of(bucket, "s3", workers={"min": 1, "max": 2}, faults=[fault], data=data, deadlines=patience)
     outage = Outage(swift)
     first = trial(job, outage)
     assert first.result.state == "Stopped", first.result

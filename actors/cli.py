@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,10 @@ def _stop(known: argparse.Namespace, _: list[str]) -> int:
     if coordinator is None:
         return 0
     ray.get(coordinator.stop.remote("elastic stop"))
-    return _watch(coordinator, once=False)
+    driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
+    code = _watch(coordinator, once=False, driver=driver)
+    coordinator.leave.remote(driver)
+    return code
 
 
 def _status(known: argparse.Namespace, _: list[str]) -> int:
@@ -178,14 +182,14 @@ def _status(known: argparse.Namespace, _: list[str]) -> int:
     return 0 if coordinator is None else _watch(coordinator, once=known.once)
 
 
-def _watch(coordinator: Any, once: bool) -> int:
+def _watch(coordinator: Any, once: bool, driver: str = "") -> int:
     """Where the run stands, and what happens to it until it is over."""
     import ray
 
     seen = 0
     while True:
         try:
-            view = ray.get(coordinator.view.remote(seen))
+            view = ray.get(coordinator.view.remote(seen, driver))
         except ray.exceptions.RayActorError:
             return 0
         if seen == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 import uuid
@@ -170,11 +171,13 @@ def _stop(known: argparse.Namespace, _: list[str]) -> int:
     coordinator = _coordinator(job)
     if coordinator is None:
         return 0
-    ray.get(coordinator.stop.remote("elastic stop"))
     driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
-    code = _watch(coordinator, once=False, driver=driver)
-    coordinator.leave.remote(driver)
-    return code
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        ray.get(coordinator.view.remote(0, driver))
+        ray.get(coordinator.stop.remote("elastic stop"))
+        _watch(coordinator, once=False, driver=driver)
+        ray.get(coordinator.leave.remote(driver))
+    return 0
 
 
 def _status(known: argparse.Namespace, _: list[str]) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -180,8 +182,13 @@ def _stop(known: argparse.Namespace, _: list[str]) -> int:
     coordinator = _coordinator(job)
     if coordinator is None:
         return 0
-    ray.get(coordinator.stop.remote("elastic stop"))
-    return _watch(coordinator, once=False)
+    driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        ray.get(coordinator.view.remote(0, driver))
+        ray.get(coordinator.stop.remote("elastic stop"))
+        _watch(coordinator, once=False, driver=driver)
+        ray.get(coordinator.leave.remote(driver))
+    return 0
 
 
 def _status(known: argparse.Namespace, _: list[str]) -> int:
@@ -189,14 +196,14 @@ def _status(known: argparse.Namespace, _: list[str]) -> int:
     return 0 if coordinator is None else _watch(coordinator, once=known.once)
 
 
-def _watch(coordinator: Any, once: bool) -> int:
+def _watch(coordinator: Any, once: bool, driver: str = "") -> int:
     """Where the run stands, and what happens to it until it is over."""
     import ray
 
     seen = 0
     while True:
         try:
-            view = ray.get(coordinator.view.remote(seen))
+            view = ray.get(coordinator.view.remote(seen, driver))
         except ray.exceptions.RayActorError:
             return 0
         if seen == 0:

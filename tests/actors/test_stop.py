@@ -186,6 +186,7 @@ def test_two_drivers(tmp_path: Path) -> None:
     again = train(tmp_path)
     again.until(lambda: (view := view_of("two")) is not None and view.state == "Running")
     again.process.send_signal(signal.SIGKILL)
+    assert again.process.wait(10) == -signal.SIGKILL
     ray.get(attach("two").stop.remote("a test asks for it"))
     third = train(tmp_path)  # while the run is stopping, or just has: it goes on from there
     assert third.wait() == 0, third.text

@@ -70,8 +70,7 @@ class Started:
                 env=ours | TUNED | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first},
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            )  # in the process group of the tests: whoever ends that ends the nodes too
 
     def says(self, pattern: str, deadline_s: float = 60) -> str:
         """What it printed that looks so."""

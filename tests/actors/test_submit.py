@@ -16,6 +16,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from elastic.report.ledger import ledger
 from elastic.report.story import StepLine
 from elastic.runs import Run
 from elastic.train.local import run_local
-from tests.support.chaos import Trial, Witness, assert_survived, exported_hash
+from tests.support.chaos import Trial, Witness, assert_survived, exported_hash, formed
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
 from tests.support.commands import ROOT, user_job, user_package
 from tests.support.processes import processes
@@ -214,7 +215,8 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     assert 1 <= act.stopped_at <= act.killed_at <= act.added_at < STEPS
     result = Result("Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name)
     chaos = Trial(job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
-    assert_survived(chaos, expected, victims=1, generations=4, lost_steps=0, tier="live")
+    struck = {"point": "forward", "kind": "SIGKILL", "world_rank": formed(Run.open(job).records())[0].members.index("w2")}  # from outside
+    assert_survived(replace(chaos, job=job.replace(faults=[struck])), expected, worlds=(2, 1, 2, 3), tiers=("init", "live", "live", "live"))
 
     homes = [act.homes[worker] for worker in ("w1", "w2", "w3", "w4")]
     assert homes[0] != homes[1] and homes[0] not in homes[2:], "two nodes"

@@ -15,7 +15,7 @@ def no_cluster_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_cluster(no_cluster_is_left: None, aws_config: Path) -> None:
+def local_cluster(no_cluster_is_left: None, aws_config: Path) -> Iterator[None]:
     """One Ray cluster on this machine for all of these tests, and for drivers that they start in other folders.
 
     A module that needs another cluster overrides this, and leaves both behind it: the next module starts a new one.
@@ -24,3 +24,4 @@ def local_cluster(no_cluster_is_left: None, aws_config: Path) -> None:
         patch.setenv("AWS_CONFIG_FILE", str(aws_config))  # what a node is allowed to use; nothing, until a test writes it
         patch.setenv("PYTHONPATH", str(ROOT))  # of the cluster's processes; where Elastic is installed nobody needs it
         cluster.connect("local")
+        yield

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -89,7 +90,8 @@ class Witness(threading.Thread):
                 continue
             counters = Counters(path, create=False)
             if counters["pid"]:
-                self.seen[worker] = Seen(worker, Watched(counters["pid"]), counters)
+                with suppress(ProcessLookupError):  # sent away before it was seen: a member of a world is there for longer
+                    self.seen[worker] = Seen(worker, Watched(counters["pid"]), counters)
 
     def close(self) -> None:
         self.done.set()

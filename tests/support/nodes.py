@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,9 +39,11 @@ class Node:
 @contextmanager
 def joined(folder: Path, *nodes: Node) -> Iterator[dict[str, str]]:
     """They join the cluster of this process, and leave it at the end.  Their ids, by name; what they print is in ``folder``."""
-    processes = {node.name: _started(folder, node) for node in nodes}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        _until(lambda: _alive().keys() >= processes.keys(), folder)
+        for node in nodes:  # one after the other: Ray gives a node 30 s to register, and starting one takes a core for five
+            processes[node.name] = _started(folder, node)
+            _until(lambda: _alive().keys() >= processes.keys(), folder)
         yield {name: _alive()[name] for name in processes}
     finally:
         for process in processes.values():
@@ -69,7 +71,10 @@ def _started(folder: Path, node: Node) -> subprocess.Popen[bytes]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """In good order, and what does not go in good order, by force."""
-    tree = [Watched(pid) for pid in children(process.pid)]
+    tree = []
+    for pid in children(process.pid):
+        with suppress(ProcessLookupError):
+            tree.append(Watched(pid))
     process.wait(DEADLINE_S)
     for each in tree:
         if each.running:

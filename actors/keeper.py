@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -38,6 +39,7 @@ class Keeper:
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
         self.stores: dict[int, Any] = {}
         self._closed = threading.Event()
+        threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while worlds wait
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 

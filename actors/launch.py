@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -56,8 +57,8 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
     from elastic.train.setup import preflight
 
     with Requests() as requests:
-        check_packages()
         if not local:
+            check_packages(Path.cwd())  # it comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
         checked = preflight(job)
         for sentence in checked.notes:

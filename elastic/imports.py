@@ -135,4 +135,6 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def _named(folder: Path, name: str) -> Sequence[Path]:
-    return [place for place in (folder / name, folder / f"{name}.py") if place.exists()]
+    """Packages and modules of that name; a folder without __init__.py comes after every package, wherever it is on the path."""
+    files = {folder / name: folder / name / "__init__.py", folder / f"{name}.py": folder / f"{name}.py"}
+    return [place for place, file in files.items() if file.exists()]

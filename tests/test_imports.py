@@ -79,7 +79,7 @@ def test_our_own_packages_are_ours() -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", ["elastic", "actors", "storage"])
-@pytest.mark.parametrize("form", ["{}/__init__.py", "{}/data.txt", "{}.py"])
+@pytest.mark.parametrize("form", ["{}/__init__.py", "{}.py"])
 def test_u8_a_working_folder_that_would_shadow_us_is_refused(tmp_path: Path, name: str, form: str) -> None:
     """U8: the path that offends is named, before any worker starts in that folder."""
     offender = tmp_path / form.format(name)
@@ -87,6 +87,19 @@ def test_u8_a_working_folder_that_would_shadow_us_is_refused(tmp_path: Path, nam
     offender.write_text("")
     with pytest.raises(CodeError, match=rf"{tmp_path}/{name}(\.py)? takes the place of Elastic's own package '{name}'.*rename it"):
         check_packages(tmp_path)
+
+
+@pytest.mark.fast
+def test_a_folder_of_data_shadows_nothing(tmp_path: Path) -> None:
+    """The control: without __init__.py it may have any name, and ours is found all the same."""
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "storage" / "data.txt").touch()
+    check_packages(tmp_path)
+    code = "import storage; print(storage.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == str(ROOT / "storage" / "__init__.py")
 
 
 @pytest.mark.parametrize("name", ["actors", "storage"])

@@ -54,7 +54,7 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
     a run only leaves it, unless no other is there; with ``on_driver_exit = "detach"`` the first one does so too.
     """
     from elastic.train.local import run_local
-    from elastic.train.setup import preflight
+    from elastic.train.preflight import preflight
 
     with Requests() as requests:
         if not local:

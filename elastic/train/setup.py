@@ -1,33 +1,25 @@
-"""What a worker makes of a job before its first plan: the user's code found and checked, the data opened, threads and kernels fixed."""
+"""What a worker makes of a job before its first plan: threads and kernels fixed, the user's code found, the data opened."""
 
 from __future__ import annotations
 
 import os
 import platform
 import traceback
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from torch import nn
 
 import elastic
 from elastic.control.builds import Build
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
-from elastic.engine.parallelize import sharding_table
-from elastic.errors import DataError, ElasticError, ModelError
+from elastic.errors import DataError, ElasticError
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
-from elastic.runs import Run
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
-from elastic.train.state import build_model
 from elastic.train.step import Session
-from storage.objects import ObjectStore
-from storage.selftest import check
+from storage.errors import Unavailable
 
 NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog must not end the process: recovery is ours
@@ -79,7 +71,7 @@ def _opened(job: Job) -> Dataset:
     kind = load(job.data.dataset)
     try:
         dataset: Dataset = kind(**job.data.args)
-    except ElasticError:
+    except (ElasticError, Unavailable):  # the second passes: a store that does not answer is nobody's error
         raise
     except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
         raise DataError(f"{_failed(job, error)}; mend it, or data.args = {job.data.args}") from error
@@ -111,46 +103,3 @@ def build_of(session: Session) -> Build:
         code=code_digest((job.model, job.loss, job.data.dataset)),
         data=_fingerprint(job, session.loader.dataset),
     )
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A job that can work: what it was checked with, and what its user should know, a sentence each."""
-
-    build: Build
-    notes: list[str]
-
-
-def preflight(job: Job) -> Checked:
-    """Everything about the user's parts that can be found out before a worker starts.
-
-    Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
-    """
-    model = build_model(job)
-    with TemporaryDirectory() as folder:
-        session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
-        build = build_of(session)
-        session.loader.close()
-    _check_vocabulary(model, session.loader.dataset)
-    check(ObjectStore.open(job.bucket), job.name)
-    Run.open(job).trains_on(build.data)
-    return Checked(build, [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])
-
-
-def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
-    """Where both say how many tokens they know: a token beyond the model's would end the first step in a worker's kernel."""
-    known, used = getattr(model, "vocab", None), getattr(dataset, "vocabulary", None)
-    if isinstance(known, int) and isinstance(used, int) and known < used:
-        raise ModelError(f"model_args.vocab = {known} is smaller than the vocabulary of the dataset, {used}; set it to {used} or more")
-
-
-def _wrapping(blocks: tuple[str, ...]) -> str:
-    """What is made of a model that does not say how it is to be split."""
-    match blocks:
-        case ():
-            what = "there is no ModuleList either, so the whole model is wrapped as one"
-        case (only,):
-            what = f"wraps {only}, the only child of the largest ModuleList, and the rest as one"
-        case (first, *_, last):
-            what = f"wraps {first} … {last}, the children of the largest ModuleList, and the rest as one"
-    return f"no sharding table: {what}; data parallel only"

@@ -13,7 +13,7 @@ from elastic.errors import DataError, JobError, ModelError
 from elastic.job import Job
 from elastic.report.story import StepLine
 from elastic.train.local import run_local
-from elastic.train.setup import preflight
+from elastic.train.preflight import preflight
 from tests.data.texts import write_texts
 from tests.support.chaos import exported_hash
 

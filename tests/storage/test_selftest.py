@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.train.setup import preflight
+from elastic.train.preflight import preflight
 from storage.errors import Unavailable
 from storage.objects import ObjectStore
 from storage.s3 import S3

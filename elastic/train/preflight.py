@@ -1,0 +1,64 @@
+"""What can be found out about a job before a worker starts: the driver's own look at the model, the loss, the data and the bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch import nn
+
+from elastic.control.builds import Build
+from elastic.data.loader import Dataset
+from elastic.engine.parallelize import sharding_table
+from elastic.errors import ModelError
+from elastic.job import Job
+from elastic.runs import Run
+from elastic.train.counters import Counters
+from elastic.train.setup import build_of, make_session
+from elastic.train.state import build_model
+from storage.objects import ObjectStore
+from storage.selftest import check
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A job that can work: what it was checked with, and what its user should know, a sentence each."""
+
+    build: Build
+    notes: list[str]
+
+
+def preflight(job: Job) -> Checked:
+    """Everything about the user's parts that can be found out before a worker starts.
+
+    Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
+    """
+    model = build_model(job)
+    with TemporaryDirectory() as folder:
+        session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+        build = build_of(session)
+        session.loader.close()
+    _check_vocabulary(model, session.loader.dataset)
+    check(ObjectStore.open(job.bucket), job.name)
+    Run.open(job).trains_on(build.data)
+    return Checked(build, [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])
+
+
+def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
+    """Where both say how many tokens they know: a token beyond the model's would end the first step in a worker's kernel."""
+    known, used = getattr(model, "vocab", None), getattr(dataset, "vocabulary", None)
+    if isinstance(known, int) and isinstance(used, int) and known < used:
+        raise ModelError(f"model_args.vocab = {known} is smaller than the vocabulary of the dataset, {used}; set it to {used} or more")
+
+
+def _wrapping(blocks: tuple[str, ...]) -> str:
+    """What is made of a model that does not say how it is to be split."""
+    match blocks:
+        case ():
+            what = "there is no ModuleList either, so the whole model is wrapped as one"
+        case (only,):
+            what = f"wraps {only}, the only child of the largest ModuleList, and the rest as one"
+        case (first, *_, last):
+            what = f"wraps {first} … {last}, the children of the largest ModuleList, and the rest as one"
+    return f"no sharding table: {what}; data parallel only"

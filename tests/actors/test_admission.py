@@ -5,7 +5,6 @@ The head has room for one worker and every other node for one, so all are asked.
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "shadow" / "storage").mkdir(parents=True)
     (tmp_path / "shadow" / "storage" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "mine")
-    for module in [name for name in sys.modules if name.split(".")[0] == CODE]:
-        monkeypatch.delitem(sys.modules, module)  # of the test before, from its folder
     return tmp_path
 
 

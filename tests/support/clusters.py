@@ -5,6 +5,7 @@ The nodes' Python has all that Elastic depends on, but not Elastic: that must co
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import urllib.request
 import venv
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +57,12 @@ def python_without_elastic(folder: Path) -> Path:
     return python
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class Started:
     """One ``ray start --block``: the process that its node's processes hang on."""
 
@@ -62,10 +70,12 @@ class Started:
         self.folder, self.output = folder, folder / "output"
         folder.mkdir()
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
+        self.agent_port = free_port()  # Ray's own choice is one for all nodes of a machine, and for those of the cluster before
         bin_first = f"{python.parent}{os.pathsep}{ours['PATH']}"
+        places = [f"--temp-dir={folder}/ray", f"--dashboard-agent-listen-port={self.agent_port}"]
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
-                [python, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={folder}/ray", *arguments],
+                [python, "-m", "ray.scripts.scripts", "start", "--block", *places, *arguments],
                 cwd=folder,
                 env=ours | TUNED | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first},
                 stdout=output,
@@ -80,6 +90,18 @@ class Started:
             time.sleep(0.05)
         return found[1] if found.groups() else found[0]
 
+    def has_an_agent(self, deadline_s: float = 60) -> None:
+        """Waits for the process that takes submitted jobs; it comes a little later than the rest."""
+        end = time.monotonic() + deadline_s
+        while True:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{self.agent_port}/api/local_raylet_healthz", timeout=5),
+            ):
+                return
+            assert time.monotonic() < end, self.output.read_text(errors="replace")
+            time.sleep(0.05)
+
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
@@ -90,12 +112,10 @@ class Nodes:
     def __init__(self, python: Path) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short: the paths of Unix sockets must be
         self.python, self.started = python, list[Started]()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        head = self._start("--head", "--port=0", "--include-dashboard=true", f"--dashboard-port={port}", "--num-cpus=0")
+        head = self._start("--head", "--port=0", "--include-dashboard=true", f"--dashboard-port={free_port()}", "--num-cpus=0")
         self.address = head.says(r"--address='([^']+)'")
         self.jobs = head.says(r"RAY_API_SERVER_ADDRESS='([^']+)'")
+        head.has_an_agent()
 
     def _start(self, *arguments: str) -> Started:
         memory = "--object-store-memory=80000000"
@@ -140,6 +160,7 @@ class Submitted:
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.environment["RAY_API_SERVER_ADDRESS"] = jobs
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self.environment['PATH']}"
+        places = [f"--temp-dir={folder}/ray", f"--dashboard-agent-listen-port={self.agent_port}"]
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=folder, env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

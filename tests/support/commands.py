@@ -29,6 +29,8 @@ def user_package(folder: Path, package: str) -> None:
 
     ``seen/<pid>`` gets a line for every microbatch: which samples, and the bits of the loss.
     """
+    for module in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[module]  # of another test, which gave its package the same name
     (folder / package).mkdir(parents=True)
     (folder / "seen").mkdir(exist_ok=True)
     (folder / package / "__init__.py").touch()

@@ -160,7 +160,6 @@ class Submitted:
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.environment["RAY_API_SERVER_ADDRESS"] = jobs
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self.environment['PATH']}"
-        places = [f"--temp-dir={folder}/ray", f"--dashboard-agent-listen-port={self.agent_port}"]
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=folder, env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

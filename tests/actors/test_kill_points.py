@@ -20,6 +20,9 @@ from tests.support.kills import FATAL, LAYOUTS, POINTS, SAMPLES, STEPS, Script, 
 from tests.support.toys import toy_job
 
 
+pytestmark = pytest.mark.timeout(240)
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The undisturbed run: one worker in this process, without Ray."""
@@ -39,7 +42,6 @@ def survives(script: Script, folder: Path, reference: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_kind_at_every_point(tmp_path: Path, reference: Any, layout: str, point: str) -> None:
@@ -48,7 +50,6 @@ def test_every_kind_at_every_point(tmp_path: Path, reference: Any, layout: str, 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_down_to_one_and_up_again(tmp_path: Path, reference: Any, layout: str, number: int) -> None:

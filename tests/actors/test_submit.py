@@ -39,7 +39,7 @@ from tests.support.commands import ROOT, user_job, user_package
 from tests.support.processes import processes
 
 STEPS = 60
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")]
 WATCHED = """
 import hashlib, json, os, sys, time
 from pathlib import Path
@@ -208,7 +208,7 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
         log = act.submitted.ray("logs", act.submitted.id)
         assert "SIGTERM: this command leaves, the run goes on" in log
         assert "stopped" in act.submitted.ray("status", act.submitted.id).lower()
-        assert_all_given_back(nodes, "mine", deadline_s=80)
+        assert_all_given_back(nodes, "mine", deadline_s=160)
     finally:
         witness.close()
     steps = ledger(Run.open(job).records())

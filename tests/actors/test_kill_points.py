@@ -19,7 +19,6 @@ from tests.support.chaos import Trial, assert_survived, assert_work, exported_ha
 from tests.support.kills import FATAL, LAYOUTS, POINTS, SAMPLES, STEPS, Script, again_and_again, down_and_up, perform
 from tests.support.toys import toy_job
 
-
 pytestmark = pytest.mark.timeout(240)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ settings.load_profile("elastic")
 
 _outcomes = pytest.StashKey[dict[str, str]]()
 _skipped = pytest.StashKey[list[str]]()
+_status = pytest.StashKey[int]()
 
 
 FAST = ("architecture", "control", "data", "plan", "sim")
@@ -65,8 +67,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config.stash[_skipped] += _skipped_whole(config)
     if config.stash[_skipped] and os.environ.get("CI"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    config.stash[_status] = int(session.exitstatus)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for nodeid in terminalreporter.config.stash[_skipped]:
         terminalreporter.write_line(f"SKIPPED, BUT MUST RUN IN CI: {nodeid}", red=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave at once.  One whole run in three ended, all tests passed and told, with a segmentation fault: a thread that outlived the
+    interpreter (Ray, torch, botocore and the servers of the tests all leave some) jumped into memory that was gone.  Commands that the
+    tests start are processes of their own, whose exit codes are checked, and which end as they do for users.
+    """
+    if _status in config.stash:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_status])

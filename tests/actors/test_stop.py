@@ -12,13 +12,12 @@ import pytest
 import ray
 
 from actors.cli import main
-from actors.coordinator import View
 from actors.launch import attach
 from elastic.job import Job
 from elastic.runs import Run
 from elastic.train.local import run_local
 from tests.support.chaos import exported_hash
-from tests.support.commands import Command, assert_no_actor_left
+from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.toys import toy_job
 
 STEPS = 80
@@ -38,14 +37,6 @@ def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
     job = toy_job(tmp_path_factory.mktemp("local"), name="local", steps=STEPS)
     assert run_local(job, lambda line: None)[0] == "Finished"
     return exported_hash(job)
-
-
-def view_of(name: str) -> View | None:
-    coordinator = attach(name)
-    try:
-        return ray.get(coordinator.view.remote()) if coordinator is not None else None
-    except ray.exceptions.RayActorError:
-        return None
 
 
 def reached(name: str, step: int) -> Callable[[], bool]:

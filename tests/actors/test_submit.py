@@ -26,7 +26,7 @@ import ray
 
 from actors import cluster
 from actors.coordinator import View
-from actors.launch import Result, attach
+from actors.launch import Result
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.ledger import ledger
@@ -35,7 +35,7 @@ from elastic.runs import Run
 from elastic.train.local import run_local
 from tests.support.chaos import Trial, Witness, assert_survived, exported_hash, formed
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
-from tests.support.commands import ROOT, user_job, user_package
+from tests.support.commands import ROOT, user_job, user_package, view_of
 from tests.support.processes import processes
 
 STEPS = 60
@@ -143,14 +143,6 @@ def reference(job: Job, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 def where(folder: Path) -> list[dict[str, Any]]:
     """What the user's loss says of each process that it ran in."""
     return [json.loads(file.read_text()) for file in sorted((folder / "project" / "seen").glob("where-*"))]
-
-
-def view_of(name: str) -> View | None:
-    coordinator = attach(name)
-    try:
-        return ray.get(coordinator.view.remote()) if coordinator is not None else None
-    except ray.exceptions.RayActorError:
-        return None
 
 
 def at_step(name: str, step: int) -> Any:

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +25,7 @@ import ray
 from ray.job_submission import JobSubmissionClient
 
 from actors import cluster
-from tests.support.processes import Process, processes
+from tests.support.processes import Process, free_ports, processes
 
 MARK = "NODE_OF_TEST"
 TUNED = {
@@ -57,12 +56,6 @@ def python_without_elastic(folder: Path) -> Path:
     return python
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class Started:
     """One ``ray start --block``: the process that its node's processes hang on."""
 
@@ -70,7 +63,7 @@ class Started:
         self.folder, self.output = folder, folder / "output"
         folder.mkdir()
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
-        self.agent_port = free_port()  # Ray's own choice is one for all nodes of a machine, and for those of the cluster before
+        (self.agent_port,) = free_ports(1)  # Ray's own choice is one for all nodes of a machine, and for those of the cluster before
         bin_first = f"{python.parent}{os.pathsep}{ours['PATH']}"
         places = [f"--temp-dir={folder}/ray", f"--dashboard-agent-listen-port={self.agent_port}"]
         with open(self.output, "wb") as output:
@@ -112,7 +105,7 @@ class Nodes:
     def __init__(self, python: Path) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short: the paths of Unix sockets must be
         self.python, self.started = python, list[Started]()
-        head = self._start("--head", "--port=0", "--include-dashboard=true", f"--dashboard-port={free_port()}", "--num-cpus=0")
+        head = self._start("--head", "--port=0", "--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}", "--num-cpus=0")
         self.address = head.says(r"--address='([^']+)'")
         self.jobs = head.says(r"RAY_API_SERVER_ADDRESS='([^']+)'")
         head.has_an_agent()

@@ -16,6 +16,8 @@ from pathlib import Path
 import ray
 
 from actors import cluster
+from actors.coordinator import View
+from actors.launch import attach
 from elastic.job import Job
 from elastic.train.counters import segment
 from tests.support.processes import Ended, frozen, wait_gone
@@ -167,6 +169,15 @@ class Command:
             each.kill()
         self.process.wait(10)
         return wait_gone(watched, 10)
+
+
+def view_of(name: str) -> View | None:
+    """Where the run ``name`` stands, if it lives in the cluster of this process."""
+    coordinator = attach(name)
+    try:
+        return ray.get(coordinator.view.remote()) if coordinator is not None else None
+    except ray.exceptions.RayActorError:
+        return None
 
 
 def assert_no_actor_left(name: str) -> None:

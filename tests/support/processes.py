@@ -11,6 +11,7 @@ import fcntl
 import os
 import select
 import signal
+import socket
 import struct
 import time
 from collections.abc import Iterable
@@ -170,6 +171,15 @@ def frozen(pid: int) -> list[Watched]:
             time.sleep(POLL_S)
         tree |= new
     return [Watched(each) for each in sorted(tree) if state(each) not in ENDED]
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
 
 
 def segments(prefix: str = "elastic-") -> list[str]:

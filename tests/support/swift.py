@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from tests.support.processes import free_ports
+
 KEY, SECRET = "test:tester", "testing"
 REGION = "us-east-1"
 START_S = 60.0
@@ -152,15 +154,6 @@ class Swift:
             (self.folder / f"{name}-server.conf").write_text(common + rest)
         ports = [f"{name}={self.ports[name]}" for name in SERVERS[:-1]]
         subprocess.run([sys.executable, "-W", "ignore", "-c", RINGS, str(self.folder), *ports], check=True, timeout=START_S)
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def listening(port: int) -> bool:

@@ -234,7 +234,8 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
     by_seat = {(each.generation, rank): member for each in generations for rank, member in enumerate(each.members)}
     fatal = {by_seat[fault.generation, fault.world_rank]: fault for fault in job.faults if fault.kind in ENDS}
     ends = {worker: how(witness.seen[worker].ended) for each in generations for worker in each.members}
-    assert ends == {worker: ENDS[fatal[worker].kind] if worker in fatal else LEFT for worker in ends}
+    expected = {worker: ENDS[fatal[worker].kind] if worker in fatal else LEFT for worker in ends}
+    assert ends == expected, {worker: (ends[worker], expected[worker]) for worker in ends if ends[worker] != expected[worker]}
     for worker, fault in fatal.items():
         final = witness.seen[worker].final
         assert final["generation"] == fault.generation, (fault, final)
@@ -244,7 +245,7 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
     last = generations[-1]
     for worker in last.members:
         final = witness.seen[worker].final
-        assert (final["pid"], final["generation"]) == (witness.seen[worker].process.pid, last.generation)
+        assert (final["pid"], final["generation"]) == (witness.seen[worker].process.pid, last.generation), (worker, final)
         assert final["updates_applied"] > 0
 
 

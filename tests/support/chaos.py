@@ -153,11 +153,14 @@ def samples(steps: dict[int, Outcome]) -> list[tuple[int, tuple[tuple[int, ...],
 
 
 ENDS = {
-    "SIGKILL": ("signal", signal.SIGKILL),
-    "SIGSEGV": ("signal", signal.SIGSEGV),
-    "exit": ("exit code", EXIT_CODE),
+    "SIGKILL": [("signal", signal.SIGKILL)],
+    "SIGSEGV": [("signal", signal.SIGSEGV)],
+    "exit": [("exit code", EXIT_CODE)],
+    "device_assert": [("signal", signal.SIGKILL), ("exit code", 1)],  # told to go by Ray, and by its keeper: whichever is first
 }
 """How the kernel says that the victim of a fault ended.  One of kind "exception" lives."""
+CAUSES = {"exception": "job", "device_assert": "device"}
+"""What the victim of a fault says of it, where it still can."""
 LEFT = ("exit code", 0)
 """In good order."""
 
@@ -234,8 +237,8 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
     by_seat = {(each.generation, rank): member for each in generations for rank, member in enumerate(each.members)}
     fatal = {by_seat[fault.generation, fault.world_rank]: fault for fault in job.faults if fault.kind in ENDS}
     ends = {worker: how(witness.seen[worker].ended) for each in generations for worker in each.members}
-    expected = {worker: ENDS[fatal[worker].kind] if worker in fatal else LEFT for worker in ends}
-    assert ends == expected, {worker: (ends[worker], expected[worker]) for worker in ends if ends[worker] != expected[worker]}
+    wrong = {worker: end for worker, end in ends.items() if end not in (ENDS[fatal[worker].kind] if worker in fatal else [LEFT])}
+    assert not wrong, (wrong, fatal)
     for worker, fault in fatal.items():
         final = witness.seen[worker].final
         assert final["generation"] == fault.generation, (fault, final)
@@ -250,18 +253,23 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
 
 
 def assert_exceptions(job: Job, witness: Witness, generations: Sequence[Formed], records: Sequence[Mapping[str, Any]]) -> None:
-    """Whoever raised says so, is fenced, and is a member of the next world, as the same process; of a save only the part is missing."""
+    """Whoever raised says so and is fenced; in the next world it is the same process, or it is replaced where its device is lost.
+
+    Of a save only the part is missing.
+    """
     events = [record["event"] for record in records]
     told = [event for event in events if event["$"] == "Broken" and event["cause"] != "peer"]
-    raised = [fault for fault in job.faults if fault.kind == "exception"]
+    raised = [fault for fault in job.faults if fault.kind in CAUSES]
     broke = [fault for fault in raised if fault.point != "save"]
-    expected = [(generations[fault.generation - 1].members[fault.world_rank], fault.generation, "job") for fault in broke]
-    assert [(event["worker"], event["generation"], event["cause"]) for event in told] == expected
-    assert all("InjectedError" in event["signature"] for event in told)
-    for worker, generation, _ in expected:
+    expected = [(generations[fault.generation - 1].members[fault.world_rank], fault.generation, CAUSES[fault.kind]) for fault in broke]
+    assert [(event["worker"], event["generation"], event["cause"]) for event in told] == expected, told
+    words = {"job": "InjectedError", "device": "device-side assert"}
+    assert all(words[event["cause"]] in event["signature"] for event in told), told
+    for worker, generation, cause in expected:
         assert any(event["$"] == "Fenced" and (event["worker"], event["generation"]) == (worker, generation) for event in events)
-        assert worker in generations[generation].members, "it is a member of the next world"
-        assert witness.seen[worker].final["generation"] > generation
+        goes_on = worker in generations[generation].members
+        assert goes_on == (cause == "job"), "who raised is a member of the next world, who lost its device is not"
+        assert not goes_on or witness.seen[worker].final["generation"] > generation
     lost_saves = [event for event in events if event["$"] == "SaveFailed" and "InjectedError" in event["reason"]]
     assert [event["version"]["generation"] for event in lost_saves] == [fault.generation for fault in raised if fault.point == "save"]
     saved = [event["version"] for event in events if event["$"] == "Saved"]

@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,13 +26,10 @@ import ray
 from actors import cluster
 from actors.coordinator import View
 from actors.launch import Result
-from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.ledger import ledger
-from elastic.report.story import StepLine
 from elastic.runs import Run
-from elastic.train.local import run_local
-from tests.support.chaos import Trial, Witness, assert_survived, exported_hash, formed
+from tests.support.chaos import Trial, Witness, alone, assert_survived, exported_hash, formed
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
 from tests.support.commands import ROOT, user_job, user_package, view_of
 from tests.support.processes import processes
@@ -127,17 +123,9 @@ def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
 
 
 def reference(job: Job, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What one process without Ray makes of the job: hash, losses, and by the cursor which samples each step consumes."""
+    """What one process without Ray makes of the job."""
     monkeypatch.syspath_prepend(folder / "project")
-    alone = job.replace(name="local", data={"dataset": job.data.dataset})
-    lines: list[StepLine] = []
-    assert run_local(alone, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
-    cursor = Cursor(96, job.global_batch, job.seed, job.data.sampling)
-    consumed = {
-        step: SimpleNamespace(samples=tuple(cursor.microbatch_ids(step, each, job.microbatch) for each in range(job.microbatches)))
-        for step in range(1, job.steps + 1)
-    }
-    return SimpleNamespace(hash=exported_hash(alone), losses=[line.loss for line in lines], ledger=consumed)
+    return alone(job.replace(name="local", data={"dataset": job.data.dataset}))
 
 
 def where(folder: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -19,12 +20,15 @@ import ray
 from actors import cluster
 from actors.launch import Result, attach, launch
 from elastic.control.commit import Outcome
+from elastic.data.cursor import Cursor
+from elastic.imports import load
 from elastic.job import Job
 from elastic.report.ledger import ledger
-from elastic.report.story import Line
+from elastic.report.story import Line, StepLine
 from elastic.runs import Run
 from elastic.train.counters import FIELDS, Counters, segment
 from elastic.train.faults import EXIT_CODE
+from elastic.train.local import run_local
 from tests.support.processes import Ended, Watched
 from tests.support.state_hash import state_hash
 
@@ -134,6 +138,18 @@ def trial(job: Job, act: Any = None, *, hash_it: bool = True) -> Trial:
         witness.close()
     steps = ledger(Run.open(job).records())
     return Trial(job, result, witness, lines, steps, exported_hash(job) if hash_it else "", [steps[step].loss for step in sorted(steps)])
+
+
+def alone(job: Job) -> Any:
+    """What one process without Ray makes of the job: hash, losses, and by the cursor which samples each step consumes."""
+    lines: list[StepLine] = []
+    assert run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
+    cursor = Cursor(len(load(job.data.dataset)(**job.data.args)), job.global_batch, job.seed, job.data.sampling)
+    due = {
+        step: SimpleNamespace(samples=tuple(cursor.microbatch_ids(step, each, job.microbatch) for each in range(job.microbatches)))
+        for step in range(1, job.steps + 1)
+    }
+    return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines], ledger=due)
 
 
 def exported_hash(job: Job) -> str:

@@ -29,7 +29,7 @@ from actors.launch import Result
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.runs import Run
-from tests.support.chaos import Trial, Witness, alone, assert_survived, exported_hash, formed
+from tests.support.chaos import Trial, Witness, alone, assert_survived, exported_hash, formed, samples
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
 from tests.support.commands import ROOT, user_job, user_package, view_of
 from tests.support.processes import processes
@@ -131,6 +131,12 @@ def reference(job: Job, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 def where(folder: Path) -> list[dict[str, Any]]:
     """What the user's loss says of each process that it ran in."""
     return [json.loads(file.read_text()) for file in sorted((folder / "project" / "seen").glob("where-*"))]
+
+
+def microbatches(folder: Path, *, ours: bool = False) -> list[str]:
+    """What the user's loss wrote down of each microbatch, in other processes than this one, or in this one."""
+    files = [file for file in (folder / "project" / "seen").iterdir() if file.name.isdigit()]
+    return [line for file in files if (file.name == str(os.getpid())) == ours for line in file.read_text().splitlines()]
 
 
 def at_step(name: str, step: int) -> Any:
@@ -278,8 +284,8 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     checkout = tmp_path / "project"
     left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, checkout, ignore=left_out)
-    job = project(tmp_path, "ours", None, steps=400, deadlines={"driver_s": 4})
-    expected = reference(job.replace(steps=400), tmp_path, "ours", monkeypatch)
+    job = project(tmp_path, "ours", None, steps=100, deadlines={"driver_s": 4})
+    expected = reference(job, tmp_path, "ours", monkeypatch)
     line = shlex.split(documented()[2])
     first = nodes.submit(checkout, line)
     first.until(at_step("ours", 2))
@@ -301,6 +307,47 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     assert third.wait() == 1, "Ray's word for every exit code but 0"
     assert "exit code 3" in third.ray("status", third.id)
     assert_all_given_back(nodes, "ours")
+    (checkout / "seen" / "hurry").touch()
     fourth = nodes.submit(checkout, line)
     assert fourth.wait() == 0, fourth.text
     assert exported_hash(job) == expected.hash
+
+
+@pytest.mark.must_run_in_ci
+def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
+    tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R7, H1: every process of the cluster is SIGKILLed at once, head and all; on a new one, of one node with room for one worker, the
+    line that was submitted there goes on from the newest good manifest.  The last test of this cluster."""
+    job = project(tmp_path, "again", wheel, workers={"min": 1, "max": 3}, checkpoint={"save_every": 2})
+    expected = reference(job, tmp_path, "again", monkeypatch)
+    line = shlex.split(documented()[0])
+    room = int(ray.cluster_resources()["CPU"])
+    first = nodes.submit(tmp_path / "project", line)
+    first.until(at_step("again", 5))
+    ray.shutdown()
+    ends = nodes.kill_everything()
+    first.process.kill()
+    # 1: it happened, inside the run, to everybody
+    assert len(ends) > 10 and {end.signal for end in ends} == {signal.SIGKILL}
+    newest = Run.open(job).newest()
+    assert newest is not None and 2 <= newest.step < STEPS - 1
+
+    (tmp_path / "project" / "seen" / "hurry").touch()
+    with Nodes(nodes.python, head_cpus=1) as others:
+        ray.init(others.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
+        again = others.submit(tmp_path / "project", line)
+        assert again.wait() == 0, again.text
+        assert_all_given_back(others, "again")  # 6
+        ray.shutdown()
+    # 2, R14: the bits, and each step once
+    steps = ledger(Run.open(job).records())
+    assert exported_hash(job) == expected.hash and [steps[step].loss for step in sorted(steps)] == expected.losses
+    assert samples(steps) == samples(expected.ledger)
+    # 4, 5: one world on each cluster, the second one from the bucket
+    worlds = [(len(each.members), each.tier, each.step) for each in formed(Run.open(job).records())]
+    assert worlds == [(room, "init", 0), (1, "bucket", newest.step)] and room > 1, worlds
+    # 3: what was committed after the save is done again, and the step that was in flight
+    work = microbatches(tmp_path)
+    assert set(work) == set(microbatches(tmp_path, ours=True))
+    assert len(work) <= (STEPS + 2 * job.checkpoint.save_every + 1) * job.microbatches

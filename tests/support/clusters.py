@@ -25,7 +25,7 @@ import ray
 from ray.job_submission import JobSubmissionClient
 
 from actors import cluster
-from tests.support.processes import Ended, Process, free_ports, frozen, processes, wait_gone
+from tests.support.processes import Ended, Process, free_ports, frozen, kill_all, processes, wait_gone
 
 MARK = "NODE_OF_TEST"
 TUNED = {
@@ -127,8 +127,7 @@ class Nodes:
     def kill_everything(self) -> list[Ended]:
         """SIGKILL every process of every node, frozen first so that none sees another die; how each ended."""
         watched = [each for node in self.started for each in frozen(node.process.pid)]
-        for each in watched:
-            each.kill()
+        kill_all(watched)
         ends = wait_gone(watched, 10)
         assert not (left := processes(f"{MARK}={self.folder}")), left
         return ends

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ray
 
-from tests.support.processes import Ended, Watched, children, frozen, wait_gone
+from tests.support.processes import Ended, Watched, children, frozen, kill_all, wait_gone
 
 DEADLINE_S = 90
 
@@ -45,8 +45,7 @@ class Joined(dict[str, str]):
     def cut_power(self, name: str) -> list[Ended]:
         """SIGKILL the node's raylet and all its processes, frozen first so that none sees another die; how each ended."""
         tree = frozen(self.processes[name].pid)
-        for each in tree:
-            each.kill()
+        kill_all(tree)
         return wait_gone(tree, DEADLINE_S)
 
 

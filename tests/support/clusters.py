@@ -35,7 +35,7 @@ TUNED = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_timeout_ms": "5000",  # a dead node refuses at once; one that is only slow, on a machine that is busy, is not dead
     "RAY_health_check_failure_threshold": "3",
 }
 ACTORS = re.compile(r"ray::(Coordinator|Worker|Keeper)\b")

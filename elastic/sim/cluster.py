@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Lost, NodeFound, NodeRefused, StartFailed
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
-from elastic.sim.faults import DELICATE_POINTS, Kind, Point
+from elastic.sim.faults import DELICATE_POINTS, FATAL, Kind, Point
 from elastic.sim.oracle import covers
 from elastic.sim.worker import Worker
 
@@ -206,7 +206,7 @@ class Cluster:
             self.clock.after(0.2 * self.rng.random(), self._strike_a_worker, self.rng.random() < 0.7)
         kind = self.rng.choice(self.weather.kinds)
         self.sim.tell(f"fault: {kind} of {worker.name} at {point}")
-        if kind.fatal:
+        if kind in FATAL:
             self.die(worker, kind)
         elif kind is Kind.SIGSTOP:
             worker.freeze(self.rng.expovariate(0.1) if self.rng.random() < 0.6 else None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic.ids import NodeId
 from elastic.sim.clock import Clock
-from elastic.sim.faults import Weather
+from elastic.sim.weather import Weather
 
 
 class Network:

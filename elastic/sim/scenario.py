@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from elastic.control.rules import Rules
 from elastic.plan.layout import LayoutRule
-from elastic.sim.faults import Weather
+from elastic.sim.weather import Weather
 
 ROWS = ((8,), (7, 3), (12, 5, 1))
 """Dim-0 lengths of the model's tensors: even, uneven and empty shards."""

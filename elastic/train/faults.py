@@ -86,5 +86,7 @@ def perform(kind: str) -> None:
             raise InjectedError("injected by the job's faults")
         case "exit":
             os._exit(EXIT_CODE)
+        case "device_assert":
+            torch._assert_async(torch.zeros((), device="cuda"))  # seen later, by whatever asks the device next
         case name:
             signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened

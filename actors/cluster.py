@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -58,7 +59,7 @@ def _leave_deaths_to_the_story() -> None:
         return
 
     def print_others(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        if not any(line.startswith("A worker died or was killed") for line in data.get("lines", ())):
+        if not any(line.startswith(("A worker died or was killed", "Task Coordinator.")) for line in data.get("lines", ())):
             printed(data, *arguments, **options)
 
     worker.print_to_stdstream = print_others
@@ -113,6 +114,16 @@ def reachable(address: str) -> bool:
     return True
 
 
+def named(prefix: str) -> dict[str, Any]:
+    """The actors that live under names with ``prefix``, by the rest of the name."""
+    found = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix):
+            with contextlib.suppress(ValueError):  # it has ended since
+                found[entry["name"].removeprefix(prefix)] = ray.get_actor(entry["name"], namespace=NAMESPACE)
+    return found
+
+
 def nodes() -> tuple[NodeId, ...]:
     """The nodes that are alive."""
     return tuple(sorted(NodeId(node["NodeID"]) for node in ray.nodes() if node["Alive"]))
@@ -136,6 +147,13 @@ def place(node: NodeId) -> str:
 def here() -> NodeId:
     """The node of this process."""
     return NodeId(ray.get_runtime_context().get_node_id())
+
+
+def steady_node() -> NodeId:
+    """Where a coordinator is best put: here, unless Ray's label ``ray.io/market-type`` says spot of this node, and not of another."""
+    alive = {node["NodeID"]: node.get("Labels", {}).get("ray.io/market-type", "") for node in ray.nodes() if node["Alive"]}
+    steady = [NodeId(node) for node, market in sorted(alive.items()) if market != "spot"]
+    return here() if here() in steady or not steady else steady[0]
 
 
 def host() -> str:

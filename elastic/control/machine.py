@@ -136,7 +136,7 @@ def _lost(turn: Turn, event: Lost) -> None:
     if event.worker not in run.workers and not expelled:
         return turn.refuse(f"{event.worker} is no worker of the run any more")
     membership.remove(turn, (event.worker,))
-    stopping.member_lost(turn, event.worker, f"{event.worker} is lost ({event.reason})")
+    stopping.member_lost(turn, event.worker, f"{event.worker} is lost ({event.reason})", certain=event.certain)
 
 
 def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
@@ -149,7 +149,7 @@ def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
 
 def _renewed(turn: Turn, event: Renewed) -> None:
     """It was granted, so it counts, even if the generation was fenced between the grant and this."""
-    turn.know(lease_until=max(turn.run.lease_until, turn.now + turn.rules.lease_s))
+    turn.know(lease_until=max(turn.run.lease_until, turn.now + turn.rules.lease_over_s))
 
 
 def _beat(turn: Turn, event: Beat) -> None:

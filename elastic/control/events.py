@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from elastic.control.builds import Build
 from elastic.control.commit import Outcome
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
 
 
@@ -208,6 +209,36 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
+class Recovered:
+    """A coordinator has taken over what the one before it left.  Its first event; the run before it was folded from the journal.
+
+    ``workers``, ``keepers``: whose actors it has found.  Each worker will say where it stands: ``Attached``, and again all that it has
+    said before and that may be lost.
+    """
+
+    incarnation: int
+    workers: tuple[WorkerId, ...]
+    keepers: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A worker has heard the new coordinator.  ``plan``: of the generation it is in; ``stepping``: it was told to go, so all were ready."""
+
+    worker: WorkerId
+    plan: Plan | None = None
+    stepping: bool = False
+
+
+@dataclass(frozen=True)
+class Stumbled:
+    """The coordinator could not handle an event.  ``what``: the event's name, the exception and its place, the same each time."""
+
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time went by."""
 
@@ -232,5 +263,8 @@ Event = (
     | Saved
     | SaveFailed
     | StopRequested
+    | Recovered
+    | Attached
+    | Stumbled
     | Tick
 )

@@ -11,9 +11,10 @@ permit.  So nothing depends on which event it was that completed the picture, or
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, forming, membership, settling, stepping, stopping
+from elastic.control import checkpoints, forming, membership, recovery, settling, stepping, stopping
 from elastic.control.actions import Exit, Form, Settle
 from elastic.control.events import (
+    Attached,
     Beat,
     Broken,
     Capacity,
@@ -27,6 +28,7 @@ from elastic.control.events import (
     NodeFound,
     NodeRefused,
     Ready,
+    Recovered,
     Renewed,
     Saved,
     SaveFailed,
@@ -34,6 +36,7 @@ from elastic.control.events import (
     StartFailed,
     StepDone,
     StopRequested,
+    Stumbled,
     Tick,
 )
 from elastic.control.health import observe
@@ -52,9 +55,12 @@ def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition
         turn.refuse(why)
         if run.over and isinstance(event, Joined):
             turn.do(Exit((event.worker,)))
+        if run.over and isinstance(event, Recovered):
+            turn.do(Exit(event.workers))
     else:
         _take(turn, event)
         if not turn.refused:
+            recovery.note_progress(turn, event)
             _go_on(turn)
     return turn.done()
 
@@ -105,6 +111,12 @@ def _take(turn: Turn, event: Event) -> None:
             checkpoints.save_failed(turn, event)
         case StopRequested():
             stopping.stop_requested(turn, event)
+        case Recovered():
+            recovery.recovered(turn, event)
+        case Attached():
+            recovery.attached(turn, event)
+        case Stumbled():
+            recovery.stumbled(turn, event)
         case Tick():
             pass
 

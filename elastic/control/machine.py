@@ -12,7 +12,7 @@ permit.  So nothing depends on which event it was that completed the picture, or
 from __future__ import annotations
 
 from elastic.control import checkpoints, forming, membership, recovery, settling, stepping, stopping
-from elastic.control.actions import Exit, Form, Settle
+from elastic.control.actions import Exit
 from elastic.control.events import (
     Attached,
     Beat,
@@ -66,8 +66,11 @@ def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition
 
 
 def must_be_durable(transition: Transition) -> bool:
-    """Must the record be durable before its actions?  It begins a generation, or settles the outcome of a step."""
-    return any(isinstance(action, Form | Settle) for action in transition.actions)
+    """Must the record be durable before its actions?
+
+    It begins a generation, settles the outcome of a step, says that a checkpoint counts, or ends the run.
+    """
+    return transition.durable
 
 
 def _take(turn: Turn, event: Event) -> None:

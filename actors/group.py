@@ -43,6 +43,8 @@ from storage.errors import StorageError
 STORE_DEADLINE_S = 10
 PROBE_DEADLINE_S = 60
 KEPT_CHECKPOINTS = 4
+NODE_DIED = "its node died"
+"""In Ray's view: behind a cut it may live."""
 
 
 class Group:
@@ -132,7 +134,7 @@ class Group:
                 self._pool.submit(self._not_made, worker, error)
             return
         reason = _why(error)
-        self.post(Lost(worker, reason) if worker in self.joined else StartFailed(worker, reason))
+        self.post(Lost(worker, reason, certain=reason != NODE_DIED) if worker in self.joined else StartFailed(worker, reason))
 
     def _not_made(self, worker: WorkerId, error: BaseException) -> None:
         """The process came up, but not what we are made of: another start on that node would end the same way."""
@@ -297,5 +299,5 @@ def _why(error: BaseException | None) -> str:
     if error is None:
         return "its process left"
     if isinstance(error, ray.exceptions.RayActorError):
-        return "its node died" if "node has died" in str(error) else "its process died"
+        return NODE_DIED if "node has died" in str(error) else "its process died"
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"

@@ -44,7 +44,7 @@ def _place(url: str) -> str:
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
 
-def _fault_word(vocabulary: Literal["Kind", "Point"]) -> Callable[[str], str]:
+def _fault_word(vocabulary: Literal["OWN_KINDS", "Point"]) -> Callable[[str], str]:
     def check(word: str) -> str:
         from elastic.sim import faults  # only jobs with faults need the simulator's vocabulary
 
@@ -159,7 +159,7 @@ class Fault(Part):
     world_rank: Annotated[int, Field(ge=0)] = 0
     generation: Positive = 1
     """Only there, so that the step done again by a later generation is spared."""
-    kind: Annotated[str, AfterValidator(_fault_word("Kind"))] = "SIGKILL"
+    kind: Annotated[str, AfterValidator(_fault_word("OWN_KINDS"))] = "SIGKILL"
 
 
 class Job(Part):

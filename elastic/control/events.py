@@ -31,10 +31,14 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """The worker's process is gone for good, seen by its node or by Ray: it can act no more."""
+    """The worker's process is gone for good, seen by its node or by Ray: it can act no more.
+
+    Not ``certain``: its whole node is taken for dead because nothing is heard of it; behind a cut it may live on for a while.
+    """
 
     worker: WorkerId
     reason: str
+    certain: bool = True
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ permit.  So nothing depends on which event it was that completed the picture, or
 from __future__ import annotations
 
 from elastic.control import checkpoints, forming, membership, recovery, settling, stepping, stopping
-from elastic.control.actions import Exit, Form, Settle
+from elastic.control.actions import Exit
 from elastic.control.events import (
     Attached,
     Beat,
@@ -66,8 +66,11 @@ def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition
 
 
 def must_be_durable(transition: Transition) -> bool:
-    """Must the record be durable before its actions?  It begins a generation, or settles the outcome of a step."""
-    return any(isinstance(action, Form | Settle) for action in transition.actions)
+    """Must the record be durable before its actions?
+
+    It begins a generation, settles the outcome of a step, says that a checkpoint counts, or ends the run.
+    """
+    return transition.durable
 
 
 def _take(turn: Turn, event: Event) -> None:
@@ -148,7 +151,7 @@ def _lost(turn: Turn, event: Lost) -> None:
     if event.worker not in run.workers and not expelled:
         return turn.refuse(f"{event.worker} is no worker of the run any more")
     membership.remove(turn, (event.worker,))
-    stopping.member_lost(turn, event.worker, f"{event.worker} is lost ({event.reason})")
+    stopping.member_lost(turn, event.worker, f"{event.worker} is lost ({event.reason})", certain=event.certain)
 
 
 def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
@@ -161,7 +164,7 @@ def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
 
 def _renewed(turn: Turn, event: Renewed) -> None:
     """It was granted, so it counts, even if the generation was fenced between the grant and this."""
-    turn.know(lease_until=max(turn.run.lease_until, turn.now + turn.rules.lease_s))
+    turn.know(lease_until=max(turn.run.lease_until, turn.now + turn.rules.lease_over_s))
 
 
 def _beat(turn: Turn, event: Beat) -> None:

@@ -45,7 +45,7 @@ def _forgive_the_silence(turn: Turn) -> None:
     run, now, rules = turn.run, turn.now, turn.rules
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s)
     saves = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves)  # the writers have what a manifest is made of
-    turn.know(watch=watch, saves=saves, lease_until=now + rules.lease_s if run.plan is not None else run.lease_until)
+    turn.know(watch=watch, saves=saves, lease_until=now + rules.lease_over_s if run.plan is not None else run.lease_until)
     match run.state:
         case Forming():
             turn.amend(deadline=now + rules.form_s)
@@ -64,7 +64,7 @@ def _forget_who_is_gone(turn: Turn, event: Recovered) -> None:
         membership.start_failed(turn, StartFailed(worker, "there is no such actor"))
     for worker in [worker for worker in run.workers if worker not in event.workers]:
         membership.remove(turn, (worker,))
-        stopping.member_lost(turn, worker, f"{worker} is lost (it was not found)")
+        stopping.member_lost(turn, worker, f"{worker} is lost (it was not found)", certain=False)
     for keeper in [keeper for keeper in run.keepers if keeper not in event.keepers]:
         membership.keeper_lost(turn, keeper)
     strangers = tuple(worker for worker in event.workers if worker not in run.workers and worker not in run.starting)
@@ -115,10 +115,10 @@ def _catch_up(turn: Turn, plan: Plan) -> None:
         line = lineage.extended(line, plan.version)
     cause = f"the journal ends in generation {run.generation}, but generation {plan.generation} was begun"
     pending = tuple(worker for worker in plan.members if worker in run.workers)
-    lost = tuple(worker for worker in plan.members if worker not in pending)
-    state = Stopping(plan, cause, False, pending, turn.now + turn.rules.fence_s, lost=lost)
+    unheard = tuple(worker for worker in plan.members if worker not in pending)
+    state = Stopping(plan, cause, False, pending, turn.now + turn.rules.fence_s, expelled=unheard)
     turn.know(generation=plan.generation, lineage=line, seats=plan.members, last=None, saves=())
-    turn.know(lease_until=turn.now + turn.rules.lease_s)
+    turn.know(lease_until=turn.now + turn.rules.lease_over_s)
     if isinstance(run.state, Stopping):
         turn.know(state=state)
     else:

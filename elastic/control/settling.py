@@ -170,6 +170,7 @@ def _stopped(turn: Turn) -> tuple[Stopped | Failed, str]:
 def end(turn: Turn, state: Finished | Stopped | Failed, sentence: str = "") -> None:
     """The run is over for everybody."""
     turn.to(state)
+    turn.durable = True
     turn.say(sentence or getattr(state, "reason", ""))
     if turn.run.workers:
         turn.do(Exit(tuple(turn.run.workers)))

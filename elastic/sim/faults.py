@@ -1,30 +1,107 @@
 """The vocabulary of faults, shared by the simulator and by real chaos runs (``job.faults``, ``actors/chaos.py``).
 
-A fault is a *kind* at a *point*: what happens to a process, and where in its work.  The strings are part of the job format.
+A fault is a value: what happens (``kind``), when (``at``, and perhaps only in a ``state`` or at a ``point`` of a worker's work), to
+which of those that are there (``target``), for how long and how badly.  A schedule is a tuple of them: drawn from a seed, written
+by hand as JSON, or made of a spot trace; what breaks a promise can be made smaller by leaving some of them out.
+The strings are part of the job format and of recorded schedules.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 
 class Kind(StrEnum):
-    """What happens to the process."""
+    """What happens, and to what; see :data:`VICTIM`."""
 
+    # to a worker's process
     SIGKILL = "SIGKILL"
+    SIGTERM = "SIGTERM"
     SIGSEGV = "SIGSEGV"
+    SIGABRT = "SIGABRT"
     SIGSTOP = "SIGSTOP"
-    """Stands still, sockets open: nobody is told.  May be thawed later: a zombie."""
+    """Stands still, sockets open: nobody is told.  With a duration it is thawed (SIGCONT): a zombie, if it was expelled meanwhile."""
     EXCEPTION = "exception"
     """The user's code raises, or ours: the process lives, and says so."""
     EXIT = "exit"
+    HELD_GIL = "held_gil"
+    """Its control thread answers nobody while the duration lasts; signals still work."""
+    MEMORY_HOG = "memory_hog"
+    """It takes memory until the kernel kills it."""
+    SLOW = "slow"
+    """Its work takes ``amount`` times as long: late is not dead."""
+    CLOCK_SKEW = "clock_skew"
+    """Its clock runs ``amount`` too fast (0.02: two per cent), or too slow where negative; leases are counted by it."""
+    # to a node
+    NODE_KILL = "node_kill"
+    """Power loss: its workers and its keeper are gone at once.  After the duration a new node joins in its place."""
+    NODE_FREEZE = "node_freeze"
+    """All its processes stand still, and go on after the duration as if nothing had been."""
+    NODE_ADD = "node_add"
+    """A node joins."""
+    NODE_MISFIT = "node_misfit"
+    """A node joins that does not see the bucket as the same place."""
+    PARTITION = "partition"
+    """No word between the node and the coordinator; its workers still reach their peers on other nodes."""
+    PARTITION_TO = "partition_to"
+    """One way: nothing reaches the node, what it says is heard."""
+    PARTITION_FROM = "partition_from"
+    """One way: the node hears everything, what it says is lost."""
+    PEER_PARTITION = "peer_partition"
+    """The node's workers reach no peer on another node; control goes on."""
+    KEEPER_KILL = "keeper_kill"
+    STORE_LOSS = "store_loss"
+    """The store of the present generation (of the next one where none is forming) cannot be reached, its keeper lives."""
+    # to all messages of control
+    DELAY = "delay"
+    """Up to ``amount`` seconds more for each message, so that they overtake each other."""
+    LOSS = "loss"
+    """A message is lost with chance ``amount``."""
+    DUPLICATE = "duplicate"
+    """A message comes twice, the second time late, with chance ``amount``."""
+    KILL_LOST = "kill_lost"
+    """A kill that the coordinator asks for does not happen, with chance ``amount``."""
+    # to the places that all depend on
+    BUCKET_DOWN = "bucket_down"
+    """A call to the bucket fails with chance ``amount``; 1: it is down."""
+    BUCKET_DAMAGE = "bucket_damage"
+    """The newest checkpoint can no longer be read."""
+    START_FAILURE = "start_failure"
+    """A worker that is asked for does not come up, with chance ``amount``."""
+    DROUGHT = "drought"
+    """``target`` of the workers' places are taken away for the duration, once they are free."""
+    # to the coordinator
+    COORDINATOR_KILL = "coordinator_kill"
+    """It is gone; after the duration it is started again."""
+    COORDINATOR_FREEZE = "coordinator_freeze"
+    """It stands still, is taken for dead and replaced, and goes on after the duration: two coordinators."""
+    COORDINATOR_CUT = "coordinator_cut"
+    """As COORDINATOR_FREEZE, but it is cut off and acts on meanwhile: two coordinators at once."""
+    COORDINATOR_CLOCK = "coordinator_clock"
+    """The clock of the next coordinator is ``amount`` seconds ahead of this one's."""
+    DISK_LOSS = "disk_loss"
+    """The next coordinator does not find the disk of this one: it starts on another node."""
 
-    @property
-    def fatal(self) -> bool:
-        """The process is gone."""
-        return self in (Kind.SIGKILL, Kind.SIGSEGV, Kind.EXIT)
+
+WORKER_KINDS = tuple(Kind)[: tuple(Kind).index(Kind.NODE_KILL)]
+NODE_KINDS = tuple(Kind)[len(WORKER_KINDS) : tuple(Kind).index(Kind.DELAY)]
+COORDINATOR_KINDS = tuple(Kind)[tuple(Kind).index(Kind.COORDINATOR_KILL) :]
+SHARED_KINDS = tuple(kind for kind in Kind if kind not in (*WORKER_KINDS, *NODE_KINDS, *COORDINATOR_KINDS))
+VICTIM: Mapping[Kind, str] = {
+    **dict.fromkeys(WORKER_KINDS, "worker"),
+    **dict.fromkeys(NODE_KINDS, "node"),
+    **dict.fromkeys(SHARED_KINDS, "all"),
+    **dict.fromkeys(COORDINATOR_KINDS, "coordinator"),
+}
+FATAL = frozenset({Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.EXIT, Kind.MEMORY_HOG})
+"""The worker's process is gone."""
+OWN_KINDS = (Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.SIGSTOP, Kind.EXCEPTION, Kind.EXIT)
+"""What a worker can do to itself at an exact point (``job.faults``)."""
 
 
 class Point(StrEnum):
@@ -47,60 +124,131 @@ class Point(StrEnum):
 DELICATE_POINTS = frozenset({Point.BEFORE_UPDATE, Point.IN_UPDATE})
 """Where members may differ in what they have applied."""
 
+STATES = ("Waiting", "Forming", "Running", "Stopping", "Finishing")
+"""In which a fault may wait to strike."""
+
 
 @dataclass(frozen=True)
-class Weather:
-    """How bad it is from ``since_s`` to ``until_s``.  Rates are per second of virtual time, chances per occasion."""
+class Fault:
+    """One entry of a schedule.  ``at``: seconds since the run began.  Where ``state`` or ``point`` is given, it strikes at the first such
+    occasion from then on, if there is one: the run is in that state, a worker passes that point of its work.
 
-    since_s: float = 0.0
-    until_s: float = 40.0
-    point_chance: float = 0.0
-    """That a worker suffers a fault at a point it passes; three times that at a delicate one."""
-    points: tuple[Point, ...] = tuple(Point)
-    """Where that may be."""
-    kinds: tuple[Kind, ...] = tuple(Kind)
-    loss_chance: float = 0.0
-    """That a message never arrives."""
-    late_chance: float = 0.0
-    duplicate_chance: float = 0.0
-    event_rate: float = 0.0
-    """Of ``calamities``, each of them as likely."""
-    calamities: tuple[str, ...] = ("kill", "kill", "freeze", "node", "keeper", "cut", "isolate", "drought")
-    """See ``Cluster.calamity``."""
-    start_failure_chance: float = 0.0
-    save_failure_chance: float = 0.0
-    store_failure_chance: float = 0.0
-    """That a generation's store cannot be reached although its keeper is alive."""
-    kill_lost_chance: float = 0.0
-    damage_chance: float = 0.0
-    """That a manifest cannot be read when it is needed."""
-    misfit_chance: float = 0.0
-    """That a node joins, beside others, which does not see the bucket as the same place."""
-    aftershock_chance: float = 0.0
-    """That a fault is followed by another one at once: faults have common causes."""
+    ``target``: the n-th of the living victims in order of their names, modulo their number; so a schedule means something on every
+    cluster, also with parts of it left out.  -1: all of them (all nodes of the present world, where the victim is a node).
+    ``duration_s``: None is for good.
+    """
 
-    @staticmethod
-    def drawn(rng: random.Random) -> Weather:
-        """One seed in ten is calm, the others from a drizzle to a storm."""
-        severity = rng.choice((0.0, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.0, 1.5, 2.5))
-        weather = Weather(since_s=rng.choice((0.0, 4.0)))  # half of them let a world form and step first
-        return weather.scaled(severity, until_s=rng.uniform(10.0, 50.0))
+    at: float
+    kind: Kind
+    target: int = 0
+    duration_s: float | None = None
+    amount: float = 0.0
+    state: str = ""
+    point: Point | None = None
 
-    def scaled(self, severity: float, until_s: float) -> Weather:
-        """The usual weather, made worse or milder."""
-        return replace(
-            self,
-            until_s=until_s,
-            point_chance=0.006 * severity,
-            loss_chance=0.01 * severity,
-            late_chance=0.03 * severity,
-            duplicate_chance=0.05 * severity,
-            event_rate=0.05 * severity,
-            start_failure_chance=min(0.15 * severity, 0.5),
-            save_failure_chance=min(0.15 * severity, 0.5),
-            store_failure_chance=min(0.05 * severity, 0.5),
-            kill_lost_chance=min(0.3 * severity, 0.8),
-            damage_chance=min(0.1 * severity, 0.3),
-            misfit_chance=min(0.4 * severity, 0.8),
-            aftershock_chance=min(0.2 * severity, 0.5),
-        )
+    def __str__(self) -> str:
+        number = {"all": "", "coordinator": ""}.get(VICTIM[self.kind], f" of {VICTIM[self.kind]} {self.target}")
+        parts = [f"{self.at:.2f} s: {self.kind}{number}"]
+        parts += [f"at {self.point}"] if self.point else []
+        parts += [f"while {self.state}"] if self.state else []
+        parts += [f"amount {self.amount:g}"] if self.amount else []
+        parts += [f"for {self.duration_s:.2f} s"] if self.duration_s is not None else []
+        return " ".join(parts)
+
+
+def to_json(faults: Iterable[Fault]) -> str:
+    """One line a fault, without what has its default value."""
+    lines = [json.dumps({f.name: v for f in fields(Fault) if (v := getattr(each, f.name)) != f.default}) for each in faults]
+    return "[" + ",\n ".join(lines) + "]\n"
+
+
+def from_json(text: str) -> tuple[Fault, ...]:
+    """Raises ValueError for a kind, point, state or field that is not in the vocabulary."""
+    return tuple(_fault(each) for each in json.loads(text))
+
+
+def _fault(entry: dict[str, Any]) -> Fault:
+    known = {field.name for field in fields(Fault)}
+    if unknown := sorted(entry.keys() - known):
+        raise ValueError(f"a fault has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    values = {**entry, "kind": Kind(entry["kind"]), "point": Point(entry["point"]) if entry.get("point") else None}
+    if entry.get("state", "") not in ("", *STATES):
+        raise ValueError(f"state = {entry['state']!r} must be one of {', '.join(STATES)}")
+    return Fault(**values)
+
+
+LASTING: Mapping[Kind, tuple[float, float]] = {
+    Kind.SIGSTOP: (1.0, 25.0),
+    Kind.HELD_GIL: (1.0, 15.0),
+    Kind.SLOW: (5.0, 20.0),
+    Kind.NODE_KILL: (1.0, 5.0),
+    Kind.NODE_FREEZE: (1.0, 25.0),
+    Kind.PARTITION: (2.0, 25.0),
+    Kind.PARTITION_TO: (2.0, 25.0),
+    Kind.PARTITION_FROM: (2.0, 25.0),
+    Kind.PEER_PARTITION: (2.0, 15.0),
+    Kind.KEEPER_KILL: (1.0, 6.0),
+    Kind.STORE_LOSS: (5.0, 20.0),
+    Kind.DELAY: (5.0, 20.0),
+    Kind.LOSS: (5.0, 20.0),
+    Kind.DUPLICATE: (5.0, 20.0),
+    Kind.KILL_LOST: (5.0, 30.0),
+    Kind.BUCKET_DOWN: (2.0, 15.0),
+    Kind.START_FAILURE: (2.0, 15.0),
+    Kind.DROUGHT: (5.0, 15.0),
+    Kind.COORDINATOR_KILL: (0.5, 8.0),
+    Kind.COORDINATOR_FREEZE: (2.0, 12.0),
+    Kind.COORDINATOR_CUT: (2.0, 12.0),
+}
+"""The kinds that last, and from how many to how many seconds :func:`draw` lets them; all others are done at once."""
+
+AMOUNTS: Mapping[Kind, tuple[float, float]] = {
+    Kind.SLOW: (1.5, 3.0),
+    Kind.CLOCK_SKEW: (-0.02, 0.02),
+    Kind.DELAY: (0.2, 3.0),
+    Kind.LOSS: (0.02, 0.3),
+    Kind.DUPLICATE: (0.05, 0.5),
+    Kind.KILL_LOST: (0.5, 1.0),
+    Kind.BUCKET_DOWN: (0.3, 1.2),
+    Kind.START_FAILURE: (0.3, 1.0),
+    Kind.COORDINATOR_CLOCK: (-20.0, 20.0),
+}
+"""The kinds that know more or less, and how much of it :func:`draw` gives them."""
+
+
+def draw(
+    seed: int | random.Random,
+    number: int,
+    span_s: float,
+    kinds: Sequence[Kind] = tuple(Kind),
+    *,
+    since_s: float = 0.0,
+    doubles: float = 0.25,
+    states: Sequence[str] = STATES,
+    points: Sequence[Point] = (),
+    for_good: float = 0.2,
+) -> tuple[Fault, ...]:
+    """A schedule of ``number`` faults between ``since_s`` and ``since_s + span_s``, the same for the same arguments.
+
+    ``kinds``: each entry as likely.  ``doubles``: the share of faults that come close upon another one, half of them in one of
+    ``states``: faults have common causes, and strike while the last one is being dealt with.  ``points``: where a fault of
+    ``OWN_KINDS`` may strike, delicate ones three times as likely; none: wherever the worker is.  ``for_good``: the share of stopped
+    workers that are never thawed.
+    """
+    rng = seed if isinstance(seed, random.Random) else random.Random(seed)
+    weights = [3 if point in DELICATE_POINTS else 1 for point in points]
+    faults: list[Fault] = []
+    for _ in range(number):
+        at, state, point = since_s + span_s * rng.random(), "", None
+        kind = rng.choice(kinds)
+        if faults and rng.random() < doubles:
+            at = min(rng.choice(faults).at + rng.expovariate(2.0), since_s + span_s)
+            state = rng.choice(states) if rng.random() < 0.5 else ""
+        if points and kind in OWN_KINDS and not state:
+            point = rng.choices(points, weights)[0]
+        shortest, longest = LASTING.get(kind, (0.0, 0.0))
+        lasts = longest and not (kind is Kind.SIGSTOP and rng.random() < for_good)
+        amount = rng.uniform(*AMOUNTS[kind]) if kind in AMOUNTS else 0.0
+        duration_s = round(rng.uniform(shortest, longest), 3) if lasts else None
+        faults.append(Fault(round(at, 3), kind, rng.randrange(8), duration_s, round(amount, 3), state, point))
+    return tuple(sorted(faults, key=lambda each: each.at))

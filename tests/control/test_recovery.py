@@ -211,7 +211,7 @@ def test_a_settlement_is_said_again_before_the_fence() -> None:
 
 def test_a_member_dies_with_the_coordinator() -> None:
     again = take_over(at_step(4, workers=3), "w2")
-    assert isinstance(again.run.state, Stopping) and again.run.state.lost == ("w2",)
+    assert isinstance(again.run.state, Stopping) and again.run.state.expelled == ("w2",)
     again.answer("w1", Version(4, 1), saw=4)
     again.answer("w3", Version(4, 1))
     assert again.generation == 2 and again.plan.members == ("w1", "w3") and again.plan.incarnation == 2
@@ -290,7 +290,7 @@ def test_deadlines_count_from_the_take_over() -> None:
 def test_leases_that_nobody_knows_of_are_waited_for() -> None:
     """The dead one may have granted them up to its last moment."""
     again = take_over(at_step(3))
-    assert again.run.lease_until == again.now + again.rules.lease_s
+    assert again.run.lease_until == again.now + again.rules.lease_over_s
 
 
 def test_a_manifest_is_asked_for_again() -> None:

@@ -17,10 +17,11 @@ from elastic.control.events import Lost
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding, covered
 from elastic.sim import Coverage, Scenario, Violation, coverage_table, run_many, simulate
-from elastic.sim.faults import Kind, Point, Weather
+from elastic.sim.faults import Kind, Point
 from elastic.sim.oracle import covers
 from elastic.sim.scenario import ROWS, small_rules
 from elastic.sim.simulation import EVENTS, STATES
+from elastic.sim.weather import Weather
 from storage.slices import Version
 
 pytestmark = pytest.mark.fast

@@ -68,7 +68,7 @@ def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition
 def must_be_durable(transition: Transition) -> bool:
     """Must the record be durable before its actions?
 
-    It begins a generation, settles the outcome of a step, says that a checkpoint counts, or ends the run.
+    It begins a generation, settles the outcome of a step, names workers, says that a checkpoint counts, or ends the run.
     """
     return transition.durable
 

@@ -70,8 +70,7 @@ def _forget_who_is_gone(turn: Turn, event: Recovered) -> None:
     strangers = tuple(worker for worker in event.workers if worker not in run.workers and worker not in run.starting)
     if strangers:
         turn.do(Kill(strangers, "nobody waits for them"))
-    numbers = [int(worker.lstrip("w")) for worker in strangers if worker.lstrip("w").isdigit()]
-    turn.know(next_worker=max([run.next_worker, *(number + 1 for number in numbers)]))
+    turn.know(next_worker=max([run.next_worker, *(membership.number_of(worker) + 1 for worker in strangers)]))
 
 
 def _settle_again(turn: Turn, there: tuple[WorkerId, ...]) -> None:

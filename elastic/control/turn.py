@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.control.actions import Action, Form, Settle
+from elastic.control.actions import Action, Form, Settle, StartWorkers
 from elastic.control.rules import Rules
 from elastic.control.states import ALLOWED, RunState, State
 from elastic.ids import WorkerId
@@ -61,7 +61,7 @@ class Turn:
 
     def do(self, action: Action) -> None:
         self.actions.append(action)
-        self.durable |= isinstance(action, Form | Settle)
+        self.durable |= isinstance(action, Form | Settle | StartWorkers)
 
     def say(self, sentence: str) -> None:
         self.reasons.append(sentence)

@@ -87,7 +87,7 @@ class Coordinator:
         self.state: RunState = replace(self.run.standing(incarnation, time.time()), reference=reference)
         folder = Path(tempfile.gettempdir()) / "elastic" / self.token
         self.recorded = self.state
-        self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.state, elastic.__version__))
+        self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.state, elastic.__version__, self.rules))
         self.story = Story(job.steps)
         self.group = Group(job, self.run, self.token, context.current_actor, search_path, self.post_local)
         self.reason = ""
@@ -187,7 +187,9 @@ class Coordinator:
         if worth_recording(event, before, transition):
             record = codec.record(self.journal.next, now, event, self.recorded, transition)
             self.recorded = transition.run
-            self.journal.append(record, codec.snapshot(transition.run, elastic.__version__), durable=must_be_durable(transition))
+            self.journal.append(
+                record, codec.snapshot(transition.run, elastic.__version__, self.rules), durable=must_be_durable(transition)
+            )
         for action in transition.actions:
             self.group.perform(action)
         self._tell(now, event, before, transition.reason)

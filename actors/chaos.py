@@ -305,19 +305,3 @@ class Chaos:
 
 def _plain(fault: Fault) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, str) else value for name, value in asdict(fault).items() if value not in (None, "")}
-
-
-def minimised(faults: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """A part of ``faults`` with which ``fails`` is still true, and with none of them left out any more (delta debugging, Zeller 1999)."""
-    left, parts = list(faults), 2
-    while len(left) > 1:
-        size = -(-len(left) // parts)
-        cuts = [left[:begin] + left[begin + size :] for begin in range(0, len(left), size)]
-        smaller = next(filter(fails, cuts), None)
-        if smaller is not None:
-            left, parts = smaller, max(parts - 1, 2)
-        elif size == 1:
-            break
-        else:
-            parts = min(2 * parts, len(left))
-    return tuple(left)

@@ -16,6 +16,8 @@ EXIT_CODE = 17
 """Of a fault of kind "exit": nobody else's."""
 
 
+HELD_S = 600.0
+"""Of a fault of kind "held_gil" that says no duration: longer than anybody waits."""
 HOG_BYTES = 256 * 2**20
 """What a memory hog takes; then it ends as the kernel would end it.  Never so much that others on the machine suffer."""
 PAGE_BYTES = 4096
@@ -96,6 +98,10 @@ def perform(kind: str) -> None:
             raise InjectedError("injected by the job's faults")
         case "exit":
             os._exit(EXIT_CODE)
+        case "held_gil":
+            hold_the_gil(HELD_S)
+        case "memory_hog":
+            hog()
         case name:
             signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened
 

@@ -46,11 +46,10 @@ class Hosts:
         pid = os.getpid()
         self.names = [f"h{pid}-{host}" for host in range(self.number)]
         self.subnet = f"10.{100 + pid % 100}.{pid // 100 % 250}"
-        self.raylets: list[subprocess.Popen[bytes]] = []
+        self.raylets: dict[int, subprocess.Popen[bytes]] = {}
         self.wire = subprocess.Popen(
             [sys.executable, "-m", "tests.support.wire", *self.names], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.nodes: list[str] = []
 
     def __enter__(self) -> Self:
         try:
@@ -118,7 +117,24 @@ class Hosts:
             _node_ip_address=self.address(0),
         )
         for host in range(1, self.number):  # one after the other: starting one takes a core for five seconds
-            self._ray(host, f"--address={self.address(0)}:6399", f"--num-cpus={self.cpus}")
+            self.join(host)
+            self._until(lambda host=host: self.node(host) is not None)  # type: ignore[misc]
+
+    def join(self, host: int) -> None:
+        """Start its raylet, for the first time or after the cluster gave up the one before."""
+        self._ray(host, f"--address={self.address(0)}:6399", f"--num-cpus={self.cpus}")
+
+    def left(self, host: int) -> bool:
+        """Whether its raylet has ended, as one does that the cluster has given up once it hears of it."""
+        return self.raylets[host].poll() is not None
+
+    def rejoin(self) -> None:
+        """Whoever has left, or has been given up: to be as it was for the next test."""
+        self.mend()
+        for host in range(1, self.number):
+            self._until(lambda host=host: self.node(host) is not None or self.left(host))  # type: ignore[misc]
+            if self.left(host):
+                self.join(host)
             self._until(lambda host=host: self.node(host) is not None)  # type: ignore[misc]
 
     def _ray(self, host: int, *arguments: str) -> None:
@@ -127,13 +143,11 @@ class Hosts:
         places = [f"--node-ip-address={self.address(host)}", f"--temp-dir={self.folder}/{host}"]
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with open(self.folder / f"host-{host}.log", "wb") as output:
-            self.raylets.append(
-                subprocess.Popen(
-                    [*inside, *ray_start, *places, *arguments],
-                    env=ours | TUNED | {"PYTHONPATH": str(ROOT), MARK: str(self.folder)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+            self.raylets[host] = subprocess.Popen(
+                [*inside, *ray_start, *places, *arguments],
+                env=ours | TUNED | {"PYTHONPATH": str(ROOT), MARK: str(self.folder)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
 
     def node(self, host: int) -> str | None:
@@ -145,12 +159,12 @@ class Hosts:
         until = time.monotonic() + DEADLINE_S
         while not true():
             logs = "\n".join(log.read_text(errors="replace") for log in self.folder.glob("host-*.log"))
-            assert time.monotonic() < until and all(each.poll() is None for each in self.raylets), logs
+            assert time.monotonic() < until and self.raylets[0].poll() is None, logs
             time.sleep(0.05)
 
     def close(self) -> None:
         ray.shutdown()
-        for raylet in reversed(self.raylets):
+        for raylet in reversed(self.raylets.values()):
             raylet.send_signal(signal.SIGTERM)
         until = time.monotonic() + 10
         while left := processes(f"{MARK}={self.folder}"):
@@ -158,10 +172,10 @@ class Hosts:
                 for process in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
-            for raylet in self.raylets:
+            for raylet in self.raylets.values():
                 raylet.poll()
             time.sleep(0.05)
-        for raylet in self.raylets:
+        for raylet in self.raylets.values():
             raylet.wait(10)
         assert self.wire.stdin is not None
         self.wire.stdin.close()

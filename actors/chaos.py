@@ -280,9 +280,10 @@ class Chaos:
         return cluster.nodes()
 
     def _spared(self) -> set[NodeId | None]:
-        """Without the head there is no cluster, and without this process no chaos."""
+        """Without the head there is no cluster, without this process no chaos; the coordinator dies by a fault of its own kind."""
         heads = {NodeId(each["NodeID"]) for each in ray.nodes() if "node:__internal_head__" in each["Resources"]}
-        return {*heads, cluster.here()}
+        coordinator = attach(self.job.name)
+        return {*heads, cluster.here(), cluster.node_of(coordinator) if coordinator is not None else None}
 
     def _keeper(self, view: View, node: NodeId) -> Any:
         try:

@@ -194,7 +194,9 @@ def judge(storm: Storm, reference: Job) -> dict[str, Any]:
         "a sample was not used exactly once": used == list(range(job.global_batch * job.steps)),
         f"work {work} beyond {bound}": job.steps * job.microbatches <= work <= bound,
         f"ends {ends}": all(ended == expected for ended, expected in ends),
-        "steps were done again without a bucket": all(w.redone <= (2 * SAVE_EVERY if w.tier == "bucket" else 0) for w in worlds),
+        "steps were done again without a bucket": all(
+            w.redone <= (2 * job.checkpoint.save_every if w.tier == "bucket" else 0) for w in worlds
+        ),
         "bytes from a bucket that no world began from": (witness.total("healed_bucket_bytes") > 0) == bucket,
         "this version decides otherwise": not [each for each in differences(segments, "") if each.what != "reason"],
         "a process is left": all(not seen.process.running for seen in witness.seen.values()),

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import cluster
 from actors.coordinator import View
 from actors.launch import attach
-from elastic.ids import NodeId
+from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.sim.faults import VICTIM, Fault, Kind
 from elastic.train.counters import Counters, segment
@@ -123,7 +123,10 @@ def _tree(root: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that was performed, or (``failed``: why) could not be.  ``at``: wall clock; state, generation and step: of the run then."""
+    """A fault that was performed, or (``failed``: why) could not be.
+
+    ``at``: wall clock; ``victim``: several are joined by commas; ``generation``, ``step``: where the (last) victim was then.
+    """
 
     number: int
     at: float
@@ -213,9 +216,11 @@ class Chaos:
             if fault.kind in self.also:
                 victim = self.also[fault.kind](fault, view)
             elif VICTIM[fault.kind] == "worker":
-                victim, hand = self._worker(fault, view)
-                pid, generation, step = ray.get(hand.stands.remote(view.token, victim), timeout=CALL_S)
-                self._at_worker(fault, view, victim, hand, pid)
+                for worker in self._workers(fault, view):
+                    hand = self._hand(NodeId(view.workers[worker]))
+                    pid, generation, step = ray.get(hand.stands.remote(view.token, worker), timeout=CALL_S)
+                    self._at_worker(fault, view, worker, hand, pid)
+                    victim = f"{victim},{worker}" if victim else worker
             else:
                 victim, pid = self._elsewhere(fault, view)
         except (ray.exceptions.RayError, OSError, LookupError) as error:
@@ -244,14 +249,14 @@ class Chaos:
             coordinator = attach(self.job.name)
             return "the coordinator", self._end(coordinator)
         if fault.kind is Kind.STORE_LOSS:
-            nodes = [node for node in self._nodes() if self._keeper(view, node) is not None]
+            nodes = [node for node in cluster.nodes() if self._keeper(view, node) is not None]
             ray.get([self._keeper(view, node).close_store.remote(view.generation) for node in nodes], timeout=CALL_S)
             return f"the store of generation {view.generation}", 0
         if fault.kind is Kind.KEEPER_KILL:
-            nodes = [node for node in self._nodes() if self._keeper(view, node) is not None]
+            nodes = [node for node in cluster.nodes() if self._keeper(view, node) is not None]
             node = nodes[fault.target % len(nodes)] if nodes else NodeId("")
             return (f"the keeper of node {node[:8]}", self._end(self._keeper(view, node))) if node else ("", 0)
-        nodes = [node for node in self._nodes() if node not in self._spared()]
+        nodes = [node for node in cluster.nodes() if node not in self._spared()]
         if not nodes:
             return "", 0
         node = nodes[fault.target % len(nodes)]
@@ -271,13 +276,9 @@ class Chaos:
         ray.get(self._hand(node).signal.remote(pid, "SIGKILL"), timeout=CALL_S)
         return pid
 
-    def _worker(self, fault: Fault, view: View) -> tuple[str, Any]:
+    def _workers(self, fault: Fault, view: View) -> list[WorkerId]:
         names = sorted(view.workers)
-        worker = names[fault.target % len(names)]
-        return worker, self._hand(NodeId(view.workers[worker]))
-
-    def _nodes(self) -> tuple[NodeId, ...]:
-        return cluster.nodes()
+        return names if fault.target < 0 else [names[fault.target % len(names)]]
 
     def _spared(self) -> set[NodeId | None]:
         """Without the head there is no cluster, without this process no chaos; the coordinator dies by a fault of its own kind."""

@@ -120,6 +120,7 @@ class Cut:
         if self.enough(view):
             self.before_mending = counters(witness)
             self.hosts.mend()
+            self.hosts.thaw()
             self.phase = "mended"
 
     def mended(self, witness: Witness, view: View) -> None:
@@ -143,12 +144,14 @@ def gated(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 @pytest.mark.must_run_in_ci
-def test_the_side_without_the_coordinator_commits_nothing_and_ends(tmp_path: Path, hosts: Hosts, reference: str) -> None:
-    """R9, R10: a worker and its host are cut off; the other trains on beside the coordinator; the cut one is a zombie until the network is
-    back, when it is gone before it has applied, saved or said anything more."""
+@pytest.mark.parametrize("way", ["cut", pytest.param("frozen", marks=pytest.mark.full)])
+def test_the_side_without_the_coordinator_commits_nothing_and_ends(tmp_path: Path, hosts: Hosts, reference: str, way: str) -> None:
+    """R9, R10: a worker and its host are cut off, or stand still; the other trains on beside the coordinator.  The one is a zombie until
+    the network is back, or until it thaws, when it is gone before it has applied, saved or said anything more."""
     gate, gates = gated(tmp_path)
-    script = Cut(hosts, gate, hosts.cut, lambda view: view.generation == 2 and view.step >= script.at + 6)
-    chaos = trial(job_of(tmp_path, "cut", gates), script)
+    lose = hosts.cut if way == "cut" else hosts.freeze
+    script = Cut(hosts, gate, lose, lambda view: view.generation == 2 and view.step >= script.at + 6)
+    chaos = trial(job_of(tmp_path, way, gates), script)
     assert_same(chaos, reference)
     zombie, other = (chaos.witness.seen[script.homes[host]] for host in (script.victim, 3 - script.victim))
     worlds = formed(Run.open(chaos.job).records())

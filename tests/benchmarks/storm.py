@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +36,7 @@ from elastic.report.ledger import ledger
 from elastic.report.replay import differences
 from elastic.report.story import Line, Sentence
 from elastic.runs import Run
-from elastic.sim.faults import Kind, draw
+from elastic.sim.faults import Fault, Kind, draw
 from elastic.train.counters import segment
 from elastic.train.local import run_local
 from storage import journal
@@ -63,6 +63,8 @@ MIX: Mapping[Kind, int] = {
     Kind.STORE_LOSS: 1,
 }
 """Which kinds, and how often beside each other."""
+ALL_DIE_EVERY = 60
+"""After so many faults all workers die at once, for what happens where nobody is left."""
 PACE_S = 3.5
 STEPS_A_FAULT = 10
 SAVE_EVERY = 20
@@ -131,7 +133,8 @@ def rage(folder: Path, seed: int, number: int, pace_s: float) -> Storm:
         nodes.add(cpus=WORKERS // NODES)
     job = job_of(folder, "storm", number, pace_s=0.17)
     kinds = [kind for kind, share in MIX.items() for _ in range(share)]
-    faults = draw(seed, 2 * number, 2 * number * pace_s, kinds, since_s=0.0)  # more than needed: some find nobody, or no such state
+    faults = list(draw(seed, 2 * number, 2 * number * pace_s, kinds, states=STATES[:-1]))  # more than needed: some find nobody
+    faults += [Fault(at * pace_s, Kind.SIGKILL, -1) for at in range(ALL_DIE_EVERY, number, ALL_DIE_EVERY)]
     chaos = Chaos(job, faults, tell)
     storm = Storm(job, chaos, Witness(job.name), number)
     training = threading.Thread(target=storm.train, daemon=True)
@@ -184,7 +187,7 @@ def judge(storm: Storm, reference: Job) -> dict[str, Any]:
     worlds, steps = formed(records), ledger(records)
     work, again = witness.total("microbatches_run"), sum(each.redone for each in worlds)
     bound = (job.steps + again + len(strikes)) * job.microbatches
-    ends = Counter(_end_of(witness, strike) for strike in strikes if strike.fault["kind"] in ENDS)
+    ends = Counter(end for strike in strikes if strike.fault["kind"] in ENDS for end in _ends_of(witness, strike))
     used = sorted(number for _, ids in samples(steps) for part in ids for number in part)
     bucket = any(world.tier == "bucket" for world in worlds)
     promises = {
@@ -224,12 +227,13 @@ def _kinds(strikes: Iterable[Strike]) -> list[str]:
 ENDS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGABRT": signal.SIGABRT, "memory_hog": signal.SIGKILL}
 
 
-def _end_of(witness: Witness, strike: Strike) -> tuple[str, str]:
-    """How the victim ended by the kernel's word, and how it should have; what was dying already, or is killed meanwhile, by SIGKILL."""
-    seen = witness.seen.get(strike.victim)
-    ended = seen.ended.signal if seen is not None and seen.ended is not None else None
+def _ends_of(witness: Witness, strike: Strike) -> Iterator[tuple[str, str]]:
+    """How each victim ended by the kernel's word, and how it should have; what was killed first, or meanwhile, by SIGKILL."""
     expected = ENDS[strike.fault["kind"]]
-    return (expected.name if ended in (expected, signal.SIGKILL) else str(ended), expected.name)
+    for worker in strike.victim.split(","):
+        seen = witness.seen.get(worker)
+        ended = seen.ended.signal if seen is not None and seen.ended is not None else None
+        yield (expected.name if ended in (expected, signal.SIGKILL) else str(ended), expected.name)
 
 
 def table(found: Mapping[str, Any]) -> str:

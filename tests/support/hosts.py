@@ -26,7 +26,7 @@ import ray
 from actors import cluster
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
-from tests.support.processes import processes
+from tests.support.processes import Watched, frozen, processes
 
 MTU = 9000
 DEADLINE_S = 60.0
@@ -47,6 +47,7 @@ class Hosts:
         self.names = [f"h{pid}-{host}" for host in range(self.number)]
         self.subnet = f"10.{100 + pid % 100}.{pid // 100 % 250}"
         self.raylets: dict[int, subprocess.Popen[bytes]] = {}
+        self.ice: list[Watched] = []
         self.wire = subprocess.Popen(
             [sys.executable, "-m", "tests.support.wire", *self.names], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -93,6 +94,16 @@ class Hosts:
     def mend(self) -> None:
         self.weather()
 
+    def freeze(self, host: int) -> None:
+        """All its processes stand still, until ``thaw``."""
+        self.ice += frozen(self.raylets[host].pid)
+
+    def thaw(self) -> None:
+        for process in self.ice:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill(signal.SIGCONT)
+        self.ice.clear()
+
     # ---- the cluster
 
     def _start(self) -> None:
@@ -131,6 +142,7 @@ class Hosts:
     def rejoin(self) -> None:
         """Whoever has left, or has been given up: to be as it was for the next test."""
         self.mend()
+        self.thaw()
         for host in range(1, self.number):
             self._until(lambda host=host: self.node(host) is not None or self.left(host))  # type: ignore[misc]
             if self.left(host):
@@ -163,15 +175,12 @@ class Hosts:
             time.sleep(0.05)
 
     def close(self) -> None:
+        """Without asking: nothing of it is to be kept, and Ray takes ten seconds to end a node in good order."""
         ray.shutdown()
-        for raylet in reversed(self.raylets.values()):
-            raylet.send_signal(signal.SIGTERM)
-        until = time.monotonic() + 10
         while left := processes(f"{MARK}={self.folder}"):
-            if time.monotonic() > until:
-                for process in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGKILL)
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
             for raylet in self.raylets.values():
                 raylet.poll()
             time.sleep(0.05)

@@ -1,9 +1,10 @@
-"""The command ``elastic``: train, status, stop, logs, simulate, data prepare | show, checkpoint ls | verify | export."""
+"""The command ``elastic``: train, status, stop, logs, replay, chaos, simulate, data prepare | show, checkpoint ls | verify | export."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import sys
 import time
 import uuid
@@ -15,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic.errors import STOPPED, ElasticError, PlatformGaveUp
+import elastic
+from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line, StepLine
 from storage.errors import StorageError
@@ -68,6 +70,20 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("job", type=Path)
     logs.add_argument("worker", nargs="?", help="default: every worker that has a log")
     logs.set_defaults(perform=_logs)
+
+    replay = commands.add_parser("replay", help="what happened in a run and why, from its journal alone")
+    replay.add_argument("journal", type=Path, help="a job file, or a file of a journal")
+    replay.add_argument("--check", action="store_true", help="decide everything again: where does this version decide otherwise?")
+    replay.set_defaults(perform=_replay)
+
+    chaos = commands.add_parser("chaos", help="perform faults on a run that lives, drawn from a seed: real signals, real deaths")
+    chaos.add_argument("job", type=Path)
+    chaos.add_argument("--seed", type=int, default=0)
+    chaos.add_argument("--faults", type=int, default=10)
+    chaos.add_argument("--span", type=float, metavar="SECONDS", default=60.0, help="in which they happen (default: 60)")
+    chaos.add_argument("--kinds", nargs="+", metavar="KIND", help="default: all that can be performed")
+    chaos.add_argument("--script", type=Path, help="faults as JSON, instead of drawn ones")
+    chaos.set_defaults(perform=_chaos)
 
     simulate = commands.add_parser("simulate", help="run the control plane against simulated faults")
     simulate.add_argument("--seeds", type=int, default=1000)
@@ -236,6 +252,56 @@ def _logs(known: argparse.Namespace, _: list[str]) -> int:
         return 1
     for key in keys:
         print(store.get(key).decode(errors="replace"))
+    return 0
+
+
+def _replay(known: argparse.Namespace, _: list[str]) -> int:
+    from elastic.report.replay import differences, tell
+    from elastic.runs import Run
+    from storage import journal
+
+    rules = None
+    if known.journal.suffix == ".toml":
+        job = Job.load(known.journal, [])
+        segments, rules = journal.read(Run.open(job).store, job.name), job.rules()
+    else:
+        segments = journal.parse(_bytes_of(known.journal))
+    if not known.check:
+        for line in tell(segments):
+            say(line)
+        return 0
+    found = list(differences(segments, elastic.__version__, rules))
+    for each in found:
+        say(str(each))
+    decisions, other = sum(len(records) for _, records in segments), [each for each in found if each.what != "reason"]
+    say(f"{decisions} decisions, {len(other)} otherwise, {len(found) - len(other)} in other words")
+    return 1 if other else 0
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise JobError(f"there is no journal {str(path)!r} ({error.strerror}): name a job file, or a file of a journal") from None
+    return gzip.decompress(raw) if path.suffix == ".gz" else raw
+
+
+def _chaos(known: argparse.Namespace, _: list[str]) -> int:
+    from actors.chaos import PERFORMED, Chaos
+    from elastic.sim.faults import Kind, draw, from_json
+
+    job = Job.load(known.job, [])
+    try:
+        kinds = [Kind(kind) for kind in known.kinds or PERFORMED]
+        faults = from_json(known.script.read_text()) if known.script else draw(known.seed, known.faults, known.span, kinds)
+        if _coordinator(job) is None:
+            return 0
+        chaos = Chaos(job, faults, lambda strike: say(str(strike), f"{time.strftime('%H:%M:%S')} ", "dim"))
+    except (ValueError, OSError) as error:
+        raise JobError(f"{f'--script {known.script}' if known.script else '--kinds'}: {error}") from None
+    chaos.run()
+    chaos.close()
+    say(f"{len(chaos.performed)} of {len(faults)} faults performed, written to {chaos.record}; `elastic replay {known.job}` tells the rest")
     return 0
 
 

@@ -171,6 +171,15 @@ def node_of(actor: Any) -> NodeId | None:
     return NodeId(address["NodeID"]) if address.get("NodeID") else None
 
 
+def pid_of(actor: Any) -> int | None:
+    """The process of a living actor, on its node; None where Ray does not say."""
+    try:
+        from ray._private.state import actors
+    except ImportError:  # a private call
+        return None
+    return actors(actor._actor_id.hex()).get("Pid") or None
+
+
 def slots(workers: Workers, avoid: Container[str] = ()) -> int:
     """How many more workers of this size the cluster could start now, on other nodes than those to ``avoid``."""
     wanted = {"CPU": workers.cpus, "GPU": float(workers.gpus)}

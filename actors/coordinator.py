@@ -128,7 +128,7 @@ class Coordinator:
         found = self.run.recover(first, local, [*tails.local(folder), *self.left.tails]) if again else None
         if found is None:
             state = replace(self.run.standing(0 if again else self.incarnation, time.time()), reference=reference)
-            found = state, self.run.journal(local, codec.snapshot(state, elastic.__version__))
+            found = state, self.run.journal(local, codec.snapshot(state, elastic.__version__, self.rules))
         self.state, self.journal = found
         self.recorded = self.state
         self.group = Group(self.job, self.run, self.token, self.incarnation, self.actor, self.search_path, self.post_local)
@@ -266,7 +266,7 @@ class Coordinator:
         run, durable = transition.run, must_be_durable(transition)
         record = codec.record(self.journal.next, now, event, self.recorded, transition)
         self.recorded = run
-        self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__), durable=durable)
+        self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
         if durable and (why := self.copies.secure(run)):
             self.story.say(now, why)
 

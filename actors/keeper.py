@@ -17,10 +17,10 @@ from typing import Any
 import ray
 
 from actors.processes import Process, describe, log_file, log_folder, sweep
-from elastic.control.events import Beat, Progress
+from elastic.control.events import STOPPED, Beat, Progress
 from elastic.ids import NodeId, WorkerId
 from elastic.probe import COORDINATOR, Probe
-from elastic.train.counters import Counters, segment
+from elastic.train.counters import OPERATIONS, Counters, segment
 from storage.errors import Deposed, StorageError
 from storage.objects import ObjectStore
 from storage.tails import DEPOSED, Tail
@@ -102,10 +102,13 @@ class Keeper:
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
             progress = tuple(
-                Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"])
-                for worker, (_, c) in sorted(self.workers.items())
+                Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"], self._operation(process, c))
+                for worker, (process, c) in sorted(self.workers.items())
             )
             self._beats.remote(Beat(self.node, progress))
+
+    def _operation(self, process: Process, counters: Counters) -> str:
+        return STOPPED if process.stopped() else OPERATIONS[counters["operation"]]
 
     def _watch(self) -> None:
         while not self._closed.wait(0.05):

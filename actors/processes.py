@@ -45,6 +45,13 @@ class Process:
     def ended(self) -> bool:
         return bool(select.select([self._descriptor], [], [], 0)[0])
 
+    def stopped(self) -> bool:
+        """By a signal, until another one sets it going."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt" and not self.ended()
+        except OSError:
+            return False
+
     def kill(self) -> None:
         try:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)

@@ -59,7 +59,7 @@ class Worker:
         from storage.objects import ObjectStore
 
         try:
-            device = prepare_process(self.job)
+            device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
             rows = rows_of(tensors_of(build_model(self.job)))
             build = replace(build_of(session), host=cluster.host())
@@ -145,6 +145,19 @@ class Worker:
         if self._joined is not None and self.trainer is not None:
             self.report(self._joined)
             self.trainer.attach()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def suffer(self, kind: str, point: str, duration_s: float) -> None:
+        """What chaos cannot do from outside (``actors/chaos.py``): at once, or where the training thread next comes to ``point``."""
+        from elastic.train import faults
+
+        match kind:
+            case "held_gil":
+                threading.Thread(target=faults.hold_the_gil, args=(duration_s,)).start()
+            case "memory_hog":
+                threading.Thread(target=faults.hog).start()
+            case _:
+                self._trainer.session.faults.next.append((kind, point))
 
 
 def _redirect_output(path: Path) -> None:

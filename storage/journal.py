@@ -187,6 +187,17 @@ def records(store: ObjectStore, run: str) -> list[Json]:
     return [record for _, segment in read(store, run) for record in segment]
 
 
+def parse(lines: bytes) -> list[tuple[Json, list[Json]]]:
+    """The segments in a file: a coordinator's local one, a copy of an object, or several of either one after the other."""
+    segments: list[tuple[Json, list[Json]]] = []
+    for line in map(json.loads, lines.splitlines()):
+        if "run" in line:
+            segments.append((line, []))
+        elif "n" in line:
+            segments[-1][1].append(line)
+    return segments
+
+
 def claim_owner(store: ObjectStore, run: str, information: Json) -> int:
     """The next incarnation: the first number that nobody has claimed, taken by a create-only write."""
     number = max(_claims(store, run), default=0) + 1

@@ -128,13 +128,20 @@ class Renewed:
 
 @dataclass(frozen=True)
 class Progress:
-    """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and collective of ``step``."""
+    """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and collective of ``step``.
+
+    ``operation``: what it is at, in words; :data:`STOPPED` where the kernel says that its process stands still.
+    """
 
     worker: WorkerId
     generation: int
     step: int
     microbatch: int
     collective: int
+    operation: str = ""
+
+
+STOPPED = "is stopped"
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,17 @@ VICTIM: Mapping[Kind, str] = {
 }
 FATAL = frozenset({Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.EXIT, Kind.MEMORY_HOG})
 """The worker's process is gone."""
-OWN_KINDS = (Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.SIGSTOP, Kind.EXCEPTION, Kind.EXIT)
+OWN_KINDS = (
+    Kind.SIGKILL,
+    Kind.SIGTERM,
+    Kind.SIGSEGV,
+    Kind.SIGABRT,
+    Kind.SIGSTOP,
+    Kind.EXCEPTION,
+    Kind.EXIT,
+    Kind.HELD_GIL,
+    Kind.MEMORY_HOG,
+)
 """What a worker can do to itself at an exact point (``job.faults``)."""
 
 

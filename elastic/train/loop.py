@@ -208,6 +208,7 @@ class Trainer:
     def _form(self, plan: Plan, store: tuple[str, int]) -> State:
         """The plan's world, and this worker's shard of the plan's version in it."""
         self.session.counters["generation"] = plan.generation
+        self.session.counters.at("forms")
         self._say(Here(self.worker, plan.generation))
         began = time.monotonic()
         self.world = world = self._meet(plan, store)

@@ -156,8 +156,10 @@ ENDS = {
     "SIGKILL": ("signal", signal.SIGKILL),
     "SIGSEGV": ("signal", signal.SIGSEGV),
     "exit": ("exit code", EXIT_CODE),
+    "SIGSTOP": ("signal", signal.SIGKILL),
+    "held_gil": ("signal", signal.SIGKILL),
 }
-"""How the kernel says that the victim of a fault ended.  One of kind "exception" lives."""
+"""How the kernel says that the victim of a fault ended; whoever only stands still is ended by us.  One of kind "exception" lives."""
 LEFT = ("exit code", 0)
 """In good order."""
 

@@ -18,6 +18,7 @@ from elastic.ids import NodeId
 from elastic.job import Workers
 
 NAMESPACE = "elastic"
+MARKET = "ray.io/market-type"
 NODES_SHOWN = 8
 
 
@@ -149,11 +150,15 @@ def here() -> NodeId:
     return NodeId(ray.get_runtime_context().get_node_id())
 
 
-def steady_node() -> NodeId:
-    """Where a coordinator is best put: here, unless Ray's label ``ray.io/market-type`` says spot of this node, and not of another."""
-    alive = {node["NodeID"]: node.get("Labels", {}).get("ray.io/market-type", "") for node in ray.nodes() if node["Alive"]}
-    steady = [NodeId(node) for node, market in sorted(alive.items()) if market != "spot"]
-    return here() if here() in steady or not steady else steady[0]
+def on_this_node() -> dict[str, str]:
+    """A coordinator is best put where the job was checked, unless Ray's label ``ray.io/market-type`` says that this node is spot."""
+    spot = any(node["NodeID"] == here() and node.get("Labels", {}).get(MARKET) == "spot" for node in ray.nodes())
+    return {MARKET: "!spot"} if spot else {"ray.io/node-id": here()}
+
+
+def elsewhere() -> list[dict[str, dict[str, str]]]:
+    """When that cannot be: on a node that is not spot, else anywhere.  (A soft node affinity put it elsewhere in one of three starts.)"""
+    return [{"label_selector": {MARKET: "!spot"}}, {"label_selector": {}}]
 
 
 def host() -> str:

@@ -221,7 +221,7 @@ class Coordinator:
         self.group.adopt(self.left, self.state)
         self.reason = getattr(self.state.state, "reason", "")
         self._handle(Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers)), None)
-        self.group.attach()
+        self.group.attach(tuple(each.version for each in self.state.saves if each.asked))
 
     def _take(self) -> None:
         try:

@@ -38,6 +38,7 @@ from elastic.imports import PACKAGES
 from elastic.job import Job
 from elastic.probe import COORDINATOR, Probe
 from elastic.runs import Run, SavedShard
+from storage.documents import digest_of
 from storage.errors import StorageError
 
 STORE_DEADLINE_S = 10
@@ -104,9 +105,15 @@ class Group:
         for node in left.keepers:
             self._follow_keeper(node) if node in run.keepers else self._await_keeper(node)
 
-    def attach(self) -> None:
-        """Ask the workers where they stand; they answer with events."""
+    def attach(self, asked: tuple[Version, ...]) -> None:
+        """Ask the workers where they stand; they answer with events.  ``asked``: of these there may be a manifest already."""
         self._send(tuple(self.workers), "attach")
+        for version in asked:
+            self._pool.submit(self._look_for, version)
+
+    def _look_for(self, version: Version) -> None:
+        with contextlib.suppress(StorageError):
+            self.post(Saved(version, digest_of(self.run.checkpoints.manifest(version).to_bytes())))
 
     # ---- workers
 

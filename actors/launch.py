@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.coordinator import Coordinator, View
@@ -169,7 +168,8 @@ def start(job: Job, reference: Build, driver: str) -> Any:
             max_restarts=-1,
             max_task_retries=-1,  # what it is told while it is dead waits for the next one
             num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(cluster.steady_node(), soft=True),
+            label_selector=cluster.on_this_node(),
+            fallback_strategy=cluster.elsewhere(),
         )
         .remote(job, reference, cluster.search_path(), driver, uuid.uuid4().hex[:6])
     )

@@ -118,6 +118,12 @@ class Worker:
             self._renew_now.wait(lease_s / 4)
             self._renew_now.clear()
 
+    @property
+    def _trainer(self) -> Trainer:
+        if self.trainer is None:
+            raise RuntimeError(f"{self.worker} has not joined yet")
+        return self.trainer
+
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:
         """Never returns: whoever holds this call learns at once when the worker dies.  Those of coordinators that died wait behind it."""
@@ -134,10 +140,8 @@ class Worker:
         self.incarnation = incarnation
         if order == "attach":
             self._attach()
-        elif self.trainer is None:
-            raise RuntimeError(f"{self.worker} has not joined yet")
         else:
-            getattr(self.trainer, order)(*arguments)
+            getattr(self._trainer, order)(*arguments)
         if order == "go":
             self._renew_now.set()
 

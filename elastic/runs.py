@@ -23,7 +23,7 @@ from storage.documents import seal, unseal
 from storage.errors import Deposed, Exists
 from storage.journal import Journal, claim_owner, owners
 from storage.objects import ObjectStore
-from storage.tails import Segment, furthest
+from storage.tails import furthest
 
 Lineage = tuple[tuple[int, int], ...]
 """Who committed what, oldest first: (generation, last step it committed)."""
@@ -126,11 +126,11 @@ class Run:
         """
         written = journal.read(self.store, self.job.name)
         end = written[-1][1][-1]["n"] + 1 if written else 0
-        segments = furthest(end, tails) or [Segment(*each) for each in written[-1:]]
-        if not segments or codec.decode_run(segments[-1].snapshot["run"]).incarnation < first:
+        segments = furthest(end, tails) or written[-1:]
+        if not segments or codec.decode_run(segments[-1][0]["run"]).incarnation < first:
             return None
-        known, ahead = segments[0].snapshot, []
-        for record in (record for segment in segments for record in segment.records):
+        known, ahead = segments[0][0], []
+        for record in (record for _, records in segments for record in records):
             if record["n"] < end:
                 known = codec.after(known, record)
             else:

@@ -6,13 +6,11 @@ writer sends, in order, and let go of what is in the bucket.  Who recovers takes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from storage.journal import Json
+from storage.journal import Json, parse
 
 DEPOSED = -1
 """The answer to a writer whose incarnation is not the latest."""
@@ -51,23 +49,13 @@ class Tail:
         return self.end
 
 
-class Segment(NamedTuple):
-    snapshot: Json
-    records: list[Json]
+Segment = tuple[Json, list[Json]]
+"""A snapshot, and the records after it."""
 
 
-def parse(data: bytes) -> list[Segment]:
-    """The segments of a tail; a last line that was cut off is none."""
-    segments: list[Segment] = []
-    for line in data.splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
-        value = json.loads(line)
-        if "n" in value:
-            segments[-1].records.append(value)
-        else:
-            segments.append(Segment(value, []))
-    return [segment for segment in segments if segment.records]
+def segments_of(tail: bytes) -> list[Segment]:
+    """A last line that was cut off is none."""
+    return [(snapshot, records) for snapshot, records in parse(tail[: tail.rfind(b"\n") + 1]) if records]
 
 
 def local(folder: Path) -> list[bytes]:
@@ -82,7 +70,15 @@ def furthest(written: int, tails: Iterable[bytes]) -> list[Segment]:
     """
     best: list[Segment] = []
     reached = written
-    for segments in map(parse, tails):
-        if segments and segments[0].records[0]["n"] <= written and segments[-1].records[-1]["n"] >= reached:
-            best, reached = segments, segments[-1].records[-1]["n"] + 1
+    for segments in map(segments_of, tails):
+        if segments and _first(segments) <= written and _last(segments) >= reached:
+            best, reached = segments, _last(segments) + 1
     return best
+
+
+def _first(segments: list[Segment]) -> int:
+    return int(segments[0][1][0]["n"])
+
+
+def _last(segments: list[Segment]) -> int:
+    return int(segments[-1][1][-1]["n"])

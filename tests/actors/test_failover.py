@@ -17,15 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from actors.coordinator import View
-from actors.launch import attach, launch
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.runs import Run
 from storage.journal import owners
-from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
+from tests.support.chaos import Trial, Witness, assert_survived, trial
 from tests.support.kills import SAMPLES
 from tests.support.processes import Ended, Watched
 from tests.support.toys import toy_job
@@ -39,11 +37,14 @@ When = Callable[[View], bool]
 
 def job_of(bucket: Path, name: str, **changes: Any) -> Job:
     ids = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)
-    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(bucket / "gate")}}}
+    data = {
+        "dataset": "tests.support.toys:Sums",
+        "args": {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(bucket / "gate")}},
+    }
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
-        "data": data,
+        "data": {"dataset": "tests.support.toys:Sums", "args": args},
         "workers": {"min": 1, "max": 2},
         "checkpoint": {"save_every": 6},
         "deadlines": {"grow_debounce_s": 8, "stall_s": 120},

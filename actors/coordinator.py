@@ -197,10 +197,10 @@ class Coordinator:
 
     def _run(self) -> None:
         """Until the run is over and nothing of it is left, then not even this actor."""
-        threading.Thread(target=self._watch_cluster, name="cluster", daemon=True).start()
         try:
             if self.again:
                 self._take_over()
+            threading.Thread(target=self._watch_cluster, name="cluster", daemon=True).start()
             while not isinstance(self.state.state, TERMINAL):
                 self._take()
         except Deposed as error:  # another one acts for the run: touch nothing

@@ -20,6 +20,8 @@ from storage.journal import Journal
 from storage.tails import DEPOSED
 
 COPY_S = 1.0
+MARKS = 64
+"""The newest one takes the place of the one before it when there are more: a majority may be out of reach for long."""
 
 
 class Copies:
@@ -39,13 +41,13 @@ class Copies:
 
     def send(self, run: RunState) -> None:
         """What the journal tells by now, up to ``run``, to every keeper that is up; and hear what they have."""
-        self._marks.append((self.journal.end, run))
+        self._mark(run)
         self._send(run)
         self._listen(0.0)
 
     def secure(self, run: RunState) -> str:
         """Wait until a majority has all that the journal tells.  "", or what could be had in its place."""
-        self._marks.append((self.journal.end, run))
+        self._mark(run)
         deadline = time.monotonic() + COPY_S
         while self.safe is not run:
             self._send(run)
@@ -57,6 +59,11 @@ class Copies:
                 return f"{have} of {len(run.keepers)} keepers took a copy of the journal, which is on this node's disk"
             self._listen(left_s)
         return ""
+
+    def _mark(self, run: RunState) -> None:
+        if run is not self.safe and not (self._marks and self._marks[-1][1] is run):
+            del self._marks[MARKS:]
+            self._marks.append((self.journal.end, run))
 
     def _send(self, run: RunState) -> None:
         for node in run.keepers:

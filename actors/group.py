@@ -98,8 +98,9 @@ class Group:
 
     def adopt(self, left: Left, run: RunState) -> None:
         """From now on these actors are ours; ``run``: what is known of them.  Their deaths are noticed by calls of our own."""
-        self.workers, self.keepers = dict(left.workers), dict(left.keepers)
-        self.joined = {worker: known.node for worker, known in run.workers.items()}
+        self.workers.update(left.workers)
+        self.keepers.update(left.keepers)
+        self.joined.update({worker: known.node for worker, known in run.workers.items()})
         for worker, actor in left.workers.items():
             self._when_done(actor.lives.remote(), lambda error, worker=worker: self._ended(worker, error))  # type: ignore[misc]
         for node in left.keepers:

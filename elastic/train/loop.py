@@ -143,7 +143,7 @@ class Trainer:
         self.report(Attached(self.worker, plan, plan is not None and plan.generation == self._done.gone))
         for event in list(self._said):
             self.report(event)
-        for outcome in self.gate.seen():
+        for outcome in self.gate.seen() if plan is not None and plan.world_rank(self.worker) == 0 else ():
             self.report(StepDone(self.worker, outcome.generation, outcome))
         if self.gate.generation and self.gate.fenced >= self.gate.generation:
             self.report(self.gate.fence(self.gate.generation))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +18,21 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
+from actors import cluster
 from actors.coordinator import View
+from actors.launch import attach
+from elastic.control.events import StepDone
+from elastic.control.recovery import MAX_DEATHS
 from elastic.data.cursor import Cursor
+from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.runs import Run
+from elastic.train.local import run_local
 from storage.journal import owners
-from tests.support.chaos import Trial, Witness, assert_survived, trial
+from storage.tails import DEPOSED
+from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
 from tests.support.kills import SAMPLES
 from tests.support.processes import Ended, Watched
 from tests.support.toys import toy_job
@@ -37,10 +46,7 @@ When = Callable[[View], bool]
 
 def job_of(bucket: Path, name: str, **changes: Any) -> Job:
     ids = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)
-    data = {
-        "dataset": "tests.support.toys:Sums",
-        "args": {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(bucket / "gate")}},
-    }
+    args = {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(bucket / "gate")}}
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
@@ -141,6 +147,29 @@ def assert_taken_over(chaos: Trial, killer: Killer, states: Sequence[str]) -> No
     assert sorted(claims) == list(range(1, len(states) + 2)) and len({claim["life"] for claim in claims.values()}) == 1
 
 
+class Zombie:
+    """After the coordinator was killed and followed, somebody still gives orders in its name."""
+
+    def __init__(self, killer: Killer) -> None:
+        self.killer, self.answers = killer, list[Any]()
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if self.killer.whens:
+            self.killer(witness, view)
+        elif view.incarnation == 2 and view.state == "Running":
+            workers = [ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE) for worker in view.workers]
+            for order in (("fence", 1), ("settle", 1, None), ("exit",), ("pause", 1, True)):
+                ray.get([worker.obey.remote(1, *order) for worker in workers])
+            (keeper,) = cluster.named(f"{view.token}/keeper-").values()
+            for call in (keeper.open_store, keeper.kill, keeper.close_store):
+                with pytest.raises(ray.exceptions.RayTaskError, match="was heard; the journal of coordinator 1") as told:
+                    ray.get(call.remote(1, *([99] if call is not keeper.kill else ["w1"])))
+                self.answers.append(told)
+            self.answers.append(ray.get(keeper.copy.remote(1, 0, 0, b"")))
+            return True
+        return False
+
+
 @pytest.mark.must_run_in_ci
 def test_workers_step_on_for_ten_seconds_without_a_coordinator(tmp_path: Path, undisturbed: Trial) -> None:
     """R6: its restart is held up on purpose; at least five commits on the workers' own counters meanwhile."""
@@ -160,4 +189,117 @@ def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undis
     job = job_of(tmp_path, "again", faults=[{"point": "backward", "step": 20, "world_rank": 1}])
     chaos = trial(job, killer)
     assert_taken_over(chaos, killer, ["Running", "Running", "Running", "Forming", "Forming"])
+    assert_survived(chaos, undisturbed, worlds=(2, 1, 2), tiers=("init", "live", "live"))
+
+
+@pytest.mark.must_run_in_ci
+def test_while_it_stops_and_while_it_finishes(tmp_path: Path) -> None:
+    """R6, R21: a stop that was asked for is not forgotten; the same command goes on; the last save is not lost."""
+    big = {"vocab": 29, "dim": 256, "layers": 4, "heads": 2, "dropout": 0.1}
+    reference = job_of(tmp_path / "reference", "reference", model_args=big, steps=12)
+    assert run_local(reference, lambda line: None)[0] == "Finished"
+    job = job_of(tmp_path, "ends", model_args=big, steps=12)
+    stopped = trial(job, Stopper(tmp_path, [lambda view: view.state == "Stopping"]), hash_it=False)
+    assert stopped.result.state == "Stopped" and 2 <= stopped.result.step < 12
+    assert take_overs(job) == ["Stopping"]
+    newest = Run.open(job).newest()
+    assert newest is not None and newest.step == stopped.result.step, "it was saved"
+    assert_nothing_left(stopped)
+
+    killer = Killer(tmp_path, [lambda view: view.state == "Finishing"])
+    finished = trial(job, killer)
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL]
+    assert take_overs(job) == ["Stopping", "Finishing"]
+    assert (finished.result.state, finished.hash) == ("Finished", exported_hash(reference))
+    assert [step for step, _ in samples(finished.ledger)] == list(range(1, 13))
+    work = stopped.witness.total("microbatches_run") + finished.witness.total("microbatches_run")
+    assert work == 12 * job.microbatches
+    assert len(formed(Run.open(job).records())) == 2, "one world each time"
+    assert_nothing_left(finished)
+
+
+class Stopper(Killer):
+    """Asks for a stop first."""
+
+    asked = False
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if not self.asked and view.step >= 2:
+            self.asked = True
+            ray.get(attach(witness.job_name).stop.remote("a test asks for it"))
+        return super().__call__(witness, view)
+
+
+def test_orders_of_a_coordinator_that_was_followed_are_refused(tmp_path: Path, undisturbed: Trial) -> None:
+    """R9: it may not know that it is over; neither workers nor keepers heed it."""
+    zombie = Zombie(Killer(tmp_path, [running(3)]))
+    chaos = trial(job_of(tmp_path, "zombie"), zombie)
+    assert zombie.answers[-1] == DEPOSED and len(zombie.answers) == 4
+    assert_taken_over(chaos, zombie.killer, ["Running"])
+    assert_survived(chaos, undisturbed, worlds=(2,), tiers=("init",))
+
+
+class Poisoner:
+    """Tells each coordinator something that it cannot handle."""
+
+    told = 0
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if view.incarnation == self.told + 1 and view.state == "Running" and view.step >= 3:
+            self.told += 1
+            poison: Any = StepDone(WorkerId("w1"), view.generation, None)  # type: ignore[arg-type]
+            ray.get(attach(witness.job_name).post.options(max_task_retries=0).remote(poison))
+        return self.told == MAX_DEATHS
+
+
+def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_path: Path, undisturbed: Trial) -> None:
+    """Three tries; then workers save and stop, and the same command goes on from there."""
+    (tmp_path / "gate").touch()
+    job = job_of(tmp_path, "poison", data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": 0.04}})
+    poisoned = trial(job, Poisoner(), hash_it=False)
+    assert poisoned.result.state == "Failed" and poisoned.result.exit_code == 2, poisoned.result
+    assert "3 coordinators failed at the same event: StepDone: AttributeError at stepping.py:" in poisoned.result.reason
+    newest = Run.open(job).newest()
+    assert newest is not None and newest.step == poisoned.result.step < STEPS, "it was saved"
+    assert len(owners(Run.open(job).store, job.name)) == MAX_DEATHS, "the third one does not die, but gives up"
+    assert_nothing_left(poisoned)
+    finished = trial(job)
+    assert (finished.result.state, finished.hash) == ("Finished", undisturbed.hash)
+    assert_nothing_left(finished)
+
+
+@LONG
+@pytest.mark.timeout(300)
+def test_together_with_a_worker(tmp_path: Path, undisturbed: Trial) -> None:
+    """R6, R8: nobody is there to notice the death of the worker; the next coordinator finds it gone."""
+
+    class Both(Killer):
+        def __call__(self, witness: Witness, view: View) -> bool:
+            if self.whens and self.whens[0](view) and "w2" in witness.seen:
+                witness.seen["w2"].process.kill()
+            return super().__call__(witness, view)
+
+    killer = Both(tmp_path, [running(5)])
+    chaos = trial(job_of(tmp_path, "together"), killer)
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL]
+    assert [each.worker for each in chaos.witness.killed()] == ["w2"]
+    assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
+    assert samples(chaos.ledger) == samples(undisturbed.ledger)
+    worlds = [len(each.members) for each in formed(Run.open(chaos.job).records())]
+    assert worlds in ([2, 1, 2], [2, 2]), worlds
+    assert chaos.witness.total("healed_bucket_bytes") == 0
+    assert_nothing_left(chaos)
+
+
+@LONG
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(5))
+def test_at_random_moments(tmp_path: Path, undisturbed: Trial, seed: int) -> None:
+    """R6: eight times in one run, with a worker's death between."""
+    rng = random.Random(seed)
+    steps = sorted(rng.sample(range(2, GATE), 8))
+    killer = Killer(tmp_path, [lambda view, step=step: view.step >= step for step in steps])  # type: ignore[misc]
+    job = job_of(tmp_path, f"random-{seed}", faults=[{"point": "before_update", "step": rng.randrange(10, 40), "world_rank": 1}])
+    chaos = trial(job, killer)
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL] * 8
     assert_survived(chaos, undisturbed, worlds=(2, 1, 2), tiers=("init", "live", "live"))

@@ -48,11 +48,12 @@ from elastic.job import Job
 from elastic.report.story import Line, Story
 from elastic.runs import Run
 from storage import tails
-from storage.errors import Deposed
+from storage.errors import Deposed, Unavailable
 
 TICK_S = 0.1
 CLUSTER_S = 0.5
 GRACE_S = 10.0
+RETRY_S = 1.0
 DEPOSED, STUMBLED = 4, 5
 """Exit codes of its process: another one acts for the run; it could not handle an event, and the next one is to try."""
 
@@ -106,34 +107,44 @@ class Coordinator:
         """``life``: a few letters of this actor's own.  Ray makes it again with the same arguments whenever its process dies."""
         self.job, self.rules, self.search_path = job, job.rules(), search_path
         self.inbox: queue.SimpleQueue[tuple[Event, Any]] = queue.SimpleQueue()
-        self.run = Run.open(job)
-        context = ray.get_runtime_context()
-        self.actor = context.current_actor
-        before = self.run.claims(life)
-        self.incarnation = self.run.claim(context.gcs_address, life)
-        first = min([*before, self.incarnation])
-        self.token = f"{job.name}-{first:04d}-{life}"
         self.story = Story(job.steps)
         self.reason = ""
         self.audience = Audience(driver, job.on_driver_exit, job.deadlines.driver_s, time.monotonic())
         self.over = threading.Event()
-        self._stand(reference, first, bool(before))
+        deadline = time.monotonic() + 2 * job.deadlines.lease_s  # by then the workers have left
+        while not self._stands(reference, life, deadline):
+            time.sleep(RETRY_S)
         threading.Thread(target=self._run, name="loop", daemon=True).start()
 
-    def _stand(self, reference: Build, first: int, again: bool) -> None:
+    def _stands(self, reference: Build, life: str, deadline: float) -> bool:
+        """Claim the run and find out where it stands; False when its bucket does not answer, and workers wait for one who takes over."""
+        context = ray.get_runtime_context()
+        try:
+            self.run = Run.open(self.job)
+            before = self.run.claims(life)
+            self.incarnation = self.run.claim(context.gcs_address, life)
+            self._find_out(reference, min([*before, self.incarnation]), life)
+            self.group = Group(self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.post_local)
+        except (Unavailable, OSError):
+            if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
+                raise
+            return False
+        self.copies = Copies(self.journal, self.incarnation, self.group.keepers, self.state)
+        return True
+
+    def _find_out(self, reference: Build, first: int, life: str) -> None:
         """Where the run stands: by its bucket, or, when coordinators of this life have died, by what they have left."""
+        self.again = first < self.incarnation
+        self.token = f"{self.job.name}-{first:04d}-{life}"
         folder = log_folder(self.token)
         local = folder / f"journal-{self.incarnation:06d}.jsonl"
-        self.left = find(self.token, self.incarnation) if again else Left()
-        found = self.run.recover(first, local, [*tails.local(folder), *self.left.tails]) if again else None
+        self.left = find(self.token, self.incarnation) if self.again else Left()
+        found = self.run.recover(first, local, [*tails.local(folder), *self.left.tails]) if self.again else None
         if found is None:
-            state = replace(self.run.standing(0 if again else self.incarnation, time.time()), reference=reference)
+            state = replace(self.run.standing(0 if self.again else self.incarnation, time.time()), reference=reference)
             found = state, self.run.journal(local, codec.snapshot(state, elastic.__version__, self.rules))
         self.state, self.journal = found
         self.recorded = self.state
-        self.group = Group(self.job, self.run, self.token, self.incarnation, self.actor, self.search_path, self.post_local)
-        self.copies = Copies(self.journal, self.incarnation, self.group.keepers, self.state)
-        self.again = again
 
     # ---- inbox
 
@@ -214,7 +225,7 @@ class Coordinator:
         self.over.set()
         while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)
-        ray.kill(self.actor, no_restart=True)  # detached, and nobody is there any more to end it
+        ray.kill(self.group.coordinator, no_restart=True)  # detached, and nobody is there any more to end it
 
     def _take_over(self) -> None:
         """Go on where another one died: what was decided and perhaps not done is done again, then the workers say where they stand."""

@@ -62,9 +62,10 @@ def _forget_who_is_gone(turn: Turn, event: Recovered) -> None:
     run = turn.run
     for worker in [worker for worker in run.starting if worker not in event.workers]:
         membership.start_failed(turn, StartFailed(worker, "there is no such actor"))
-    for worker in [worker for worker in run.workers if worker not in event.workers]:
+    for worker, known in [(worker, known) for worker, known in run.workers.items() if worker not in event.workers]:
         membership.remove(turn, (worker,))
-        stopping.member_lost(turn, worker, f"{worker} is lost (it was not found)", certain=False)
+        certain = known.node in event.keepers  # its node lives, so it is its process that has ended; a node may only be taken for dead
+        stopping.member_lost(turn, worker, f"{worker} is lost (it was not found)", certain=certain)
     for keeper in [keeper for keeper in run.keepers if keeper not in event.keepers]:
         membership.keeper_lost(turn, keeper)
     strangers = tuple(worker for worker in event.workers if worker not in run.workers and worker not in run.starting)

@@ -79,12 +79,13 @@ class Killer:
         if view.pid != self._last and self.whens and self.whens[0](view):
             self.whens.pop(0)
             self._last = view.pid
-            before, raylet = self.steps(witness), psutil.Process(view.pid).parent()
+            before, raylet = self.steps(witness), Raylet(view.pid)
             with Watched(view.pid) as coordinator:
                 coordinator.kill()
                 if self.frozen_s:
-                    assert raylet is not None and raylet.name() == "raylet"
-                    self._keep_away(raylet, self.bucket / witness.job_name)
+                    raylet.hold(self.frozen_s)
+                    self.claimed = len(list((self.bucket / witness.job_name / "owner").iterdir()))
+                    raylet.let_go()
                 self.ends.append(coordinator.wait(10))
             self.committed = min(after - before[worker] for worker, after in self.steps(witness).items())
         if not self.whens:
@@ -96,20 +97,33 @@ class Killer:
         """What each worker's own counters say."""
         return {worker: seen.counters["step"] for worker, seen in witness.seen.items() if seen.ended is None}
 
-    def _keep_away(self, raylet: psutil.Process, bucket: Path) -> None:
-        """Stop every process in which Ray would make it again, from its first moment."""
-        known = {child.pid for child in raylet.children() if "IDLE" not in "".join(child.cmdline())}
-        stopped, end = set[int](), time.monotonic() + self.frozen_s
+
+class Raylet:
+    """Of the node where ``coordinator`` runs: what makes it again."""
+
+    def __init__(self, coordinator: int) -> None:
+        parent = psutil.Process(coordinator).parent()
+        assert parent is not None and parent.name() == "raylet"
+        self.process, self.stopped = parent, set[int]()
+        self.busy = {child.pid for child in parent.children() if "IDLE" not in "".join(child.cmdline())}
+
+    def hold(self, seconds: float) -> None:
+        """Stop every process in which it would be made again, from its first moment."""
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for child in {child.pid for child in raylet.children()} - known - stopped:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGSTOP)
-                stopped.add(child)
+            for pid in {child.pid for child in self.process.children()} - self.busy - self.stopped:
+                self._signal(pid, signal.SIGSTOP)
+                self.stopped.add(pid)
             time.sleep(0.005)
-        self.claimed = len(list((bucket / "owner").iterdir()))
-        for pid in stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+
+    def let_go(self) -> None:
+        for pid in self.stopped:
+            self._signal(pid, signal.SIGCONT)
+
+    @staticmethod
+    def _signal(pid: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def running(step: int) -> When:

@@ -27,7 +27,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
-from torch import Tensor
 
 from actors.chaos import Chaos, Strike
 from actors.launch import Result, attach, launch, reap
@@ -42,7 +41,7 @@ from elastic.train.local import run_local
 from storage import journal
 from tests.benchmarks.recovery import where
 from tests.support.chaos import Witness, exported_hash, formed, samples
-from tests.support.toys import Sums, toy_job
+from tests.support.toys import toy_job
 
 RESULTS = Path(__file__).parent / "results"
 STATES = ("Waiting", "Forming", "Running", "Stopping", "Finishing")
@@ -74,26 +73,13 @@ END_S = 600.0
 """From the last fault to the end of the run; never needed."""
 
 
-class Paced(Sums):
-    """Slow, so that a storm finds a run that has not ended; until ``calm`` exists."""
-
-    def __init__(self, calm: str = "", pace_s: float = 0.0, **args: Any) -> None:
-        super().__init__(**args)
-        self.calm, self.pace_s = Path(calm), pace_s
-
-    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
-        if self.pace_s and not self.calm.exists():
-            time.sleep(self.pace_s)
-        return super().read(ids)
-
-
 def job_of(folder: Path, name: str, faults: int, pace_s: float) -> Job:
     steps = STEPS_A_FAULT * faults
     return toy_job(
         folder / "bucket",
         name=name,
         steps=steps,
-        data={"dataset": "tests.benchmarks.storm:Paced", "args": {"calm": str(folder / "calm"), "pace_s": pace_s, "samples": 16 * steps}},
+        data={"dataset": "tests.support.toys:Paced", "args": {"calm": str(folder / "calm"), "pace_s": pace_s, "samples": 16 * steps}},
         workers={"min": 1, "max": WORKERS},
         checkpoint={"save_every": SAVE_EVERY},
         deadlines={"grow_debounce_s": 1, "stall_s": 4, "fence_s": 4, "form_s": 60},

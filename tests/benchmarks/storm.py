@@ -29,6 +29,7 @@ from typing import Any
 import ray
 
 from actors.chaos import Chaos, Strike
+from actors.coordinator import View
 from actors.launch import Result, attach, launch, reap
 from elastic.job import Job
 from elastic.report.ledger import ledger
@@ -64,8 +65,8 @@ MIX: Mapping[Kind, int] = {
 """Which kinds, and how often beside each other."""
 ALL_DIE_EVERY = 60
 """After so many faults all workers die at once, for what happens where nobody is left."""
-PACE_S = 3.5
-STEPS_A_FAULT = 10
+PACE_S = 3.3
+STEPS_A_FAULT = 5
 SAVE_EVERY = 20
 WORKERS = 4
 NODES = 2
@@ -127,8 +128,7 @@ def rage(folder: Path, seed: int, number: int, pace_s: float) -> Storm:
     training.start()
     try:
         _until_it_steps(job.name)
-        chaos.began = time.monotonic()
-        storm.witness.act = lambda witness, view: _strike(chaos, view, number)
+        storm.witness.act = Strikes(chaos, number)
         storm.witness.start()
         while storm.witness.act is not None and training.is_alive():
             nodes.replace_the_dead(WORKERS // NODES)
@@ -156,10 +156,20 @@ def _until_it_steps(name: str) -> None:
         time.sleep(0.05)
 
 
-def _strike(chaos: Chaos, view: Any, number: int) -> bool:
-    if len(chaos.performed) < number and not view.over:
-        chaos.heed(view)
-    return len(chaos.performed) >= number or view.over
+class Strikes:
+    """What a witness calls at every look.  The time of the storm passes only while there is somebody to be struck."""
+
+    def __init__(self, chaos: Chaos, number: int) -> None:
+        self.chaos, self.number, self.looked = chaos, number, time.monotonic()
+        chaos.began = self.looked
+
+    def __call__(self, _: Witness, view: View) -> bool:
+        before, self.looked = self.looked, time.monotonic()
+        if not view.workers:
+            self.chaos.began += self.looked - before
+        if len(self.chaos.performed) < self.number and not view.over:
+            self.chaos.heed(view)
+        return len(self.chaos.performed) >= self.number or view.over
 
 
 # ---- what it came to

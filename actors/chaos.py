@@ -250,7 +250,7 @@ class Chaos:
             return "the coordinator", self._end(coordinator)
         if fault.kind is Kind.STORE_LOSS:
             nodes = [node for node in cluster.nodes() if self._keeper(view, node) is not None]
-            ray.get([self._keeper(view, node).close_store.remote(view.generation) for node in nodes], timeout=CALL_S)
+            ray.get([self._keeper(view, node).close_store.remote(view.incarnation, view.generation) for node in nodes], timeout=CALL_S)
             return f"the store of generation {view.generation}", 0
         if fault.kind is Kind.KEEPER_KILL:
             nodes = [node for node in cluster.nodes() if self._keeper(view, node) is not None]

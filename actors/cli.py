@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import elastic
-from elastic.errors import STOPPED, ElasticError, JobError
+from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line, StepLine
 from storage.errors import StorageError
@@ -192,37 +192,40 @@ def _coordinator(job: Job) -> Any | None:
 
 
 def _stop(known: argparse.Namespace, _: list[str]) -> int:
-    import ray
+    from actors.launch import ask
 
     job = Job.load(known.job, [])
-    coordinator = _coordinator(job)
+    coordinator, deadline_s = _coordinator(job), 2 * job.deadlines.lease_s
     if coordinator is None:
         return 0
     driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
-    with contextlib.suppress(ray.exceptions.RayActorError):
-        ray.get(coordinator.view.remote(0, driver))
-        ray.get(coordinator.stop.remote("elastic stop"))
-        _watch(coordinator, once=False, driver=driver)
-        ray.get(coordinator.leave.remote(driver))
+    with contextlib.suppress(PlatformGaveUp):
+        ask(coordinator, "view", 0, driver, deadline_s=deadline_s)
+        _watch(coordinator, deadline_s, once=False, driver=driver, stop="elastic stop")
+        ask(coordinator, "leave", driver, deadline_s=deadline_s)
     return 0
 
 
 def _status(known: argparse.Namespace, _: list[str]) -> int:
-    coordinator = _coordinator(Job.load(known.job, []))
-    return 0 if coordinator is None else _watch(coordinator, once=known.once)
+    job = Job.load(known.job, [])
+    coordinator = _coordinator(job)
+    return 0 if coordinator is None else _watch(coordinator, 2 * job.deadlines.lease_s, once=known.once)
 
 
-def _watch(coordinator: Any, once: bool, driver: str = "") -> int:
-    """Where the run stands, and what happens to it until it is over."""
-    import ray
+def _watch(coordinator: Any, deadline_s: float, once: bool, driver: str = "", stop: str = "") -> int:
+    """Where the run stands, and what happens to it until it is over.  ``stop``: each coordinator that it has is told to stop it."""
+    from actors.launch import ask
 
-    seen = 0
+    seen, incarnation = 0, 0
     while True:
         try:
-            view = ray.get(coordinator.view.remote(seen, driver))
-        except ray.exceptions.RayActorError:
+            view = ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s)
+            if view.incarnation != incarnation and stop and not view.over:
+                ask(coordinator, "stop", stop, deadline_s=deadline_s)
+        except PlatformGaveUp:
             return 0
-        if seen == 0:
+        if view.incarnation != incarnation:
+            seen, incarnation = 0, view.incarnation
             workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
             say(
                 f"{view.token}: {view.state}, step {view.step} of {view.steps}, generation {view.generation}, "

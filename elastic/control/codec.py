@@ -62,10 +62,14 @@ def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) ->
     """The run as the last of ``records`` left it; they follow ``snapshot`` without a gap."""
     if snapshot["format"] != FORMAT:
         raise UnknownFormat(f"the journal has format {snapshot['format']}, this version reads {FORMAT}")
-    run = dict(snapshot["run"])
     for each in records:
-        run.update(each["changed"])
-    return decode_run(run)
+        snapshot = after(snapshot, each)
+    return decode_run(snapshot["run"])
+
+
+def after(snapshot: Mapping[str, Json], record: Mapping[str, Json]) -> dict[str, Json]:
+    """What the next segment begins with."""
+    return {**snapshot, "run": {**snapshot["run"], **record["changed"]}}
 
 
 # ---- values

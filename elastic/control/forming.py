@@ -103,7 +103,7 @@ def go(turn: Turn, plan: Plan) -> None:
     """All members are at the plan's version.  What each holds from now on, its answer to the fence will say."""
     membership.hold(turn, {worker: () for worker in plan.members})
     watch = Watch(moved_at=turn.now, stepped_at=turn.now)
-    turn.know(watch=watch, blamed=(), lease_until=turn.now + turn.rules.lease_s)
+    turn.know(watch=watch, blamed=(), lease_until=turn.now + turn.rules.lease_over_s)
     turn.do(Go(plan.generation, plan.members))
     turn.say(f"generation {plan.generation} runs")
     if plan.version.step >= turn.rules.target_step:

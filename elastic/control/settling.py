@@ -122,6 +122,7 @@ def _settle(turn: Turn, state: Stopping) -> None:
     membership.hold(turn, settlement.holdings)
     if survivors:
         turn.do(Settle(plan.generation, survivors, settlement.outcome))
+        turn.know(settled=Settle(plan.generation, survivors, settlement.outcome))
     _say_outcome(turn, settlement, {answer.prepared for answer in answers if answer.prepared})
     unusable = tuple(worker for worker in survivors if run.workers[worker].unfit)
     membership.expel(turn, unusable, "its process is unusable")
@@ -157,16 +158,19 @@ def _finished(turn: Turn) -> bool:
     return bool(turn.run.saved) and turn.run.saved[-1].step >= turn.rules.target_step
 
 
-def _stopped(turn: Turn) -> tuple[Stopped, str]:
+def _stopped(turn: Turn) -> tuple[Stopped | Failed, str]:
     run = turn.run
     saved = run.saved[-1].step if run.saved else 0
     unsaved = f"; steps {saved + 1}–{run.version.step} are not saved" if run.version.step > saved else ""
+    if run.gave_up:
+        return Failed(run.gave_up), f"gave up ({run.gave_up}), resumes from step {saved}{unsaved}"
     return Stopped(f"{run.stop}"), f"stopped ({run.stop}), resumes from step {saved}{unsaved}"
 
 
 def end(turn: Turn, state: Finished | Stopped | Failed, sentence: str = "") -> None:
     """The run is over for everybody."""
     turn.to(state)
+    turn.durable = True
     turn.say(sentence or getattr(state, "reason", ""))
     if turn.run.workers:
         turn.do(Exit(tuple(turn.run.workers)))

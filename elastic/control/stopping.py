@@ -52,19 +52,22 @@ def give_up_the_boundary(turn: Turn) -> None:
         turn.say(f"generation {state.plan.generation} stops at once")
 
 
-def member_lost(turn: Turn, worker: WorkerId, sentence: str) -> None:
-    """``worker`` is known to be gone for good, and no part of the run any more."""
+def member_lost(turn: Turn, worker: WorkerId, sentence: str, *, certain: bool = True) -> None:
+    """``worker`` is gone, and no part of the run any more.  Where that is not certain, it counts as expelled: it may act on its lease."""
     state, plan = turn.run.state, turn.run.plan
     if plan is None or worker not in plan.members or isinstance(state, Finishing):
         turn.say(sentence)
     elif isinstance(state, Stopping):
         pending = tuple(each for each in state.pending if each != worker)
-        turn.amend(pending=pending, lost=(*state.lost, worker))
+        if certain:
+            turn.amend(pending=pending, lost=(*state.lost, worker))
+        else:
+            turn.amend(pending=pending, expelled=(*state.expelled, worker))
         turn.say(sentence)
         if state.planned and pending:
             give_up_the_boundary(turn)
     else:
-        stop(turn, sentence)
+        stop(turn, sentence, expelled=() if certain else (worker,))
 
 
 def unblock(turn: Turn, stalled: Stall) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.control.actions import Action
+from elastic.control.actions import Action, Form, Settle, StartWorkers
 from elastic.control.rules import Rules
 from elastic.control.states import ALLOWED, RunState, State
 from elastic.ids import WorkerId
@@ -23,6 +23,8 @@ class Transition:
     run: RunState
     actions: tuple[Action, ...]
     reason: str
+    durable: bool = False
+    """See :func:`must_be_durable`."""
 
 
 class Turn:
@@ -33,6 +35,8 @@ class Turn:
         self.actions: list[Action] = []
         self.reasons: list[str] = []
         self.refused = False
+        self.durable = False
+        """What becomes known may not be forgotten: neither by this coordinator's disk nor by the next one."""
 
     @property
     def plan(self) -> Plan:
@@ -57,6 +61,7 @@ class Turn:
 
     def do(self, action: Action) -> None:
         self.actions.append(action)
+        self.durable |= isinstance(action, Form | Settle | StartWorkers)
 
     def say(self, sentence: str) -> None:
         self.reasons.append(sentence)
@@ -67,7 +72,7 @@ class Turn:
         self.reasons.append(f"refused: {why}")
 
     def done(self) -> Transition:
-        return Transition(self.run, tuple(self.actions), "; ".join(self.reasons))
+        return Transition(self.run, tuple(self.actions), "; ".join(self.reasons), self.durable)
 
 
 def names(workers: Sequence[WorkerId]) -> str:

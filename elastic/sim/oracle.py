@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle
 from elastic.control.commit import Outcome
-from elastic.control.events import Event, Fenced, Joined, Lost, Saved, StepDone, StopRequested
+from elastic.control.events import Event, Fenced, Joined, Lost, Recovered, Saved, StepDone, StopRequested
 from elastic.control.states import Failed, Finished, Stopped, Waiting
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
@@ -21,6 +21,7 @@ from elastic.plan.plan import Plan
 if TYPE_CHECKING:
     from elastic.control.machine import Transition
     from elastic.control.states import RunState
+    from elastic.sim.coordinators import Coordinator
     from elastic.sim.simulation import Simulation
     from elastic.sim.worker import Worker
 
@@ -53,6 +54,7 @@ class Oracle:
         """(step, generation) of each commit that was reported at all, in time or not."""
         self.went: set[int] = set()
         self.settled: set[int] = set()
+        self.settlements: dict[int, Outcome | None] = {}
         self.counting: set[Version] = set()
         self.stop_asked = False
         self.occasions: Counter[str] = Counter()
@@ -80,6 +82,11 @@ class Oracle:
             if newer > generation and world.completed_at[step] > at:
                 raise Violation(f"two worlds commit: generation {generation} does, step {step}, after generation {newer} did")
 
+    def goes(self, worker: Worker) -> None:
+        """``worker`` begins to step: on what it was really given."""
+        if worker.held & worker.garbage:
+            raise Violation(f"{worker.name} steps on garbage of a collective that was aborted")
+
     def plan_arrives(self, worker: Worker, plan: Plan) -> None:
         """What the plan says ``worker`` holds, it holds."""
         for holding in plan.holders:
@@ -93,12 +100,14 @@ class Oracle:
 
     # -- what the coordinator is told, and what it decides ------------------------------------------------------------
 
-    def judge(self, before: RunState, event: Event, transition: Transition) -> None:
-        """One call of ``advance``."""
+    def judge(self, before: RunState, event: Event, transition: Transition, by: Coordinator) -> None:
+        """One call of ``advance``, of a coordinator that nobody refused."""
         after = transition.run
+        if by is not self.sim.coordinators.present:
+            return self._judge_the_superseded(transition)
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
-        self._note(event, before.over)
+        self._note(before, event)
         settle: Settle | None = None
         for action in transition.actions:
             if isinstance(action, Kill):
@@ -110,7 +119,13 @@ class Oracle:
             self._judge_end(after, transition.reason)
             self.waiting_since = (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
 
-    def _note(self, event: Event, over: bool) -> None:
+    def _judge_the_superseded(self, transition: Transition) -> None:
+        """It may decide what it likes, as long as it begins and settles nothing."""
+        self.occasions["a superseded coordinator acts on"] += bool(transition.actions)
+        if harm := [action for action in transition.actions if isinstance(action, Form | Settle)]:
+            raise Violation(f"a coordinator that was followed by another performs {harm[0]}")
+
+    def _note(self, before: RunState, event: Event) -> None:
         if isinstance(event, StepDone):
             self.told.add((event.outcome.step, event.generation))
         elif isinstance(event, Fenced):
@@ -118,15 +133,19 @@ class Oracle:
         match event:
             case Joined():
                 self.joined.add(event.worker)
-            case Lost():
+            case Lost() if event.certain:
                 self.lost.add(event.worker)
+            case Lost():
+                self.expelled.add(event.worker)
+            case Recovered():
+                self.expelled |= self.joined - set(event.workers)
             case StepDone() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
                 self.evidence[event.generation][event.outcome.step] = event.outcome
             case Fenced() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.answered[event.generation].add(event.worker)
                 self.evidence[event.generation].update({o.step: o for o in event.outcomes})
-            case Saved() if self.on_lineage(event.version) and not over:
+            case Saved() if self.on_lineage(event.version) and not before.over:
                 self.counting.add(event.version)
             case Saved():
                 self.occasions["a manifest comes in for a version given up"] += 1
@@ -152,6 +171,11 @@ class Oracle:
     def _judge_settle(self, settle: Settle) -> None:
         """Nothing is aborted before every member is out; evidence is neither dropped nor made up."""
         generation, outcome = settle.generation, settle.outcome
+        if generation in self.settlements:
+            if self.settlements[generation] != outcome:
+                raise Violation(f"generation {generation} is settled twice: {self.settlements[generation]}, then {outcome}")
+            return  # said again, by a coordinator that took over
+        self.settlements[generation] = outcome
         self._all_out(self.plans[generation], "is settled")
         evidence = self.evidence[generation]
         top = max(evidence, default=0)
@@ -175,6 +199,8 @@ class Oracle:
                 raise Violation(f"generation {plan.generation} {what}, {member} has neither answered its fence nor been expelled")
 
     def _judge_form(self, before: RunState, after: RunState, plan: Plan, settle: Settle | None, reason: str) -> None:
+        if plan == self.plan:
+            return  # said again, by a coordinator that took over
         rules, members = self.sim.rules, set(plan.members)
         if plan.generation <= max(self.plans, default=0):
             raise Violation(f"generation {plan.generation} is begun twice")
@@ -194,8 +220,8 @@ class Oracle:
         self._judge_version(before, after, plan, settle, reason)
 
     def _cannot_commit(self, plan: Plan) -> None:
-        """It was never told to go, one member is out for good, or no member has a lease left."""
-        if plan.generation not in self.went:
+        """It was never told to go or has nothing left to do, one member is out for good, or no member has a lease left."""
+        if plan.generation not in self.went or max(self.evidence[plan.generation], default=0) >= self.sim.rules.target_step:
             return
         members = [self.sim.cluster.workers[m] for m in plan.members]
         out = any(not w.alive or w.fenced >= plan.generation for w in members)

@@ -111,7 +111,8 @@ def test_no_promise_is_broken_and_every_run_ends(seen: Coverage) -> None:
 
 def test_every_event_met_every_state(seen: Coverage) -> None:
     met = {("over" if state in OVER else state, event) for state, event in seen.visited}
-    every = {("over" if state in OVER else state, event) for state in STATES for event in EVENTS}
+    simulated = [event for event in EVENTS if event not in ("Recovered", "Attached", "Stumbled")]  # one coordinator lives to the end
+    every = {("over" if state in OVER else state, event) for state in STATES for event in simulated}
     assert every - met == set(IMPOSSIBLE)
 
 

@@ -19,13 +19,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic.control.commit import GO_ON, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Outcome
+from elastic.control.commit import GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
 from elastic.control.events import Attached, Broken, Event, Here, Ready, StepDone
 from elastic.control.saving import due
 from elastic.engine.world import World
-from elastic.errors import FencedOff, WorldBroken
+from elastic.errors import FencedOff
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
+from elastic.train.blame import classify, touch
 from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
@@ -33,7 +34,6 @@ from elastic.train.heal import heal
 from elastic.train.state import State
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
-from storage.errors import Damaged, StorageError
 
 SLOW_S = 5.0
 """From a settlement until it is strange that the generation is not left."""
@@ -290,12 +290,12 @@ class Trainer:
     def _tell(self, plan: Plan, error: Exception) -> None:
         if isinstance(error, FencedOff) and not error.lease:
             return
-        cause, signature = classify(error)
+        cause, signature = classify(error, partial(touch, self.device))
         trace = "".join(traceback.format_exception(error))
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
-        detail = f"{at}{trace}" if cause == "job" else str(error)
+        detail = f"{at}{trace}" if cause in ("job", "device") else str(error)
         version = plan.version if cause == "damaged" else None
         step = self.session.counters["step"] + 1
         self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version))
@@ -308,20 +308,3 @@ class Trainer:
         if self.world is not None:
             self.world.close()
             self.world = None
-
-
-def classify(error: Exception) -> tuple[str, str]:
-    """(cause of ``Broken``, signature) of what stopped a generation here.
-
-    A collective that failed is a peer's doing; that is told from the user's code by where the exception was raised.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, FencedOff):
-        return "lease", ""
-    if isinstance(error, Damaged):
-        return "damaged", ""
-    if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
-        return "peer", ""
-    theirs = [f for f in frames if not any(part in f.filename for part in ("/torch/", "/elastic/train/", "/elastic/engine/"))]
-    frame = (theirs or frames)[-1]
-    return "job", f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"

@@ -61,6 +61,7 @@ MIX: Mapping[Kind, int] = {
     Kind.NODE_FREEZE: 1,
     Kind.KEEPER_KILL: 1,
     Kind.STORE_LOSS: 1,
+    Kind.COORDINATOR_KILL: 1,
 }
 """Which kinds, and how often beside each other."""
 ALL_DIE_EVERY = 60
@@ -111,15 +112,15 @@ def tell(strike: Strike) -> None:
     print(f"{time.strftime('%H:%M:%S')}     {strike}", flush=True)
 
 
-def rage(folder: Path, seed: int, number: int, pace_s: float) -> Storm:
-    """Train, and strike until ``number`` faults were performed; to the end of the run."""
+def rage(folder: Path, seed: int, number: int, pace_s: float, spared: Iterable[str] = ()) -> Storm:
+    """Train, and strike, by all kinds that are not ``spared``, until ``number`` faults were performed; to the end of the run."""
     from tests.benchmarks.peers.nodes import Nodes
 
     nodes = Nodes()
     for _ in range(NODES):
         nodes.add(cpus=WORKERS // NODES)
     job = job_of(folder, "storm", number, pace_s=0.17)
-    kinds = [kind for kind, share in MIX.items() for _ in range(share)]
+    kinds = [kind for kind, share in MIX.items() if kind not in spared for _ in range(share)]
     faults = list(draw(seed, 2 * number, 2 * number * pace_s, kinds, states=STATES[:-1]))  # more than needed: some find nobody
     faults += [Fault(at * pace_s, Kind.SIGKILL, -1) for at in range(ALL_DIE_EVERY, number, ALL_DIE_EVERY)]
     chaos = Chaos(job, faults, tell)
@@ -246,6 +247,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--pace", type=float, default=PACE_S, help="seconds from one fault to the next, on average")
+    parser.add_argument("--spare", nargs="+", default=[], metavar="KIND", help="kinds that are left out")
     parser.add_argument("--keep", type=Path, help="where the journal goes")
     parser.add_argument("--rehearsal", action="store_true", help="write no result")
     arguments = parser.parse_args()
@@ -254,7 +256,7 @@ def main() -> int:
         reference = job_of(folder, "calm", arguments.faults, pace_s=0.0)
         assert run_local(reference, lambda line: None)[0] == "Finished"
         began = time.monotonic()
-        storm = rage(folder, arguments.seed, arguments.faults, arguments.pace)
+        storm = rage(folder, arguments.seed, arguments.faults, arguments.pace, arguments.spare)
         took = time.monotonic() - began
         found = {"seed": arguments.seed, "seconds": round(took), **judge(storm, reference), **where(), "python": platform.python_version()}
         if arguments.keep:

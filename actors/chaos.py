@@ -223,7 +223,7 @@ class Chaos:
                     victim = f"{victim},{worker}" if victim else worker
             else:
                 victim, pid = self._elsewhere(fault, view)
-        except (ray.exceptions.RayError, OSError, LookupError) as error:
+        except (ray.exceptions.RayError, OSError, LookupError, ValueError) as error:  # the last: Ray knows no such actor any more
             failed = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         if not victim:
             failed = failed or "there was nobody"
@@ -270,7 +270,7 @@ class Chaos:
 
     def _end(self, actor: Any) -> int:
         """SIGKILL to the process of an actor; its pid."""
-        pid, node = cluster.pid_of(actor), cluster.node_of(actor)
+        pid, node = (cluster.pid_of(actor), cluster.node_of(actor)) if actor is not None else (None, None)
         if pid is None or node is None:
             raise LookupError("Ray does not say where it is")
         ray.get(self._hand(node).signal.remote(pid, "SIGKILL"), timeout=CALL_S)

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,6 +101,12 @@ def signature(event: Event, error: Exception) -> str:
     return f"{type(event).__name__}: {type(error).__name__} at {os.path.basename(frame.filename)}:{frame.lineno}"
 
 
+def steady_clock(wall: Callable[[], float] = time.time, pace: Callable[[], float] = time.monotonic) -> Callable[[], float]:
+    """The wall clock as it stands now, going on at the pace of one that nobody sets: no deadline passes because a machine's time is set."""
+    ahead = wall() - pace()
+    return lambda: pace() + ahead
+
+
 class Coordinator:
     """Concurrency groups: ``inbox`` (events in) and ``view`` (questions); the loop has a thread of its own."""
 
@@ -108,6 +115,7 @@ class Coordinator:
         self.job, self.rules, self.search_path = job, job.rules(), search_path
         self.inbox: queue.SimpleQueue[tuple[Event, Any]] = queue.SimpleQueue()
         self.story = Story(job.steps)
+        self.clock = steady_clock()
         self.reason = ""
         self.audience = Audience(driver, job.on_driver_exit, job.deadlines.driver_s, time.monotonic())
         self.over = threading.Event()
@@ -141,7 +149,7 @@ class Coordinator:
         self.left = find(self.token, self.incarnation) if self.again else Left()
         found = self.run.recover(first, local, [*tails.local(folder), *self.left.tails]) if self.again else None
         if found is None:
-            state = replace(self.run.standing(0 if self.again else self.incarnation, time.time()), reference=reference)
+            state = replace(self.run.standing(0 if self.again else self.incarnation, self.clock()), reference=reference)
             found = state, self.run.journal(local, codec.snapshot(state, elastic.__version__, self.rules))
         self.state, self.journal = found
         self.recorded = self.state
@@ -263,7 +271,7 @@ class Coordinator:
                 os._exit(STUMBLED)
 
     def _advance(self, event: Event) -> None:
-        now = time.time()
+        now = self.clock()
         before = self.state
         transition = advance(before, event, now, self.rules)
         self.state = transition.run

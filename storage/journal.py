@@ -190,11 +190,15 @@ def records(store: ObjectStore, run: str) -> list[Json]:
 def parse(lines: bytes) -> list[tuple[Json, list[Json]]]:
     """The segments in a file: a coordinator's local one, a copy of an object, or several of either one after the other."""
     segments: list[tuple[Json, list[Json]]] = []
-    for line in map(json.loads, lines.splitlines()):
-        if "run" in line:
-            segments.append((line, []))
-        elif "n" in line:
-            segments[-1][1].append(line)
+    for number, text in enumerate(lines.splitlines(), 1):
+        try:
+            line = json.loads(text)
+            if "run" in line:
+                segments.append((line, []))
+            elif "n" in line:
+                segments[-1][1].append(line)
+        except (ValueError, TypeError, IndexError):
+            raise Damaged(f"line {number}", "a snapshot, or a record after one", repr(text[:40])) from None
     return segments
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import get_args
@@ -11,9 +11,7 @@ from typing import get_args
 from elastic.control import machine
 from elastic.control.events import Event
 from elastic.control.states import State
-from elastic.sim import faults
 from elastic.sim.coordinators import Advance
-from elastic.sim.faults import Kind
 from elastic.sim.simulation import Report, simulate
 
 OVER = ("Finished", "Stopped", "Failed")

@@ -29,6 +29,8 @@ class Kind(StrEnum):
     EXCEPTION = "exception"
     """The user's code raises, or ours: the process lives, and says so."""
     EXIT = "exit"
+    DEVICE_ASSERT = "device_assert"
+    """A kernel's assertion fails: the process lives and says so, and cannot use its accelerator any more."""
     HELD_GIL = "held_gil"
     """Its control thread answers nobody while the duration lasts; signals still work."""
     MEMORY_HOG = "memory_hog"
@@ -110,6 +112,7 @@ OWN_KINDS = (
     Kind.EXIT,
     Kind.HELD_GIL,
     Kind.MEMORY_HOG,
+    Kind.DEVICE_ASSERT,
 )
 """What a worker can do to itself at an exact point (``job.faults``)."""
 

@@ -64,7 +64,9 @@ class Scenario:
         target_step = rng.randint(6, 14)
         return Scenario(
             rules=small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50))),
-            faults=weather(rng, rng.choice((0.0, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.0, 1.5, 2.5)), rng.uniform(8.0, 30.0), rng.choice((0.0, 4.0))),
+            faults=weather(
+                rng, rng.choice((0.0, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.0, 1.5, 2.5)), rng.uniform(8.0, 30.0), rng.choice((0.0, 4.0))
+            ),
             nodes=rng.randint(2, 4),
             slots=high + rng.randint(0, 1),
             rows=rng.choice(ROWS),

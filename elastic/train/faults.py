@@ -102,6 +102,8 @@ def perform(kind: str) -> None:
             hold_the_gil(HELD_S)
         case "memory_hog":
             hog()
+        case "device_assert":
+            torch._assert_async(torch.zeros((), device="cuda"))  # seen later, by whatever asks the device next
         case name:
             signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened
 

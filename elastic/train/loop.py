@@ -7,6 +7,7 @@ an update that is under way.  Neither leaves a group before the coordinator sett
 from __future__ import annotations
 
 import faulthandler
+import gc
 import queue
 import threading
 import time
@@ -18,13 +19,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic.control.commit import GO_ON, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Outcome
+from elastic.control.commit import GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
 from elastic.control.events import Attached, Broken, Event, Here, Ready, StepDone
 from elastic.control.saving import due
 from elastic.engine.world import World
-from elastic.errors import FencedOff, WorldBroken
+from elastic.errors import FencedOff
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
+from elastic.train.blame import classify, touch
 from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
@@ -32,7 +34,6 @@ from elastic.train.heal import heal
 from elastic.train.state import State
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
-from storage.errors import Damaged, StorageError
 
 SLOW_S = 5.0
 """From a settlement until it is strange that the generation is not left."""
@@ -91,6 +92,8 @@ class Trainer:
         """In the present generation; said again to a coordinator that was not there."""
         self._boundary = (0, GO_ON)
         self._ready_at = 0.0
+        self._abort: threading.Thread | None = None
+        """Of the world before: no collective of the next one begins until it has ended."""
         self._left = threading.Event()
         """No settlement is under way."""
         self._left.set()
@@ -128,11 +131,17 @@ class Trainer:
         if self.gate.generation == generation:
             self._left.clear()
             faulthandler.dump_traceback_later(SLOW_S)  # where every thread stands, into the log, unless the generation is left by then
+        world = self.world
+        if world is not None and world.generation == generation:
+            self._abort = threading.Thread(target=self._aborts, args=(world,), daemon=True)
+            self._abort.start()
         self.orders.put(Settled(generation, outcome))
-        if self.world is not None and self.world.generation == generation:
-            began = time.monotonic()
-            self.world.abort()
-            print(f"{self.worker}: generation {generation} aborted in {time.monotonic() - began:.3f} s", flush=True)
+
+    def _aborts(self, world: World) -> None:
+        """Beside the control thread, which has the next plan to hear, and the training thread, which has it to build."""
+        began = time.monotonic()
+        world.abort()
+        print(f"{self.worker}: generation {world.generation} aborted in {time.monotonic() - began:.3f} s", flush=True)
 
     def exit(self) -> None:
         self.orders.put(None)
@@ -159,6 +168,7 @@ class Trainer:
                 order = self._next()
                 if isinstance(order, Enter):
                     self._live(order.plan, order.store)
+                    gc.collect()  # a wrapped model is full of cycles; what it holds must be free before the next one takes memory
         except Leave:
             self.saver.wait()
         finally:
@@ -214,8 +224,13 @@ class Trainer:
         self.world = world = self._meet(plan, store)
         if self.gate.fenced >= plan.generation:  # settle() may have come before there was a world to abort
             raise FencedOff(f"generation {plan.generation} was fenced while it was formed")
-        formed = time.monotonic()
+        met = time.monotonic()
         state = State(self.session.job, world, plan.version)
+        if self._abort is not None:
+            self._abort.join()
+        built = time.monotonic()
+        world.connect(self._form_s, RUN_TIMEOUT_S)
+        formed = time.monotonic()
         strike = partial(self.session.faults.strike, "healing", plan.version.step + 1, world)
         heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session.counters, strike)
         world.finish()
@@ -223,14 +238,22 @@ class Trainer:
             raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
         self.gate.hold([*self.gate.shards, state.shard])
         self.session.counters["step"] = plan.version.step
-        self._ready_at = time.monotonic()
-        self._say(Ready(self.worker, plan.generation, formed - began, time.monotonic() - formed))
+        self._ready_at = now = time.monotonic()
+        print(
+            f"{self.worker}: generation {plan.generation}: met in {met - began:.3f} s, model in {built - met:.3f} s, "
+            f"connected in {formed - built:.3f} s, slices in {now - formed:.3f} s",
+            flush=True,
+        )
+        self._say(Ready(self.worker, plan.generation, formed - began, now - formed))
         return state
 
-    def _meet(self, plan: Plan, store: tuple[str, int]) -> World:
+    @property
+    def _form_s(self) -> float:
         """At most half the forming deadline, so that whoever waited for an absent member is back in time to be told."""
-        form_s = self.session.job.deadlines.form_s / 2
-        client = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=form_s))
+        return self.session.job.deadlines.form_s / 2
+
+    def _meet(self, plan: Plan, store: tuple[str, int]) -> World:
+        client = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._form_s))
         seat = Seat(plan.generation, plan.world_rank(self.worker))
         return World.form(
             client,
@@ -238,8 +261,7 @@ class Trainer:
             layout=plan.layout,
             rank=seat.rank,
             device=self.device,
-            form_s=form_s,
-            run_s=RUN_TIMEOUT_S,
+            form_s=self._form_s,
             met=partial(self.session.faults.strike, "forming", plan.version.step + 1, seat),
         )
 
@@ -268,12 +290,12 @@ class Trainer:
     def _tell(self, plan: Plan, error: Exception) -> None:
         if isinstance(error, FencedOff) and not error.lease:
             return
-        cause, signature = classify(error)
+        cause, signature = classify(error, partial(touch, self.device))
         trace = "".join(traceback.format_exception(error))
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
-        detail = f"{at}{trace}" if cause == "job" else str(error)
+        detail = f"{at}{trace}" if cause in ("job", "device") else str(error)
         version = plan.version if cause == "damaged" else None
         step = self.session.counters["step"] + 1
         self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version))
@@ -286,20 +308,3 @@ class Trainer:
         if self.world is not None:
             self.world.close()
             self.world = None
-
-
-def classify(error: Exception) -> tuple[str, str]:
-    """(cause of ``Broken``, signature) of what stopped a generation here.
-
-    A collective that failed is a peer's doing; that is told from the user's code by where the exception was raised.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, FencedOff):
-        return "lease", ""
-    if isinstance(error, Damaged):
-        return "damaged", ""
-    if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
-        return "peer", ""
-    theirs = [f for f in frames if not any(part in f.filename for part in ("/torch/", "/elastic/train/", "/elastic/engine/"))]
-    frame = (theirs or frames)[-1]
-    return "job", f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"

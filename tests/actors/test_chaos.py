@@ -7,15 +7,12 @@ lose what was committed since the last durable save, and do it again.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic.job import Job
-from elastic.report.story import StepLine
-from elastic.train.local import run_local
-from tests.support.chaos import Trial, assert_survived, exported_hash, trial
+from tests.support.chaos import Trial, alone, assert_survived, trial
 from tests.support.toys import toy_job
 
 STEPS = 60
@@ -37,11 +34,8 @@ def job_of(bucket: Path, name: str, workers: int, **changes: Any) -> Job:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The undisturbed run: one worker in this process, without Ray (U9)."""
-    job = job_of(tmp_path_factory.mktemp("reference"), "local", 1, data={"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.0}})
-    lines: list[StepLine] = []
-    state, _, step = run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)
-    assert (state, step) == ("Finished", STEPS)
-    return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines], job=job)
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.0}}
+    return alone(job_of(tmp_path_factory.mktemp("reference"), "local", 1, data=data))
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
-from torch import Tensor
 
 from actors.chaos import Chaos, Strike
+from actors.coordinator import View
 from actors.launch import Result, attach, launch, reap
 from elastic.job import Job
 from elastic.report.ledger import ledger
@@ -42,7 +42,7 @@ from elastic.train.local import run_local
 from storage import journal
 from tests.benchmarks.recovery import where
 from tests.support.chaos import Witness, exported_hash, formed, samples
-from tests.support.toys import Sums, toy_job
+from tests.support.toys import toy_job
 
 RESULTS = Path(__file__).parent / "results"
 STATES = ("Waiting", "Forming", "Running", "Stopping", "Finishing")
@@ -61,30 +61,18 @@ MIX: Mapping[Kind, int] = {
     Kind.NODE_FREEZE: 1,
     Kind.KEEPER_KILL: 1,
     Kind.STORE_LOSS: 1,
+    Kind.COORDINATOR_KILL: 1,
 }
 """Which kinds, and how often beside each other."""
 ALL_DIE_EVERY = 60
 """After so many faults all workers die at once, for what happens where nobody is left."""
-PACE_S = 3.5
-STEPS_A_FAULT = 10
+PACE_S = 3.3
+STEPS_A_FAULT = 5
 SAVE_EVERY = 20
 WORKERS = 4
 NODES = 2
 END_S = 600.0
 """From the last fault to the end of the run; never needed."""
-
-
-class Paced(Sums):
-    """Slow, so that a storm finds a run that has not ended; until ``calm`` exists."""
-
-    def __init__(self, calm: str = "", pace_s: float = 0.0, **args: Any) -> None:
-        super().__init__(**args)
-        self.calm, self.pace_s = Path(calm), pace_s
-
-    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
-        if self.pace_s and not self.calm.exists():
-            time.sleep(self.pace_s)
-        return super().read(ids)
 
 
 def job_of(folder: Path, name: str, faults: int, pace_s: float) -> Job:
@@ -93,7 +81,7 @@ def job_of(folder: Path, name: str, faults: int, pace_s: float) -> Job:
         folder / "bucket",
         name=name,
         steps=steps,
-        data={"dataset": "tests.benchmarks.storm:Paced", "args": {"calm": str(folder / "calm"), "pace_s": pace_s, "samples": 16 * steps}},
+        data={"dataset": "tests.support.toys:Paced", "args": {"calm": str(folder / "calm"), "pace_s": pace_s, "samples": 16 * steps}},
         workers={"min": 1, "max": WORKERS},
         checkpoint={"save_every": SAVE_EVERY},
         deadlines={"grow_debounce_s": 1, "stall_s": 4, "fence_s": 4, "form_s": 60},
@@ -124,15 +112,15 @@ def tell(strike: Strike) -> None:
     print(f"{time.strftime('%H:%M:%S')}     {strike}", flush=True)
 
 
-def rage(folder: Path, seed: int, number: int, pace_s: float) -> Storm:
-    """Train, and strike until ``number`` faults were performed; to the end of the run."""
+def rage(folder: Path, seed: int, number: int, pace_s: float, spared: Iterable[str] = ()) -> Storm:
+    """Train, and strike, by all kinds that are not ``spared``, until ``number`` faults were performed; to the end of the run."""
     from tests.benchmarks.peers.nodes import Nodes
 
     nodes = Nodes()
     for _ in range(NODES):
         nodes.add(cpus=WORKERS // NODES)
     job = job_of(folder, "storm", number, pace_s=0.17)
-    kinds = [kind for kind, share in MIX.items() for _ in range(share)]
+    kinds = [kind for kind, share in MIX.items() if kind not in spared for _ in range(share)]
     faults = list(draw(seed, 2 * number, 2 * number * pace_s, kinds, states=STATES[:-1]))  # more than needed: some find nobody
     faults += [Fault(at * pace_s, Kind.SIGKILL, -1) for at in range(ALL_DIE_EVERY, number, ALL_DIE_EVERY)]
     chaos = Chaos(job, faults, tell)
@@ -141,8 +129,7 @@ def rage(folder: Path, seed: int, number: int, pace_s: float) -> Storm:
     training.start()
     try:
         _until_it_steps(job.name)
-        chaos.began = time.monotonic()
-        storm.witness.act = lambda witness, view: _strike(chaos, view, number)
+        storm.witness.act = Strikes(chaos, number)
         storm.witness.start()
         while storm.witness.act is not None and training.is_alive():
             nodes.replace_the_dead(WORKERS // NODES)
@@ -170,10 +157,20 @@ def _until_it_steps(name: str) -> None:
         time.sleep(0.05)
 
 
-def _strike(chaos: Chaos, view: Any, number: int) -> bool:
-    if len(chaos.performed) < number and not view.over:
-        chaos.heed(view)
-    return len(chaos.performed) >= number or view.over
+class Strikes:
+    """What a witness calls at every look.  The time of the storm passes only while there is somebody to be struck."""
+
+    def __init__(self, chaos: Chaos, number: int) -> None:
+        self.chaos, self.number, self.looked = chaos, number, time.monotonic()
+        chaos.began = self.looked
+
+    def __call__(self, _: Witness, view: View) -> bool:
+        before, self.looked = self.looked, time.monotonic()
+        if not view.workers:
+            self.chaos.began += self.looked - before
+        if len(self.chaos.performed) < self.number and not view.over:
+            self.chaos.heed(view)
+        return len(self.chaos.performed) >= self.number or view.over
 
 
 # ---- what it came to
@@ -250,6 +247,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--pace", type=float, default=PACE_S, help="seconds from one fault to the next, on average")
+    parser.add_argument("--spare", nargs="+", default=[], metavar="KIND", help="kinds that are left out")
     parser.add_argument("--keep", type=Path, help="where the journal goes")
     parser.add_argument("--rehearsal", action="store_true", help="write no result")
     arguments = parser.parse_args()
@@ -258,7 +256,7 @@ def main() -> int:
         reference = job_of(folder, "calm", arguments.faults, pace_s=0.0)
         assert run_local(reference, lambda line: None)[0] == "Finished"
         began = time.monotonic()
-        storm = rage(folder, arguments.seed, arguments.faults, arguments.pace)
+        storm = rage(folder, arguments.seed, arguments.faults, arguments.pace, arguments.spare)
         took = time.monotonic() - began
         found = {"seed": arguments.seed, "seconds": round(took), **judge(storm, reference), **where(), "python": platform.python_version()}
         if arguments.keep:

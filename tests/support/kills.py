@@ -17,7 +17,7 @@ import ray
 from actors.coordinator import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job
-from tests.support.chaos import Trial, Witness, trial
+from tests.support.chaos import Trial, Witness, alone, trial
 from tests.support.room import Room
 from tests.support.toys import toy_job
 
@@ -100,6 +100,11 @@ class Script:
             "faults": self.faults,
         }
         return toy_job(bucket, **(values | changes))
+
+
+def undisturbed(folder: Path) -> Any:
+    """What every script's job ends with: one worker in this process, without Ray."""
+    return alone(toy_job(folder, name="local", steps=STEPS, data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}))
 
 
 def gate(bucket: Path, at: Grow | Cramp) -> Path:

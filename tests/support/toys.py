@@ -63,6 +63,19 @@ class Sums:
         return f"sums-{self.samples}-{self.seq_len}-{self.vocab}-{self.masked}"
 
 
+class Paced(Sums):
+    """Slow, so that what strikes finds a run that has not ended; until ``calm`` exists."""
+
+    def __init__(self, calm: str, pace_s: float, **args: Any) -> None:
+        super().__init__(**args)
+        self.calm, self.pace_s = Path(calm), pace_s
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        if not self.calm.exists():
+            time.sleep(self.pace_s)
+        return super().read(ids)
+
+
 class Late(Sums):
     """Who first reads ``sample`` needs ``late_s`` for it; ``mark`` then exists, and tells the next one that it is not the first."""
 

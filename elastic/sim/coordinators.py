@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elastic.control import actions as do
 from elastic.control import codec, lineage
-from elastic.control.events import Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Tick
+from elastic.control.events import Attached, Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Stumbled, Tick
 from elastic.control.machine import Transition, must_be_durable
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Advance = Callable[[RunState, Event, float, Rules], Transition]
 TICK_S = 1.0
+STUMBLES = 0.3
+"""Share of the coordinators that die because they could not handle an event, and still say so."""
 ATTACH_S = 0.5
 """How often a coordinator that took over calls a worker that has not answered."""
 
@@ -42,6 +44,8 @@ class Coordinator:
         self.on_disk = run
         self.copied = [run]
         """What the keepers may have: as of the last record that had to be durable, and of those after it."""
+        self.attached: set[WorkerId] = set()
+        """Who has answered it."""
         self._backlog: list[Event] = []
 
     @property
@@ -55,6 +59,8 @@ class Coordinator:
         if self.frozen_until > now:
             self._backlog.append(event)
             return ""
+        if isinstance(event, Attached):
+            self.attached.add(event.worker)
         coordinators = sim.coordinators
         state = type(before.state).__name__
         transition = self.advance(before, event, now + self.ahead_s, sim.rules)
@@ -80,7 +86,7 @@ class Coordinator:
         if self is not self.sim.coordinators.present:  # the keepers will refuse it, once it reaches them again
             self.sim.clock.after(max(0.0, self.cut_until - self.sim.clock.now) + self.sim.rng.random(), self.depose)
         self.on_disk = transition.run
-        if must_be_durable(transition) or transition.run.over:
+        if must_be_durable(transition):
             self.copied = []
         self.copied.append(transition.run)
 
@@ -122,7 +128,7 @@ class Coordinator:
 
     def attach(self, worker: Worker) -> None:
         """Again and again, until it answers, or somebody else decides."""
-        if self.acts and worker.alive and worker.incarnation < self.incarnation and not self.run.over:
+        if self.acts and worker.alive and worker.name not in self.attached:
             self.sim.network.send(Way.TO, worker.node, worker.receive, worker.order, self.incarnation, worker.attached)
             self.sim.clock.after(ATTACH_S, self.attach, worker)
 
@@ -231,6 +237,8 @@ class Coordinators:
             case _ if not present.alive or present.run.over:
                 return
             case Kind.COORDINATOR_KILL:
+                if self.sim.rng.random() < STUMBLES:
+                    present.receive(Stumbled(f"{self.sim.rng.choice(('Beat', 'Joined', 'Tick'))}: KeyError at cluster.py:7"))
                 present.alive = False
                 self.sim.clock.after(duration_s, self.follow, present)
             case Kind.COORDINATOR_FREEZE:

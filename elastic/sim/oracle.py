@@ -13,7 +13,22 @@ from typing import TYPE_CHECKING
 
 from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle
 from elastic.control.commit import Outcome
-from elastic.control.events import Event, Fenced, Joined, Lost, Recovered, Saved, StepDone, StopRequested
+from elastic.control.events import (
+    Attached,
+    Beat,
+    Capacity,
+    Event,
+    Fenced,
+    Joined,
+    Lost,
+    Recovered,
+    Renewed,
+    Saved,
+    StepDone,
+    StopRequested,
+    Stumbled,
+    Tick,
+)
 from elastic.control.states import Failed, Finished, Stopped, Waiting
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
@@ -57,6 +72,8 @@ class Oracle:
         self.settlements: dict[int, Outcome | None] = {}
         self.counting: set[Version] = set()
         self.stop_asked = False
+        self.startups, self.stumbles = 0, Counter[str]()
+        """Coordinators in a row that came to nothing; what they said they died of."""
         self.occasions: Counter[str] = Counter()
         """How often the rare things happened: a promise is tested only where it is in danger."""
         self.waiting_since: float | None = 0.0
@@ -130,6 +147,8 @@ class Oracle:
             self.told.add((event.outcome.step, event.generation))
         elif isinstance(event, Fenced):
             self.told.update((each.step, event.generation) for each in event.outcomes)
+        if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity):
+            self.startups = 0
         match event:
             case Joined():
                 self.joined.add(event.worker)
@@ -137,7 +156,10 @@ class Oracle:
                 self.lost.add(event.worker)
             case Lost():
                 self.expelled.add(event.worker)
+            case Stumbled():
+                self.stumbles[event.what] += 1
             case Recovered():
+                self.startups += 1
                 self.expelled |= self.joined - set(event.workers)
             case StepDone() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
@@ -221,7 +243,7 @@ class Oracle:
 
     def _cannot_commit(self, plan: Plan) -> None:
         """It was never told to go or has nothing left to do, one member is out for good, or no member has a lease left."""
-        if plan.generation not in self.went or max(self.evidence[plan.generation], default=0) >= self.sim.rules.target_step:
+        if plan.generation not in self.went or max(self.evidence[plan.generation], default=plan.version.step) >= self.sim.rules.target_step:
             return
         members = [self.sim.cluster.workers[m] for m in plan.members]
         out = any(not w.alive or w.fenced >= plan.generation for w in members)
@@ -325,6 +347,8 @@ class Oracle:
         """
         raised = [worker for _, worker in self.sim.cluster.errors_raised]
         alone = self.plan is not None and len(self.plan.members) == 1
+        if self.startups > 3 or max(self.stumbles.values(), default=0) >= 3:
+            return True
         again = len(raised) > 1 and (alone or len(set(raised)) > 1)
         fruitless = 0
         for generation in sorted(self.plans, reverse=True):

@@ -55,9 +55,12 @@ class Process:
         if world is not self.world:
             return
         if point is not None:
-            self.sim.strikes.passes(self, point)
+            self.passes(point)
         if self.alive:
             self.receive(call, *args)
+
+    def passes(self, point: Point) -> None:
+        """Whatever may strike it there."""
 
     def freeze(self, thaw_s: float | None) -> None:
         self.frozen = True

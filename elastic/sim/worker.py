@@ -67,6 +67,9 @@ class Worker(Process):
         self.progress: Progress | None = None
         self._deferred: list[Call] = []
 
+    def passes(self, point: Point) -> None:
+        self.sim.strikes.passes(self, point)
+
     # -- coming and going -----------------------------------------------------------------------------------------
 
     def join(self) -> None:
@@ -86,14 +89,19 @@ class Worker(Process):
             return
         self.report(self.introduction)
         self.report(Attached(self.name, None if world is None else world.plan, stepping and self._went))
-        if world is None:
-            return
+        if world is not None:
+            self._say_again()
+        for version in sorted(self.saved)[-4:]:
+            self.report(ShardSaved(self.name, version))
+
+    def _say_again(self) -> None:
+        """What it has said in the present world."""
+        if self.phase is not Phase.FORMING:
+            self.report(Here(self.name, self.planned))
         if self.phase is Phase.READY:
             self.report(Ready(self.name, self.planned))
         for outcome in self.outcomes:
             self.report(StepDone(self.name, outcome.generation, outcome))
-        for version in sorted(self.saved):
-            self.report(ShardSaved(self.name, version))
         if self.fenced >= self.planned and not self.answer_due and self.phase is not Phase.APPLYING:
             self._answer(self.planned)
 

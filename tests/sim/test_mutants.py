@@ -6,45 +6,29 @@ unbroken machine passes the same seeds.
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-
 import pytest
 
-from elastic.sim import Scenario, Violation, simulate
-from elastic.sim.simulation import Advance
+from elastic.sim import Violation, simulate
+from elastic.sim.coordinators import Advance
 from tests.sim.mutants import Edit, Mutant
-from tests.sim.test_simulator import EDGE, isolation, storm
+from tests.sim.scenarios import ALL
 
 pytestmark = pytest.mark.fast
 
 SEEDS = range(300)
 
 
-def drawn(seed: int) -> Scenario | None:
-    return None
-
-
-def poor(seed: int) -> Scenario:
-    """Two generations in a row without a commit, and the run may fail."""
-    scenario = Scenario.drawn(random.Random(seed))
-    return replace(scenario, rules=replace(scenario.rules, max_fruitless=1))
-
-
-SCENARIOS = {"drawn": drawn, "storm": storm, "edge": lambda seed: EDGE, "isolation": isolation, "poor": poor}
-
-
 def first_violation(advance: Advance, scenario: str) -> str:
     """Of ``SEEDS``; "" when there is none."""
     for seed in SEEDS:
         try:
-            simulate(seed, SCENARIOS[scenario](seed), advance)
+            simulate(seed, ALL[scenario](seed), advance)
         except Violation as violation:
             return str(violation).splitlines()[0]
     return ""
 
 
-@pytest.fixture(scope="module", params=list(SCENARIOS))
+@pytest.fixture(scope="module", params=list(ALL))
 def unbroken(request: pytest.FixtureRequest) -> str:
     return first_violation(Mutant("none", ()).advance(), request.param)
 

@@ -49,6 +49,11 @@ class Coordinator:
         self._backlog: list[Event] = []
 
     @property
+    def now(self) -> float:
+        """By its own clock."""
+        return self.sim.clock.now + self.ahead_s
+
+    @property
     def acts(self) -> bool:
         return self.alive and self.frozen_until <= self.sim.clock.now and not self.run.over
 
@@ -63,7 +68,7 @@ class Coordinator:
             self.attached.add(event.worker)
         coordinators = sim.coordinators
         state = type(before.state).__name__
-        transition = self.advance(before, event, now + self.ahead_s, sim.rules)
+        transition = self.advance(before, event, self.now, sim.rules)
         sim.lines.append((now, event, transition.reason))
         if must_be_durable(transition) and not coordinators.may_record(self):
             return self.depose()
@@ -279,4 +284,4 @@ class Coordinators:
         coordinator.incarnation = incarnation
         self.all.append(coordinator)
         self.sim.tell(f"coordinator {incarnation} begins")
-        coordinator.tick()
+        self.sim.clock.after(0.0, coordinator.tick)  # its first event is another

@@ -19,8 +19,10 @@ from elastic.control.events import (
     Capacity,
     Event,
     Fenced,
+    Here,
     Joined,
     Lost,
+    Ready,
     Recovered,
     Renewed,
     Saved,
@@ -29,7 +31,7 @@ from elastic.control.events import (
     Stumbled,
     Tick,
 )
-from elastic.control.states import Failed, Finished, Stopped, Waiting
+from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
 
@@ -68,6 +70,8 @@ class Oracle:
         self.told: set[tuple[int, int]] = set()
         """(step, generation) of each commit that was reported at all, in time or not."""
         self.went: set[int] = set()
+        self.here: dict[int, set[WorkerId]] = defaultdict(set)
+        """By generation: who said that its plan has arrived."""
         self.settled: set[int] = set()
         self.settlements: dict[int, Outcome | None] = {}
         self.counting: set[Version] = set()
@@ -125,9 +129,12 @@ class Oracle:
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
         self._note(before, event)
+        if isinstance(event, Here | Ready) and isinstance(before.state, Forming) and not transition.reason.startswith("refused"):
+            self.here[event.generation].add(event.worker)
         settle: Settle | None = None
         for action in transition.actions:
             if isinstance(action, Kill):
+                self._judge_kill(before, action)
                 self.expelled.update(action.workers)
         for action in transition.actions:
             settle = action if isinstance(action, Settle) else settle
@@ -160,6 +167,7 @@ class Oracle:
                 self.stumbles[event.what] += 1
             case Recovered():
                 self.startups += 1
+                self.here.clear()  # what was said to the one before is said again, or lost
                 self.expelled |= self.joined - set(event.workers)
             case StepDone() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
@@ -189,6 +197,13 @@ class Oracle:
                 if action.version not in self.sim.cluster.bucket.damaged:
                     raise Violation(f"{action.version} is put away and was not damaged")
                 self.counting.discard(action.version)
+
+    def _judge_kill(self, before: RunState, kill: Kill) -> None:
+        """One absent member keeps all from forming: those who are there are not to blame for it."""
+        if isinstance(before.state, Forming) and self.sim.coordinators.present.now >= before.state.deadline:
+            here = self.here[before.generation]
+            if (innocent := here & set(kill.workers)) and here < set(before.state.plan.members):
+                raise Violation(f"{min(innocent)} said Here and is expelled because others of generation {before.generation} did not")
 
     def _judge_settle(self, settle: Settle) -> None:
         """Nothing is aborted before every member is out; evidence is neither dropped nor made up."""

@@ -64,4 +64,18 @@ def interregnum(seed: int) -> Scenario:
     return replace(scenario, faults=draw(rng, 10, 25.0, (*kinds, Kind.LOSS, Kind.SIGSTOP)), rules=replace(scenario.rules, save_every=2))
 
 
-ALL = {each.__name__: each for each in (drawn, poor, storm, barren, edge, isolation, interregnum)}
+def skewed(seed: int) -> Scenario:
+    """Every member's clock is slow."""
+    scenario = isolation(seed)
+    skews = tuple(Fault(0.5 * n, Kind.CLOCK_SKEW, -1, amount=-0.04) for n in range(80))
+    return replace(scenario, faults=(*scenario.faults, *skews))
+
+
+def isolated_interregnum(seed: int) -> Scenario:
+    """And the coordinator dies while the world is cut off."""
+    scenario = isolation(seed)
+    deaths = tuple(Fault(cut.at + 0.1, Kind.COORDINATOR_KILL, duration_s=1.0) for cut in scenario.faults if cut.kind is Kind.PARTITION)
+    return replace(scenario, faults=(*scenario.faults, *deaths))
+
+
+ALL = {each.__name__: each for each in (drawn, poor, storm, barren, edge, isolation, interregnum, skewed, isolated_interregnum)}

@@ -68,7 +68,7 @@ def test_a_spot_trace_is_survived(name: str, pace: float, nodes: int, removals: 
 
 @pytest.mark.parametrize("text", ["x", "7..7", "9..3", ""])
 def test_seeds_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="must be a number, or FIRST..LAST"):
+    with pytest.raises(ValueError, match=r"must be a number, or FIRST\.\.LAST"):
         command.seeds_of(text)
 
 

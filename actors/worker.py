@@ -54,6 +54,7 @@ class Worker:
         from elastic.train.loop import Trainer
         from elastic.train.setup import build_of, kind_of, make_session, prepare_process
         from elastic.train.state import build_model, rows_of, tensors_of
+        from elastic.train.warmup import warm_up
         from storage.checkpoints import Checkpoints
         from storage.objects import ObjectStore
 
@@ -71,6 +72,7 @@ class Worker:
             return
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.worker, device, checkpoints, self.report)
+        warm_up(session, device)
         threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
         self.report(Joined(self.worker, cluster.here(), kind_of(device), rows, build))
         self._end(self.trainer)

@@ -20,12 +20,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
@@ -60,13 +61,23 @@ class World:
     layout: Layout
     rank: int
     device: torch.device
-    mesh: DeviceMesh
+    replicate_group: dist.ProcessGroup
+    """Those who hold the same shard."""
+    shard_group: dist.ProcessGroup
+    """Those who hold one replica together."""
     store: dist.Store
     listening: frozenset[int]
     """Ports that this member's groups accept connections on (gloo)."""
     peers: frozenset[Endpoint]
     """Where the other members' groups accept theirs (gloo)."""
+    groups: tuple[dist.ProcessGroup, ...] = field(init=False)
+    """All of them, that of all members first."""
     staging: Staging = field(default_factory=lambda: Staging())
+
+    def __post_init__(self) -> None:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        self.groups = tuple(dict.fromkeys((everyone, self.shard_group, self.replicate_group)))
 
     @classmethod
     def form(
@@ -78,13 +89,11 @@ class World:
         rank: int,
         device: torch.device,
         form_s: float,
-        run_s: float,
         met: Callable[[], None] = lambda: None,
     ) -> World:
         """Meet the other members in ``store`` and make all groups.  Blocks until all are there, or raises after ``form_s``.
 
-        ``run_s``: timeout of collectives afterwards; a last resort, since losses are dealt with by ``abort``.  ``met`` is called
-        between the group of all members and the smaller ones.
+        No collective runs before ``connect``.  ``met`` is called between the group of all members and the smaller ones.
         """
         store = dist.PrefixStore(f"g{generation}", store)
         store.set_timeout(datetime.timedelta(seconds=form_s))
@@ -93,20 +102,26 @@ class World:
             undo.callback(_forget_groups, device)  # whatever fails: this process must be able to form the next world
             _init_default_group(store, rank, layout.world, device, form_s)
             met()
-            mesh = init_device_mesh(device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+            replicate, shard = _axis_groups(layout, rank)
             listening = _listening_ports() - before
             peers = _exchange_endpoints(store, rank, layout.world, listening) if device.type == "cpu" else frozenset[Endpoint]()
-            world = cls(generation, layout, rank, device, mesh, store, frozenset(p for _, p in listening), peers)
-            world._run_in(form_s)
+            world = cls(generation, layout, rank, device, replicate, shard, store, frozenset(p for _, p in listening), peers)
             undo.pop_all()
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
         return world
 
     @classmethod
     def alone(cls, device: torch.device, generation: int = 1) -> World:
         """A world of one, in this process, that reaches for no network."""
-        options = dict(generation=generation, layout=Layout(), rank=0, device=device, form_s=60.0, run_s=3600.0)
-        return cls.form(dist.HashStore(), **options)  # type: ignore[arg-type]
+        world = cls.form(dist.HashStore(), generation=generation, layout=Layout(), rank=0, device=device, form_s=60.0)
+        world.connect(60.0, 3600.0)
+        return world
+
+    @classmethod
+    def imagined(cls, layout: Layout, device: torch.device) -> World:
+        """Rank 0 of a world in which nobody else is: collectives end at once and bring nothing that means anything (torch's fake
+        backend).  For what depends on shapes only."""
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world)
+        return cls(0, layout, 0, device, *_axis_groups(layout, 0), FakeStore(), frozenset(), frozenset())
 
     @property
     def size(self) -> int:
@@ -115,24 +130,22 @@ class World:
     @property
     def shard_mesh(self) -> DeviceMesh:
         """The 1-D mesh over which the state of one replica is split."""
-        return self.mesh["dp_shard"]
+        return DeviceMesh.from_group(self.shard_group, self.device.type)
 
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group("dp_shard")
+    def connect(self, form_s: float, run_s: float) -> None:
+        """A tiny collective on every group: a backend that connects lazily does so now, within ``form_s``.
 
-    @property
-    def replicate_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group("dp_replicate")
-
-    def _run_in(self, deadline_s: float) -> None:
-        """A tiny collective on every group: a backend that connects lazily does so now, inside the forming deadline."""
-        one = torch.ones((), device=self.device)
-        for group in (None, self.shard_group, self.replicate_group):
-            dist.all_reduce(one, group=group)
-        found = self.to_host(one, time.monotonic() + deadline_s).item()
-        if found != self.size**2:
-            raise WorldBroken(f"the first all-reduces of generation {self.generation} gave {found} instead of {self.size**2}")
+        ``run_s``: timeout of collectives afterwards; a last resort, since losses are dealt with by ``abort``.
+        """
+        one, expected = torch.ones((), device=self.device), 1
+        for group in self.groups:
+            if group.size() > 1 or len(self.groups) == 1:  # in the others nobody waits for anybody
+                dist.all_reduce(one, group=group)
+                expected *= group.size()
+        found = self.to_host(one, time.monotonic() + form_s).item()
+        if found != expected:
+            raise WorldBroken(f"the first all-reduces of generation {self.generation} gave {found} instead of {expected}")
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
 
     def to_host(self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False) -> torch.Tensor:
         """``tensor`` in host memory.  On an accelerator this polls and never synchronises: a collective whose peer died does not end.
@@ -178,7 +191,7 @@ class World:
     def abort(self) -> int:
         """Free whoever is stuck in a collective here.  From any thread; returns the number of sockets shut down (gloo)."""
         if self.device.type == "cuda":
-            _abort_together()
+            _abort_together(self.groups)
             return 0
         count = 0
         for sock in _own_sockets():
@@ -206,6 +219,23 @@ def _init_default_group(store: dist.Store, rank: int, world: int, device: torch.
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=form_s))
 
 
+def _axis_groups(layout: Layout, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """(those who hold the same shard, those who hold the same replica).
+
+    The group of all serves an axis that is the whole world: each further communicator costs time to make and to abort.
+    """
+    ranks = torch.arange(layout.world).view(layout.dp_replicate, layout.dp_shard)
+    replica, shard = layout.coordinates(rank)
+    return _group(ranks[:, shard].tolist(), layout), _group(ranks[replica].tolist(), layout)
+
+
+def _group(ranks: list[int], layout: Layout) -> dist.ProcessGroup:
+    whole = dist.group.WORLD
+    if len(ranks) == layout.world and whole is not None:
+        return whole
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
 def _forget_groups(device: torch.device) -> None:
     """Leave no group behind.  ``destroy_process_group`` may not return after an NCCL abort, so there the registries are emptied."""
     if not dist.is_initialized():
@@ -223,13 +253,12 @@ def _forget_groups(device: torch.device) -> None:
     world.group_count = 0
 
 
-def _abort_together() -> None:
-    """Abort every NCCL communicator of this process at the same time.
+def _abort_together(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Abort the NCCL communicators of all ``groups`` at the same time.
 
     One after the other would hang: ending a communicator frees device memory, which waits for the kernels of the others, which wait
     for a dead peer until they are aborted too (torch's own grouping does not help, for it aborts from another thread each).
     """
-    groups = list(dist.distributed_c10d._world.pg_names)
     threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
     for thread in threads:
         thread.start()

@@ -7,6 +7,7 @@ an update that is under way.  Neither leaves a group before the coordinator sett
 from __future__ import annotations
 
 import faulthandler
+import gc
 import queue
 import threading
 import time
@@ -79,6 +80,8 @@ class Trainer:
         self.incarnation = 0
         self._boundary = (0, GO_ON)
         self._ready_at = 0.0
+        self._abort: threading.Thread | None = None
+        """Of the world before: no collective of the next one begins until it has ended."""
         self._left = threading.Event()
         """No settlement is under way."""
         self._left.set()
@@ -110,11 +113,17 @@ class Trainer:
         if self.gate.generation == generation:
             self._left.clear()
             faulthandler.dump_traceback_later(SLOW_S)  # where every thread stands, into the log, unless the generation is left by then
+        world = self.world
+        if world is not None and world.generation == generation:
+            self._abort = threading.Thread(target=self._aborts, args=(world,), daemon=True)
+            self._abort.start()
         self.orders.put(Settled(generation, outcome))
-        if self.world is not None and self.world.generation == generation:
-            began = time.monotonic()
-            self.world.abort()
-            print(f"{self.worker}: generation {generation} aborted in {time.monotonic() - began:.3f} s", flush=True)
+
+    def _aborts(self, world: World) -> None:
+        """Beside the control thread, which has the next plan to hear, and the training thread, which has it to build."""
+        began = time.monotonic()
+        world.abort()
+        print(f"{self.worker}: generation {world.generation} aborted in {time.monotonic() - began:.3f} s", flush=True)
 
     def exit(self) -> None:
         self.orders.put(None)
@@ -128,6 +137,7 @@ class Trainer:
                 order = self._next()
                 if isinstance(order, Enter):
                     self._live(order.plan, order.store)
+                    gc.collect()  # a wrapped model is full of cycles; what it holds must be free before the next one takes memory
         except Leave:
             self.saver.wait()
         finally:
@@ -180,8 +190,13 @@ class Trainer:
         self.world = world = self._meet(plan, store)
         if self.gate.fenced >= plan.generation:  # settle() may have come before there was a world to abort
             raise FencedOff(f"generation {plan.generation} was fenced while it was formed")
-        formed = time.monotonic()
+        met = time.monotonic()
         state = State(self.session.job, world, plan.version)
+        if self._abort is not None:
+            self._abort.join()
+        built = time.monotonic()
+        world.connect(self._form_s, RUN_TIMEOUT_S)
+        formed = time.monotonic()
         strike = partial(self.session.faults.strike, "healing", plan.version.step + 1, world)
         heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session.counters, strike)
         world.finish()
@@ -189,14 +204,22 @@ class Trainer:
             raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
         self.gate.hold([*self.gate.shards, state.shard])
         self.session.counters["step"] = plan.version.step
-        self._ready_at = time.monotonic()
-        self.report(Ready(self.worker, plan.generation, formed - began, time.monotonic() - formed))
+        self._ready_at = now = time.monotonic()
+        print(
+            f"{self.worker}: generation {plan.generation}: met in {met - began:.3f} s, model in {built - met:.3f} s, "
+            f"connected in {formed - built:.3f} s, slices in {now - formed:.3f} s",
+            flush=True,
+        )
+        self.report(Ready(self.worker, plan.generation, formed - began, now - formed))
         return state
 
-    def _meet(self, plan: Plan, store: tuple[str, int]) -> World:
+    @property
+    def _form_s(self) -> float:
         """At most half the forming deadline, so that whoever waited for an absent member is back in time to be told."""
-        form_s = self.session.job.deadlines.form_s / 2
-        client = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=form_s))
+        return self.session.job.deadlines.form_s / 2
+
+    def _meet(self, plan: Plan, store: tuple[str, int]) -> World:
+        client = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._form_s))
         seat = Seat(plan.generation, plan.world_rank(self.worker))
         return World.form(
             client,
@@ -204,8 +227,7 @@ class Trainer:
             layout=plan.layout,
             rank=seat.rank,
             device=self.device,
-            form_s=form_s,
-            run_s=RUN_TIMEOUT_S,
+            form_s=self._form_s,
             met=partial(self.session.faults.strike, "forming", plan.version.step + 1, seat),
         )
 

@@ -86,6 +86,7 @@ BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
     "elastic/train/checkpoint.py": "whatever ends the thread that saves goes to the coordinator, which waits for its part",
+    "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
     "elastic/train/setup.py": "whatever the user's dataset raises while it is opened becomes a sentence",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",

@@ -142,7 +142,8 @@ def rank_main(pipe: Connection, folder: Path, options: argparse.Namespace, rank:
     layouts = [Layout(1, options.world)] + ([Layout(2, half)] if half * 2 == options.world else [])
     for number, layout in enumerate(layouts, start=1):
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        world = World.form(store, generation=number, layout=layout, rank=rank, device=device, form_s=120, run_s=120)
+        world = World.form(store, generation=number, layout=layout, rank=rank, device=device, form_s=120)
+        world.connect(120, 120)
         if number == 1:
             found["exchanges"] = exchanges(world, options)
         found["steps"] += steps(world, folder, options)

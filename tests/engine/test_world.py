@@ -128,7 +128,9 @@ def suffer(how: str, port: int) -> None:
 
 def another(world: World, port: int, layout: Layout) -> World:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    return World.form(store, generation=world.generation + 1, layout=layout, rank=world.rank, device=world.device, form_s=FREED_S, run_s=60)
+    formed = World.form(store, generation=world.generation + 1, layout=layout, rank=world.rank, device=world.device, form_s=FREED_S)
+    formed.connect(FREED_S, 60)
+    return formed
 
 
 def assert_freed(found: Freed, *, stuck: bool = True) -> None:

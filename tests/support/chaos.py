@@ -67,7 +67,7 @@ class Witness(threading.Thread):
                 ray.kill(coordinator)
 
     def _look(self) -> None:
-        coordinator = attach(self.job_name)
+        coordinator = attach(self.job_name) if ray.is_initialized() else None  # else Ray would join any cluster of this machine
         if coordinator is not None:
             try:
                 view = ray.get(coordinator.view.remote(10**9), timeout=5)

@@ -34,7 +34,8 @@ def watched(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]
     """The usual loss; every tenth step says, in the worker's log, how much device memory is in use."""
     me = trainer()
     world, step = me.world, me.session.faults.step
-    assert world is not None
+    if world is None:  # warming up
+        return next_token(model, batch)
     if torch.cuda.is_available() and step % 10 == 0 and _first(f"memory {step}", world.generation):
         used, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         print(f"memory: {me.worker} generation {world.generation} step {step} allocated {used} reserved {kept}", flush=True)
@@ -79,7 +80,8 @@ def holding_the_gil(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
 def _due(rank: int) -> bool:
     """Once, at the first microbatch of ``STEP`` in generation 1, on this rank."""
     me = trainer()
-    assert me.world is not None
+    if me.world is None:  # warming up
+        return False
     return (me.world.rank, me.world.generation, me.session.faults.step) == (rank, 1, STEP) and _first("mischief", 1)
 
 

@@ -84,7 +84,8 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
         world = None
         try:
             store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-            world = World.form(store, generation=generation, layout=layout, rank=rank, device=device, form_s=60, run_s=60)
+            world = World.form(store, generation=generation, layout=layout, rank=rank, device=device, form_s=60)
+            world.connect(60, 60)
             pipe.send((False, function(world, *arguments)))
         except Exception:  # the process boundary: raised again in the test
             pipe.send((True, traceback.format_exc()))

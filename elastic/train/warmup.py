@@ -1,0 +1,56 @@
+"""What the first step of a process costs, paid before it joins: libraries opened, kernels loaded, blocks compiled.
+
+So a world that a newcomer joins waits for groups and slices only.  The microbatch is computed in a world in which nobody else is,
+over zeros: what is compiled and loaded depends on shapes alone, and no collective can hang.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+
+import torch
+
+from elastic.engine.fold import squared_norm
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.plan.layout import Layout
+from elastic.train.state import State
+from elastic.train.step import Session
+
+
+def warm_up(session: Session, device: torch.device) -> None:
+    """Once, before the first world.  Whatever fails here fails again in the first step, and is reported there with its samples."""
+    began = time.monotonic()
+    try:
+        world = World.alone(device, generation=0)  # opens the communication library
+        world.abort()
+        world.close()
+        world = World.imagined(Layout(1, session.job.workers.max), device)
+        try:
+            _compute(session, world)
+        finally:
+            world.close()
+    except Exception:  # a boundary: the user's code may raise anything
+        print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
+    gc.collect()
+    gc.freeze()  # what is here by now stays: later collections need not look at it
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    print(f"warmed up in {time.monotonic() - began:.3f} s", flush=True)
+
+
+def _compute(session: Session, world: World) -> None:
+    """One microbatch, forward and backward, and the norm of its gradients."""
+    state = State(session.job, world, Version(0, 0))
+    with torch.no_grad():
+        for value in (*state.shard.values.values(), *state.model.buffers()):
+            value.zero_()
+    batch = session.loader.read(session.cursor.microbatch_ids(1, 0, session.job.microbatch))
+    state.model.train()
+    loss, _ = session.loss(state.model, {name: value.to(world.device) for name, value in batch.items()})
+    loss.backward()
+    grads = state.grads()
+    squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
+    world.finish()

@@ -111,7 +111,7 @@ class Coordinator:
         granted = worker in state.workers and state.grants_lease(generation)
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
-        return Lease(granted, state.version.step)
+        return Lease(granted, state.recorded_step)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def stop(self, reason: str) -> None:

@@ -144,7 +144,7 @@ class Coordinator:
         granted = worker.name in self.on_disk.workers and self.on_disk.grants_lease(generation)
         if granted:
             self.receive(Renewed(worker.name, generation))
-        self._tell(worker, worker.answered, generation, asked_at, granted)
+        self._tell(worker, worker.answered, generation, asked_at, granted, self.on_disk.recorded_step)
 
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
         if self.cut_until > self.sim.clock.now and self.sim.rng.random() < 0.5:
@@ -239,7 +239,7 @@ class Coordinators:
             case Kind.DISK_LOSS:
                 self.disk_lost = True
                 return
-            case _ if not present.alive or present.run.over:
+            case _ if not present.alive:
                 return
             case Kind.COORDINATOR_KILL:
                 if self.sim.rng.random() < STUMBLES:
@@ -256,7 +256,7 @@ class Coordinators:
 
     def follow(self, before: Coordinator) -> None:
         """The next incarnation, unless there is one."""
-        if before is not self.present or before.run.over:
+        if before is not self.present:
             return
         run = self.sim.rng.choice(before.copied) if self.disk_lost else before.on_disk
         self.sim.oracle.occasions["a coordinator takes over" + (" with what the keepers have" if self.disk_lost else "")] += 1

@@ -104,7 +104,6 @@ IMPOSSIBLE: Mapping[tuple[str, str], str] = {
     ("Waiting", "Renewed"): "there is no world whose lease could be prolonged",
     ("Forming", "Renewed"): "a lease begins with Go",
     ("over", "Renewed"): "no lease is granted once the run is over",
-    ("over", "Stumbled"): "nothing is decided any more that a coordinator could die of",
 }
 """(state, event) that cannot meet, and why.  "over": any of the three ends."""
 

@@ -100,8 +100,10 @@ class Worker(Process):
             self.report(Here(self.name, self.planned))
         if self.phase is Phase.READY:
             self.report(Ready(self.name, self.planned))
-        for outcome in self.outcomes:
-            self.report(StepDone(self.name, outcome.generation, outcome))
+        assert self.world is not None
+        if self.world.plan.members[0] == self.name:
+            for outcome in self.outcomes:
+                self.report(StepDone(self.name, outcome.generation, outcome))
         if self.fenced >= self.planned and not self.answer_due and self.phase is not Phase.APPLYING:
             self._answer(self.planned)
 
@@ -330,8 +332,9 @@ class Worker(Process):
         generation = self._generation()
         self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.renew, self, generation, self.sim.clock.now)
 
-    def answered(self, generation: int, asked_at: float, granted: bool) -> None:
-        """The coordinator's answer to a renewal."""
+    def answered(self, generation: int, asked_at: float, granted: bool, recorded_step: int) -> None:
+        """The coordinator's answer to a renewal.  What it has in its journal need not be kept."""
+        self.outcomes = tuple(each for each in self.outcomes if each.step > recorded_step)
         self.heard_at = max(self.heard_at, asked_at)
         if granted and self._generation() == generation:
             self.leased_at = max(self.leased_at, asked_at)

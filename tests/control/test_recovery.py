@@ -211,10 +211,22 @@ def test_a_settlement_is_said_again_before_the_fence() -> None:
 
 def test_a_member_dies_with_the_coordinator() -> None:
     again = take_over(at_step(4, workers=3), "w2")
-    assert isinstance(again.run.state, Stopping) and again.run.state.expelled == ("w2",)
+    assert isinstance(again.run.state, Stopping) and again.run.state.lost == ("w2",), "its node's keeper lives, so it is certain"
     again.answer("w1", Version(4, 1), saw=4)
     again.answer("w3", Version(4, 1))
     assert again.generation == 2 and again.plan.members == ("w1", "w3") and again.plan.incarnation == 2
+
+
+def test_a_node_that_is_taken_for_dead_is_no_certain_end() -> None:
+    again = folded(at_step(4, workers=3))
+    again.tell(ev.Recovered(2, (WorkerId("w1"), WorkerId("w3")), (NodeId("n1"), NodeId("n3"))))
+    assert isinstance(again.run.state, Stopping) and again.run.state.expelled == ("w2",) and not again.run.state.lost
+
+
+def test_all_members_die_with_the_coordinator() -> None:
+    """Their nodes live: nobody's lease is waited for."""
+    again = take_over(at_step(10), "w1", "w2")
+    assert isinstance(again.run.state, Waiting) and not again.run.workers
 
 
 def test_a_keeper_dies_with_the_coordinator() -> None:

@@ -51,10 +51,10 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 def prepare_process(job: Job, address: str = "") -> torch.device:
     """Fix what would otherwise vary between processes; returns this worker's device.  ``address``: where other nodes reach this one."""
     torch.set_num_threads(job.workers.threads)
-    os.environ |= ALLOCATOR | NCCL | LAUNCHES
-    if interface := interface_of(address):
-        for variable in SOCKETS:
-            os.environ.setdefault(variable, interface)
+    os.environ |= NCCL | LAUNCHES
+    unless_set = ALLOCATOR | dict.fromkeys(SOCKETS, interface) if (interface := interface_of(address)) else ALLOCATOR
+    for variable, value in unless_set.items():
+        os.environ.setdefault(variable, value)
     if job.reproducible:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)

@@ -65,6 +65,7 @@ def saved(turn: Turn, event: Saved) -> None:
         return turn.refuse(f"nobody asked for the manifest of {version}")
     pending = tuple(each for each in run.saves if each.asked or each.version > version)
     turn.know(saved=tuple(sorted({*run.saved, version})), saves=saving.without(pending, version))
+    turn.durable = True
     turn.say(f"the checkpoint of {version} is in the bucket")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from elastic.control.builds import Build
 from elastic.control.commit import Outcome
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
 
 
@@ -30,10 +31,14 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """The worker's process is gone for good, seen by its node or by Ray: it can act no more."""
+    """The worker's process is gone for good, seen by its node or by Ray: it can act no more.
+
+    Not ``certain``: its whole node is taken for dead because nothing is heard of it; behind a cut it may live on for a while.
+    """
 
     worker: WorkerId
     reason: str
+    certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -123,13 +128,20 @@ class Renewed:
 
 @dataclass(frozen=True)
 class Progress:
-    """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and collective of ``step``."""
+    """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and collective of ``step``.
+
+    ``operation``: what it is at, in words; :data:`STOPPED` where the kernel says that its process stands still.
+    """
 
     worker: WorkerId
     generation: int
     step: int
     microbatch: int
     collective: int
+    operation: str = ""
+
+
+STOPPED = "is stopped"
 
 
 @dataclass(frozen=True)
@@ -204,6 +216,36 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
+class Recovered:
+    """A coordinator has taken over what the one before it left.  Its first event; the run before it was folded from the journal.
+
+    ``workers``, ``keepers``: whose actors it has found.  Each worker will say where it stands: ``Attached``, and again all that it has
+    said before and that may be lost.
+    """
+
+    incarnation: int
+    workers: tuple[WorkerId, ...]
+    keepers: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A worker has heard the new coordinator.  ``plan``: of the generation it is in; ``stepping``: it was told to go, so all were ready."""
+
+    worker: WorkerId
+    plan: Plan | None = None
+    stepping: bool = False
+
+
+@dataclass(frozen=True)
+class Stumbled:
+    """The coordinator could not handle an event.  ``what``: the event's name, the exception and its place, the same each time."""
+
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time went by."""
 
@@ -228,5 +270,8 @@ Event = (
     | Saved
     | SaveFailed
     | StopRequested
+    | Recovered
+    | Attached
+    | Stumbled
     | Tick
 )

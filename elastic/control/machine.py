@@ -11,9 +11,10 @@ permit.  So nothing depends on which event it was that completed the picture, or
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, forming, membership, settling, stepping, stopping
-from elastic.control.actions import Exit, Form, Settle
+from elastic.control import checkpoints, forming, membership, recovery, settling, stepping, stopping
+from elastic.control.actions import Exit
 from elastic.control.events import (
+    Attached,
     Beat,
     Broken,
     Capacity,
@@ -27,6 +28,7 @@ from elastic.control.events import (
     NodeFound,
     NodeRefused,
     Ready,
+    Recovered,
     Renewed,
     Saved,
     SaveFailed,
@@ -34,6 +36,7 @@ from elastic.control.events import (
     StartFailed,
     StepDone,
     StopRequested,
+    Stumbled,
     Tick,
 )
 from elastic.control.health import observe
@@ -52,16 +55,22 @@ def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition
         turn.refuse(why)
         if run.over and isinstance(event, Joined):
             turn.do(Exit((event.worker,)))
+        if run.over and isinstance(event, Recovered):
+            turn.do(Exit(event.workers))
     else:
         _take(turn, event)
         if not turn.refused:
+            recovery.note_progress(turn, event)
             _go_on(turn)
     return turn.done()
 
 
 def must_be_durable(transition: Transition) -> bool:
-    """Must the record be durable before its actions?  It begins a generation, or settles the outcome of a step."""
-    return any(isinstance(action, Form | Settle) for action in transition.actions)
+    """Must the record be durable before its actions?
+
+    It begins a generation, settles the outcome of a step, names workers, says that a checkpoint counts, or ends the run.
+    """
+    return transition.durable
 
 
 def _take(turn: Turn, event: Event) -> None:
@@ -105,6 +114,12 @@ def _take(turn: Turn, event: Event) -> None:
             checkpoints.save_failed(turn, event)
         case StopRequested():
             stopping.stop_requested(turn, event)
+        case Recovered():
+            recovery.recovered(turn, event)
+        case Attached():
+            recovery.attached(turn, event)
+        case Stumbled():
+            recovery.stumbled(turn, event)
         case Tick():
             pass
 
@@ -136,7 +151,7 @@ def _lost(turn: Turn, event: Lost) -> None:
     if event.worker not in run.workers and not expelled:
         return turn.refuse(f"{event.worker} is no worker of the run any more")
     membership.remove(turn, (event.worker,))
-    stopping.member_lost(turn, event.worker, f"{event.worker} is lost ({event.reason})")
+    stopping.members_lost(turn, (event.worker,), f"{event.worker} is lost ({event.reason})", certain=event.certain)
 
 
 def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
@@ -149,7 +164,7 @@ def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
 
 def _renewed(turn: Turn, event: Renewed) -> None:
     """It was granted, so it counts, even if the generation was fenced between the grant and this."""
-    turn.know(lease_until=max(turn.run.lease_until, turn.now + turn.rules.lease_s))
+    turn.know(lease_until=max(turn.run.lease_until, turn.now + turn.rules.lease_over_s))
 
 
 def _beat(turn: Turn, event: Beat) -> None:

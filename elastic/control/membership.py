@@ -20,7 +20,10 @@ def joined(turn: Turn, event: Joined) -> None:
         return turn.refuse(f"{event.worker} has joined already")
     if event.worker not in run.starting:
         turn.do(Kill((event.worker,), "nobody waits for it"))
-        return turn.refuse(f"nobody waits for {event.worker}")
+        if number_of(event.worker) < run.next_worker:
+            return turn.refuse(f"nobody waits for {event.worker}")
+        turn.know(next_worker=number_of(event.worker) + 1)  # another coordinator has given it its name
+        return turn.say(f"nobody waits for {event.worker}, and nobody else shall have its name")
     _start_is_over(turn, event.worker)
     if (misfit := _misfit(turn, event)) is not None:
         why, shared = misfit
@@ -120,9 +123,15 @@ def start_workers(turn: Turn) -> None:
     turn.say(f"start {names(new)}: {count(len(run.workers), 'worker')} of at most {rules.max_workers}")
 
 
+def number_of(worker: WorkerId) -> int:
+    """Workers are numbered in the order in which they were asked for."""
+    return int(worker.lstrip("w")) if worker.lstrip("w").isdigit() else 0
+
+
 def remove(turn: Turn, workers: tuple[WorkerId, ...]) -> None:
     """They are no part of the run any more; saves that still need a part from them cannot become complete."""
-    kept = {worker: known for worker, known in turn.run.workers.items() if worker not in workers}
+    gone = frozenset(workers)
+    kept = {worker: known for worker, known in turn.run.workers.items() if worker not in gone}
     turn.know(workers=kept, saves=saving.survivors(turn.run.saves, workers))
 
 

@@ -36,3 +36,8 @@ class Rules:
     """At the start, with too few workers, nodes refused and no room elsewhere: how long until the run gives up waiting for better ones."""
     reproducible: bool = True
     """Workers of one kind only: others do not give equal bits."""
+
+    @property
+    def lease_over_s(self) -> float:
+        """After so long a lease has run out for certain: a member counts it by a clock of its own, which may be a twentieth slower."""
+        return 1.05 * self.lease_s

@@ -59,6 +59,6 @@ def report(saving: Saving, worker: WorkerId) -> Saving:
 
 
 def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
-    """Those that need nothing more from ``gone``."""
+    """Those that need nothing more from ``gone``; and those whose manifest was asked for, by another coordinator perhaps: it may come."""
     lost = set(gone)
-    return tuple(saving for saving in saves if not lost & (set(saving.members) - set(saving.reported)))
+    return tuple(saving for saving in saves if saving.asked or not lost & (set(saving.members) - set(saving.reported)))

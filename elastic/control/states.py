@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.control import lineage
+from elastic.control.actions import Settle
 from elastic.control.builds import Build
 from elastic.control.commit import Outcome
 from elastic.control.events import Fenced
@@ -108,7 +109,7 @@ State = Waiting | Forming | Running | Stopping | Finishing | Finished | Stopped 
 TERMINAL = (Finished, Stopped, Failed)
 
 ALLOWED: dict[type[State], frozenset[type[State]]] = {
-    Waiting: frozenset({Forming, Stopped, Failed, Finished}),
+    Waiting: frozenset({Forming, Stopped, Failed, Finished, Stopping}),  # Stopping: a world that the journal does not know of
     Forming: frozenset({Running, Stopping, Finishing}),  # Finishing: at the target, only its checkpoint is missing
     Running: frozenset({Stopping, Finishing}),
     Stopping: frozenset({Forming, Waiting, Stopped, Failed, Finishing, Finished}),  # Finishing: the target came before the boundary
@@ -189,6 +190,8 @@ class RunState:
     saves: Saves = ()
     last: Outcome | None = None
     """The newest commit."""
+    untold: tuple[int, ...] = ()
+    """Steps that the present generation committed and nobody has said what they consumed: they were told to a coordinator that died."""
     watch: Watch = field(default_factory=Watch)
     lease_until: float = 0.0
     """When the last lease on the generation has run out: silent members have stopped of their own accord."""
@@ -197,6 +200,14 @@ class RunState:
     failures: tuple[JobFailure, ...] = ()
     stop: str = ""
     """Why a stop is asked for."""
+    settled: Settle | None = None
+    """The latest settlement: said again to members who may not have heard it, when a coordinator has died."""
+    startups: int = 0
+    """Coordinators in a row that recorded nothing but their own beginning."""
+    stumbles: tuple[str, ...] = ()
+    """What coordinators have died of, as :class:`~elastic.control.events.Stumbled` names it."""
+    gave_up: str = ""
+    """Why the run is to end as failed once it has stopped."""
 
     @staticmethod
     def begin(
@@ -221,6 +232,11 @@ class RunState:
     def step(self) -> int:
         """The newest committed."""
         return self.version.step
+
+    @property
+    def recorded_step(self) -> int:
+        """Every commit up to it has been told, and need not be kept by those who have seen it."""
+        return min(self.untold) - 1 if self.untold else self.step
 
     @property
     def plan(self) -> Plan | None:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.control.actions import Action
+from elastic.control.actions import Action, Form, Settle, StartWorkers
 from elastic.control.rules import Rules
 from elastic.control.states import ALLOWED, RunState, State
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
+
+CROWD = 12
+"""So many are named one by one."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Transition:
     run: RunState
     actions: tuple[Action, ...]
     reason: str
+    durable: bool = False
+    """See :func:`must_be_durable`."""
 
 
 class Turn:
@@ -33,6 +38,8 @@ class Turn:
         self.actions: list[Action] = []
         self.reasons: list[str] = []
         self.refused = False
+        self.durable = False
+        """What becomes known may not be forgotten: neither by this coordinator's disk nor by the next one."""
 
     @property
     def plan(self) -> Plan:
@@ -57,6 +64,7 @@ class Turn:
 
     def do(self, action: Action) -> None:
         self.actions.append(action)
+        self.durable |= isinstance(action, Form | Settle | StartWorkers)
 
     def say(self, sentence: str) -> None:
         self.reasons.append(sentence)
@@ -67,11 +75,13 @@ class Turn:
         self.reasons.append(f"refused: {why}")
 
     def done(self) -> Transition:
-        return Transition(self.run, tuple(self.actions), "; ".join(self.reasons))
+        return Transition(self.run, tuple(self.actions), "; ".join(self.reasons), self.durable)
 
 
 def names(workers: Sequence[WorkerId]) -> str:
-    """``w1, w2 and w3``."""
+    """``w1, w2 and w3``; of a crowd the first few and their number."""
+    if len(workers) > CROWD:
+        return f"{', '.join(workers[:CROWD])} and {len(workers) - CROWD} others"
     if len(workers) < 2:
         return "".join(workers) or "nobody"
     return f"{', '.join(workers[:-1])} and {workers[-1]}"

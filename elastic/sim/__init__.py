@@ -8,8 +8,9 @@ them (``world.py``), of nodes, stores and bucket (``cluster.py``), of the networ
 from outside, and says what must never happen.
 """
 
+from elastic.sim.coverage import Coverage, run_many
 from elastic.sim.oracle import Violation
 from elastic.sim.scenario import Scenario
-from elastic.sim.simulation import Coverage, Report, coverage_table, run_many, simulate
+from elastic.sim.simulation import Report, simulate
 
-__all__ = ["Coverage", "Report", "Scenario", "Violation", "coverage_table", "run_many", "simulate"]
+__all__ = ["Coverage", "Report", "Scenario", "Violation", "run_many", "simulate"]

@@ -1,13 +1,15 @@
-"""Nodes, their keepers, the workers' processes, the bucket, and whatever strikes them."""
+"""Nodes, their keepers, the workers' processes, the bucket: what the coordinator's actions are performed on."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Lost, NodeFound, NodeRefused, StartFailed
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
-from elastic.sim.faults import DELICATE_POINTS, FATAL, Kind, Point
+from elastic.sim.faults import Kind
+from elastic.sim.network import Way
 from elastic.sim.oracle import covers
 from elastic.sim.worker import Worker
 
@@ -15,6 +17,19 @@ if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
 
 BEAT_S, CAPACITY_S = 3.0, 5.0
+DECLARED_DEAD_S = 8.0
+"""A node that is silent for so long is taken for dead by the cluster's own health checks, and so are its processes."""
+
+
+@dataclass
+class Node:
+    """A machine.  ``keeper``: it runs.  ``declared_dead``: the cluster has given it up; should it wake, it ends itself."""
+
+    name: NodeId
+    keeper: bool = True
+    frozen_until: float = 0.0
+    alive: bool = True
+    declared_dead: bool = False
 
 
 class Bucket:
@@ -27,26 +42,27 @@ class Bucket:
 
 
 class Cluster:
-    """``workers``: every process ever started.  A node that dies is replaced by one with a new name."""
+    """``workers``: every process ever started; ``running``: those alive.  ``zombies`` were to be killed and live."""
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, self.rng, self.clock, self.network = sim, sim.rng, sim.clock, sim.network
-        self.weather = sim.scenario.weather
         self.bucket = Bucket()
         self.workers: dict[WorkerId, Worker] = {}
         self.running: list[Worker] = []
         self.zombies: set[WorkerId] = set()
-        self.keepers: dict[NodeId, bool] = {}
+        self.nodes: dict[NodeId, Node] = {}
         self.misfits: set[NodeId] = set()
-        self.sick_stores: dict[int, bool] = {}
-        self.slots = sim.scenario.slots
+        self.given_up: set[NodeId] = set()
+        """Declared dead."""
+        self.sick_stores: set[int] = set()
+        self.next_store_sick_until = 0.0
+        self.taken = 0
+        """Workers' places that are not ours for a while."""
         self.errors_raised: list[tuple[int, WorkerId]] = []
         self._numbers = 0
         for _ in range(sim.scenario.nodes):
             self.add_node()
         self.clock.after(0.05, self._offer)
-        if self.weather.event_rate:
-            self.clock.after(self.weather.since_s + self.rng.expovariate(self.weather.event_rate), self._strike_somewhere)
 
     def number(self) -> int:
         """Never the same twice."""
@@ -56,85 +72,126 @@ class Cluster:
     # -- nodes and keepers ----------------------------------------------------------------------------------------
 
     def add_node(self) -> None:
-        node = NodeId(f"n{self.number()}")
-        if self.network.rough and self.rng.random() < self.weather.misfit_chance:
-            self.misfits.add(node)
-            self.look_at_misfits()
-            node = NodeId(f"n{self.number()}")
-        self.clock.after(0.0, self.found, node)
-        self._keeper_up(node)
+        node = Node(NodeId(f"n{self.number()}"))
+        self.nodes[node.name] = node
+        self.clock.after(0.0, self.found, node.name)
+        self.keeper_up(node)
         self.clock.after(0.1 + BEAT_S * self.rng.random(), self._beat, node)
 
+    def add_misfit(self) -> None:
+        """Its keeper finds another bucket; until it has said so, workers may be started there."""
+        self.misfits.add(NodeId(f"n{self.number()}"))
+        self.look_at_misfits()
+
     def found(self, node: NodeId) -> None:
-        self.sim.coordinator.receive(NodeFound(node))
+        self.sim.tell_coordinator(NodeFound(node))
 
     def look_at_misfits(self) -> None:
-        """Their keepers find another bucket; until they have said so, workers may be started there."""
         for node in sorted(self.misfits):
             self.clock.after(0.0, self.found, node)
-            self.network.send_surely(node, self.sim_receives, NodeRefused(node, f"node {node} sees another bucket"))
+            self.say_surely(node, NodeRefused(node, f"node {node} sees another bucket"))
 
-    def sim_receives(self, event: NodeRefused) -> None:
-        self.sim.coordinator.receive(event)
+    def say_surely(self, node: NodeId, event: KeeperUp | KeeperLost | NodeRefused | Lost | StartFailed) -> None:
+        """Said again and again, by the node or about it, until the coordinator of the day has heard it."""
+        self.network.send_surely(Way.FROM, node, self.sim.tell_coordinator, event)
 
-    def _keeper_up(self, node: NodeId) -> None:
-        self.keepers[node] = True
-        self.network.send_surely(node, self.sim.coordinator.receive, KeeperUp(node))
+    def keeper_up(self, node: Node) -> None:
+        if node.alive and not node.declared_dead:
+            node.keeper = True
+            self.say_surely(node.name, KeeperUp(node.name))
 
-    def _beat(self, node: NodeId) -> None:
-        if node not in self.keepers:
+    def keeper_dies(self, node: Node, down_s: float) -> None:
+        node.keeper = False
+        self.say_surely(node.name, KeeperLost(node.name, "its process died"))
+        self.clock.after(down_s, self.keeper_up, node)
+
+    def _beat(self, node: Node) -> None:
+        if not node.alive:
             return
-        if self.keepers[node]:
-            seen = tuple(w.progress for w in self.running if w.node == node and w.alive and w.progress is not None)
-            self.network.send(node, self.sim.coordinator.receive, Beat(node, seen))
+        if node.keeper and node.frozen_until <= self.clock.now:
+            seen = tuple(w.progress for w in self.running if w.node == node.name and w.progress is not None)
+            self.network.send(Way.FROM, node.name, self.sim.tell_coordinator, Beat(node.name, seen))
         self.clock.after(BEAT_S, self._beat, node)
 
-    def _keeper_dies(self, node: NodeId) -> None:
-        self.keepers[node] = False
-        self.network.send_surely(node, self.sim.coordinator.receive, KeeperLost(node, "its process died"))
-        self.clock.after(2.0 + 4.0 * self.rng.random(), self._keeper_returns, node)
+    def on(self, node: NodeId) -> list[Worker]:
+        return [worker for worker in self.running if worker.node == node]
 
-    def _keeper_returns(self, node: NodeId) -> None:
-        if node in self.keepers:
-            self._keeper_up(node)
+    def node_dies(self, node: Node, why: str = "its node died") -> None:
+        node.alive = False
+        self.nodes.pop(node.name, None)
+        for worker in self.on(node.name):
+            self.die(worker, why)
+        self.clock.after(0.05 + 0.5 * self.rng.random(), self.sim.tell_coordinator, KeeperLost(node.name, why))
 
-    def _node_dies(self, node: NodeId) -> None:
-        for worker in self.running[:]:
-            if worker.node == node:
-                self.die(worker, Kind.SIGKILL)
-        del self.keepers[node]
-        self.network.cut_until.pop(node, None)
-        self.network.send_surely(node, self.sim.coordinator.receive, KeeperLost(node, "its node died"))
+    def node_freezes(self, node: Node, duration_s: float) -> None:
+        node.frozen_until = max(node.frozen_until, self.clock.now + duration_s)
+        for worker in self.on(node.name):
+            worker.freeze(duration_s)
+        self.silent(node, duration_s)
+
+    def silent(self, node: Node, duration_s: float) -> None:
+        """Longer than the cluster's health checks allow: it is declared dead while it lives, and ends itself once it hears that."""
+        if duration_s > DECLARED_DEAD_S and len([n for n in self.nodes.values() if not n.declared_dead]) > 1:
+            self.clock.after(DECLARED_DEAD_S, self._declare_dead, node, self.clock.now + duration_s)
+
+    def _declare_dead(self, node: Node, until: float) -> None:
+        if not node.alive or node.declared_dead:
+            return
+        node.declared_dead = True
+        self.given_up.add(node.name)
+        self.sim.oracle.occasions["a living node is declared dead"] += 1
+        self.sim.tell(f"node {node.name} is declared dead, and lives")
+        self.sim.tell_coordinator(KeeperLost(node.name, "its node died"))
+        for worker in self.on(node.name):
+            word = Lost(worker.name, "its node died", certain=False) if worker.joined else StartFailed(worker.name, "its node died")
+            self.sim.tell_coordinator(word)
+        self.clock.after(until - self.clock.now + 2.0 * self.rng.random(), self.node_dies, node, "it was declared dead")
         self.clock.after(1.0 + 4.0 * self.rng.random(), self.add_node)
 
     def store_answers(self, plan: Plan) -> bool:
         """The generation's store: it dies with its keeper, and may be out of the members' reach."""
-        if plan.generation not in self.sick_stores:
-            self.sick_stores[plan.generation] = self.network.rough and self.rng.random() < self.weather.store_failure_chance
-        return self.keepers.get(plan.store_node, False) and not self.sick_stores[plan.generation]
+        node = self.nodes.get(plan.store_node)
+        if self.clock.now < self.next_store_sick_until:
+            self.sick_stores.add(plan.generation)
+        well = node is not None and node.keeper and node.frozen_until <= self.clock.now
+        return well and plan.generation not in self.sick_stores
+
+    def peers_cut(self, members: tuple[WorkerId, ...]) -> bool:
+        """Does no word go between some of them and the others?"""
+        nodes = {self.workers[member].node for member in members}
+        return len(nodes) > 1 and any(self.network.cut_s(Way.PEER, node) for node in nodes)
 
     # -- processes ------------------------------------------------------------------------------------------------
 
     def start(self, names: tuple[WorkerId, ...], avoid: tuple[NodeId, ...]) -> None:
         for name in names:
-            if self.free <= 0 or not self.keepers or (self.network.rough and self.rng.random() < self.weather.start_failure_chance):
-                self.clock.after(0.5 + self.rng.random(), self.sim.coordinator.receive, StartFailed(name, "no room"))
+            if name in self.workers:  # decided again by a coordinator that does not know whether it was done
                 continue
-            nodes = [*self.keepers, *sorted(self.misfits - set(avoid))]
-            node = min(nodes, key=lambda n: (self.network.cut(n), sum(w.node == n for w in self.running)))
+            places = [n.name for n in self.nodes.values() if not n.declared_dead and n.frozen_until <= self.clock.now]
+            if self.free <= 0 or not places or self.network.happens(Kind.START_FAILURE):
+                self.clock.after(0.5 + self.rng.random(), self.sim.tell_coordinator, StartFailed(name, "no room"))
+                continue
+            nodes = [*places, *sorted(self.misfits - set(avoid))]
+            node = min(nodes, key=lambda n: (self.network.cut_s(Way.TO, n) > 0, len(self.on(n))))
             worker = self.workers[name] = Worker(self.sim, name, node)
             self.running.append(worker)
             self.clock.after(0.5 + 1.5 * self.rng.random(), worker.receive, worker.join)
 
     @property
     def free(self) -> int:
-        return self.slots - sum(w.name not in self.zombies for w in self.running)
+        """Places; zombies take none."""
+        scenario = self.sim.scenario
+        slots = scenario.slots if not scenario.per_node else scenario.per_node * len(self.nodes)
+        return slots - self.taken - sum(w.name not in self.zombies for w in self.running)
+
+    def take_places(self, number: int) -> None:
+        self.taken = max(0, self.taken + number)
 
     def _offer(self) -> None:
-        self.sim.coordinator.receive(Capacity(max(0, self.free)))
+        self.sim.tell_coordinator(Capacity(max(0, self.free)))
         self.clock.after(CAPACITY_S, self._offer)
 
-    def die(self, worker: Worker, kind: Kind) -> None:
+    def die(self, worker: Worker, why: str) -> None:
         if not worker.alive:
             return
         worker.alive = False
@@ -142,12 +199,11 @@ class Cluster:
         self.zombies.discard(worker.name)
         if worker.world is not None:
             worker.world.gone(worker)
+        if worker.node in self.given_up:  # nobody looks any more
+            return
         word = Lost if worker.joined else StartFailed
-        gone = word(worker.name, f"its process ended: {kind}")
-        self.clock.after(0.02 + (0.1 if self.rng.random() < 0.7 else 2.0) * self.rng.random(), self._reap, worker, gone)
-
-    def _reap(self, worker: Worker, gone: Lost | StartFailed) -> None:
-        self.network.send_surely(worker.node, self.sim.coordinator.receive, gone)
+        gone = word(worker.name, f"its process ended: {why}")
+        self.clock.after(0.02 + (0.1 if self.rng.random() < 0.7 else 2.0) * self.rng.random(), self.say_surely, worker.node, gone)
 
     def kill(self, names: tuple[WorkerId, ...]) -> None:
         """A wish.  One that does not come true leaves a zombie, which takes nobody's place."""
@@ -155,64 +211,47 @@ class Cluster:
             worker = self.workers.get(name)
             if worker is None or not worker.alive:
                 continue
-            cut = self.network.cut(worker.node)
-            if cut or (self.network.rough and self.rng.random() < self.weather.kill_lost_chance):
+            node = self.nodes.get(worker.node)
+            unreachable = self.network.cut_s(Way.TO, worker.node) > 0 or (node is not None and node.frozen_until > self.clock.now)
+            if unreachable or self.network.happens(Kind.KILL_LOST):
                 self.zombies.add(name)
             else:
-                self.clock.after(0.05 + 0.5 * self.rng.random(), self.die, worker, Kind.SIGKILL)
+                self.clock.after(0.05 + 0.5 * self.rng.random(), self.die, worker, "SIGKILL")
 
     def exit(self, names: tuple[WorkerId, ...]) -> None:
         for name in names:
             if name in self.workers:
-                self.clock.after(0.1, self.die, self.workers[name], Kind.EXIT)
+                self.clock.after(0.1, self.die, self.workers[name], "exit")
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def supply(self, worker: Worker, plan: Plan) -> str:
-        """Whether ``worker`` gets its shard of the plan's version: "ok", "gone" or "damaged"."""
+        """Whether ``worker`` gets its shard of the plan's version: "ok", "gone", "down" or "damaged"."""
         if plan.version == Version(0, 0):
             return "ok"
         if (plan.version, *worker.shard) in worker.held:
             return "ok"
         holders = [self.workers[name] for name in {h.worker for h in plan.holders}]
         near = frozenset(slot[1:] for w in holders if w.alive for slot in w.held if slot[0] == plan.version)
-        if covers(near, self.sim.scenario.rows):
+        if not self.peers_cut(plan.members) and covers(near, self.sim.scenario.rows):
             return "ok"
         if plan.version not in self.bucket.manifests:
             return "gone"
-        if self.network.rough and self.rng.random() < self.weather.damage_chance:
-            self.bucket.damaged.add(plan.version)
+        if self.bucket_fails():
+            return "down"
         return "damaged" if plan.version in self.bucket.damaged else "ok"
+
+    def bucket_fails(self) -> bool:
+        """One call to the bucket."""
+        return self.network.happens(Kind.BUCKET_DOWN)
 
     def commit_manifest(self, version: Version) -> bool:
         """True when it is in; False when the store refused."""
-        if self.save_fails():
+        if self.bucket_fails():
             return False
         self.sim.oracle.manifest(version, frozenset(self.bucket.shards.get(version, ())))
         self.bucket.manifests.add(version)
         return True
-
-    def save_fails(self) -> bool:
-        return self.network.rough and self.rng.random() < self.weather.save_failure_chance
-
-    # -- faults ---------------------------------------------------------------------------------------------------
-
-    def strike(self, worker: Worker, point: Point) -> Kind | None:
-        """Perhaps a fault, as ``worker`` passes ``point``: which."""
-        chance = self.weather.point_chance * (3 if point in DELICATE_POINTS else 1)
-        if not self.network.rough or self.rng.random() >= chance or point not in self.weather.points:
-            return None
-        if self.rng.random() < self.weather.aftershock_chance:
-            self.clock.after(0.2 * self.rng.random(), self._strike_a_worker, self.rng.random() < 0.7)
-        kind = self.rng.choice(self.weather.kinds)
-        self.sim.tell(f"fault: {kind} of {worker.name} at {point}")
-        if kind in FATAL:
-            self.die(worker, kind)
-        elif kind is Kind.SIGSTOP:
-            worker.freeze(self.rng.expovariate(0.1) if self.rng.random() < 0.6 else None)
-        else:
-            worker.raises(point)
-        return kind
 
     def user_error(self, worker: Worker, step: int) -> bool:
         """Whether the user's code raises: it does on the worker that has the microbatch of the bad sample."""
@@ -223,48 +262,5 @@ class Cluster:
         if world.plan.world_rank(worker.name) != step % len(world.plan.members):
             return False
         self.errors_raised.append((step, worker.name))
-        self.sim.tell(f"fault: the user's code raises in {worker.name} at step {step}")
+        self.sim.tell(f"the user's code raises in {worker.name} at step {step}")
         return True
-
-    def _strike_a_worker(self, kill: bool) -> None:
-        if self.running and kill:
-            self.die(self.rng.choice(self.running), Kind.SIGKILL)
-        elif self.running:
-            self.rng.choice(self.running).freeze(self.rng.expovariate(0.1))
-
-    def _strike_somewhere(self) -> None:
-        if not self.network.rough:
-            return
-        self.calamity(self.rng.choice(self.weather.calamities))
-        if self.rng.random() < self.weather.aftershock_chance:
-            self.clock.after(self.rng.random(), self._strike_a_worker, self.rng.random() < 0.7)
-        self.clock.after(self.rng.expovariate(self.weather.event_rate), self._strike_somewhere)
-
-    def calamity(self, kind: str) -> None:
-        """Something strikes that is no worker's own doing."""
-        rng, node = self.rng, self.rng.choice(sorted(self.keepers))
-        self.sim.tell(f"fault: {kind}, {node}")
-        match kind:
-            case "kill" | "freeze":
-                self._strike_a_worker(kind == "kill")
-            case "node" if len(self.keepers) > 1:
-                self._node_dies(node)
-            case "keeper" if self.keepers[node]:
-                self._keeper_dies(node)
-            case "cut":
-                self._cut({node})
-            case "isolate":  # a whole world at once, and nobody but it
-                self._cut({worker.node for worker in self.running if worker.world is not None})
-                self.add_node()
-            case "drought":
-                self.slots = rng.randint(0, self.slots)
-                self.clock.after(5.0 + 10.0 * rng.random(), self._rain)
-
-    def _cut(self, nodes: set[NodeId]) -> None:
-        """No word between those nodes and the coordinator; their workers still reach their peers."""
-        until_s = min(self.clock.now + 2.0 + self.rng.expovariate(0.08), self.weather.until_s)
-        for node in nodes:
-            self.network.cut_until[node] = max(until_s, self.network.cut_until.get(node, 0.0))
-
-    def _rain(self) -> None:
-        self.slots = self.sim.scenario.slots

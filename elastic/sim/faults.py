@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 
 class Kind(StrEnum):
@@ -40,7 +41,7 @@ class Kind(StrEnum):
     """Its clock runs ``amount`` too fast (0.02: two per cent), or too slow where negative; leases are counted by it."""
     # to a node
     NODE_KILL = "node_kill"
-    """Power loss: its workers and its keeper are gone at once."""
+    """Power loss: its workers and its keeper are gone at once.  After the duration a new node joins in its place."""
     NODE_FREEZE = "node_freeze"
     """All its processes stand still, and go on after the duration as if nothing had been."""
     NODE_ADD = "node_add"
@@ -101,7 +102,18 @@ VICTIM: Mapping[Kind, str] = {
 }
 FATAL = frozenset({Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.EXIT, Kind.MEMORY_HOG})
 """The worker's process is gone."""
-OWN_KINDS = (Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.SIGSTOP, Kind.EXCEPTION, Kind.EXIT, Kind.DEVICE_ASSERT)
+OWN_KINDS = (
+    Kind.SIGKILL,
+    Kind.SIGTERM,
+    Kind.SIGSEGV,
+    Kind.SIGABRT,
+    Kind.SIGSTOP,
+    Kind.EXCEPTION,
+    Kind.EXIT,
+    Kind.HELD_GIL,
+    Kind.MEMORY_HOG,
+    Kind.DEVICE_ASSERT,
+)
 """What a worker can do to itself at an exact point (``job.faults``)."""
 
 
@@ -168,20 +180,21 @@ def from_json(text: str) -> tuple[Fault, ...]:
     return tuple(_fault(each) for each in json.loads(text))
 
 
-def _fault(entry: dict[str, object]) -> Fault:
+def _fault(entry: dict[str, Any]) -> Fault:
     known = {field.name for field in fields(Fault)}
     if unknown := sorted(entry.keys() - known):
         raise ValueError(f"a fault has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     values = {**entry, "kind": Kind(entry["kind"]), "point": Point(entry["point"]) if entry.get("point") else None}
     if entry.get("state", "") not in ("", *STATES):
         raise ValueError(f"state = {entry['state']!r} must be one of {', '.join(STATES)}")
-    return Fault(**values)  # type: ignore[arg-type]
+    return Fault(**values)
 
 
 LASTING: Mapping[Kind, tuple[float, float]] = {
     Kind.SIGSTOP: (1.0, 25.0),
     Kind.HELD_GIL: (1.0, 15.0),
     Kind.SLOW: (5.0, 20.0),
+    Kind.NODE_KILL: (1.0, 5.0),
     Kind.NODE_FREEZE: (1.0, 25.0),
     Kind.PARTITION: (2.0, 25.0),
     Kind.PARTITION_TO: (2.0, 25.0),

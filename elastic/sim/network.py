@@ -1,55 +1,89 @@
-"""Messages between the coordinator and everybody else: late, lost, twice, out of order, or cut off with a whole node.
+"""Messages between the coordinators and everybody else: late, lost, twice, out of order, or cut off with a whole node, also one way.
 
-Only control travels here.  Members of a world reach each other over another network, so that a node can be cut off from the
-coordinator while its workers train on: the case in which two worlds might commit.
+Control and the members' collectives travel on different networks, so that a node can be cut off from the coordinator while its
+workers train on (the case in which two worlds might commit), and from its peers while it hears every order.
 """
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 from elastic.ids import NodeId
 from elastic.sim.clock import Clock
-from elastic.sim.weather import Weather
+from elastic.sim.faults import Kind
+
+REPEATED_S = 0.5
+"""How often a word that must arrive is said again."""
+
+
+class Way(StrEnum):
+    """Of a message, between the coordinator and a node; or between members on different nodes."""
+
+    TO = "to"
+    FROM = "from"
+    PEER = "peer"
 
 
 class Network:
     """Delivers by calling; each delivery has its own delay, so nothing keeps its order."""
 
-    def __init__(self, clock: Clock, rng: random.Random, weather: Weather) -> None:
-        self.clock, self.rng, self.weather = clock, rng, weather
-        self.cut_until: dict[NodeId, float] = {}
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        self.clock, self.rng = clock, rng
+        self._until: dict[tuple[Way, NodeId], float] = {}
+        self._conditions: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
+        self._rough_until = 0.0
 
-    @property
-    def rough(self) -> bool:
-        """Faults still happen."""
-        return self.weather.since_s <= self.clock.now < self.weather.until_s
+    def worsen(self, kind: Kind, amount: float, until: float) -> None:
+        """For everybody, until then."""
+        self._conditions[kind].append((until, amount))
+        self._rough_until = max(self._rough_until, until)
 
-    def cut(self, node: NodeId) -> bool:
-        return self.cut_until.get(node, 0.0) > self.clock.now
+    def level(self, kind: Kind) -> float:
+        """How bad it is now: of several at the same time the worst counts."""
+        if self.clock.now >= self._rough_until:
+            return 0.0
+        return max((amount for until, amount in self._conditions[kind] if until > self.clock.now), default=0.0)
 
-    def send(self, node: NodeId, deliver: Callable[..., object], *args: Any) -> None:
-        """Between the coordinator and ``node``, either way."""
+    def happens(self, kind: Kind) -> bool:
+        """Where the level is a chance."""
+        level = self.level(kind)
+        return level > 0.0 and self.rng.random() < level
+
+    def cut(self, way: Way, node: NodeId, until: float) -> None:
+        self._until[way, node] = max(until, self._until.get((way, node), 0.0))
+
+    def cut_s(self, way: Way, node: NodeId) -> float:
+        """For how long nothing goes this way."""
+        return max(0.0, self._until.get((way, node), 0.0) - self.clock.now) if self._until else 0.0
+
+    def send(self, way: Way, node: NodeId, deliver: Callable[..., object], *args: Any) -> None:
         rng, after = self.rng, self.clock.after
         delay_s = 0.01 + 0.05 * rng.random()
-        if self.rough:
-            if rng.random() < self.weather.loss_chance:
+        if self.clock.now < self._rough_until:
+            if self.happens(Kind.LOSS):
                 return
-            if rng.random() < self.weather.late_chance:
-                delay_s += rng.expovariate(0.5)
-            if rng.random() < self.weather.duplicate_chance:
+            delay_s += self.level(Kind.DELAY) * rng.random()
+            if self.happens(Kind.DUPLICATE):
                 after(delay_s + rng.expovariate(0.2), deliver, *args)
-            if self.cut(node):
-                if rng.random() < 0.5:
-                    return
-                delay_s += self.cut_until[node] - self.clock.now
+        if cut_s := self.cut_s(way, node):
+            if rng.random() < 0.5:
+                return
+            delay_s += cut_s
         after(delay_s, deliver, *args)
 
-    def send_surely(self, node: NodeId, deliver: Callable[..., object], *args: Any) -> None:
-        """As ``send``, but repeated until it arrives: late at worst, perhaps twice."""
-        delay_s = 0.01 + 0.1 * self.rng.random() + max(0.0, self.cut_until.get(node, 0.0) - self.clock.now)
+    def send_surely(self, way: Way, node: NodeId, deliver: Callable[..., object], *args: Any, not_before: float = 0.0) -> float:
+        """As ``send``, but repeated until it arrives: late at worst, perhaps twice.  When: after all that must come before it."""
+        delay_s = 0.01 + 0.1 * self.rng.random() + self.cut_s(way, node)
+        if self.clock.now < self._rough_until:
+            while self.happens(Kind.LOSS) and delay_s < self._rough_until - self.clock.now:
+                delay_s += REPEATED_S
+            delay_s += self.level(Kind.DELAY) * self.rng.random()
+            if self.happens(Kind.DUPLICATE):
+                self.clock.after(delay_s + self.rng.expovariate(0.2), deliver, *args)
+        delay_s = max(delay_s, not_before - self.clock.now)
         self.clock.after(delay_s, deliver, *args)
-        if self.rough and self.rng.random() < self.weather.duplicate_chance:
-            self.clock.after(delay_s + self.rng.expovariate(0.2), deliver, *args)
+        return self.clock.now + delay_s

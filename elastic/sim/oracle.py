@@ -13,14 +13,32 @@ from typing import TYPE_CHECKING
 
 from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle
 from elastic.control.commit import Outcome
-from elastic.control.events import Event, Fenced, Joined, Lost, Saved, StepDone, StopRequested
-from elastic.control.states import Failed, Finished, Stopped, Waiting
+from elastic.control.events import (
+    Attached,
+    Beat,
+    Capacity,
+    Event,
+    Fenced,
+    Here,
+    Joined,
+    Lost,
+    Ready,
+    Recovered,
+    Renewed,
+    Saved,
+    StepDone,
+    StopRequested,
+    Stumbled,
+    Tick,
+)
+from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
 
 if TYPE_CHECKING:
     from elastic.control.machine import Transition
     from elastic.control.states import RunState
+    from elastic.sim.coordinators import Coordinator
     from elastic.sim.simulation import Simulation
     from elastic.sim.worker import Worker
 
@@ -52,9 +70,14 @@ class Oracle:
         self.told: set[tuple[int, int]] = set()
         """(step, generation) of each commit that was reported at all, in time or not."""
         self.went: set[int] = set()
+        self.here: dict[int, set[WorkerId]] = defaultdict(set)
+        """By generation: who said that its plan has arrived."""
         self.settled: set[int] = set()
+        self.settlements: dict[int, Outcome | None] = {}
         self.counting: set[Version] = set()
         self.stop_asked = False
+        self.startups, self.stumbles = 0, Counter[str]()
+        """Coordinators in a row that came to nothing; what they said they died of."""
         self.occasions: Counter[str] = Counter()
         """How often the rare things happened: a promise is tested only where it is in danger."""
         self.waiting_since: float | None = 0.0
@@ -80,6 +103,11 @@ class Oracle:
             if newer > generation and world.completed_at[step] > at:
                 raise Violation(f"two worlds commit: generation {generation} does, step {step}, after generation {newer} did")
 
+    def goes(self, worker: Worker) -> None:
+        """``worker`` begins to step: on what it was really given."""
+        if worker.held & worker.garbage:
+            raise Violation(f"{worker.name} steps on garbage of a collective that was aborted")
+
     def plan_arrives(self, worker: Worker, plan: Plan) -> None:
         """What the plan says ``worker`` holds, it holds."""
         for holding in plan.holders:
@@ -93,15 +121,20 @@ class Oracle:
 
     # -- what the coordinator is told, and what it decides ------------------------------------------------------------
 
-    def judge(self, before: RunState, event: Event, transition: Transition) -> None:
-        """One call of ``advance``."""
+    def judge(self, before: RunState, event: Event, transition: Transition, by: Coordinator) -> None:
+        """One call of ``advance``, of a coordinator that nobody refused."""
         after = transition.run
+        if by is not self.sim.coordinators.present:
+            return self._judge_the_superseded(transition)
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
-        self._note(event, before.over)
+        self._note(before, event)
+        if isinstance(event, Here | Ready) and isinstance(before.state, Forming) and not transition.reason.startswith("refused"):
+            self.here[event.generation].add(event.worker)
         settle: Settle | None = None
         for action in transition.actions:
             if isinstance(action, Kill):
+                self._judge_kill(before, action)
                 self.expelled.update(action.workers)
         for action in transition.actions:
             settle = action if isinstance(action, Settle) else settle
@@ -110,23 +143,39 @@ class Oracle:
             self._judge_end(after, transition.reason)
             self.waiting_since = (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
 
-    def _note(self, event: Event, over: bool) -> None:
+    def _judge_the_superseded(self, transition: Transition) -> None:
+        """It may decide what it likes, as long as it begins and settles nothing."""
+        self.occasions["a superseded coordinator acts on"] += bool(transition.actions)
+        if harm := [action for action in transition.actions if isinstance(action, Form | Settle)]:
+            raise Violation(f"a coordinator that was followed by another performs {harm[0]}")
+
+    def _note(self, before: RunState, event: Event) -> None:
         if isinstance(event, StepDone):
             self.told.add((event.outcome.step, event.generation))
         elif isinstance(event, Fenced):
             self.told.update((each.step, event.generation) for each in event.outcomes)
+        if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity):
+            self.startups = 0
         match event:
             case Joined():
                 self.joined.add(event.worker)
-            case Lost():
+            case Lost() if event.certain:
                 self.lost.add(event.worker)
+            case Lost():
+                self.expelled.add(event.worker)
+            case Stumbled():
+                self.stumbles[event.what] += 1
+            case Recovered():
+                self.startups += 1
+                self.here.clear()  # what was said to the one before is said again, or lost
+                self.expelled |= self.joined - set(event.workers)
             case StepDone() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
                 self.evidence[event.generation][event.outcome.step] = event.outcome
             case Fenced() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.answered[event.generation].add(event.worker)
                 self.evidence[event.generation].update({o.step: o for o in event.outcomes})
-            case Saved() if self.on_lineage(event.version) and not over:
+            case Saved() if self.on_lineage(event.version) and not before.over:
                 self.counting.add(event.version)
             case Saved():
                 self.occasions["a manifest comes in for a version given up"] += 1
@@ -149,9 +198,21 @@ class Oracle:
                     raise Violation(f"{action.version} is put away and was not damaged")
                 self.counting.discard(action.version)
 
+    def _judge_kill(self, before: RunState, kill: Kill) -> None:
+        """One absent member keeps all from forming: those who are there are not to blame for it."""
+        if isinstance(before.state, Forming) and self.sim.coordinators.present.now >= before.state.deadline:
+            here = self.here[before.generation]
+            if (innocent := here & set(kill.workers)) and here < set(before.state.plan.members):
+                raise Violation(f"{min(innocent)} said Here and is expelled because others of generation {before.generation} did not")
+
     def _judge_settle(self, settle: Settle) -> None:
         """Nothing is aborted before every member is out; evidence is neither dropped nor made up."""
         generation, outcome = settle.generation, settle.outcome
+        if generation in self.settlements:
+            if self.settlements[generation] != outcome:
+                raise Violation(f"generation {generation} is settled twice: {self.settlements[generation]}, then {outcome}")
+            return  # said again, by a coordinator that took over
+        self.settlements[generation] = outcome
         self._all_out(self.plans[generation], "is settled")
         evidence = self.evidence[generation]
         top = max(evidence, default=0)
@@ -175,6 +236,8 @@ class Oracle:
                 raise Violation(f"generation {plan.generation} {what}, {member} has neither answered its fence nor been expelled")
 
     def _judge_form(self, before: RunState, after: RunState, plan: Plan, settle: Settle | None, reason: str) -> None:
+        if plan == self.plan:
+            return  # said again, by a coordinator that took over
         rules, members = self.sim.rules, set(plan.members)
         if plan.generation <= max(self.plans, default=0):
             raise Violation(f"generation {plan.generation} is begun twice")
@@ -194,8 +257,8 @@ class Oracle:
         self._judge_version(before, after, plan, settle, reason)
 
     def _cannot_commit(self, plan: Plan) -> None:
-        """It was never told to go, one member is out for good, or no member has a lease left."""
-        if plan.generation not in self.went:
+        """It was never told to go or has nothing left to do, one member is out for good, or no member has a lease left."""
+        if plan.generation not in self.went or max(self.evidence[plan.generation], default=plan.version.step) >= self.sim.rules.target_step:
             return
         members = [self.sim.cluster.workers[m] for m in plan.members]
         out = any(not w.alive or w.fenced >= plan.generation for w in members)
@@ -299,6 +362,8 @@ class Oracle:
         """
         raised = [worker for _, worker in self.sim.cluster.errors_raised]
         alone = self.plan is not None and len(self.plan.members) == 1
+        if self.startups > 3 or max(self.stumbles.values(), default=0) >= 3:
+            return True
         again = len(raised) > 1 and (alone or len(set(raised)) > 1)
         fruitless = 0
         for generation in sorted(self.plans, reverse=True):

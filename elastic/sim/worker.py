@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elastic.control.actions import Settle
 from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
-from elastic.control.events import Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
+from elastic.control.events import Attached, Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
 from elastic.control.saving import due
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
 from elastic.sim.faults import Kind, Point
+from elastic.sim.network import Way
 from elastic.sim.oracle import Violation
-from elastic.sim.world import World
+from elastic.sim.process import Call, Process
 
 if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
@@ -42,74 +43,69 @@ class Phase(StrEnum):
     """Nothing left to do in this world: target step, or agreed boundary."""
 
 
-class Worker:
-    """One process.  ``held`` is the truth about what it holds: (version, shard count, shard index)."""
+class Worker(Process):
+    """``held`` is the truth about what it holds: (version, shard count, shard index)."""
 
     def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
-        self.sim, self.name, self.node = sim, name, node
-        self.alive, self.frozen = True, False
+        super().__init__(sim, name, node)
         self.joined = False
         self.phase = Phase.IDLE
-        self.world: World | None = None
         self.planned = self.fenced = 0  # highest generation it has begun / will apply nothing more of
         self.held: set[tuple[Version, int, int]] = set()
         self.shard = (1, 0)
         self.prepared: int | None = None
         self.outcomes: tuple[Outcome, ...] = ()
         self.boundary = GO_ON
-        self.lease_until = 0.0
-        self.answer_due = False
+        self.leased_at = -float("inf")
+        """When it asked, by the true time, for the lease that it has."""
+        self.garbage: set[tuple[Version, int, int]] = set()
+        """Of ``held``: what came out of a collective that somebody had aborted."""
+        self.answer_due = self._went = False
+        self.saved: set[Version] = set()
+        """Its part of them is in the bucket."""
+        self._planned_at = self._ready_at = 0.0
         self.progress: Progress | None = None
-        self._deferred: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self._deferred: list[Call] = []
 
-    # -- being a process ------------------------------------------------------------------------------------------
+    def passes(self, point: Point) -> None:
+        self.sim.strikes.passes(self, point)
 
-    def receive(self, call: Callable[..., object], *args: Any) -> None:
-        """A message, or anything else from outside: nothing reaches the dead, and the frozen get it when thawed."""
-        if self.alive and not self.frozen:
-            call(*args)
-        elif self.alive:
-            self._backlog.append((call, args))
-
-    def later(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
-        """Work for the present world; forgotten if it is left before."""
-        self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, None, call, args)
-
-    def work(self, delay_s: float, point: Point, call: Callable[..., object], *args: Any) -> None:
-        """As ``later``, and a fault may strike at ``point`` before."""
-        self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, point, call, args)
-
-    def _in_world(self, world: World | None, point: Point | None, call: Callable[..., object], args: tuple[Any, ...]) -> None:
-        if world is not self.world:
-            return
-        if point is not None:
-            self.sim.cluster.strike(self, point)
-        if self.alive:
-            self.receive(call, *args)
-
-    def freeze(self, thaw_s: float | None) -> None:
-        self.frozen = True
-        if thaw_s is not None:
-            self.sim.clock.after(thaw_s, self.thaw)
-
-    def thaw(self) -> None:
-        backlog, self._backlog, self.frozen = self._backlog, [], False
-        for call, args in backlog:
-            self.receive(call, *args)
-
-    def post(self, event: Any) -> None:
-        """A word that may be lost: what follows from its absence is settled by deadlines."""
-        self.sim.network.send(self.node, self.sim.coordinator.hear, self, event)
-
-    def report(self, event: Any) -> None:
-        """A word that is repeated until it is acknowledged, as long as this process lives: the ledger is made of it."""
-        self.sim.network.send_surely(self.node, self.sim.coordinator.hear, self, event)
+    # -- coming and going -----------------------------------------------------------------------------------------
 
     def join(self) -> None:
         self.joined = True
-        kind, rows = "cpu torch-2.13 threads-1", self.sim.scenario.rows
-        self.sim.network.send_surely(self.node, self.sim.coordinator.receive, Joined(self.name, self.node, kind, rows))
+        self.report(self.introduction)
+        self._keep_lease()
+
+    @property
+    def introduction(self) -> Joined:
+        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.rows)
+
+    def attached(self) -> None:
+        """A coordinator has taken over: where this worker stands, and all that may have been told to nobody."""
+        world = self.world
+        stepping = world is not None and self.phase not in (Phase.FORMING, Phase.HEALING, Phase.READY)
+        if not self.joined:
+            return
+        self.report(self.introduction)
+        self.report(Attached(self.name, None if world is None else world.plan, stepping and self._went))
+        if world is not None:
+            self._say_again()
+        for version in sorted(self.saved)[-4:]:
+            self.report(ShardSaved(self.name, version))
+
+    def _say_again(self) -> None:
+        """What it has said in the present world."""
+        if self.phase is not Phase.FORMING:
+            self.report(Here(self.name, self.planned))
+        if self.phase is Phase.READY:
+            self.report(Ready(self.name, self.planned))
+        assert self.world is not None
+        if self.world.plan.members[0] == self.name:
+            for outcome in self.outcomes:
+                self.report(StepDone(self.name, outcome.generation, outcome))
+        if self.fenced >= self.planned and not self.answer_due and self.phase is not Phase.APPLYING:
+            self._answer(self.planned)
 
     # -- forming and healing --------------------------------------------------------------------------------------
 
@@ -121,6 +117,7 @@ class Worker:
             return
         self.sim.oracle.plan_arrives(self, plan)
         self.planned, self.world, self.phase = plan.generation, self.sim.world(plan), Phase.FORMING
+        self._planned_at, self._went = self.sim.clock.now, False
         self.shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(self.name))[1])
         self.boundary, self.prepared, self.outcomes = GO_ON, None, ()
         self._count(plan.version.step + 1, 0, 0)
@@ -148,19 +145,46 @@ class Worker:
                 self._break("damaged", "digest differs", version=plan.version)
             case "gone":
                 self.peer_lost()
+            case "down" if self.sim.clock.now < self._planned_at + self.sim.rules.form_s / 2:
+                self.later(1.0, self._healed)
+            case "down":
+                self._break("peer", "the bucket does not answer")
             case _:
-                self.held.add((plan.version, *self.shard))
-                self.phase = Phase.READY
-                self.lease_until = self.sim.clock.now + self.sim.rules.lease_s  # from its own word, not from the answer to it
-                self.post(Ready(self.name, plan.generation))
+                self._whole()
+
+    def _whole(self) -> None:
+        """It has its shard of the plan's version, in the plan's layout."""
+        assert self.world is not None
+        plan = self.world.plan
+        self.held.add((plan.version, *self.shard))
+        self.phase = Phase.READY
+        self._ready_at = self.sim.clock.now
+        self.post(Ready(self.name, plan.generation))
+
+    def garbled(self) -> None:
+        """Somebody aborted the groups, and the collective it waits for looks complete; what it brought is garbage.
+
+        Commit records carry a checksum; slices that come while healing do not: only a fence that came before tells.
+        """
+        if self._stopped(self.phase):
+            return
+        self.sim.oracle.occasions["a collective completes with garbage"] += 1
+        if self.phase is Phase.HEALING:
+            assert self.world is not None
+            self.garbage.add((self.world.plan.version, *self.shard))
+            self._whole()
+        else:
+            self.peer_lost()
 
     def go(self, generation: int) -> None:
         if self.phase is not Phase.READY or self._generation() != generation or self.fenced >= generation:
             return
         assert self.world is not None
         version = self.world.plan.version
-        self.held = {(version, *self.shard)}
-        self._renew(generation)  # at once: its Ready, from which the lease counts, may be long ago
+        self.held, self._went = {(version, *self.shard)}, True
+        self.sim.oracle.goes(self)
+        self.leased_at = max(self.leased_at, self._ready_at)  # from its own word, not from the answer to it
+        self._renew()  # at once: its Ready, from which the lease counts, may be long ago
         if version.step >= self.sim.rules.target_step:
             self._save(version)
         self._start_step()
@@ -209,7 +233,7 @@ class Worker:
     def _apply(self, outcome: Outcome) -> None:
         if self._stopped(Phase.PREPARED):
             return
-        if self.sim.clock.now > self.lease_until:
+        if self.sim.clock.now > self.lease_until:  # it counts by its own clock
             self._break("lease", "lease ran out")
             return
         self._begin_update(outcome, self._applied)
@@ -286,21 +310,34 @@ class Worker:
     def _leave(self) -> None:
         world, self.world, self.phase, self.prepared = self.world, None, Phase.IDLE, None
         assert world is not None
-        world.gone(self)
+        world.gone(self, aborts=True)
         deferred, self._deferred = self._deferred, []
         for call, args in deferred:
             call(*args)
 
-    def _renew(self, generation: int) -> None:
-        if self.fenced >= generation:
-            return
-        asked_at = self.sim.clock.now
-        self.sim.network.send(self.node, self.sim.coordinator.renew, self, generation, asked_at)
-        self.later(self.sim.rules.lease_s / 4, self._renew, generation)
+    @property
+    def lease_until(self) -> float:
+        """By the true time."""
+        return self.leased_at + self.sim.rules.lease_s / self.clock_rate
 
-    def renewed(self, generation: int, lease_until: float) -> None:
-        if self._generation() == generation:
-            self.lease_until = max(self.lease_until, lease_until)
+    def _keep_lease(self) -> None:
+        """Ask while the coordinator answers; a worker that nobody answers for two leases ends itself."""
+        lease_s = self.sim.rules.lease_s / self.clock_rate
+        if self.sim.clock.now > self.heard_at + 2 * lease_s:
+            return self.sim.cluster.die(self, "no coordinator answers")
+        self._renew()
+        self.sim.clock.after(lease_s / 4, self.receive, self._keep_lease)
+
+    def _renew(self) -> None:
+        generation = self._generation()
+        self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.renew, self, generation, self.sim.clock.now)
+
+    def answered(self, generation: int, asked_at: float, granted: bool, recorded_step: int) -> None:
+        """The coordinator's answer to a renewal.  What it has in its journal need not be kept."""
+        self.outcomes = tuple(each for each in self.outcomes if each.step > recorded_step)
+        self.heard_at = max(self.heard_at, asked_at)
+        if granted and self._generation() == generation:
+            self.leased_at = max(self.leased_at, asked_at)
 
     # -- going wrong ----------------------------------------------------------------------------------------------
 
@@ -309,14 +346,16 @@ class Worker:
         if self.phase in (Phase.FORMING, Phase.HEALING, Phase.PREPARED):
             self._break("peer", "connection closed by peer")
 
-    def raises(self, point: Point) -> None:
+    def raises(self, point: Point | None) -> None:
         """Something raised; in the middle of an update that leaves neither the old state nor the new, in a save only the part missing."""
         if point is Point.SAVE:
             return
-        if point is not Point.IN_UPDATE:
+        if self.world is None or self.phase is Phase.STANDING:
+            return
+        if point is not Point.IN_UPDATE and self.phase is not Phase.APPLYING:
             self._break("job", "ValueError: flaky", signature=f"Flaky {self.sim.cluster.number()}")
         elif self.fenced >= self.planned and not self.answer_due:
-            self.sim.cluster.die(self, Kind.EXIT)  # settling: the coordinator counts on this update, so it may not live without it
+            self.sim.cluster.die(self, "exit")  # settling: the coordinator counts on this update, so it may not live without it
         else:
             self.held, self.prepared = set(), None
             if self.sim.rng.random() < 0.5:
@@ -359,14 +398,15 @@ class Worker:
 
     def _save(self, version: Version) -> None:
         """In the background, from a copy: neither the next step nor a fence disturbs it."""
-        if self.sim.cluster.strike(self, Point.SAVE) is Kind.EXCEPTION:
+        if self.sim.strikes.passes(self, Point.SAVE) is Kind.EXCEPTION:
             self.report(SaveFailed(version, "ValueError: flaky"))
             return
         self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.shard)
 
     def _shard_written(self, version: Version, shard: tuple[int, int]) -> None:
-        if self.sim.cluster.save_fails():
+        if self.sim.cluster.bucket_fails():
             self.sim.clock.after(1.0, self.receive, self._shard_written, version, shard)
             return
         self.sim.cluster.bucket.shards.setdefault(version, set()).add(shard)
+        self.saved.add(version)
         self.post(ShardSaved(self.name, version))

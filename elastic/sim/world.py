@@ -1,7 +1,8 @@
 """The collectives of one generation: what physics, not a decision, makes of its members' doings.
 
-Two rules carry everything.  A collective completes nowhere unless every member contributed.  Once it has, it completes on *any
-subset* of the members: each sees it after its own time, and when a member has gone meanwhile perhaps never.
+Three rules carry everything.  A collective completes nowhere unless every member contributed.  Once it has, it completes on *any
+subset* of the members: each sees it after its own time, and when a member has gone meanwhile perhaps never.  Where a member *aborts*,
+what the others wait for may look complete, over garbage.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class World:
             self.sim.clock.after(0.1 + 0.4 * self.sim.rng.random(), self._form)
 
     def _form(self) -> None:
-        if self.broken or not self.sim.cluster.store_answers(self.plan):
+        if self.broken or self.sim.cluster.peers_cut(self.plan.members) or not self.sim.cluster.store_answers(self.plan):
             return
         for name in self.plan.members:
             worker = self.here[name]
@@ -47,6 +48,8 @@ class World:
         """The worker's record of ``step``.  The last one makes the commit."""
         asked = self.asked.setdefault(step, {})
         asked[worker.name] = boundary
+        if not self.broken and self.sim.cluster.peers_cut(self.plan.members):
+            self.falls_apart()
         if self.broken:
             self._tell_of_loss(worker)
         elif len(asked) == len(self.plan.members):
@@ -68,13 +71,22 @@ class World:
         else:
             worker.commit_seen(self.outcomes[step])
 
-    def gone(self, worker: Worker) -> None:
-        """The worker died or left the groups."""
+    def gone(self, worker: Worker, *, aborts: bool = False) -> None:
+        """The worker died, or left the groups (``aborts``)."""
         self.broken = True
         for name in self.plan.members:
             other = self.here.get(name)
-            if other is not None and other is not worker:
-                self._tell_of_loss(other)
+            if other is None or other is worker:
+                continue
+            if aborts and other.world is self and self.sim.rng.random() < 0.4:
+                other.later(0.005, other.garbled)
+            self._tell_of_loss(other)
+
+    def falls_apart(self) -> None:
+        """The members no longer reach each other: nothing new completes."""
+        self.broken = True
+        for worker in self.here.values():
+            self._tell_of_loss(worker)
 
     def _tell_of_loss(self, worker: Worker) -> None:
         """A closed socket tells those who were connected to it; the rest hang."""

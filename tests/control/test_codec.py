@@ -78,7 +78,7 @@ def test_nan_is_told_apart_from_nothing() -> None:
 
 def test_what_a_later_version_wrote_is_refused_by_name() -> None:
     line = encode(StepDone(WorkerId("w1"), 1, outcome(1, 1)))
-    with pytest.raises(UnknownFormat, match="'Teleported' where one of Beat, Broken"):
+    with pytest.raises(UnknownFormat, match="'Teleported' where one of Attached, Beat, Broken"):
         decode_event({**line, "$": "Teleported"})
     with pytest.raises(UnknownFormat, match="StepDone of the journal has unknown fields: colour, mood"):
         decode_event({**line, "mood": 1, "colour": 2})

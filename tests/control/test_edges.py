@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -110,11 +111,20 @@ def target_before_the_boundary() -> Play:
     return play
 
 
+def journal_too_short() -> Play:
+    """Folded from a journal that ends before the world that its workers are in."""
+    play = started(1)
+    plan, play.run = play.plan, replace(play.run, state=Waiting(0.0), generation=0)
+    play.tell(ev.Attached(plan.members[0], plan, stepping=True))
+    return play
+
+
 STORIES: dict[tuple[type[State], type[State]], Callable[[], Play]] = {
     (Waiting, Forming): lambda: started(1),
     (Waiting, Stopped): stopped_while_waiting,
     (Waiting, Failed): out_of_patience,
     (Waiting, Finished): finished_already,
+    (Waiting, Stopping): journal_too_short,
     (Forming, Running): lambda: stepping(1),
     (Forming, Stopping): stopped_while_forming,
     (Forming, Finishing): saved_again,

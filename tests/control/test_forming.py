@@ -110,7 +110,6 @@ def test_without_a_keeper_no_store_and_no_world() -> None:
 def test_survivors_keep_their_seats_and_newcomers_come_after() -> None:
     play = stepping(3)
     play.tell(ev.Capacity(1))
-    play.tell(ev.Joined(WorkerId("w4"), NodeId("n1"), "cpu", ROWS))
     play.lose("w1")
     assert play.run.starting == {"w4": 0.0}
     play.join("w4")
@@ -171,11 +170,21 @@ def test_who_is_left_out_never_takes_the_last_copy_with_it() -> None:
 
 def test_a_worker_nobody_asked_for_is_sent_away() -> None:
     """A late one of an earlier life, or one that took too long: its id is not in use, and it never will be again."""
-    play = stepping(1)
+    play = stepping(2)
+    play.lose("w2")
     before = play.run
-    assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", ROWS)) == "refused: nobody waits for w9"
-    assert play.last.actions == (Kill((WorkerId("w9"),), "nobody waits for it"),)
+    assert play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", ROWS)) == "refused: nobody waits for w2"
+    assert play.last.actions == (Kill((WorkerId("w2"),), "nobody waits for it"),)
     assert play.run is before
+
+
+def test_a_worker_that_another_coordinator_asked_for_keeps_its_name() -> None:
+    """R9: one that is superseded and does not know it has started a process; the next one to be started is another."""
+    play = stepping(1)
+    assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", ROWS)).startswith("nobody waits for w9")
+    assert play.last.actions == (Kill((WorkerId("w9"),), "nobody waits for it"),)
+    play.rules = rules(max_workers=2)
+    assert play.tell(ev.Capacity(1)) == "start w10: 1 worker of at most 2"
 
 
 def test_ids_are_never_used_again() -> None:

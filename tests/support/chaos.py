@@ -172,9 +172,11 @@ ENDS = {
     "SIGKILL": [("signal", signal.SIGKILL)],
     "SIGSEGV": [("signal", signal.SIGSEGV)],
     "exit": [("exit code", EXIT_CODE)],
+    "SIGSTOP": [("signal", signal.SIGKILL)],
+    "held_gil": [("signal", signal.SIGKILL)],
     "device_assert": [("signal", signal.SIGKILL), ("exit code", 1)],  # told to go by Ray, and by its keeper: whichever is first
 }
-"""How the kernel says that the victim of a fault ended.  One of kind "exception" lives."""
+"""How the kernel says that the victim of a fault ended; whoever only stands still is ended by us.  One of kind "exception" lives."""
 CAUSES = {"exception": "job", "device_assert": "device"}
 """What the victim of a fault says of it, where it still can."""
 LEFT = ("exit code", 0)
@@ -207,8 +209,8 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
         seen = [event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ())
         reached = max([reached, *(each["step"] for each in seen)])
         for action in record["actions"]:
-            if action["$"] == "Form":
-                plan = action["plan"]
+            plan = action.get("plan")
+            if action["$"] == "Form" and plan["generation"] not in [each.generation for each in found]:  # a coordinator may say it again
                 layout, step = plan["layout"], plan["version"]["step"]
                 degrees = (layout["dp_replicate"], layout["dp_shard"])
                 found.append(Formed(plan["generation"], tuple(plan["members"]), degrees, plan["tier"], step, reached - step))

@@ -1,0 +1,154 @@
+"""A coordinator takes over what another has left: fold, look who is there, say again what may not have been heard, go on.
+
+The run is folded from the journal, never decided again.  Whatever the journal says was decided, and perhaps not performed, is done once
+more: every action is safe to do twice.  Whatever was told to the dead one, and perhaps not recorded, the workers tell once more.  So
+nothing ends because of a coordinator's death: a world that steps is still that world.
+
+Where the journal itself ends too early (its disk and the keepers are gone), a member in a later generation proves it: that generation
+is fenced, and what its members hold says where the run stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from elastic.control import lineage, membership, stopping
+from elastic.control.actions import Fence, Form, Go, Kill, Pause
+from elastic.control.events import Attached, Beat, Capacity, Event, Recovered, Renewed, StartFailed, Stumbled, Tick
+from elastic.control.forming import go
+from elastic.control.health import Watch
+from elastic.control.states import Finishing, Forming, Running, Stopping
+from elastic.control.turn import Turn, count, names
+from elastic.ids import WorkerId
+from elastic.plan.plan import Plan
+
+MAX_DEATHS = 3
+"""Of coordinators by one and the same event, or before anything came of their start."""
+
+
+def recovered(turn: Turn, event: Recovered) -> None:
+    run = turn.run
+    if event.incarnation <= run.incarnation:
+        return turn.refuse(f"incarnation {event.incarnation} comes after {run.incarnation} in name only")
+    turn.know(incarnation=event.incarnation, startups=run.startups + 1, slots=0)
+    turn.say(f"coordinator {event.incarnation} takes over at step {run.step}")
+    _forgive_the_silence(turn)
+    _settle_again(turn, frozenset(event.workers))
+    _forget_who_is_gone(turn, event)
+    _say_again(turn)
+    if turn.run.startups > MAX_DEATHS:
+        give_up(turn, f"{MAX_DEATHS} coordinators in a row died before anything came of their start")
+
+
+def _forgive_the_silence(turn: Turn) -> None:
+    """While there was no coordinator nothing was heard of anybody, and leases were granted of which nobody knows any more."""
+    run, now, rules = turn.run, turn.now, turn.rules
+    watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s)
+    saves = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves)  # the writers have what a manifest is made of
+    turn.know(watch=watch, saves=saves, lease_until=now + rules.lease_over_s if run.plan is not None else run.lease_until)
+    match run.state:
+        case Forming():
+            turn.amend(deadline=now + rules.form_s)
+        case Stopping(planned=False):
+            turn.amend(deadline=now + rules.fence_s)
+        case Finishing():
+            turn.amend(deadline=now + rules.stop_s)
+        case Stopping(pending=()):
+            turn.amend(deadline=now + rules.stop_s)
+
+
+def _forget_who_is_gone(turn: Turn, event: Recovered) -> None:
+    """And end those of whom nobody knows: started or sent away by decisions that were never recorded, or not yet performed."""
+    run = turn.run
+    found = frozenset(event.workers)
+    for worker in [worker for worker in run.starting if worker not in found]:
+        membership.start_failed(turn, StartFailed(worker, "there is no such actor"))
+    gone, nodes = tuple(worker for worker in run.workers if worker not in found), frozenset(event.keepers)
+    membership.remove(turn, gone)
+    for certain in (True, False):  # its node lives, so it is its process that has ended; a node may only be taken for dead
+        if lost := tuple(worker for worker in gone if (run.workers[worker].node in nodes) is certain):
+            stopping.members_lost(turn, lost, f"lost (not found): {names(lost)}", certain=certain)
+    for keeper in [keeper for keeper in run.keepers if keeper not in event.keepers]:
+        membership.keeper_lost(turn, keeper)
+    strangers = tuple(worker for worker in event.workers if worker not in run.workers and worker not in run.starting)
+    if strangers:
+        turn.do(Kill(strangers, "nobody waits for them"))
+    turn.know(next_worker=max([run.next_worker, *(membership.number_of(worker) + 1 for worker in strangers)]))
+
+
+def _settle_again(turn: Turn, there: Collection[WorkerId]) -> None:
+    """Before anything is asked about a later generation: what a member applies now belongs to its answer."""
+    settled = turn.run.settled
+    if settled is not None and (members := tuple(each for each in settled.members if each in there)):
+        turn.do(replace(settled, members=members))
+
+
+def _say_again(turn: Turn) -> None:
+    """What was decided last; a member that has heard it already passes it over."""
+    match state := turn.run.state:
+        case Forming(plan=plan):
+            turn.do(Form(plan))
+        case Running(plan=plan) | Finishing(plan=plan):
+            turn.do(Go(plan.generation, plan.members))
+        case Stopping(plan=plan, planned=True):
+            turn.do(Go(plan.generation, plan.members))
+            turn.do(Pause(plan.generation, plan.members, state.save))
+        case Stopping(plan=plan, pending=pending) if pending and not any(isinstance(action, Fence) for action in turn.actions):
+            turn.do(Fence(plan.generation, pending))
+
+
+def attached(turn: Turn, event: Attached) -> None:
+    run, plan = turn.run, event.plan
+    if event.worker not in run.workers:
+        return turn.refuse(f"{event.worker} is no worker of the run")
+    if plan is not None and plan.generation > run.generation:
+        _catch_up(turn, plan)
+    elif plan is not None and plan.generation == run.generation and event.stepping and isinstance(run.state, Forming):
+        go(turn, plan)
+
+
+def _catch_up(turn: Turn, plan: Plan) -> None:
+    """The journal ends before ``plan`` was made."""
+    run = turn.run
+    line = run.lineage
+    if lineage.contains(line, plan.version):
+        line = lineage.cut(line, plan.version)
+    elif plan.version > lineage.tip(line):
+        line = lineage.extended(line, plan.version)
+    cause = f"the journal ends in generation {run.generation}, but generation {plan.generation} was begun"
+    pending = tuple(worker for worker in plan.members if worker in run.workers)
+    unheard = tuple(worker for worker in plan.members if worker not in pending)
+    state = Stopping(plan, cause, False, pending, turn.now + turn.rules.fence_s, expelled=unheard)
+    turn.know(generation=plan.generation, lineage=line, seats=plan.members, last=None, saves=())
+    turn.know(lease_until=turn.now + turn.rules.lease_over_s)
+    if isinstance(run.state, Stopping):
+        turn.know(state=state)
+    else:
+        turn.to(state)
+    turn.do(Fence(plan.generation, pending))
+    turn.say(f"{cause}: stop it with {names(pending)}")
+
+
+# ---- what coordinators die of
+
+
+def note_progress(turn: Turn, event: Event) -> None:
+    """Something came of this coordinator's start."""
+    if turn.run.startups and not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity):
+        turn.know(startups=0)
+
+
+def stumbled(turn: Turn, event: Stumbled) -> None:
+    turn.know(stumbles=(*turn.run.stumbles, event.what))
+    times = turn.run.stumbles.count(event.what)
+    turn.say(f"the coordinator could not handle an event ({event.what})")
+    if times >= MAX_DEATHS:
+        give_up(turn, f"{count(times, 'coordinator')} failed at the same event: {event.what}")
+
+
+def give_up(turn: Turn, why: str) -> None:
+    """Let the workers save and stop.  Where there is no way to do even that, the coordinator ends everything as it is."""
+    if not turn.run.gave_up:
+        turn.know(gave_up=why, stop=turn.run.stop or why)
+        turn.say(why)

@@ -1,0 +1,99 @@
+"""Being a process: messages reach it, or not; it stands still, and goes on; its clock and its pace are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from elastic.ids import NodeId, WorkerId
+from elastic.sim.network import Way
+
+if TYPE_CHECKING:
+    from elastic.sim.faults import Point
+    from elastic.sim.simulation import Simulation
+    from elastic.sim.world import World
+
+Call = tuple[Callable[..., object], tuple[Any, ...]]
+
+
+class Process:
+    """Of one worker; :class:`~elastic.sim.worker.Worker` says what it does."""
+
+    def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
+        self.sim, self.name, self.node = sim, name, node
+        self.alive, self.frozen, self._frozen_until = True, False, 0.0
+        self.clock_rate = 1.0
+        """Of its own clock, by which it counts leases."""
+        self.slowness, self.slow_until = 1.0, 0.0
+        self.incarnation = 0
+        """The highest heard of: orders of lower ones are refused."""
+        self.heard_at = sim.clock.now
+        self.world: World | None = None
+        self._backlog: list[Call] = []
+        self._arrived_at = 0.0
+
+    def receive(self, call: Callable[..., object], *args: Any) -> None:
+        """A message, or anything else from outside: nothing reaches the dead, and the frozen get it when thawed."""
+        if self.alive and not self.frozen:
+            call(*args)
+        elif self.alive:
+            self._backlog.append((call, args))
+
+    def later(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
+        """Work for the present world; forgotten if it is left before."""
+        if self.slowness != 1.0 and self.sim.clock.now < self.slow_until:
+            delay_s *= self.slowness
+        self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, None, call, args)
+
+    def work(self, delay_s: float, point: Point, call: Callable[..., object], *args: Any) -> None:
+        """As ``later``, and a fault may strike at ``point`` before."""
+        if self.slowness != 1.0 and self.sim.clock.now < self.slow_until:
+            delay_s *= self.slowness
+        self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, point, call, args)
+
+    def _in_world(self, world: World | None, point: Point | None, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if world is not self.world:
+            return
+        if point is not None:
+            self.passes(point)
+        if self.alive:
+            self.receive(call, *args)
+
+    def passes(self, point: Point) -> None:
+        """Whatever may strike it there."""
+
+    def freeze(self, thaw_s: float | None) -> None:
+        self.frozen = True
+        self._frozen_until = max(self._frozen_until, float("inf") if thaw_s is None else self.sim.clock.now + thaw_s)
+        if thaw_s is not None:
+            self.sim.clock.after(thaw_s, self.thaw)
+
+    def thaw(self) -> None:
+        if self.sim.clock.now < self._frozen_until - 1e-9:  # stopped once more meanwhile, and for longer
+            return
+        backlog, self._backlog, self.frozen = self._backlog, [], False
+        for call, args in backlog:
+            self.receive(call, *args)
+
+    def slow(self, factor: float, until: float) -> None:
+        self.slowness, self.slow_until = factor, until
+
+    def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
+        """From a coordinator: one that has been followed by another is refused."""
+        if not self.refuses(incarnation):
+            self.incarnation, self.heard_at = max(incarnation, self.incarnation), self.sim.clock.now
+            call(*args)
+        else:
+            self.sim.oracle.occasions["an order of an older incarnation is refused"] += 1
+
+    def refuses(self, incarnation: int) -> bool:
+        return incarnation < self.incarnation
+
+    def post(self, event: Any) -> None:
+        """A word that may be lost: what follows from its absence is settled by deadlines."""
+        self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.hear, self, event)
+
+    def report(self, event: Any) -> None:
+        """A word that is repeated until it is acknowledged, as long as this process lives, in order: the ledger is made of it."""
+        hear, before = self.sim.coordinators.hear, self._arrived_at
+        self._arrived_at = self.sim.network.send_surely(Way.FROM, self.node, hear, self, event, not_before=before)

@@ -1,9 +1,10 @@
-"""The command ``elastic``: train, status, stop, logs, simulate, data prepare | show, checkpoint ls | verify | export."""
+"""The command ``elastic``: train, status, stop, logs, replay, chaos, simulate, data prepare | show, checkpoint ls | verify | export."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import sys
 import time
 import uuid
@@ -15,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic.errors import STOPPED, ElasticError
+import elastic
+from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line, StepLine
 from storage.errors import StorageError
@@ -68,6 +70,20 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("job", type=Path)
     logs.add_argument("worker", nargs="?", help="default: every worker that has a log")
     logs.set_defaults(perform=_logs)
+
+    replay = commands.add_parser("replay", help="what happened in a run and why, from its journal alone")
+    replay.add_argument("journal", type=Path, help="a job file, or a file of a journal")
+    replay.add_argument("--check", action="store_true", help="decide everything again: where does this version decide otherwise?")
+    replay.set_defaults(perform=_replay)
+
+    chaos = commands.add_parser("chaos", help="perform faults on a run that lives, drawn from a seed: real signals, real deaths")
+    chaos.add_argument("job", type=Path)
+    chaos.add_argument("--seed", type=int, default=0)
+    chaos.add_argument("--faults", type=int, default=10)
+    chaos.add_argument("--span", type=float, metavar="SECONDS", default=60.0, help="in which they happen (default: 60)")
+    chaos.add_argument("--kinds", nargs="+", metavar="KIND", help="default: all that can be performed")
+    chaos.add_argument("--script", type=Path, help="faults as JSON, instead of drawn ones")
+    chaos.set_defaults(perform=_chaos)
 
     simulate = commands.add_parser("simulate", help="run the control plane against simulated faults")
     simulate.add_argument("--seeds", default="1000", help="how many, or FIRST..LAST (without LAST); default: 1000")
@@ -180,37 +196,40 @@ def _coordinator(job: Job) -> Any | None:
 
 
 def _stop(known: argparse.Namespace, _: list[str]) -> int:
-    import ray
+    from actors.launch import ask
 
     job = Job.load(known.job, [])
-    coordinator = _coordinator(job)
+    coordinator, deadline_s = _coordinator(job), 2 * job.deadlines.lease_s
     if coordinator is None:
         return 0
     driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
-    with contextlib.suppress(ray.exceptions.RayActorError):
-        ray.get(coordinator.view.remote(0, driver))
-        ray.get(coordinator.stop.remote("elastic stop"))
-        _watch(coordinator, once=False, driver=driver)
-        ray.get(coordinator.leave.remote(driver))
+    with contextlib.suppress(PlatformGaveUp):
+        ask(coordinator, "view", 0, driver, deadline_s=deadline_s)
+        _watch(coordinator, deadline_s, once=False, driver=driver, stop="elastic stop")
+        ask(coordinator, "leave", driver, deadline_s=deadline_s)
     return 0
 
 
 def _status(known: argparse.Namespace, _: list[str]) -> int:
-    coordinator = _coordinator(Job.load(known.job, []))
-    return 0 if coordinator is None else _watch(coordinator, once=known.once)
+    job = Job.load(known.job, [])
+    coordinator = _coordinator(job)
+    return 0 if coordinator is None else _watch(coordinator, 2 * job.deadlines.lease_s, once=known.once)
 
 
-def _watch(coordinator: Any, once: bool, driver: str = "") -> int:
-    """Where the run stands, and what happens to it until it is over."""
-    import ray
+def _watch(coordinator: Any, deadline_s: float, once: bool, driver: str = "", stop: str = "") -> int:
+    """Where the run stands, and what happens to it until it is over.  ``stop``: each coordinator that it has is told to stop it."""
+    from actors.launch import ask
 
-    seen = 0
+    seen, incarnation = 0, 0
     while True:
         try:
-            view = ray.get(coordinator.view.remote(seen, driver))
-        except ray.exceptions.RayActorError:
+            view = ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s)
+            if view.incarnation != incarnation and stop and not view.over:
+                ask(coordinator, "stop", stop, deadline_s=deadline_s)
+        except PlatformGaveUp:
             return 0
-        if seen == 0:
+        if view.incarnation != incarnation:
+            seen, incarnation = 0, view.incarnation
             workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
             say(
                 f"{view.token}: {view.state}, step {view.step} of {view.steps}, generation {view.generation}, "
@@ -237,6 +256,56 @@ def _logs(known: argparse.Namespace, _: list[str]) -> int:
         return 1
     for key in keys:
         print(store.get(key).decode(errors="replace"))
+    return 0
+
+
+def _replay(known: argparse.Namespace, _: list[str]) -> int:
+    from elastic.report.replay import differences, tell
+    from elastic.runs import Run
+    from storage import journal
+
+    rules = None
+    if known.journal.suffix == ".toml":
+        job = Job.load(known.journal, [])
+        segments, rules = journal.read(Run.open(job).store, job.name), job.rules()
+    else:
+        segments = journal.parse(_bytes_of(known.journal))
+    if not known.check:
+        for line in tell(segments):
+            say(line)
+        return 0
+    found = list(differences(segments, elastic.__version__, rules))
+    for each in found:
+        say(str(each))
+    decisions, other = sum(len(records) for _, records in segments), [each for each in found if each.what != "reason"]
+    say(f"{decisions} decisions, {len(other)} otherwise, {len(found) - len(other)} in other words")
+    return 1 if other else 0
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise JobError(f"there is no journal {str(path)!r} ({error.strerror}): name a job file, or a file of a journal") from None
+    return gzip.decompress(raw) if path.suffix == ".gz" else raw
+
+
+def _chaos(known: argparse.Namespace, _: list[str]) -> int:
+    from actors.chaos import PERFORMED, Chaos
+    from elastic.sim.faults import Kind, draw, from_json
+
+    job = Job.load(known.job, [])
+    try:
+        kinds = [Kind(kind) for kind in known.kinds or PERFORMED]
+        faults = from_json(known.script.read_text()) if known.script else draw(known.seed, known.faults, known.span, kinds)
+        if _coordinator(job) is None:
+            return 0
+        chaos = Chaos(job, faults, lambda strike: say(str(strike), f"{time.strftime('%H:%M:%S')} ", "dim"))
+    except (ValueError, OSError) as error:
+        raise JobError(f"{f'--script {known.script}' if known.script else '--kinds'}: {error}") from None
+    chaos.run()
+    chaos.close()
+    say(f"{len(chaos.performed)} of {len(faults)} faults performed, written to {chaos.record}; `elastic replay {known.job}` tells the rest")
     return 0
 
 

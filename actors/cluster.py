@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from elastic.ids import NodeId
 from elastic.job import Workers
 
 NAMESPACE = "elastic"
+MARKET = "ray.io/market-type"
 NODES_SHOWN = 8
 
 
@@ -58,7 +60,7 @@ def _leave_deaths_to_the_story() -> None:
         return
 
     def print_others(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        if not any(line.startswith("A worker died or was killed") for line in data.get("lines", ())):
+        if not any(line.startswith(("A worker died or was killed", "Task Coordinator.")) for line in data.get("lines", ())):
             printed(data, *arguments, **options)
 
     worker.print_to_stdstream = print_others
@@ -113,6 +115,16 @@ def reachable(address: str) -> bool:
     return True
 
 
+def named(prefix: str) -> dict[str, Any]:
+    """The actors that live under names with ``prefix``, by the rest of the name."""
+    found = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix):
+            with contextlib.suppress(ValueError):  # it has ended since
+                found[entry["name"].removeprefix(prefix)] = ray.get_actor(entry["name"], namespace=NAMESPACE)
+    return found
+
+
 def nodes() -> tuple[NodeId, ...]:
     """The nodes that are alive."""
     return tuple(sorted(NodeId(node["NodeID"]) for node in ray.nodes() if node["Alive"]))
@@ -138,6 +150,17 @@ def here() -> NodeId:
     return NodeId(ray.get_runtime_context().get_node_id())
 
 
+def on_this_node() -> dict[str, str]:
+    """A coordinator is best put where the job was checked, unless Ray's label ``ray.io/market-type`` says that this node is spot."""
+    spot = any(node["NodeID"] == here() and node.get("Labels", {}).get(MARKET) == "spot" for node in ray.nodes())
+    return {MARKET: "!spot"} if spot else {"ray.io/node-id": here()}
+
+
+def elsewhere() -> list[dict[str, dict[str, str]]]:
+    """When that cannot be: on a node that is not spot, else anywhere.  (A soft node affinity put it elsewhere in one of three starts.)"""
+    return [{"label_selector": {MARKET: "!spot"}}, {"label_selector": {}}]
+
+
 def host() -> str:
     """What messages call this process's machine."""
     return f"{socket.gethostname()}, {ray.util.get_node_ip_address()}"
@@ -151,6 +174,15 @@ def node_of(actor: Any) -> NodeId | None:
         return None
     address = actors(actor._actor_id.hex()).get("Address", {})
     return NodeId(address["NodeID"]) if address.get("NodeID") else None
+
+
+def pid_of(actor: Any) -> int | None:
+    """The process of a living actor, on its node; None where Ray does not say."""
+    try:
+        from ray._private.state import actors
+    except ImportError:  # a private call
+        return None
+    return actors(actor._actor_id.hex()).get("Pid") or None
 
 
 def slots(workers: Workers, avoid: Container[str] = ()) -> int:

@@ -1,6 +1,7 @@
 """The one actor that runs a run: inbox -> advance -> journal -> perform.  Nothing else.
 
-It is named and detached, and holds no state that matters beyond ``RunState``: workers step on without it.
+It is named and detached, and holds no state that matters beyond ``RunState``: when its process dies, workers step on without it, what they
+have to say waits, and Ray makes it again; then it goes on where the journal ends (``elastic/control/recovery.py``).
 """
 
 from __future__ import annotations
@@ -8,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import tempfile
 import threading
 import time
 import traceback
-import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,10 +21,26 @@ import ray
 import elastic
 from actors import cluster
 from actors.audience import Audience
+from actors.copies import Copies
 from actors.group import Group
+from actors.left import Left, find
+from actors.processes import log_folder
 from elastic.control import codec
 from elastic.control.builds import Build
-from elastic.control.events import Beat, Capacity, Event, Joined, NodeFound, Renewed, ShardSaved, StepDone, StopRequested, Tick
+from elastic.control.events import (
+    Beat,
+    Capacity,
+    Event,
+    Joined,
+    NodeFound,
+    Recovered,
+    Renewed,
+    ShardSaved,
+    StepDone,
+    StopRequested,
+    Stumbled,
+    Tick,
+)
 from elastic.control.machine import Transition, advance, must_be_durable
 from elastic.control.states import TERMINAL, Failed, RunState
 from elastic.engine.schedule import learning_rate_of
@@ -33,10 +48,15 @@ from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.report.story import Line, Story
 from elastic.runs import Run
+from storage import tails
+from storage.errors import Deposed, Unavailable
 
 TICK_S = 0.1
 CLUSTER_S = 0.5
 GRACE_S = 10.0
+RETRY_S = 1.0
+DEPOSED, STUMBLED = 4, 5
+"""Exit codes of its process: another one acts for the run; it could not handle an event, and the next one is to try."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,7 @@ class View:
     state: str
     reason: str
     token: str
+    pid: int
     incarnation: int
     generation: int
     step: int
@@ -61,7 +82,7 @@ class View:
 
 @dataclass(frozen=True)
 class Lease:
-    """Answer to a renewal.  ``recorded_step``: every commit up to it is in the journal."""
+    """Answer to a renewal.  ``recorded_step``: every commit up to it is in the journal, here and on a majority of the keepers."""
 
     granted: bool
     recorded_step: int
@@ -74,25 +95,64 @@ def worth_recording(event: Event, before: RunState, transition: Transition) -> b
     return transition.run is not before or bool(transition.actions)
 
 
-class Coordinator:
-    """Concurrency groups: ``inbox`` (events in) and ``view`` (questions); the loop itself is ``run_loop``."""
+def signature(event: Event, error: Exception) -> str:
+    """What went wrong with an event, in the same words each time."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(event).__name__}: {type(error).__name__} at {os.path.basename(frame.filename)}:{frame.lineno}"
 
-    def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str) -> None:
-        self.job, self.rules = job, job.rules()
+
+def steady_clock(wall: Callable[[], float] = time.time, pace: Callable[[], float] = time.monotonic) -> Callable[[], float]:
+    """The wall clock as it stands now, going on at the pace of one that nobody sets: no deadline passes because a machine's time is set."""
+    ahead = wall() - pace()
+    return lambda: pace() + ahead
+
+
+class Coordinator:
+    """Concurrency groups: ``inbox`` (events in) and ``view`` (questions); the loop has a thread of its own."""
+
+    def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str, life: str) -> None:
+        """``life``: a few letters of this actor's own.  Ray makes it again with the same arguments whenever its process dies."""
+        self.job, self.rules, self.search_path = job, job.rules(), search_path
         self.inbox: queue.SimpleQueue[tuple[Event, Any]] = queue.SimpleQueue()
-        self.run = Run.open(job)
-        context = ray.get_runtime_context()
-        incarnation = self.run.claim(context.gcs_address)
-        self.token = f"{job.name}-{incarnation:04d}-{uuid.uuid4().hex[:6]}"
-        self.state: RunState = replace(self.run.standing(incarnation, time.time()), reference=reference)
-        folder = Path(tempfile.gettempdir()) / "elastic" / self.token
-        self.recorded = self.state
-        self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.state, elastic.__version__))
         self.story = Story(job.steps)
-        self.group = Group(job, self.run, self.token, context.current_actor, search_path, self.post_local)
+        self.clock = steady_clock()
         self.reason = ""
         self.audience = Audience(driver, job.on_driver_exit, job.deadlines.driver_s, time.monotonic())
         self.over = threading.Event()
+        deadline = time.monotonic() + 2 * job.deadlines.lease_s  # by then the workers have left
+        while not self._stands(reference, life, deadline):
+            time.sleep(RETRY_S)
+        threading.Thread(target=self._run, name="loop", daemon=True).start()
+
+    def _stands(self, reference: Build, life: str, deadline: float) -> bool:
+        """Claim the run and find out where it stands; False when its bucket does not answer, and workers wait for one who takes over."""
+        context = ray.get_runtime_context()
+        try:
+            self.run = Run.open(self.job)
+            before = self.run.claims(life)
+            self.incarnation = self.run.claim(context.gcs_address, life)
+            self._find_out(reference, min([*before, self.incarnation]), life)
+            self.group = Group(self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.post_local)
+        except (Unavailable, OSError):
+            if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
+                raise
+            return False
+        self.copies = Copies(self.journal, self.incarnation, self.group.keepers, self.state)
+        return True
+
+    def _find_out(self, reference: Build, first: int, life: str) -> None:
+        """Where the run stands: by its bucket, or, when coordinators of this life have died, by what they have left."""
+        self.again = first < self.incarnation
+        self.token = f"{self.job.name}-{first:04d}-{life}"
+        folder = log_folder(self.token)
+        local = folder / f"journal-{self.incarnation:06d}.jsonl"
+        self.left = find(self.token, self.incarnation) if self.again else Left()
+        found = self.run.recover(first, local, [*tails.local(folder), *self.left.tails]) if self.again else None
+        if found is None:
+            state = replace(self.run.standing(0 if self.again else self.incarnation, self.clock()), reference=reference)
+            found = state, self.run.journal(local, codec.snapshot(state, elastic.__version__, self.rules))
+        self.state, self.journal = found
+        self.recorded = self.state
 
     # ---- inbox
 
@@ -111,7 +171,7 @@ class Coordinator:
         granted = worker in state.workers and state.grants_lease(generation)
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
-        return Lease(granted, state.recorded_step)
+        return Lease(granted, self.copies.safe.recorded_step)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def stop(self, reason: str) -> None:
@@ -128,8 +188,11 @@ class Coordinator:
         return False
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
-    def view(self, seen: int = 0, driver: str = "") -> View:
-        """Where the run stands, and the lines of its story after the first ``seen``.  ``driver``: the asker is one who waits."""
+    def view(self, seen: int = 0, driver: str = "", incarnation: int = 0) -> View:
+        """Where the run stands, and the lines of its story after the first ``seen`` that ``incarnation`` has told.
+
+        ``driver``: the asker is one who waits.
+        """
         if driver:
             self.audience.hear(driver, time.monotonic())
         state = self.state
@@ -137,12 +200,13 @@ class Coordinator:
             state=type(state.state).__name__,
             reason=self.reason,
             token=self.token,
-            incarnation=state.incarnation,
+            pid=os.getpid(),
+            incarnation=self.incarnation,
             generation=state.generation,
             step=state.version.step,
             steps=self.job.steps,
             workers={worker: node for worker, node in self.group.joined.items() if worker in state.workers},
-            lines=self.story.since(seen),
+            lines=self.story.since(seen if incarnation in (0, self.incarnation) else 0),
             stopping=state.stop,
             over=self.over.is_set(),
             job_error=state.state.job_error if isinstance(state.state, Failed) else "",
@@ -150,12 +214,17 @@ class Coordinator:
 
     # ---- the loop
 
-    def run_loop(self) -> None:
-        """Until the run is over and nothing of it is left but this actor."""
-        threading.Thread(target=self._watch_cluster, name="cluster", daemon=True).start()
+    def _run(self) -> None:
+        """Until the run is over and nothing of it is left, then not even this actor."""
         try:
+            if self.again:
+                self._take_over()
+            threading.Thread(target=self._watch_cluster, name="cluster", daemon=True).start()
             while not isinstance(self.state.state, TERMINAL):
                 self._take()
+        except Deposed as error:  # another one acts for the run: touch nothing
+            print(f"coordinator {self.incarnation} leaves: {error}", flush=True)
+            os._exit(DEPOSED)
         except Exception:  # the process boundary: a decision that failed ends the run, never silently
             self.story.say(time.time(), "the coordinator failed; the run can be resumed\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
@@ -164,33 +233,61 @@ class Coordinator:
         self.over.set()
         while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)
-        os._exit(0)  # detached, and nobody is there any more to end it
+        ray.kill(self.group.coordinator, no_restart=True)  # detached, and nobody is there any more to end it
+
+    def _take_over(self) -> None:
+        """Go on where another one died: what was decided and perhaps not done is done again, then the workers say where they stand."""
+        self.group.adopt(self.left, self.state)
+        self.reason = getattr(self.state.state, "reason", "")
+        self._handle(Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers)), None)
+        self.group.attach(tuple(each.version for each in self.state.saves if each.asked))
 
     def _take(self) -> None:
         try:
             event, shard = self.inbox.get(timeout=TICK_S)
         except queue.Empty:
             event, shard = Tick(), None
-        if isinstance(event, ShardSaved) and shard is not None:
-            self.group.receive(event.version, event.worker, shard)
-        if isinstance(event, Joined):
-            if event.node not in self.state.nodes:  # it is new, and was not looked at yet
-                self._advance(NodeFound(event.node))
-            self.group.welcome(event.worker, event.node)
-        self._advance(event)
+        self._handle(event, shard)
+        if self.inbox.empty():
+            self.copies.send(self.recorded)
+
+    def _handle(self, event: Event, shard: Any) -> None:
+        try:
+            if isinstance(event, ShardSaved) and shard is not None:
+                self.group.receive(event.version, event.worker, shard)
+            if isinstance(event, Joined):
+                if event.node not in self.state.nodes:  # it is new, and was not looked at yet
+                    self._advance(NodeFound(event.node))
+                self.group.welcome(event.worker, event.node)
+            self._advance(event)
+        except Deposed:
+            raise
+        except Exception as error:  # the process boundary: the next coordinator may know better; the third one gives up
+            if isinstance(event, Stumbled) or self.state.gave_up:
+                raise
+            traceback.print_exc()
+            self._advance(Stumbled(signature(event, error), traceback.format_exc()))
+            if not self.state.gave_up:
+                os._exit(STUMBLED)
 
     def _advance(self, event: Event) -> None:
-        now = time.time()
+        now = self.clock()
         before = self.state
         transition = advance(before, event, now, self.rules)
         self.state = transition.run
         if worth_recording(event, before, transition):
-            record = codec.record(self.journal.next, now, event, self.recorded, transition)
-            self.recorded = transition.run
-            self.journal.append(record, codec.snapshot(transition.run, elastic.__version__), durable=must_be_durable(transition))
+            self._record(now, event, transition)
         for action in transition.actions:
             self.group.perform(action)
         self._tell(now, event, before, transition.reason)
+
+    def _record(self, now: float, event: Event, transition: Transition) -> None:
+        run, durable = transition.run, must_be_durable(transition)
+        record = codec.record(self.journal.next, now, event, self.recorded, transition)
+        self.recorded = run
+        self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
+        if durable and (why := self.copies.secure(run)):
+            self.story.say(now, why)
 
     def _tell(self, now: float, event: Event, before: RunState, reason: str) -> None:
         if isinstance(event, StepDone) and self.state.version.step == event.outcome.step:

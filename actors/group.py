@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.keeper import Keeper
+from actors.left import Left
 from actors.worker import Worker
 from elastic.control.actions import (
     Action,
@@ -31,11 +32,13 @@ from elastic.control.actions import (
     StartWorkers,
 )
 from elastic.control.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
+from elastic.control.states import RunState
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.imports import PACKAGES
 from elastic.job import Job
 from elastic.probe import COORDINATOR, Probe
 from elastic.runs import Run, SavedShard
+from storage.documents import digest_of
 from storage.errors import StorageError
 
 STORE_DEADLINE_S = 10
@@ -48,8 +51,11 @@ NODE_DIED = "its node died"
 class Group:
     """The actors of one run.  ``post`` puts an event into the coordinator's inbox; safe from any thread."""
 
-    def __init__(self, job: Job, run: Run, token: str, coordinator: Any, search_path: list[str], post: Callable[[Event], None]) -> None:
-        self.job, self.run, self.token, self.coordinator, self.search_path, self.post = job, run, token, coordinator, search_path, post
+    def __init__(
+        self, job: Job, run: Run, token: str, incarnation: int, coordinator: Any, search_path: list[str], post: Callable[[Event], None]
+    ) -> None:
+        self.job, self.run, self.token, self.incarnation = job, run, token, incarnation
+        self.coordinator, self.search_path, self.post = coordinator, search_path, post
         self.workers: dict[WorkerId, Any] = {}
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
@@ -77,7 +83,7 @@ class Group:
             case Settle(generation, members, outcome):
                 self._send(members, "settle", generation, outcome)
                 for keeper in self.keepers.values():
-                    keeper.close_store.remote(generation)
+                    keeper.close_store.remote(self.incarnation, generation)
             case Kill(workers, _):
                 for worker in workers:
                     self._kill(worker)
@@ -88,12 +94,34 @@ class Group:
             case Exit(workers):
                 self._send(workers, "exit")
 
+    # ---- what another coordinator has left
+
+    def adopt(self, left: Left, run: RunState) -> None:
+        """From now on these actors are ours; ``run``: what is known of them.  Their deaths are noticed by calls of our own."""
+        self.workers.update(left.workers)
+        self.keepers.update(left.keepers)
+        self.joined.update({worker: known.node for worker, known in run.workers.items()})
+        for worker, actor in left.workers.items():
+            self._when_done(actor.lives.remote(), lambda error, worker=worker: self._ended(worker, error))  # type: ignore[misc]
+        for node in left.keepers:
+            self._follow_keeper(node) if node in run.keepers else self._await_keeper(node)
+
+    def attach(self, asked: tuple[Version, ...]) -> None:
+        """Ask the workers where they stand; they answer with events.  ``asked``: of these there may be a manifest already."""
+        self._send(tuple(self.workers), "attach")
+        for version in asked:
+            self._pool.submit(self._look_for, version)
+
+    def _look_for(self, version: Version) -> None:
+        with contextlib.suppress(StorageError):
+            self.post(Saved(version, digest_of(self.run.checkpoints.manifest(version).to_bytes())))
+
     # ---- workers
 
     def _start(self, worker: WorkerId, avoid: tuple[NodeId, ...]) -> None:
         """A detached actor: it survives the coordinator, and ``reap`` ends it."""
         actor = (
-            ray.remote(concurrency_groups={"control": 1})(Worker)
+            ray.remote(concurrency_groups={"control": 1, "life": 1})(Worker)
             .options(
                 name=f"{self.token}/{worker}",
                 lifetime="detached",
@@ -141,17 +169,17 @@ class Group:
             ray.kill(self.workers[worker], no_restart=True)
         keeper = self.keepers.get(self.joined.get(worker, NodeId("")))
         if keeper is not None:
-            keeper.kill.remote(worker)
+            keeper.kill.remote(self.incarnation, worker)
 
-    def _send(self, workers: tuple[WorkerId, ...], method: str, *arguments: object) -> None:
+    def _send(self, workers: tuple[WorkerId, ...], order: str, *arguments: object) -> None:
         for worker in workers:
             if worker in self.workers:
-                getattr(self.workers[worker], method).remote(*arguments)
+                self.workers[worker].obey.remote(self.incarnation, order, *arguments)
 
     def _form(self, action: Form) -> None:
         plan = action.plan
         try:
-            store = ray.get(self.keepers[plan.store_node].open_store.remote(plan.generation), timeout=STORE_DEADLINE_S)
+            store = ray.get(self.keepers[plan.store_node].open_store.remote(self.incarnation, plan.generation), timeout=STORE_DEADLINE_S)
         except (ray.exceptions.RayError, KeyError) as error:
             self.post(KeeperLost(plan.store_node, f"it opened no store for generation {plan.generation}: {_why(error)}"))
             return
@@ -164,7 +192,7 @@ class Group:
         if self._closing:
             return
         actor = (
-            ray.remote(Keeper)
+            ray.remote(concurrency_groups={"journal": 1, "life": 1})(Keeper)
             .options(
                 name=f"{self.token}/keeper-{node[:12]}",
                 lifetime="detached",
@@ -176,7 +204,10 @@ class Group:
             .remote(self.token, self.job.bucket, self.job.name, self.coordinator)
         )
         self.keepers[node] = actor
-        self._when_done(actor.__ray_ready__.remote(), lambda error: self._keeper_ready(node, error))
+        self._await_keeper(node)
+
+    def _await_keeper(self, node: NodeId) -> None:
+        self._when_done(self.keepers[node].__ray_ready__.remote(), lambda error: self._keeper_ready(node, error))
 
     def _keeper_ready(self, node: NodeId, error: BaseException | None) -> None:
         if self._closing:
@@ -209,10 +240,13 @@ class Group:
 
     def _keeper_up(self, node: NodeId) -> None:
         self.post(KeeperUp(node))
+        self._follow_keeper(node)
+
+    def _follow_keeper(self, node: NodeId) -> None:
         for worker, home in list(self.joined.items()):
             if home == node:
                 self.keepers[node].watch.remote(worker)
-        self._when_done(self.keepers[node].wait.remote(), lambda ended: self._keeper_lost(node, ended))
+        self._when_done(self.keepers[node].lives.remote(), lambda ended: self._keeper_lost(node, ended))
 
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
         self.keepers.pop(node, None)
@@ -244,7 +278,7 @@ class Group:
         """End every process of the run, in good order where it will, and leave nothing on any node."""
         self._closing = True
         self._pool.shutdown(wait=False, cancel_futures=True)
-        closing = [keeper.close.remote() for keeper in self.keepers.values()]
+        closing = [keeper.close.remote(self.incarnation) for keeper in self.keepers.values()]
         ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None
         with contextlib.suppress(StorageError):
             self.probe.remove(COORDINATOR)

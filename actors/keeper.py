@@ -1,5 +1,5 @@
 """One keeper a node: no accelerator, no training.  It hosts the store in which a generation meets, watches the node's workers, and
-keeps what a dead one printed.
+keeps what a dead one printed, and the end of the journal for when the coordinator is dead.
 
 Its heartbeat has a thread of its own, so that nothing it does can make it look dead.
 """
@@ -17,12 +17,13 @@ from typing import Any
 import ray
 
 from actors.processes import Process, describe, log_file, log_folder, sweep
-from elastic.control.events import Beat, Progress
+from elastic.control.events import STOPPED, Beat, Progress
 from elastic.ids import NodeId, WorkerId
 from elastic.probe import COORDINATOR, Probe
-from elastic.train.counters import Counters, segment
-from storage.errors import StorageError
+from elastic.train.counters import OPERATIONS, Counters, segment
+from storage.errors import Deposed, StorageError
 from storage.objects import ObjectStore
+from storage.tails import DEPOSED, Tail
 
 BEAT_S = 0.5
 LOG_LINES = 200
@@ -31,6 +32,8 @@ LOG_LINES = 200
 class Keeper:
     def __init__(self, run: str, bucket: str, name: str, coordinator: Any) -> None:
         self.run, self.coordinator = run, coordinator
+        self.incarnation = 0
+        """The highest that was heard."""
         self.logs = f"{name}/logs/{run.removeprefix(f'{name}-')}"
         sweep(name)
         self.store = ObjectStore.open(bucket)
@@ -38,18 +41,40 @@ class Keeper:
         self.probe = Probe(self.store, name, run)
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
         self.stores: dict[int, Any] = {}
+        self.tail = Tail()
+        self._beats = coordinator.post.options(max_task_retries=0)  # what one that died did not hear is old when the next one does
         self._closed = threading.Event()
         threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while worlds wait
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
+    def attach(self, incarnation: int) -> bytes:
+        """A coordinator has taken over: what earlier ones left here of the journal.  They are heard no more."""
+        self._heed(incarnation)
+        return bytes(self.tail.data)
+
+    @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
+    def copy(self, incarnation: int, begin: int, at: int, data: bytes) -> int:
+        """Hold a part of the journal: :meth:`storage.tails.Tail.extend`."""
+        if incarnation < self.incarnation:
+            return DEPOSED
+        return self.tail.extend(incarnation, begin, at, data)
+
+    def _heed(self, incarnation: int) -> None:
+        """Raises :class:`Deposed` for a coordinator that does not know that it is over."""
+        if incarnation < self.incarnation:
+            raise Deposed(f"keeper of {self.node[:8]}: coordinator {self.incarnation} was heard; the journal of coordinator {incarnation}")
+        self.incarnation = incarnation
 
     def sees_coordinator(self) -> bool:
         """Is the bucket here what it is for the coordinator?  Leaves a sign of this node, which the coordinator is to look for."""
         self.probe.leave(self.node)
         return self.probe.sees(COORDINATOR)
 
-    def open_store(self, generation: int) -> tuple[str, int]:
+    def open_store(self, incarnation: int, generation: int) -> tuple[str, int]:
         """Host the store of ``generation`` here; where it listens."""
+        self._heed(incarnation)
         from torch.distributed import TCPStore
 
         host = ray.util.get_node_ip_address()
@@ -57,26 +82,33 @@ class Keeper:
             self.stores[generation] = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         return host, self.stores[generation].port
 
-    def close_store(self, generation: int) -> None:
+    def close_store(self, incarnation: int, generation: int) -> None:
         """Whoever still waits in the store of ``generation`` is freed with an error."""
+        self._heed(incarnation)
         self.stores.pop(generation, None)
 
     def watch(self, worker: WorkerId) -> None:
         """Follow a worker of this node, which has joined."""
+        if worker in self.workers:
+            return
         counters = Counters(segment(self.run, worker), create=False)
         self.workers[worker] = (Process(counters["pid"]), counters)
 
-    def kill(self, worker: WorkerId) -> None:
+    def kill(self, incarnation: int, worker: WorkerId) -> None:
+        self._heed(incarnation)
         if worker in self.workers:
             self.workers[worker][0].kill()
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
             progress = tuple(
-                Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"])
-                for worker, (_, c) in sorted(self.workers.items())
+                Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"], self._operation(process, c))
+                for worker, (process, c) in sorted(self.workers.items())
             )
-            self.coordinator.post.remote(Beat(self.node, progress))
+            self._beats.remote(Beat(self.node, progress))
+
+    def _operation(self, process: Process, counters: Counters) -> str:
+        return STOPPED if process.stopped() else OPERATIONS[counters["operation"]]
 
     def _watch(self) -> None:
         while not self._closed.wait(0.05):
@@ -95,8 +127,9 @@ class Keeper:
         except (StorageError, OSError) as error:
             print(f"the log of {worker} could not be kept: {error}", flush=True)
 
-    def close(self) -> None:
+    def close(self, incarnation: int) -> None:
         """The run is over: keep the logs of those that left in good order, and leave nothing on the node."""
+        self._heed(incarnation)
         self._closed.set()
         for worker, (process, _) in sorted(self.workers.items()):
             deadline = time.monotonic() + 5
@@ -112,6 +145,7 @@ class Keeper:
             path.unlink(missing_ok=True)
         shutil.rmtree(log_folder(self.run), ignore_errors=True)
 
-    def wait(self) -> None:
-        """Never returns: whoever holds this call learns at once when the keeper dies."""
+    @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
+    def lives(self) -> None:
+        """Never returns: whoever holds this call learns at once when the keeper dies.  Those of coordinators that died wait behind it."""
         threading.Event().wait()

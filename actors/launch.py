@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.coordinator import Coordinator, View
@@ -99,7 +98,7 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
     else:
         show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already"))
     try:
-        view = watch(coordinator, show, driver, requests)
+        view = watch(coordinator, show, driver, requests, 2 * job.deadlines.lease_s)  # by then the workers have left
     except PlatformGaveUp:
         reap(job.name)
         raise
@@ -128,6 +127,20 @@ def _is_ending(coordinator: Any) -> bool:
         return True
 
 
+def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float) -> Any:
+    """What the coordinator answers.  When its process dies, Ray makes it again and puts the question again, for ``deadline_s``.
+
+    Raises :class:`PlatformGaveUp` where nobody answers.
+    """
+    try:
+        return ray.get(getattr(coordinator, question).remote(*arguments), timeout=deadline_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise PlatformGaveUp(f"the coordinator of the run has not answered for {deadline_s:g} s; the same command resumes it") from error
+    except ray.exceptions.RayActorError as error:
+        why = str(error).strip().splitlines()[-1]
+        raise PlatformGaveUp(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
+
+
 def _await_end(name: str, coordinator: Any, show: Show) -> None:
     """The run goes on by itself to its last save; what comes after it begins from there."""
     said = False
@@ -152,34 +165,36 @@ def start(job: Job, reference: Build, driver: str) -> Any:
             namespace=cluster.NAMESPACE,
             get_if_exists=True,  # two drivers that start it at the same time get the same one, and the first of them is its owner
             lifetime="detached",
-            max_restarts=0,
+            max_restarts=-1,
+            max_task_retries=-1,  # what it is told while it is dead waits for the next one
             num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(cluster.here(), soft=True),  # where the job was checked
+            label_selector=cluster.on_this_node(),
+            fallback_strategy=cluster.elsewhere(),
         )
-        .remote(job, reference, cluster.search_path(), driver)
+        .remote(job, reference, cluster.search_path(), driver, uuid.uuid4().hex[:6])
     )
-    coordinator.run_loop.remote()
     return coordinator
 
 
-def watch(coordinator: Any, show: Show, driver: str, requests: Requests) -> View:
-    """Show the story until the run is over, or until this driver was told to go and the run does not stop for it."""
-    seen, told = 0, False
+def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadline_s: float) -> View:
+    """Show the story until the run is over, or until this driver was told to go and the run does not stop for it.
+
+    A coordinator that takes over tells a story of its own, and must be told again what the dead one may have taken along.
+    """
+    seen, told, incarnation = 0, False, 0
     while True:
-        try:
-            view: View = ray.get(coordinator.view.remote(seen, driver))
-            seen += len(view.lines)
-            for line in view.lines:
-                show(line)
-            if view.over:
+        view: View = ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s)
+        if view.incarnation != incarnation:
+            seen, told, incarnation = 0, False, view.incarnation
+        seen += len(view.lines)
+        for line in view.lines:
+            show(line)
+        if view.over:
+            return view
+        if requests.asked and not told:
+            told = ask(coordinator, "leave", driver, requests.asked, deadline_s=deadline_s)
+            if not told:
                 return view
-            if requests.asked and not told:
-                told = ray.get(coordinator.leave.remote(driver, requests.asked))
-                if not told:
-                    return view
-        except ray.exceptions.RayActorError as error:
-            why = str(error).strip().splitlines()[-1]
-            raise PlatformGaveUp(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
         time.sleep(POLL_S)
 
 

@@ -22,12 +22,10 @@ import ray
 
 from actors import cluster
 from actors.processes import log_file
-from elastic.control.commit import Outcome
 from elastic.control.events import Event, Joined, NodeRefused, StartFailed
 from elastic.errors import DataError
 from elastic.ids import WorkerId
 from elastic.job import Job
-from elastic.plan.plan import Plan
 from elastic.runs import SavedShard
 from elastic.train.counters import Counters, segment
 from storage.errors import Unavailable
@@ -47,6 +45,9 @@ class Worker:
         self.counters = Counters(segment(run, worker), create=True)
         self.counters["pid"] = os.getpid()
         self.trainer: Trainer | None = None
+        self.incarnation = 0
+        """The highest that was heard."""
+        self._joined: Joined | None = None
         self._renew_now = threading.Event()
 
     def train(self) -> None:
@@ -59,7 +60,7 @@ class Worker:
         from storage.objects import ObjectStore
 
         try:
-            device = prepare_process(self.job)
+            device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
             rows = rows_of(tensors_of(build_model(self.job)))
             build = replace(build_of(session), host=cluster.host())
@@ -74,7 +75,8 @@ class Worker:
         self.trainer = Trainer(session, self.worker, device, checkpoints, self.report)
         warm_up(session, device)
         threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
-        self.report(Joined(self.worker, cluster.here(), kind_of(device), rows, build))
+        self._joined = Joined(self.worker, cluster.here(), kind_of(device), rows, build)
+        self.report(self._joined)
         self._end(self.trainer)
 
     def _cannot_start(self, error: Exception) -> None:
@@ -124,32 +126,44 @@ class Worker:
             raise RuntimeError(f"{self.worker} has not joined yet")
         return self.trainer
 
+    @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
+    def lives(self) -> None:
+        """Never returns: whoever holds this call learns at once when the worker dies.  Those of coordinators that died wait behind it."""
+        threading.Event().wait()
+
     # ---- control thread: each is what ``elastic/train/loop.py`` says
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def form(self, plan: Plan, store: tuple[str, int]) -> None:
-        self._trainer.form(plan, store)
+    def obey(self, incarnation: int, order: str, *arguments: Any) -> None:
+        """An order of the coordinator of that ``incarnation``; that of an earlier one, which does not know it is over, counts no more."""
+        if incarnation < self.incarnation:
+            print(f"{self.worker}: {order} of coordinator {incarnation} is refused, {self.incarnation} was heard", flush=True)
+            return
+        self.incarnation = incarnation
+        if order == "attach":
+            self._attach()
+        else:
+            getattr(self._trainer, order)(*arguments)
+        if order == "go":
+            self._renew_now.set()
+
+    def _attach(self) -> None:
+        if self._joined is not None and self.trainer is not None:
+            self.report(self._joined)
+            self.trainer.attach()
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def go(self, generation: int) -> None:
-        self._trainer.go(generation)
-        self._renew_now.set()
+    def suffer(self, kind: str, point: str, duration_s: float) -> None:
+        """What chaos cannot do from outside (``actors/chaos.py``): at once, or where the training thread next comes to ``point``."""
+        from elastic.train import faults
 
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def pause(self, generation: int, save: bool) -> None:
-        self._trainer.pause(generation, save)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def fence(self, generation: int) -> None:
-        self._trainer.fence(generation)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def settle(self, generation: int, outcome: Outcome | None) -> None:
-        self._trainer.settle(generation, outcome)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def exit(self) -> None:
-        self._trainer.exit()
+        match kind:
+            case "held_gil":
+                threading.Thread(target=faults.hold_the_gil, args=(duration_s,)).start()
+            case "memory_hog":
+                threading.Thread(target=faults.hog).start()
+            case _:
+                self._trainer.session.faults.next.append((kind, point))
 
 
 def _redirect_output(path: Path) -> None:

@@ -308,6 +308,8 @@ def _disagreements(job: Job) -> Iterator[str]:
         )
     if job.schedule.warmup_steps > job.steps:
         yield f"schedule.warmup_steps = {job.schedule.warmup_steps} is more than steps = {job.steps}; lower it or train longer"
+    if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
+        yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
     if job.workers.min > job.workers.max:
         yield f"workers.min = {job.workers.min} is more than workers.max = {job.workers.max}; raise the one or lower the other"
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -20,9 +20,10 @@ from elastic.plan.layout import Layout
 from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.documents import seal, unseal
-from storage.errors import Exists
+from storage.errors import Deposed, Exists
 from storage.journal import Journal, claim_owner, owners
 from storage.objects import ObjectStore
+from storage.tails import furthest
 
 Lineage = tuple[tuple[int, int], ...]
 """Who committed what, oldest first: (generation, last step it committed)."""
@@ -71,9 +72,20 @@ class Run:
                     f"give this run another name, or the data it was begun on"
                 ) from None
 
-    def claim(self, address: str) -> int:
-        """The next incarnation, claimed by a create-only write before its first action."""
-        return claim_owner(self.store, self.job.name, {"address": address, "host": platform.node()})
+    def claim(self, address: str, life: str = "") -> int:
+        """The next incarnation, claimed by a create-only write before its first action.
+
+        ``life``: common to the coordinators that follow one another on one cluster, where workers outlive them.
+        """
+        return claim_owner(self.store, self.job.name, {"address": address, "host": platform.node(), "life": life})
+
+    def claims(self, life: str) -> list[int]:
+        """The incarnations of ``life``, oldest first.  Raises :class:`Deposed` when another one has claimed the run since."""
+        claims = owners(self.store, self.job.name)
+        ours = [number for number, claim in sorted(claims.items()) if claim.get("life") == life]
+        if ours and max(claims) != ours[-1]:
+            raise Deposed(f"{self.store.url}/{self.job.name}/owner/{max(claims):06d}.json")
+        return ours
 
     def owner(self) -> dict[str, Any] | None:
         """Who claimed the run last."""
@@ -105,6 +117,29 @@ class Run:
         """The journal, to go on with."""
         written = journal.records(self.store, self.job.name)
         return Journal(self.store, self.job.name, local, written[-1]["n"] + 1 if written else 0, snapshot)
+
+    def recover(self, first: int, local: Path, tails: Iterable[bytes]) -> tuple[RunState, Journal] | None:
+        """What a coordinator that died has left: the run as its journal says, and the journal to go on with.
+
+        ``first``: the first incarnation of its life; ``tails``: of what the bucket does not have yet, see :mod:`storage.tails`.  None when
+        nothing was recorded in that life.
+        """
+        written = journal.read(self.store, self.job.name)
+        end = written[-1][1][-1]["n"] + 1 if written else 0
+        segments = furthest(end, tails) or written[-1:]
+        if not segments or codec.decode_run(segments[-1][0]["run"]).incarnation < first:
+            return None
+        known, ahead = segments[0][0], []
+        for record in (record for _, records in segments for record in records):
+            if record["n"] < end:
+                known = codec.after(known, record)
+            else:
+                ahead.append(record)
+        kept = Journal(self.store, self.job.name, local, end, known)
+        for record in ahead:
+            known = codec.after(known, record)
+            kept.append(record, lambda known=known: known, durable=False)  # type: ignore[misc]
+        return codec.fold(known, ()), kept
 
     def records(self) -> list[Mapping[str, Any]]:
         """Everything that was decided, as far as it is in the bucket."""

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -52,7 +52,8 @@ class Journal:
         """The object that somebody else wrote, once one is found."""
         self.behind = ""
         """Why the copy in the bucket trails, while the store does not take it."""
-        self._snapshot, self._segment_s, self._retry_s = snapshot, segment_s, retry_s
+        self._known: Callable[[], Json] = lambda: snapshot
+        self._segment_s, self._retry_s = segment_s, retry_s
         local.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(local, "a+b")  # noqa: SIM115 (closed by its thread)
         self._size = os.fstat(self._file.fileno()).st_size
@@ -63,8 +64,8 @@ class Journal:
         self._thread = threading.Thread(target=self._copy, name="journal", daemon=True)
         self._thread.start()
 
-    def append(self, record: Json, after: Json, *, durable: bool) -> None:
-        """Add ``record``, whose "n" is :attr:`next`; ``after`` is the snapshot that holds then.  Raises :class:`Deposed`."""
+    def append(self, record: Json, after: Callable[[], Json], *, durable: bool) -> None:
+        """Add ``record``, whose "n" is :attr:`next`; ``after`` makes the snapshot that holds then.  Raises :class:`Deposed`."""
         with self._changed:
             if self.deposed:
                 raise Deposed(self.deposed)
@@ -72,16 +73,29 @@ class Journal:
                 raise ValueError(f"record {record['n']} was appended where {self.next} comes next")
             if self._open is None:
                 self._open = _Segment(self.next, self._size, time.monotonic(), self._size)
-                self._write(self._snapshot)
+                self._write(self._known())
             self._write(record)
             if durable:
                 os.fsync(self._file.fileno())
             self.next += 1
-            self._snapshot = after
+            self._known = after
             self._open.end, self._open.records = self._size, self._open.records + 1
             if self._open.records == SEGMENT_RECORDS:
                 self._cut(self._open)
             self._changed.notify()
+
+    @property
+    def end(self) -> int:
+        """How far the local file reaches."""
+        return self._size
+
+    def tail(self, at: int) -> tuple[int, int, bytes]:
+        """What the bucket does not have yet begins here in the local file; and what is there from ``at`` on, or from that beginning."""
+        with self._changed:
+            oldest = self._queue[0] if self._queue else self._open
+            begin = oldest.begin if oldest is not None else self._size
+            at = max(at, begin)
+            return begin, at, os.pread(self._file.fileno(), self._size - at, at)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Write what is left to the bucket and end; after ``timeout_s`` it stays in the local file, and :attr:`behind` says why."""
@@ -107,7 +121,8 @@ class Journal:
     def _copy(self) -> None:
         while (segment := self._oldest()) is not None:
             if self._ship(segment):
-                self._queue.popleft()
+                with self._changed:
+                    self._queue.popleft()
             elif self.deposed or not self._retry():
                 break
         with self._changed:
@@ -170,6 +185,21 @@ def read(store: ObjectStore, run: str) -> list[tuple[Json, list[Json]]]:
 def records(store: ObjectStore, run: str) -> list[Json]:
     """All records in the bucket, in order."""
     return [record for _, segment in read(store, run) for record in segment]
+
+
+def parse(lines: bytes) -> list[tuple[Json, list[Json]]]:
+    """The segments in a file: a coordinator's local one, a copy of an object, or several of either one after the other."""
+    segments: list[tuple[Json, list[Json]]] = []
+    for number, text in enumerate(lines.splitlines(), 1):
+        try:
+            line = json.loads(text)
+            if "run" in line:
+                segments.append((line, []))
+            elif "n" in line:
+                segments[-1][1].append(line)
+        except (ValueError, TypeError, IndexError):
+            raise Damaged(f"line {number}", "a snapshot, or a record after one", repr(text[:40])) from None
+    return segments
 
 
 def claim_owner(store: ObjectStore, run: str, information: Json) -> int:

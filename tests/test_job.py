@@ -204,6 +204,14 @@ def test_a_fault_of_no_known_kind_is_refused(settings: dict[str, Any], said: str
         job(faults=[settings])
 
 
+def test_a_fault_of_an_accelerator_is_refused_where_there_is_none() -> None:
+    """R1: and the control, with one."""
+    fault = {"point": "forward", "step": 1, "kind": "device_assert"}
+    with pytest.raises(JobError, match=r"kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1"):
+        job(faults=[fault])
+    assert job(faults=[fault], workers={"gpus": 1}).faults[0].kind == "device_assert"
+
+
 def test_what_cannot_travel_to_a_worker_is_no_argument() -> None:
     with pytest.raises(JobError) as caught:
         job(model_args={"act": print, "sizes": {"hidden": [1, (2, 3)]}})

@@ -18,6 +18,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from elastic.control.actions import Action
 from elastic.control.events import Event
+from elastic.control.rules import Rules
 from elastic.control.states import RunState
 from elastic.control.turn import Transition
 
@@ -33,9 +34,9 @@ class UnknownFormat(ValueError):
 # ---- records
 
 
-def snapshot(run: RunState, code: str = "") -> dict[str, Json]:
-    """What a segment of the journal begins with: all that was known.  ``code``: version of the code that wrote it."""
-    return {"format": FORMAT, "code": code, "run": encode(run)}
+def snapshot(run: RunState, code: str = "", rules: Rules | None = None) -> dict[str, Json]:
+    """What a segment of the journal begins with: all that was known.  ``code``: version that wrote it; ``rules``: what it decides by."""
+    return {"format": FORMAT, "code": code, "rules": encode(rules), "run": encode(run)}
 
 
 def record(number: int, at: float, event: Event, before: RunState, transition: Transition) -> dict[str, Json]:
@@ -61,10 +62,14 @@ def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) ->
     """The run as the last of ``records`` left it; they follow ``snapshot`` without a gap."""
     if snapshot["format"] != FORMAT:
         raise UnknownFormat(f"the journal has format {snapshot['format']}, this version reads {FORMAT}")
-    run = dict(snapshot["run"])
     for each in records:
-        run.update(each["changed"])
-    return decode_run(run)
+        snapshot = after(snapshot, each)
+    return decode_run(snapshot["run"])
+
+
+def after(snapshot: Mapping[str, Json], record: Mapping[str, Json]) -> dict[str, Json]:
+    """What the next segment begins with."""
+    return {**snapshot, "run": {**snapshot["run"], **record["changed"]}}
 
 
 # ---- values

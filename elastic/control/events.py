@@ -128,13 +128,20 @@ class Renewed:
 
 @dataclass(frozen=True)
 class Progress:
-    """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and collective of ``step``."""
+    """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and collective of ``step``.
+
+    ``operation``: what it is at, in words; :data:`STOPPED` where the kernel says that its process stands still.
+    """
 
     worker: WorkerId
     generation: int
     step: int
     microbatch: int
     collective: int
+    operation: str = ""
+
+
+STOPPED = "is stopped"
 
 
 @dataclass(frozen=True)
@@ -150,8 +157,8 @@ class Broken:
     """A member cannot go on in ``generation`` and stands still, not fenced, groups not left.
 
     cause "peer": a collective failed; "job": the user's code raised (``signature``: exception type and user frame);
-    "device": this process is unusable (sticky error): replace it; "damaged": ``version`` in the bucket cannot be read;
-    "lease": its lease ran out.
+    "device": its process cannot use its device any more and is to be replaced (``signature``: what the device says); "damaged":
+    ``version`` in the bucket cannot be read; "lease": its lease ran out.
     """
 
     worker: WorkerId

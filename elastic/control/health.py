@@ -2,8 +2,10 @@
 
 Waiting members stand still too, so standing still proves nothing.  The culprit is the one that has *completed* least: all
 others wait for it in a collective.  Keepers read each member's counters in shared memory and send them with their heartbeats, so
-a process that hangs or is stopped is seen all the same.  Where several have completed equally little, the fence tells: a stopped
-process does not answer it, and a hanging one does not follow the next plan.
+a process that hangs or is stopped is seen all the same.  Where several have completed equally little, which is so whenever they wait for
+each other inside a backward pass, it is the one whose process the kernel calls stopped, or else the one that still reads data: nobody
+else's collective is what it waits for.  Where that tells nothing either, the fence does: a stopped process does not answer it, and a
+hanging one does not follow the next plan.
 """
 
 from __future__ import annotations
@@ -11,8 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from elastic.control.events import Progress
+from elastic.control.events import STOPPED, Progress
 from elastic.ids import WorkerId
+
+TELLING = (STOPPED, "reads data")
+"""Operations of which one member's explains why all others wait, the more certain first."""
+EVIDENCE_S = 1.0
+"""Two members that stood still within so long of each other did so at once: their keepers' beats are half a second apart."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class Seen:
     completed: tuple[int, int, int]
     since: float
     heard_at: float
+    operation: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,10 @@ def observe(watch: Watch, progress: Iterable[Progress], now: float) -> Watch:
         completed = (report.step, report.microbatch, report.collective)
         before = seen.get(report.worker)
         if before is None or completed > before.completed:
-            seen[report.worker] = Seen(completed, now, now)
+            seen[report.worker] = Seen(completed, now, now, report.operation)
             moved_at = now
         else:
-            seen[report.worker] = replace(before, heard_at=now)
+            seen[report.worker] = replace(before, heard_at=now, operation=report.operation)
     return replace(watch, seen=seen, moved_at=moved_at)
 
 
@@ -81,8 +89,14 @@ def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: floa
 
 
 def _blame(watch: Watch, members: tuple[WorkerId, ...], still: str) -> Stall:
-    ranked = sorted((watch.seen[worker].completed, watch.seen[worker].since, worker) for worker in members)
-    if len(ranked) > 1 and ranked[0][:2] == ranked[1][:2]:
-        return Stall(None, f"{still}; nobody is blamed, for {ranked[0][2]} and {ranked[1][2]} have completed equally little")
-    (step, microbatch, collective), _, culprit = ranked[0]
-    return Stall(culprit, f"{still}; {culprit} has completed least (step {step}, microbatch {microbatch}, collective {collective})")
+    seen = watch.seen
+    least = min(seen[worker].completed for worker in members)
+    behind = sorted((seen[worker].since, worker) for worker in members if seen[worker].completed == least)
+    (first_s, first), (second_s, second) = behind[0], behind[1] if len(behind) > 1 else (float("inf"), "")
+    told = [found[0] for words in TELLING if len(found := [worker for _, worker in behind if seen[worker].operation == words]) == 1]
+    culprit = told[0] if told else first
+    if not told and second_s - first_s < EVIDENCE_S:
+        return Stall(None, f"{still}; nobody is blamed, for {first} and {second} have completed equally little")
+    step, microbatch, collective = least
+    at = f"; it {seen[culprit].operation}" if seen[culprit].operation else ""
+    return Stall(culprit, f"{still}; {culprit} has completed least (step {step}, microbatch {microbatch}, collective {collective}){at}")

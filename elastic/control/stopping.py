@@ -89,12 +89,13 @@ def unblock(turn: Turn, stalled: Stall) -> None:
 def broken(turn: Turn, event: Broken) -> None:
     """A member stands still.  It still has to answer the fence: what it saw of the last commit counts."""
     state = turn.run.state
-    job_error = _note_failure(turn, event) if event.cause == "job" else ""
+    job_error = _note_failure(turn, event) if event.cause in ("job", "device") else ""
+    what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
     if event.cause == "device":
-        membership.unfit(turn, event.worker, event.detail)
+        membership.unfit(turn, event.worker, what)
     if event.cause == "damaged" and event.version is not None:
         checkpoints.damaged(turn, event.version, f"{event.worker}: {event.detail}")
-    cause = f"{event.worker} cannot go on ({event.cause}: {event.detail.strip().rpartition(chr(10))[2]})"
+    cause = f"{event.worker} cannot go on ({event.cause}: {what})"
     if isinstance(state, Stopping):
         turn.amend(job_error=state.job_error or job_error)
         turn.say(cause)
@@ -107,7 +108,8 @@ def broken(turn: Turn, event: Broken) -> None:
 def _note_failure(turn: Turn, event: Broken) -> str:
     """The user's own words when the job is at fault: the same error came back at the same step, on another worker.
 
-    The members move up by one seat, so that the microbatch is run by another one next time.  A single worker tries twice.
+    A device's error may be the job's too: an index out of range breaks one device after the other.  The members move up by one seat, so
+    that the microbatch is run by another one next time.  A single worker tries twice.
     """
     run, members = turn.run, turn.plan.members
     same = [each for each in run.failures if (each.signature, each.step) == (event.signature, event.step)]

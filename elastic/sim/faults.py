@@ -29,6 +29,8 @@ class Kind(StrEnum):
     EXCEPTION = "exception"
     """The user's code raises, or ours: the process lives, and says so."""
     EXIT = "exit"
+    DEVICE_ASSERT = "device_assert"
+    """A kernel's assertion fails: the process lives and says so, and cannot use its accelerator any more."""
     HELD_GIL = "held_gil"
     """Its control thread answers nobody while the duration lasts; signals still work."""
     MEMORY_HOG = "memory_hog"
@@ -100,7 +102,18 @@ VICTIM: Mapping[Kind, str] = {
 }
 FATAL = frozenset({Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.EXIT, Kind.MEMORY_HOG})
 """The worker's process is gone."""
-OWN_KINDS = (Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.SIGSTOP, Kind.EXCEPTION, Kind.EXIT)
+OWN_KINDS = (
+    Kind.SIGKILL,
+    Kind.SIGTERM,
+    Kind.SIGSEGV,
+    Kind.SIGABRT,
+    Kind.SIGSTOP,
+    Kind.EXCEPTION,
+    Kind.EXIT,
+    Kind.HELD_GIL,
+    Kind.MEMORY_HOG,
+    Kind.DEVICE_ASSERT,
+)
 """What a worker can do to itself at an exact point (``job.faults``)."""
 
 

@@ -359,7 +359,7 @@ class Worker(Process):
         else:
             self.held, self.prepared = set(), None
             if self.sim.rng.random() < 0.5:
-                self._break("device", "update failed")
+                self._break("device", "update failed", signature=f"Sticky {self.sim.cluster.number()}")
             else:
                 self._break("job", "ValueError: flaky", signature=f"Flaky {self.sim.cluster.number()}")
             if self.answer_due:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import StorageError
 from storage.slices import Slice, Tensor, shard_slice
 
+KEPT_REPORTS = 4
 Report = Callable[..., None]
 """``report(event, shard=None)``: tell the coordinator; ``shard``: the :class:`SavedShard` of a ``ShardSaved``."""
 
@@ -59,6 +61,8 @@ class Saver:
 
     def __init__(self, checkpoints: Checkpoints, worker: WorkerId, report: Report, faults: Faults, *, threaded: bool = True) -> None:
         self.checkpoints, self.worker, self.report, self.faults, self.threaded = checkpoints, worker, report, faults, threaded
+        self.told: deque[tuple[ShardSaved | SaveFailed, SavedShard | None]] = deque(maxlen=KEPT_REPORTS)
+        """The latest reports: what a manifest is made of dies with the coordinator that it was reported to."""
         self._thread: threading.Thread | None = None
 
     def save(self, state: State) -> None:
@@ -81,7 +85,7 @@ class Saver:
             self._write(taken, world)
         except Exception as error:  # the end of a thread: who waits for this part must hear that it never comes
             traceback.print_exc()
-            self.report(SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {type(error).__name__}: {error}"))
+            self._tell(SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {type(error).__name__}: {error}"))
 
     def _write(self, taken: Snapshot, world: World) -> None:
         def between_slices() -> None:
@@ -96,9 +100,13 @@ class Saver:
                 state=taken.state,
             )
         except (StorageError, OSError) as error:
-            self.report(SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {error}"))
+            self._tell(SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {error}"))
         else:
-            self.report(ShardSaved(self.worker, taken.version), SavedShard(world.generation, world.layout, receipt))
+            self._tell(ShardSaved(self.worker, taken.version), SavedShard(world.generation, world.layout, receipt))
+
+    def _tell(self, event: ShardSaved | SaveFailed, shard: SavedShard | None = None) -> None:
+        self.told.append((event, shard))
+        self.report(event, shard)
 
 
 def _raw(value: torch.Tensor) -> memoryview:

@@ -16,6 +16,7 @@ FIELDS = (
     "step",
     "microbatch",
     "collective",
+    "operation",
     "microbatches_run",
     "updates_applied",
     "healed_live_bytes",
@@ -23,9 +24,10 @@ FIELDS = (
     "healed_bucket_bytes",
     "stepping_since_ns",
 )
-"""``step``, ``microbatch``, ``collective``: last completed; ``microbatches_run``: since the process began, idle rounds not counted;
-``stepping_since_ns``: wall clock at the start of the generation's first microbatch."""
-
+"""``step``, ``microbatch``, ``collective``: last completed; ``operation``: what the worker is at, a number in :data:`OPERATIONS`;
+``microbatches_run``: since the process began, idle rounds not counted; ``stepping_since_ns``: wall clock at the start of the generation's
+first microbatch."""
+OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates")
 FOLDER = Path("/dev/shm")
 
 
@@ -53,6 +55,10 @@ class Counters:
 
     def __setitem__(self, field: str, value: int) -> None:
         self._view[FIELDS.index(field)] = value
+
+    def at(self, operation: str) -> None:
+        """From now on."""
+        self["operation"] = OPERATIONS.index(operation)
 
     def as_dict(self) -> dict[str, int]:
         return dict(zip(FIELDS, self._view.tolist(), strict=True))

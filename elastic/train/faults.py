@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from typing import NamedTuple, Protocol
@@ -13,6 +14,13 @@ from elastic.job import Fault
 
 EXIT_CODE = 17
 """Of a fault of kind "exit": nobody else's."""
+
+
+HELD_S = 600.0
+"""Of a fault of kind "held_gil" that says no duration: longer than anybody waits."""
+HOG_BYTES = 256 * 2**20
+"""What a memory hog takes; then it ends as the kernel would end it.  Never so much that others on the machine suffer."""
+PAGE_BYTES = 4096
 
 
 class InjectedError(RuntimeError):
@@ -41,6 +49,8 @@ class Faults:
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self.faults = list(faults)
+        self.next: list[tuple[str, str]] = []
+        """(kind, point, "" for any) that chaos has asked for, in this order; added by the control thread."""
         self.step = 0
 
     def aim(self, step: int) -> None:
@@ -72,6 +82,8 @@ class Faults:
             middle._compiled_call_impl = call
 
     def strike(self, point: str, step: int, place: Place) -> None:
+        if self.next and self.next[0][1] in ("", point):
+            perform(self.next.pop(0)[0])
         for fault in self.faults:
             here = (fault.point, fault.world_rank, fault.generation) == (point, place.rank, place.generation)
             if here and fault.step in (0, step):
@@ -86,5 +98,23 @@ def perform(kind: str) -> None:
             raise InjectedError("injected by the job's faults")
         case "exit":
             os._exit(EXIT_CODE)
+        case "held_gil":
+            hold_the_gil(HELD_S)
+        case "memory_hog":
+            hog()
+        case "device_assert":
+            torch._assert_async(torch.zeros((), device="cuda"))  # seen later, by whatever asks the device next
         case name:
             signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened
+
+
+def hold_the_gil(duration_s: float) -> None:
+    """As a C extension that computes: no thread of this process runs Python meanwhile."""
+    ctypes.PyDLL(None).usleep(int(duration_s * 1e6))
+
+
+def hog() -> None:
+    """Take memory, all of it in use, and be killed for it."""
+    taken = bytearray(HOG_BYTES)
+    taken[::PAGE_BYTES] = b"x" * len(range(0, HOG_BYTES, PAGE_BYTES))
+    signal.raise_signal(signal.SIGKILL)

@@ -76,6 +76,11 @@ class Gate:
             while len(self.outcomes) > 1 and self.outcomes[0].step <= step:
                 self.outcomes.popleft()
 
+    def seen(self) -> tuple[Outcome, ...]:
+        """The commits that the coordinator has not acknowledged, oldest first."""
+        with self._lock:
+            return tuple(self.outcomes)
+
     def drop(self) -> None:
         """The generation is over; what was prepared and not applied is void."""
         with self._lock:

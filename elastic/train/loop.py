@@ -19,13 +19,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic.control.commit import GO_ON, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Outcome
-from elastic.control.events import Broken, Here, Ready, StepDone
+from elastic.control.commit import GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
+from elastic.control.events import Attached, Broken, Event, Here, Ready, StepDone
 from elastic.control.saving import due
 from elastic.engine.world import World
-from elastic.errors import FencedOff, WorldBroken
+from elastic.errors import FencedOff
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
+from elastic.train.blame import classify, touch
 from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
@@ -33,7 +34,6 @@ from elastic.train.heal import heal
 from elastic.train.state import State
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
-from storage.errors import Damaged, StorageError
 
 SLOW_S = 5.0
 """From a settlement until it is strange that the generation is not left."""
@@ -64,6 +64,15 @@ class Went:
     generation: int
 
 
+@dataclass
+class Done:
+    """Generations: the latest that was entered, that was told to go, that was settled.  Orders may come twice, from two coordinators."""
+
+    entered: int = 0
+    gone: int = 0
+    settled: int = 0
+
+
 class Leave(Exception):
     """The run is over for this worker."""
 
@@ -77,7 +86,10 @@ class Trainer:
         self.saver = Saver(checkpoints, worker, report, session.faults)
         self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
         self.world: World | None = None
-        self.incarnation = 0
+        self._done = Done()
+        self._plan: Plan | None = None
+        self._said: list[Event] = []
+        """In the present generation; said again to a coordinator that was not there."""
         self._boundary = (0, GO_ON)
         self._ready_at = 0.0
         self._abort: threading.Thread | None = None
@@ -89,12 +101,15 @@ class Trainer:
     # ---- control thread
 
     def form(self, plan: Plan, store: tuple[str, int]) -> None:
-        if plan.incarnation >= self.incarnation and plan.generation > self.gate.fenced:
-            self.incarnation = plan.incarnation
+        if plan.generation > max(self.gate.fenced, self._done.entered):
+            self._done.entered = plan.generation
             self.orders.put(Enter(plan, store))
 
     def go(self, generation: int) -> None:
         """The lease counts from this member's own last word, so that it ends here before it ends for the coordinator."""
+        if generation <= self._done.gone:
+            return
+        self._done.gone = generation
         self.gate.lease_until = self._ready_at + self.session.job.deadlines.lease_s
         self.orders.put(Went(generation))
 
@@ -109,6 +124,9 @@ class Trainer:
 
     def settle(self, generation: int, outcome: Outcome | None) -> None:
         """All members are fenced or expelled: only now may anything be aborted."""
+        if generation <= self._done.settled:
+            return
+        self._done.settled = generation
         self.gate.fence(generation)
         if self.gate.generation == generation:
             self._left.clear()
@@ -127,6 +145,19 @@ class Trainer:
 
     def exit(self) -> None:
         self.orders.put(None)
+
+    def attach(self) -> None:
+        """Tell a coordinator that has taken over where this worker stands, and again what may have been lost with the one before."""
+        plan = self._plan
+        self.report(Attached(self.worker, plan, plan is not None and plan.generation == self._done.gone))
+        for event in list(self._said):
+            self.report(event)
+        for outcome in self.gate.seen() if plan is not None and plan.world_rank(self.worker) == 0 else ():
+            self.report(StepDone(self.worker, outcome.generation, outcome))
+        if self.gate.generation and self.gate.fenced >= self.gate.generation:
+            self.report(self.gate.fence(self.gate.generation))
+        for event, shard in list(self.saver.told):
+            self.report(event, shard)
 
     # ---- training thread
 
@@ -153,6 +184,7 @@ class Trainer:
         """One generation, from the plan to its settlement."""
         state: State | None = None
         order: Went | Settled | None = None
+        self._plan, self._said = plan, []
         try:
             self.gate.enter(plan.generation)
             state = self._form(plan, store)
@@ -171,6 +203,7 @@ class Trainer:
             with self.gate.applying(outcome, settled=True):  # the coordinator counts on it: a failure here ends the process
                 update(self.session, state, outcome)
         self.gate.drop()
+        self._plan, self._said = None, []
         self._close()
         faulthandler.cancel_dump_traceback_later()
         self._left.set()
@@ -185,7 +218,8 @@ class Trainer:
     def _form(self, plan: Plan, store: tuple[str, int]) -> State:
         """The plan's world, and this worker's shard of the plan's version in it."""
         self.session.counters["generation"] = plan.generation
-        self.report(Here(self.worker, plan.generation))
+        self.session.counters.at("forms")
+        self._say(Here(self.worker, plan.generation))
         began = time.monotonic()
         self.world = world = self._meet(plan, store)
         if self.gate.fenced >= plan.generation:  # settle() may have come before there was a world to abort
@@ -210,7 +244,7 @@ class Trainer:
             f"connected in {formed - built:.3f} s, slices in {now - formed:.3f} s",
             flush=True,
         )
-        self.report(Ready(self.worker, plan.generation, formed - began, now - formed))
+        self._say(Ready(self.worker, plan.generation, formed - began, now - formed))
         return state
 
     @property
@@ -228,6 +262,7 @@ class Trainer:
             rank=seat.rank,
             device=self.device,
             form_s=self._form_s,
+            replicas=not self.session.job.reproducible,
             met=partial(self.session.faults.strike, "forming", plan.version.step + 1, seat),
         )
 
@@ -256,34 +291,21 @@ class Trainer:
     def _tell(self, plan: Plan, error: Exception) -> None:
         if isinstance(error, FencedOff) and not error.lease:
             return
-        cause, signature = classify(error)
+        cause, signature = classify(error, partial(touch, self.device))
         trace = "".join(traceback.format_exception(error))
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
-        detail = f"{at}{trace}" if cause == "job" else str(error)
+        detail = f"{at}{trace}" if cause in ("job", "device") else str(error)
         version = plan.version if cause == "damaged" else None
         step = self.session.counters["step"] + 1
-        self.report(Broken(self.worker, plan.generation, step, cause, detail, signature, version))
+        self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version))
+
+    def _say(self, event: Event) -> None:
+        self._said.append(event)
+        self.report(event)
 
     def _close(self) -> None:
         if self.world is not None:
             self.world.close()
             self.world = None
-
-
-def classify(error: Exception) -> tuple[str, str]:
-    """(cause of ``Broken``, signature) of what stopped a generation here.
-
-    A collective that failed is a peer's doing; that is told from the user's code by where the exception was raised.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, FencedOff):
-        return "lease", ""
-    if isinstance(error, Damaged):
-        return "damaged", ""
-    if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
-        return "peer", ""
-    theirs = [f for f in frames if not any(part in f.filename for part in ("/torch/", "/elastic/train/", "/elastic/engine/"))]
-    frame = (theirs or frames)[-1]
-    return "job", f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"

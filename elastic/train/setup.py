@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
+import socket
+import struct
 import traceback
 from importlib.metadata import version
 
@@ -36,16 +39,40 @@ LAUNCHES = {
 }
 
 
-def prepare_process(job: Job) -> torch.device:
-    """Fix what would otherwise vary between processes; returns this worker's device."""
+SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Without the first gloo listens where the host's own name leads, which on many machines is a loopback address that no other host
+reaches."""
+_SIOCGIFADDR = 0x8915
+
+
+def prepare_process(job: Job, address: str = "") -> torch.device:
+    """Fix what would otherwise vary between processes; returns this worker's device.  ``address``: where other nodes reach this one."""
     torch.set_num_threads(job.workers.threads)
     os.environ |= NCCL | LAUNCHES
+    if interface := interface_of(address):
+        for variable in SOCKETS:
+            os.environ.setdefault(variable, interface)
     if job.reproducible:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
     return device
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this IPv4 address; "" for loopback and where none has it."""
+    if not address or address.startswith("127."):
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
 
 
 def kind_of(device: torch.device) -> str:

@@ -75,7 +75,9 @@ def compute(session: Session, state: State, step: int) -> Share:
     """Forward and backward of this member's rounds; gradients are reduced as they come."""
     share, world, job = Share([], [], []), state.world, session.job
     state.model.train()
+    session.counters.at("reads data")
     for round_, index, ids, batch in session.loader.microbatches(step, world.rank, world.size):
+        session.counters.at("computes")
         state.round.active = active(round_, world.size, job.microbatches)
         state.round.last = round_ + 1 == rounds(job.microbatches, world.size)
         if job.reproducible or round_ == 0:
@@ -96,6 +98,7 @@ def compute(session: Session, state: State, step: int) -> Share:
         share.samples.append(tuple(ids) if index is not None else ())
         session.counters["microbatch"] = round_ + 1
         session.counters["microbatches_run"] += index is not None
+        session.counters.at("reads data")
         session.computing = ""
     return share
 
@@ -108,6 +111,7 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
 
 def prepare(session: Session, state: State, gate: Gate, step: int) -> torch.Tensor:
     """Reduce what the optimizer needs from the group; afterwards this member could apply on its own.  Returns the squared norm."""
+    session.counters.at("commits")
     grads = state.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
     session.counters["collective"] = 1
@@ -146,6 +150,7 @@ def commit(session: Session, state: State, gate: Gate, shape: CommitShape, step:
 
 def update(session: Session, state: State, outcome: Outcome) -> None:
     """Apply a committed step.  Inside the gate, with the gradients that were prepared."""
+    session.counters.at("updates")
     state.optimizer.apply(state.grads(), outcome)
     session.faults.strike("in_update", outcome.step, state.world)
     state.world.finish()

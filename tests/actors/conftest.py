@@ -1,11 +1,13 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from actors import cluster
 from tests.support.commands import ROOT
+from tests.support.kills import undisturbed
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,3 +27,9 @@ def local_cluster(no_cluster_is_left: None, aws_config: Path) -> Iterator[None]:
         patch.setenv("PYTHONPATH", str(ROOT))  # of the cluster's processes; where Elastic is installed nobody needs it
         cluster.connect("local")
         yield
+
+
+@pytest.fixture(scope="session")
+def script_reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the scripts of ``tests/support/kills.py`` must end with."""
+    return undisturbed(tmp_path_factory.mktemp("reference"))

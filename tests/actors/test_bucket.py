@@ -6,7 +6,6 @@ import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +15,10 @@ from actors.coordinator import View
 from actors.launch import attach
 from elastic.job import Job
 from elastic.report.ledger import ledger
-from elastic.report.story import StepLine
 from elastic.runs import Run
-from elastic.train.local import run_local
 from storage.s3 import S3
 from tests.support.buckets import allow
-from tests.support.chaos import Witness, assert_nothing_left, exported_hash, trial
+from tests.support.chaos import Witness, alone, assert_nothing_left, trial
 from tests.support.swift import SECRET, Swift
 from tests.support.toys import toy_job
 
@@ -44,10 +41,7 @@ def bucket(swift: Swift, swift_bucket: S3, aws_config: Path) -> Iterator[str]:
 @pytest.fixture
 def reference(tmp_path: Path) -> Any:
     """The undisturbed run: one process, a folder."""
-    lines: list[StepLine] = []
-    job = job_of(tmp_path / "folder", "local")
-    assert run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
-    return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines])
+    return alone(job_of(tmp_path / "folder", "local"))
 
 
 class Outage:

@@ -5,35 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elastic.data.cursor import Cursor
 from elastic.job import Fault
-from elastic.report.story import StepLine
 from elastic.runs import Run
-from elastic.train.local import run_local
-from tests.support.chaos import Trial, assert_survived, assert_work, exported_hash, formed
-from tests.support.kills import FATAL, LAYOUTS, POINTS, SAMPLES, STEPS, Script, again_and_again, down_and_up, perform
-from tests.support.toys import toy_job
+from tests.support.chaos import Trial, assert_survived, assert_work, formed
+from tests.support.kills import FATAL, LAYOUTS, POINTS, Script, again_and_again, down_and_up, one_after_another, perform
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The undisturbed run: one worker in this process, without Ray."""
-    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
-    job = toy_job(tmp_path_factory.mktemp("reference"), name="local", steps=STEPS, data=data)
-    lines: list[StepLine] = []
-    state, _, step = run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)
-    assert (state, step) == ("Finished", STEPS)
-    cursor = Cursor(SAMPLES, job.global_batch, job.seed, job.data.sampling)
-    read = {s: tuple(cursor.microbatch_ids(s, i, job.microbatch) for i in range(job.microbatches)) for s in range(1, STEPS + 1)}
-    due = {step: SimpleNamespace(samples=ids) for step, ids in read.items()}
-    return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines], ledger=due)
 
 
 def survives(script: Script, folder: Path, reference: Any) -> None:
@@ -43,30 +24,42 @@ def survives(script: Script, folder: Path, reference: Any) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_kind_at_every_point(tmp_path: Path, reference: Any, layout: str, point: str) -> None:
+def test_every_kind_at_every_point(tmp_path: Path, script_reference: Any, layout: str, point: str) -> None:
     """R1, R14; R8 where the point lies between two worlds: 3→2→3→2→3…"""
-    survives(again_and_again(layout, point), tmp_path, reference)
+    survives(again_and_again(layout, point), tmp_path, script_reference)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_down_to_one_and_up_again(tmp_path: Path, reference: Any, layout: str, number: int) -> None:
+def test_down_to_one_and_up_again(tmp_path: Path, script_reference: Any, layout: str, number: int) -> None:
     """R1, R8, R14: 4→3→1→2→4; a second fault while forming or healing."""
     between, kind = ("forming", "healing")[number % 2], FATAL[number // 2]
-    survives(down_and_up(layout, POINTS[number], between, kind), tmp_path, reference)
+    survives(down_and_up(layout, POINTS[number], between, kind), tmp_path, script_reference)
 
 
 @pytest.mark.must_run_in_ci
-def test_shards_before_the_update(tmp_path: Path, reference: Any) -> None:
+def test_replicas_are_killed_one_after_another(tmp_path: Path, script_reference: Any) -> None:
+    """R1, R4, R14: 2→1→2→1→2→1→2; each newcomer is healed live, and no step is lost."""
+    survives(one_after_another("replicate", 2, ["backward", "before_update", "save"]), tmp_path, script_reference)
+
+
+@pytest.mark.must_run_in_ci
+def test_shards_are_killed_one_after_another(tmp_path: Path, script_reference: Any) -> None:
+    """R1, R4, R14: 3→2→3→2→3→2→3, each time from the bucket: shards have nothing else until there are copies in host memory."""
+    survives(one_after_another("shard", 3, ["forward", "backward", "save"]), tmp_path, script_reference)
+
+
+@pytest.mark.must_run_in_ci
+def test_shards_before_the_update(tmp_path: Path, script_reference: Any) -> None:
     """R1, R14: 3→2→3; world rank 0 is the victim, so that what it alone could tell is told by the others, and then one raises."""
-    survives(again_and_again("shard", "before_update", ["SIGSEGV"]), tmp_path, reference)
+    survives(again_and_again("shard", "before_update", ["SIGSEGV"]), tmp_path, script_reference)
 
 
 @pytest.mark.must_run_in_ci
-def test_two_by_two_before_the_commit_and_while_forming(tmp_path: Path, reference: Any) -> None:
+def test_two_by_two_before_the_commit_and_while_forming(tmp_path: Path, script_reference: Any) -> None:
     """R1, R8, R14: 2×2→1×3→one waits→1×2→2×2."""
-    survives(down_and_up("2x2", "before_commit", "forming", "SIGKILL"), tmp_path, reference)
+    survives(down_and_up("2x2", "before_commit", "forming", "SIGKILL"), tmp_path, script_reference)
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +70,12 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, Trial]:
 
 
 @pytest.mark.must_run_in_ci
-def test_replicas_in_the_update_and_while_healing(survived: tuple[Script, Trial], reference: Any) -> None:
+def test_replicas_in_the_update_and_while_healing(survived: tuple[Script, Trial], script_reference: Any) -> None:
     """R1, R8, R14: 4→3→1→2→4, and a replica is left every time."""
     script, chaos = survived
     assert script.worlds == [4, 3, 2, 1, 2, 2, 4, 3, 3]
     assert set(script.tiers) == {"init", "live"}
-    assert_survived(chaos, reference, worlds=script.worlds, tiers=script.tiers)
+    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
 
 
 WRONG_FAULTS: dict[str, Callable[[Fault], dict[str, Any]]] = {
@@ -95,23 +88,23 @@ WRONG_FAULTS: dict[str, Callable[[Fault], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_FAULTS)
-def test_a_fault_that_happened_otherwise_is_seen(survived: tuple[Script, Trial], reference: Any, wrong: str) -> None:
+def test_a_fault_that_happened_otherwise_is_seen(survived: tuple[Script, Trial], script_reference: Any, wrong: str) -> None:
     """Negative control: the same run, checked against faults that it did not have."""
     script, chaos = survived
     faults = [fault.model_dump() | WRONG_FAULTS[wrong](fault) for fault in chaos.job.faults]
     with pytest.raises(AssertionError):
-        assert_survived(replace(chaos, job=chaos.job.replace(faults=faults)), reference, worlds=script.worlds, tiers=script.tiers)
+        assert_survived(replace(chaos, job=chaos.job.replace(faults=faults)), script_reference, worlds=script.worlds, tiers=script.tiers)
 
 
-def test_a_step_dropped_or_done_twice_is_seen(survived: tuple[Script, Trial], reference: Any) -> None:
+def test_a_step_dropped_or_done_twice_is_seen(survived: tuple[Script, Trial], script_reference: Any) -> None:
     """Negative control of the ledger."""
     script, chaos = survived
     for steps in ({s: o for s, o in chaos.ledger.items() if s != 9}, chaos.ledger | {9: chaos.ledger[8]}):
         with pytest.raises(AssertionError):
-            assert_survived(replace(chaos, ledger=steps), reference, worlds=script.worlds, tiers=script.tiers)
+            assert_survived(replace(chaos, ledger=steps), script_reference, worlds=script.worlds, tiers=script.tiers)
 
 
-def test_worlds_and_tiers_that_were_others_are_seen(survived: tuple[Script, Trial], reference: Any) -> None:
+def test_worlds_and_tiers_that_were_others_are_seen(survived: tuple[Script, Trial], script_reference: Any) -> None:
     """Negative control of the path and of the tier."""
     script, chaos = survived
     for wrong in (
@@ -120,7 +113,7 @@ def test_worlds_and_tiers_that_were_others_are_seen(survived: tuple[Script, Tria
         {"tiers": ["init", "bucket", *script.tiers[2:]]},
     ):
         with pytest.raises(AssertionError):
-            assert_survived(chaos, reference, **({"worlds": script.worlds, "tiers": script.tiers} | wrong))
+            assert_survived(chaos, script_reference, **({"worlds": script.worlds, "tiers": script.tiers} | wrong))
 
 
 def test_work_done_again_in_secret_is_seen(survived: tuple[Script, Trial]) -> None:
@@ -135,13 +128,13 @@ def test_work_done_again_in_secret_is_seen(survived: tuple[Script, Trial]) -> No
             assert_work(chaos.job, work + more, [generations[0], replace(generations[1], redone=known), *generations[2:]])
 
 
-def test_a_run_that_begins_again_from_step_0_is_seen(tmp_path: Path, reference: Any) -> None:
+def test_a_run_that_begins_again_from_step_0_is_seen(tmp_path: Path, script_reference: Any) -> None:
     """Negative control: a single worker, and no save: the only copy is gone.  The bits are right all the same; the work is not."""
     script = Script("shard", 1)
     script.form(1, "init")
     script.fault("forward", "SIGKILL", 0, 9)
     script.form(1, "init")
     chaos = perform(script, tmp_path, "kills", checkpoint={"save_every": 1000})
-    assert (chaos.hash, chaos.losses) == (reference.hash, reference.losses)
+    assert (chaos.hash, chaos.losses) == (script_reference.hash, script_reference.losses)
     with pytest.raises(AssertionError, match="redone=8"):
-        assert_survived(chaos, reference, worlds=script.worlds, tiers=script.tiers)
+        assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)

@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,13 +26,10 @@ import ray
 from actors import cluster
 from actors.coordinator import View
 from actors.launch import Result
-from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.ledger import ledger
-from elastic.report.story import StepLine
 from elastic.runs import Run
-from elastic.train.local import run_local
-from tests.support.chaos import Trial, Witness, assert_survived, exported_hash, formed
+from tests.support.chaos import Trial, Witness, alone, assert_survived, exported_hash, formed
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
 from tests.support.commands import ROOT, user_job, user_package, view_of
 from tests.support.processes import processes
@@ -127,22 +123,20 @@ def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
 
 
 def reference(job: Job, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What one process without Ray makes of the job: hash, losses, and by the cursor which samples each step consumes."""
+    """What one process without Ray makes of the job."""
     monkeypatch.syspath_prepend(folder / "project")
-    alone = job.replace(name="local", data={"dataset": job.data.dataset})
-    lines: list[StepLine] = []
-    assert run_local(alone, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
-    cursor = Cursor(96, job.global_batch, job.seed, job.data.sampling)
-    consumed = {
-        step: SimpleNamespace(samples=tuple(cursor.microbatch_ids(step, each, job.microbatch) for each in range(job.microbatches)))
-        for step in range(1, job.steps + 1)
-    }
-    return SimpleNamespace(hash=exported_hash(alone), losses=[line.loss for line in lines], ledger=consumed)
+    return alone(job.replace(name="local", data={"dataset": job.data.dataset}))
 
 
 def where(folder: Path) -> list[dict[str, Any]]:
     """What the user's loss says of each process that it ran in."""
     return [json.loads(file.read_text()) for file in sorted((folder / "project" / "seen").glob("where-*"))]
+
+
+def microbatches(folder: Path, *, ours: bool = False) -> list[str]:
+    """What the user's loss wrote down of each microbatch, in other processes than this one, or in this one."""
+    files = [file for file in (folder / "project" / "seen").iterdir() if file.name.isdigit()]
+    return [line for file in files if (file.name == str(os.getpid())) == ours for line in file.read_text().splitlines()]
 
 
 def at_step(name: str, step: int) -> Any:
@@ -186,8 +180,8 @@ class StopThenKillThenGrow:
 def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R1, R4, R21, U8: on two nodes, detached; its Ray job is stopped, and what Ray brought it is not taken away: a killed worker is
-    replaced, and a node that joins later trains with the same code.  The six assertions."""
+    """R1, R4, R21, U1, U3, U8, U10: on two nodes, detached; its Ray job is stopped, and what Ray brought it is not taken away: a killed
+    worker is replaced, and a node that joins later trains with the same code.  The six assertions."""
     job = project(tmp_path, "mine", wheel, workers={"min": 1, "max": 3}, on_driver_exit="detach", deadlines={"grow_debounce_s": 8})
     expected = reference(job, tmp_path, "mine", monkeypatch)
     act = StopThenKillThenGrow(nodes, tmp_path / "project" / "seen" / "hurry")
@@ -199,6 +193,7 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
         assert "the run trains on when this command is gone" in act.submitted.text
         log = act.submitted.ray("logs", act.submitted.id)
         assert "SIGTERM: this command leaves, the run goes on" in log
+        assert "no sharding table: wraps layers.0 … layers.2" in log and "; data parallel only" in log
         assert "stopped" in act.submitted.ray("status", act.submitted.id).lower()
         assert_all_given_back(nodes, "mine", deadline_s=160)
     finally:
@@ -209,6 +204,9 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     chaos = Trial(job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
     struck = {"point": "forward", "kind": "SIGKILL", "world_rank": formed(Run.open(job).records())[0].members.index("w2")}  # from outside
     assert_survived(replace(chaos, job=job.replace(faults=[struck])), expected, worlds=(2, 1, 2, 3), tiers=("init", "live", "live", "live"))
+
+    (killed,) = Path(job.bucket).glob("mine/logs/*/w2.log")
+    assert "killed by signal 9 (SIGKILL)" in killed.read_text().splitlines()[0]
 
     homes = [act.homes[worker] for worker in ("w1", "w2", "w3", "w4")]
     assert homes[0] != homes[1] and homes[0] not in homes[2:], "two nodes"
@@ -290,8 +288,8 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     checkout = tmp_path / "project"
     left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, checkout, ignore=left_out)
-    job = project(tmp_path, "ours", None, steps=400, deadlines={"driver_s": 4})
-    expected = reference(job.replace(steps=400), tmp_path, "ours", monkeypatch)
+    job = project(tmp_path, "ours", None, steps=100, deadlines={"driver_s": 4})
+    expected = reference(job, tmp_path, "ours", monkeypatch)
     line = shlex.split(documented()[2])
     first = nodes.submit(checkout, line)
     first.until(at_step("ours", 2))
@@ -313,6 +311,50 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     assert third.wait() == 1, "Ray's word for every exit code but 0"
     assert "exit code 3" in third.ray("status", third.id)
     assert_all_given_back(nodes, "ours")
+    (checkout / "seen" / "hurry").touch()
     fourth = nodes.submit(checkout, line)
     assert fourth.wait() == 0, fourth.text
     assert exported_hash(job) == expected.hash
+
+
+@pytest.mark.must_run_in_ci
+def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
+    tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R7, H1: every process of the cluster is SIGKILLed at once, head and all; on a new one, of one node with room for one worker, the
+    line that was submitted there goes on from the newest good manifest.  The last test of this cluster."""
+    job = project(tmp_path, "again", wheel, steps=20, workers={"min": 1, "max": 3}, checkpoint={"save_every": 2})
+    expected = reference(job, tmp_path, "again", monkeypatch)
+    line = shlex.split(documented()[0])
+    room = int(ray.cluster_resources()["CPU"])
+    first = nodes.submit(tmp_path / "project", line)
+    first.until(at_step("again", 5))
+    ray.shutdown()
+    ends = nodes.kill_everything()
+    first.process.kill()
+    # 1: it happened, inside the run, to everybody
+    assert len(ends) > 10 and {end.signal for end in ends} == {signal.SIGKILL}
+    newest = Run.open(job).newest()
+    assert newest is not None and 2 <= newest.step < job.steps - 1
+
+    (tmp_path / "project" / "seen" / "hurry").touch()
+    with Nodes(nodes.python, head_cpus=1) as others:
+        ray.init(others.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
+        again = others.submit(tmp_path / "project", line)
+        assert again.wait() == 0, again.text
+        assert_all_given_back(others, "again")  # 6
+        ray.shutdown()
+    # 2, R14: the bits, and each step once, as far as the journal of the dead cluster had reached the bucket
+    steps = ledger(Run.open(job).records())
+    assert exported_hash(job) == expected.hash
+    assert {step: (outcome.loss, outcome.samples) for step, outcome in steps.items()} == {
+        step: (expected.losses[step - 1], expected.ledger[step].samples) for step in steps
+    }
+    assert steps.keys() >= set(range(newest.step + 1, job.steps + 1))
+    # 4, 5: one world on each cluster, the second one from the bucket
+    worlds = [(len(each.members), each.tier, each.step) for each in formed(Run.open(job).records())]
+    assert worlds == [(room, "init", 0), (1, "bucket", newest.step)] and room > 1, worlds
+    # 3: every microbatch of every step; what was committed after the save, and the step in flight, are all that was done again
+    work, due = microbatches(tmp_path), microbatches(tmp_path, ours=True)
+    assert set(work) == set(due) and len(set(due)) == job.steps * job.microbatches
+    assert len(work) <= (job.steps + 2 * job.checkpoint.save_every + 1) * job.microbatches

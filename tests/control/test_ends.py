@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.control import events as ev
-from elastic.control.actions import CommitManifest, Exit, Fence, Kill, Pause, Quarantine, Settle
+from elastic.control.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle
 from elastic.control.commit import PAUSE, SAVE_AND_PAUSE
 from elastic.control.saving import due
 from elastic.control.states import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
@@ -357,15 +357,3 @@ def test_a_damaged_checkpoint_is_put_aside_for_the_one_before() -> None:
     play.answer("w1", None)
     reason = play.answer("w2", None)
     assert reason == "form generation 3 of w1 and w2 (2×1) at step 10 (bucket), abandons steps 11–20 of generation 1"
-
-
-def test_an_unusable_process_is_replaced() -> None:
-    play = stepping(2)
-    play.steps(1, 3)
-    play.broken("w2", "device", "CUDA error: an illegal memory access")
-    play.answer("w1", Version(3, 1))
-    play.answer("w2", None)
-    assert play.did(Kill) == [Kill((W2,), "its process is unusable")]
-    assert play.plan.members == ("w1",)
-    play.tell(ev.Capacity(1))
-    assert play.run.starting.keys() == {"w3"}

@@ -72,7 +72,7 @@ def test_a_commit_that_was_seen_but_not_begun_to_be_applied_is_evidence() -> Non
 def test_who_failed_while_applying_holds_nothing() -> None:
     play = stepping(2)
     play.steps(1, 4)
-    play.broken("w2", "device", "sticky error")
+    play.broken("w2", "device", "Traceback", "a sticky error")
     play.answer("w2", None)
     play.answer("w1", Version(5, 1), saw=5)
     assert play.did(Kill) == [Kill((WorkerId("w2"),), "its process is unusable")]

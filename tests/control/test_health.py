@@ -37,6 +37,45 @@ def test_among_equals_the_one_that_has_stood_still_longest() -> None:
     assert stalled is not None and stalled.culprit == W2
 
 
+def at(operations: dict[WorkerId, str]) -> Watch:
+    """All have completed the same, and wait or are waited for; heard twice."""
+    watch = Watch()
+    for now in (1.0, 9.0):
+        watch = observe(watch, [Progress(worker, 1, 5, 2, 0, operation) for worker, operation in operations.items()], now)
+    return watch
+
+
+@pytest.mark.parametrize("operation", ["is stopped", "reads data"])
+def test_r3_among_equals_the_one_that_waits_for_nobody(operation: str) -> None:
+    """R3: whoever is stopped, or stopped in data loading, is told from those that wait for it inside their backward pass."""
+    stalled = stall(at({W1: "computes", W2: operation, W3: "computes"}), ALL, 30.0, 20.0)
+    assert stalled is not None and stalled.culprit == W2
+    assert stalled.sentence.endswith(f"w2 has completed least (step 5, microbatch 2, collective 0); it {operation}")
+
+
+def test_r3_a_stopped_process_tells_more_than_one_that_reads() -> None:
+    stalled = stall(at({W1: "reads data", W2: "computes", W3: "is stopped"}), ALL, 30.0, 20.0)
+    assert stalled is not None and stalled.culprit == W3
+
+
+def test_r3_two_that_read_data_are_not_told_apart() -> None:
+    """A store that is slow for several is nobody's fault; and one that reads, but has done more, waits for nobody who did less."""
+    stalled = stall(at({W1: "reads data", W2: "reads data", W3: "computes"}), ALL, 30.0, 20.0)
+    assert stalled is not None and stalled.culprit is None
+    ahead = [Progress(W1, 1, 5, 2, 0, "computes"), Progress(W2, 1, 5, 3, 0, "reads data"), Progress(W3, 1, 5, 3, 0, "computes")]
+    stalled = stall(observe(observe(Watch(), ahead, 1.0), ahead, 9.0), ALL, 30.0, 20.0)
+    assert stalled is not None and stalled.culprit == W1
+
+
+def test_two_beats_that_are_half_a_second_apart_prove_nothing() -> None:
+    """Keepers of different nodes: who was read first is not who stood still first."""
+    watch = observe(Watch(), [Progress(W1, 1, 5, 2, 0)], 1.0)
+    for now in (1.5, 9.0):
+        watch = observe(watch, [Progress(worker, 1, 5, 2, 0) for worker in ALL], now)
+    stalled = stall(watch, ALL, 30.0, 20.0)
+    assert stalled is not None and stalled.culprit is None
+
+
 def test_nobody_is_blamed_by_lot() -> None:
     done = {W1: (5, 2, 0), W2: (5, 2, 0), W3: (5, 3, 0)}
     stalled = stall(watched((1.0, done), (9.0, done)), ALL, 30.0, 20.0)

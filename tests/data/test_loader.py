@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Batch, Ids, Loader
 from elastic.errors import DataError
-from elastic.train.loop import classify
+from elastic.train.blame import classify
 from storage.errors import Unavailable
 
 pytestmark = pytest.mark.fast
@@ -201,7 +201,7 @@ def test_a_store_that_does_not_answer_is_no_error_of_the_jobs() -> None:
     dataset.down = True
     with loading(dataset, cursor()) as loader, pytest.raises(Unavailable) as failed:
         next(loader.microbatches(1, 0, 1))
-    assert classify(failed.value) == ("peer", "")
+    assert classify(failed.value, lambda: None) == ("peer", "")
 
 
 def test_a_failure_ahead_of_what_is_used_is_nobodys_trouble() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.train.blame import classify, touch
 from elastic.train.heal import _exchange, nothing
-from elastic.train.loop import classify
 from elastic.train.state import build_model, tensors_of
 from tests.engine.conftest import STEPS
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
@@ -79,7 +80,7 @@ def half_healed(world: World) -> tuple[str, str] | None:
     try:
         _exchange({}, {1: [torch.empty(1000)]}, world, nothing)
     except Exception as error:
-        return classify(error)
+        return classify(error, partial(touch, world.device))
     raise AssertionError("nothing was sent, and something arrived")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -19,12 +20,15 @@ import ray
 from actors import cluster
 from actors.launch import Result, attach, launch
 from elastic.control.commit import Outcome
+from elastic.data.cursor import Cursor
+from elastic.imports import load
 from elastic.job import Job
 from elastic.report.ledger import ledger
-from elastic.report.story import Line
+from elastic.report.story import Line, StepLine
 from elastic.runs import Run
 from elastic.train.counters import FIELDS, Counters, segment
 from elastic.train.faults import EXIT_CODE
+from elastic.train.local import run_local
 from tests.support.processes import Ended, Watched
 from tests.support.state_hash import state_hash
 
@@ -136,6 +140,18 @@ def trial(job: Job, act: Any = None, *, hash_it: bool = True) -> Trial:
     return Trial(job, result, witness, lines, steps, exported_hash(job) if hash_it else "", [steps[step].loss for step in sorted(steps)])
 
 
+def alone(job: Job) -> Any:
+    """What one process without Ray makes of the job: hash, losses, and by the cursor which samples each step consumes."""
+    lines: list[StepLine] = []
+    assert run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
+    cursor = Cursor(len(load(job.data.dataset)(**job.data.args)), job.global_batch, job.seed, job.data.sampling)
+    due = {
+        step: SimpleNamespace(samples=tuple(cursor.microbatch_ids(step, each, job.microbatch) for each in range(job.microbatches)))
+        for step in range(1, job.steps + 1)
+    }
+    return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines], ledger=due)
+
+
 def exported_hash(job: Job) -> str:
     """sha256 of the newest checkpoint, exported as plain safetensors; "" without one."""
     run = Run.open(job)
@@ -153,11 +169,16 @@ def samples(steps: dict[int, Outcome]) -> list[tuple[int, tuple[tuple[int, ...],
 
 
 ENDS = {
-    "SIGKILL": ("signal", signal.SIGKILL),
-    "SIGSEGV": ("signal", signal.SIGSEGV),
-    "exit": ("exit code", EXIT_CODE),
+    "SIGKILL": [("signal", signal.SIGKILL)],
+    "SIGSEGV": [("signal", signal.SIGSEGV)],
+    "exit": [("exit code", EXIT_CODE)],
+    "SIGSTOP": [("signal", signal.SIGKILL)],
+    "held_gil": [("signal", signal.SIGKILL)],
+    "device_assert": [("signal", signal.SIGKILL), ("exit code", 1)],  # told to go by Ray, and by its keeper: whichever is first
 }
-"""How the kernel says that the victim of a fault ended.  One of kind "exception" lives."""
+"""How the kernel says that the victim of a fault ended; whoever only stands still is ended by us.  One of kind "exception" lives."""
+CAUSES = {"exception": "job", "device_assert": "device"}
+"""What the victim of a fault says of it, where it still can."""
 LEFT = ("exit code", 0)
 """In good order."""
 
@@ -188,8 +209,8 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
         seen = [event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ())
         reached = max([reached, *(each["step"] for each in seen)])
         for action in record["actions"]:
-            if action["$"] == "Form":
-                plan = action["plan"]
+            plan = action.get("plan")
+            if action["$"] == "Form" and plan["generation"] not in [each.generation for each in found]:  # a coordinator may say it again
                 layout, step = plan["layout"], plan["version"]["step"]
                 degrees = (layout["dp_replicate"], layout["dp_shard"])
                 found.append(Formed(plan["generation"], tuple(plan["members"]), degrees, plan["tier"], step, reached - step))
@@ -234,7 +255,8 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
     by_seat = {(each.generation, rank): member for each in generations for rank, member in enumerate(each.members)}
     fatal = {by_seat[fault.generation, fault.world_rank]: fault for fault in job.faults if fault.kind in ENDS}
     ends = {worker: how(witness.seen[worker].ended) for each in generations for worker in each.members}
-    assert ends == {worker: ENDS[fatal[worker].kind] if worker in fatal else LEFT for worker in ends}
+    wrong = {worker: end for worker, end in ends.items() if end not in (ENDS[fatal[worker].kind] if worker in fatal else [LEFT])}
+    assert not wrong, (wrong, fatal)
     for worker, fault in fatal.items():
         final = witness.seen[worker].final
         assert final["generation"] == fault.generation, (fault, final)
@@ -244,23 +266,28 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
     last = generations[-1]
     for worker in last.members:
         final = witness.seen[worker].final
-        assert (final["pid"], final["generation"]) == (witness.seen[worker].process.pid, last.generation)
+        assert (final["pid"], final["generation"]) == (witness.seen[worker].process.pid, last.generation), (worker, final)
         assert final["updates_applied"] > 0
 
 
 def assert_exceptions(job: Job, witness: Witness, generations: Sequence[Formed], records: Sequence[Mapping[str, Any]]) -> None:
-    """Whoever raised says so, is fenced, and is a member of the next world, as the same process; of a save only the part is missing."""
+    """Whoever raised says so and is fenced; in the next world it is the same process, or it is replaced where its device is lost.
+
+    Of a save only the part is missing.
+    """
     events = [record["event"] for record in records]
     told = [event for event in events if event["$"] == "Broken" and event["cause"] != "peer"]
-    raised = [fault for fault in job.faults if fault.kind == "exception"]
+    raised = [fault for fault in job.faults if fault.kind in CAUSES]
     broke = [fault for fault in raised if fault.point != "save"]
-    expected = [(generations[fault.generation - 1].members[fault.world_rank], fault.generation, "job") for fault in broke]
-    assert [(event["worker"], event["generation"], event["cause"]) for event in told] == expected
-    assert all("InjectedError" in event["signature"] for event in told)
-    for worker, generation, _ in expected:
+    expected = [(generations[fault.generation - 1].members[fault.world_rank], fault.generation, CAUSES[fault.kind]) for fault in broke]
+    assert [(event["worker"], event["generation"], event["cause"]) for event in told] == expected, told
+    words = {"job": "InjectedError", "device": "device-side assert"}
+    assert all(words[event["cause"]] in event["signature"] for event in told), told
+    for worker, generation, cause in expected:
         assert any(event["$"] == "Fenced" and (event["worker"], event["generation"]) == (worker, generation) for event in events)
-        assert worker in generations[generation].members, "it is a member of the next world"
-        assert witness.seen[worker].final["generation"] > generation
+        goes_on = worker in generations[generation].members
+        assert goes_on == (cause == "job"), "who raised is a member of the next world, who lost its device is not"
+        assert not goes_on or witness.seen[worker].final["generation"] > generation
     lost_saves = [event for event in events if event["$"] == "SaveFailed" and "InjectedError" in event["reason"]]
     assert [event["version"]["generation"] for event in lost_saves] == [fault.generation for fault in raised if fault.point == "save"]
     saved = [event["version"] for event in events if event["$"] == "Saved"]

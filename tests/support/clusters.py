@@ -25,7 +25,7 @@ import ray
 from ray.job_submission import JobSubmissionClient
 
 from actors import cluster
-from tests.support.processes import Process, free_ports, processes
+from tests.support.processes import Ended, Process, free_ports, frozen, kill_all, processes, wait_gone
 
 MARK = "NODE_OF_TEST"
 TUNED = {
@@ -35,7 +35,7 @@ TUNED = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_timeout_ms": "5000",  # a dead node refuses at once; one that is only slow, on a machine that is busy, is not dead
     "RAY_health_check_failure_threshold": "3",
 }
 ACTORS = re.compile(r"ray::(Coordinator|Worker|Keeper)\b")
@@ -100,12 +100,13 @@ class Started:
 
 
 class Nodes:
-    """The cluster.  The head has no CPU to give, so workers run on the nodes that are added.  A context manager."""
+    """The cluster.  By default the head has no CPU to give, so workers run on the nodes that are added.  A context manager."""
 
-    def __init__(self, python: Path) -> None:
+    def __init__(self, python: Path, head_cpus: int = 0) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short: the paths of Unix sockets must be
         self.python, self.started = python, list[Started]()
-        head = self._start("--head", "--port=0", "--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}", "--num-cpus=0")
+        dashboard = ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}")
+        head = self._start("--head", "--port=0", *dashboard, f"--num-cpus={head_cpus}")
         self.address = head.says(r"--address='([^']+)'")
         self.jobs = head.says(r"RAY_API_SERVER_ADDRESS='([^']+)'")
         head.has_an_agent()
@@ -122,6 +123,14 @@ class Nodes:
     def submit(self, folder: Path, command: list[str]) -> Submitted:
         """``command`` is a whole line, ``ray job submit …``, as a user types it in ``folder``."""
         return Submitted(folder, self.jobs, command)
+
+    def kill_everything(self) -> list[Ended]:
+        """SIGKILL every process of every node, frozen first so that none sees another die; how each ended."""
+        watched = [each for node in self.started for each in frozen(node.process.pid)]
+        kill_all(watched)
+        ends = wait_gone(watched, 10)
+        assert not (left := processes(f"{MARK}={self.folder}")), left
+        return ends
 
     def ours(self) -> list[Process]:
         """Processes of runs that live on these nodes."""

@@ -20,7 +20,7 @@ from actors.coordinator import View
 from actors.launch import attach
 from elastic.job import Job
 from elastic.train.counters import segment
-from tests.support.processes import Ended, frozen, wait_gone
+from tests.support.processes import Ended, frozen, kill_all, wait_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "STARTED_BY_TEST"
@@ -165,8 +165,7 @@ class Command:
     def kill_everything(self) -> list[Ended]:
         """SIGKILL to the whole tree of processes, frozen first so that none can react to the death of another."""
         watched = frozen(self.process.pid)
-        for each in watched:
-            each.kill()
+        kill_all(watched)
         self.process.wait(10)
         return wait_gone(watched, 10)
 

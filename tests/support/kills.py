@@ -17,7 +17,7 @@ import ray
 from actors.coordinator import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job
-from tests.support.chaos import Trial, Witness, trial
+from tests.support.chaos import Trial, Witness, alone, trial
 from tests.support.room import Room
 from tests.support.toys import toy_job
 
@@ -100,6 +100,11 @@ class Script:
             "faults": self.faults,
         }
         return toy_job(bucket, **(values | changes))
+
+
+def undisturbed(folder: Path) -> Any:
+    """What every script's job ends with: one worker in this process, without Ray."""
+    return alone(toy_job(folder, name="local", steps=STEPS, data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}))
 
 
 def gate(bucket: Path, at: Grow | Cramp) -> Path:
@@ -190,6 +195,18 @@ def again_and_again(layout: str, point: str, kinds: Sequence[str] = FATAL) -> Sc
         script.fault(point, "exception", 1, step)
         if point != "save":
             script.form(full, script.after(point, "exception"))
+    return script
+
+
+def one_after_another(layout: str, workers: int, points: Sequence[str]) -> Script:
+    """The full world loses world rank 1 to SIGKILL at each of ``points``, and takes in a newcomer each time."""
+    script = Script(layout, workers)
+    script.form(workers, "init")
+    for step, point in zip(range(8, STEPS, 8), points, strict=False):
+        script.fault(point, "SIGKILL", 1, step)
+        script.form(workers - 1, script.after(point, "SIGKILL"))
+        script.growth.append(Grow(script.generation, step + 4))
+        script.form(workers, "live")
     return script
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ray
 
-from tests.support.processes import Watched, children, wait_gone
+from tests.support.processes import Ended, Watched, children, frozen, kill_all, wait_gone
 
 DEADLINE_S = 90
 
@@ -36,15 +36,30 @@ class Node:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+class Joined(dict[str, str]):
+    """Ids of nodes, by name."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def cut_power(self, name: str) -> list[Ended]:
+        """SIGKILL the node's raylet and all its processes, frozen first so that none sees another die; how each ended."""
+        tree = frozen(self.processes[name].pid)
+        kill_all(tree)
+        return wait_gone(tree, DEADLINE_S)
+
+
 @contextmanager
-def joined(folder: Path, *nodes: Node) -> Iterator[dict[str, str]]:
-    """They join the cluster of this process, and leave it at the end.  Their ids, by name; what they print is in ``folder``."""
-    processes: dict[str, subprocess.Popen[bytes]] = {}
+def joined(folder: Path, *nodes: Node) -> Iterator[Joined]:
+    """They join the cluster of this process, and leave it at the end; what they print is in ``folder``."""
+    found = Joined()
+    processes = found.processes
     try:
         for node in nodes:  # one after the other: Ray gives a node 30 s to register, and starting one takes a core for five
             processes[node.name] = _started(folder, node)
             _until(lambda: _alive().keys() >= processes.keys(), folder)
-        yield {name: _alive()[name] for name in processes}
+        found.update({name: _alive()[name] for name in processes})
+        yield found
     finally:
         for process in processes.values():
             process.send_signal(signal.SIGTERM)

@@ -14,7 +14,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -171,6 +171,12 @@ def frozen(pid: int) -> list[Watched]:
             time.sleep(POLL_S)
         tree |= new
     return [Watched(each) for each in sorted(tree) if state(each) not in ENDED]
+
+
+def kill_all(frozen: Sequence[Watched]) -> None:
+    """SIGKILL to a frozen tree.  Children first: the kernel sends SIGHUP to a stopped process whose parent is gone."""
+    for each in reversed(frozen):
+        each.kill()
 
 
 def free_ports(count: int) -> list[int]:

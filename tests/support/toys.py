@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +61,34 @@ class Sums:
 
     def fingerprint(self) -> str:
         return f"sums-{self.samples}-{self.seq_len}-{self.vocab}-{self.masked}"
+
+
+class Paced(Sums):
+    """Slow, so that what strikes finds a run that has not ended; until ``calm`` exists."""
+
+    def __init__(self, calm: str, pace_s: float, **args: Any) -> None:
+        super().__init__(**args)
+        self.calm, self.pace_s = Path(calm), pace_s
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        if not self.calm.exists():
+            time.sleep(self.pace_s)
+        return super().read(ids)
+
+
+class Late(Sums):
+    """Who first reads ``sample`` needs ``late_s`` for it; ``mark`` then exists, and tells the next one that it is not the first."""
+
+    def __init__(self, sample: int, late_s: float, mark: str, **args: Any) -> None:
+        super().__init__(**args)
+        self.sample, self.late_s, self.mark = sample, late_s, Path(mark)
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        if self.sample in ids:
+            with suppress(FileExistsError):
+                self.mark.touch(exist_ok=False)
+                time.sleep(self.late_s)
+        return super().read(ids)
 
 
 class Own(nn.Module):

@@ -38,9 +38,18 @@ class Nodes:
         ray.init(address=self.cluster.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
         self.nodes: dict[str, Any] = {}
 
-    def add(self) -> None:
-        node = self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    def add(self, cpus: int = 1) -> None:
+        node = self.cluster.add_node(num_cpus=cpus, object_store_memory=80 * 2**20)
         self.nodes[node.node_id] = node
+
+    def replace_the_dead(self, cpus: int) -> None:
+        """Another node for each one whose raylet has ended."""
+        for node_id, node in list(self.nodes.items()):
+            if node.all_processes["raylet"][0].process.poll() is not None:
+                del self.nodes[node_id]
+                self.cluster.worker_nodes.discard(node)
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
+                self.add(cpus)
 
     def kill(self, node_id: str) -> None:
         node = self.nodes.pop(node_id)

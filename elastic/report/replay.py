@@ -1,0 +1,167 @@
+"""What happened and why, from the journal alone; and whether this version would decide the same.
+
+A journal is a row of segments, each a snapshot and the records after it (``storage/journal.py``).  ``tell`` shows each record: time, event,
+edge, actions, reason.  ``differences`` calls ``advance`` from what was known before each record, with the recorded time and rules: states
+and actions must be the same, so a kept journal is a regression test of every decision in it.  Sentences are compared only with what
+the same version and the same rules would say: another version may word them better.
+
+Beats, ticks, renewals and capacities are recorded only where something came of them; what they changed goes with the next record.
+So those fields are taken from the record itself before it is decided again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.control import codec
+from elastic.control.machine import advance
+from elastic.control.rules import Rules
+
+Json = Mapping[str, Any]
+Segment = tuple[Json, Sequence[Json]]
+
+QUIET = ("watch", "slots", "lease_until")
+"""The fields of ``RunState`` that unrecorded events change."""
+SHOWN_MEMBERS = 8
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Record ``n`` has ``recorded`` where this version decides ``decided``.  ``what``: state, actions or reason."""
+
+    n: int
+    what: str
+    recorded: str
+    decided: str
+
+    def __str__(self) -> str:
+        return f"record {self.n}: {self.what} {self.recorded or 'nothing'}; this version: {self.decided or 'nothing'}"
+
+
+# ---- what happened
+
+
+def tell(segments: Iterable[Segment]) -> Iterator[str]:
+    """A line a record; commits to which nothing else happened are one line."""
+    before, state, commits = 0.0, "", list[Json]()
+    for snapshot, records in segments:
+        state = state or snapshot["run"]["state"]["$"]
+        for record in records:
+            if record["event"]["$"] == "StepDone" and not record["actions"] and record["state"] == state:
+                commits.append(record)
+                continue
+            if commits:
+                yield _commits(commits, before)
+                before, commits = commits[-1]["at"], []
+            yield _line(record, state, before or record["at"])
+            before, state = record["at"], record["state"]
+    if commits:
+        yield _commits(commits, before)
+
+
+def _commits(records: Sequence[Json], before: float) -> str:
+    first, last = records[0], records[-1]
+    steps = [each["event"]["outcome"]["step"] for each in (first, last)]
+    said = f"commit of step {steps[0]}" if len(records) == 1 else f"commits of steps {steps[0]} to {steps[1]}"
+    return f"{_head(first, before or first['at'])}  {said}"
+
+
+def _line(record: Json, state: str, before: float) -> str:
+    edge = f"  [{state} → {record['state']}]" if state != record["state"] else ""
+    done = "".join(f"\n{'':>31}do {action_line(each)}" for each in record["actions"])
+    why = f"\n{'':>31}{record['reason']}" if record["reason"] else ""
+    return f"{_head(record, before)}  {event_line(record['event'])}{edge}{why}{done}"
+
+
+def _head(record: Json, before: float) -> str:
+    at = record["at"]
+    clock = time.strftime("%H:%M:%S", time.localtime(at)) + f"{at % 1:.3f}"[1:]
+    return f"{record['n']:>6} {clock} {f'+{at - before:.3f}':>9}s"
+
+
+def event_line(event: Json) -> str:
+    """What happened, without what it carries."""
+    told = {name: value for name, value in event.items() if name in ("worker", "node", "generation", "step", "cause", "reason", "why")}
+    if "outcome" in event:
+        told["step"] = event["outcome"]["step"]
+    if event.get("version"):
+        told["version"] = f"{event['version']['step']}@g{event['version']['generation']}"
+    if event["$"] == "Fenced":
+        told["holds"] = ", ".join(f"{each['version']['step']}@g{each['version']['generation']}" for each in event["held"]) or "nothing"
+        told["prepared"] = event["prepared"]
+    return " ".join([event["$"], *(f"{name}={_short(value)}" for name, value in told.items())])
+
+
+def action_line(action: Json) -> str:
+    """What was to be done, to whom."""
+    match action["$"]:
+        case "Form":
+            plan = action["plan"]
+            layout, version = plan["layout"], plan["version"]
+            return (
+                f"Form generation {plan['generation']} of {_members(plan['members'])} as {layout['dp_replicate']}×{layout['dp_shard']} "
+                f"at step {version['step']}@g{version['generation']} from {plan['tier']}"
+            )
+        case "Settle":
+            outcome = action["outcome"]
+            said = f"step {outcome['step']} was committed" if outcome else "nothing more was committed"
+            return f"Settle generation {action['generation']} for {_members(action['members'])}: {said}"
+        case name:
+            members = action.get("members") or action.get("workers")
+            told = {key: value for key, value in action.items() if key in ("generation", "save", "reason", "avoid") and value != []}
+            if "version" in action:
+                told["version"] = f"{action['version']['step']}@g{action['version']['generation']}"
+            return " ".join([name, *([_members(members)] if members else []), *(f"{key}={_short(value)}" for key, value in told.items())])
+
+
+def _members(members: Sequence[str]) -> str:
+    more = f" and {len(members) - SHOWN_MEMBERS} more" if len(members) > SHOWN_MEMBERS else ""
+    return ",".join(members[:SHOWN_MEMBERS]) + more
+
+
+def _short(value: Any) -> str:
+    lines = str(value).strip().splitlines() or [""]
+    return lines[-1]
+
+
+# ---- would it be decided so again
+
+
+def rules_of(segments: Sequence[Segment]) -> Rules | None:
+    """Those that the newest segment was decided by; None in journals that do not say."""
+    found = [snapshot["rules"] for snapshot, _ in segments if snapshot.get("rules")]
+    rules: Rules | None = codec.decode(Rules, found[-1]) if found else None
+    return rules
+
+
+def differences(segments: Sequence[Segment], code: str, rules: Rules | None = None) -> Iterator[Difference]:
+    """Where this version, called ``code``, decides otherwise.  ``rules``: for segments that do not hold their own.
+
+    Raises :class:`ValueError` without any, :class:`~elastic.control.codec.UnknownFormat` for a journal that this version cannot read.
+    """
+    for snapshot, records in segments:
+        recorded = snapshot.get("rules")
+        by = codec.decode(Rules, recorded) if recorded else rules
+        if by is None:
+            raise ValueError("the journal does not say by which rules it was decided: name the job file instead of the journal")
+        yield from _of_segment(snapshot, records, by, sentences=bool(recorded) and snapshot["code"] == code)
+
+
+def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Difference]:
+    known = dict(snapshot["run"])
+    codec.fold(snapshot, ())  # refuses a format that is not ours
+    for record in records:
+        known.update({name: value for name, value in record["changed"].items() if name in QUIET})
+        decided = advance(codec.decode_run(known), codec.decode_event(record["event"]), record["at"], rules)
+        state = type(decided.run.state).__name__
+        if state != record["state"]:
+            yield Difference(record["n"], "state", record["state"], state)
+        if codec.encode(decided.actions) != record["actions"]:
+            wanted, ours = ("; ".join(map(action_line, each)) for each in (record["actions"], codec.encode(decided.actions)))
+            yield Difference(record["n"], "actions", wanted, ours)
+        if sentences and decided.reason != record["reason"]:
+            yield Difference(record["n"], "reason", repr(record["reason"]), repr(decided.reason))
+        known.update(record["changed"])

@@ -1,0 +1,45 @@
+"""Whose doing it is that a generation stopped here: the job's, a peer's, the bucket's, or this process's own device's.
+
+A device's error that cannot be mended (a failed assertion in a kernel, an illegal address, a fault of the hardware) is *sticky*: it was
+raised by something that was launched long ago, comes up in whatever call happens to be next, a peer's collective or our own polling
+among them, and then in every later call of this process.  So neither its class nor its place tells it from others.  A call does.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from elastic.control.commit import BadRecord
+from elastic.errors import FencedOff, WorldBroken
+from storage.errors import Damaged, StorageError
+
+
+def touch(device: torch.device) -> None:
+    """The cheapest call that asks the device something.  Never waits; raises once this process cannot use it any more."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).query()
+
+
+def classify(error: Exception, ask_device: Callable[[], None]) -> tuple[str, str]:
+    """(cause of ``Broken``, signature) of what stopped a generation here; ``ask_device`` is :func:`touch`, for this worker's.
+
+    A collective that failed is a peer's doing; that is told from the user's code by where the exception was raised.
+    """
+    if isinstance(error, FencedOff):
+        return "lease", ""
+    try:
+        ask_device()
+    except RuntimeError as sticky:
+        return "device", str(sticky).partition("\n")[0]
+    if isinstance(error, Damaged):
+        return "damaged", ""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
+        return "peer", ""
+    theirs = [f for f in frames if not any(part in f.filename for part in ("/torch/", "/elastic/train/", "/elastic/engine/"))]
+    frame = (theirs or frames)[-1]
+    return "job", f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"

@@ -1,0 +1,320 @@
+"""R6: the coordinator is SIGKILLed, again and again, in every state.  Workers step on; the next one goes on where the journal ends.
+
+No world ends because of it: the generation grows only where a worker is lost too, no step is lost or committed twice, and the bits are
+those of the run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from actors import cluster
+from actors.coordinator import View
+from actors.launch import attach
+from elastic.control.events import StepDone
+from elastic.control.recovery import MAX_DEATHS
+from elastic.data.cursor import Cursor
+from elastic.ids import WorkerId
+from elastic.job import Job
+from elastic.report.story import StepLine
+from elastic.runs import Run
+from elastic.train.local import run_local
+from storage.journal import owners
+from storage.tails import DEPOSED
+from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
+from tests.support.kills import SAMPLES
+from tests.support.processes import Ended, Watched
+from tests.support.toys import toy_job
+
+STEPS = 44
+GATE = 36
+"""No run passes this step before its coordinators have died as often as they shall."""
+LONG = pytest.mark.full
+When = Callable[[View], bool]
+
+
+def job_of(bucket: Path, name: str, **changes: Any) -> Job:
+    ids = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)
+    args = {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(bucket / "gate")}}
+    values: dict[str, Any] = {
+        "name": name,
+        "steps": STEPS,
+        "data": {"dataset": "tests.support.toys:Sums", "args": args},
+        "workers": {"min": 1, "max": 2},
+        "checkpoint": {"save_every": 6},
+        "deadlines": {"grow_debounce_s": 8, "stall_s": 120},
+    }
+    return toy_job(bucket, **(values | changes))
+
+
+@dataclass
+class Killer:
+    """Kills the coordinator at the first look at which the next of ``whens`` is so; then, or when ``opens`` is so, opens the gate.
+
+    ``frozen_s``: keep Ray from making it again for so long.
+    """
+
+    bucket: Path
+    whens: list[When]
+    frozen_s: float = 0.0
+    opens: When = lambda view: False
+    ends: list[Ended] = field(default_factory=list)
+    committed: int = 0
+    """By the worker that committed least, between the last kill and the next coordinator's first moment."""
+    claimed: int = 0
+    """Coordinators that had claimed the run by then."""
+    _last: int = 0
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        self.look(witness, view)
+        if not self.whens or self.opens(view):
+            (self.bucket / "gate").touch()
+        return not self.whens
+
+    def look(self, witness: Witness, view: View) -> None:
+        if view.pid != self._last and self.whens and self.whens[0](view):
+            self.whens.pop(0)
+            self._last = view.pid
+            before, raylet = self.steps(witness), Raylet(view.pid)
+            with Watched(view.pid) as coordinator:
+                coordinator.kill()
+                if self.frozen_s:
+                    raylet.hold(self.frozen_s)
+                    self.claimed = len(list((self.bucket / witness.job_name / "owner").iterdir()))
+                    raylet.let_go()
+                self.ends.append(coordinator.wait(10))
+            self.committed = min(after - before[worker] for worker, after in self.steps(witness).items())
+
+    @staticmethod
+    def steps(witness: Witness) -> dict[str, int]:
+        """What each worker's own counters say."""
+        return {worker: seen.counters["step"] for worker, seen in witness.seen.items() if seen.ended is None}
+
+
+class Raylet:
+    """Of the node where ``coordinator`` runs: what makes it again."""
+
+    def __init__(self, coordinator: int) -> None:
+        parent = psutil.Process(coordinator).parent()
+        assert parent is not None and parent.name() == "raylet"
+        self.process, self.stopped = parent, set[int]()
+        self.busy = {child.pid for child in parent.children() if "IDLE" not in "".join(child.cmdline())}
+
+    def hold(self, seconds: float) -> None:
+        """Stop every process in which it would be made again, from its first moment."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for pid in {child.pid for child in self.process.children()} - self.busy - self.stopped:
+                self._signal(pid, signal.SIGSTOP)
+                self.stopped.add(pid)
+            time.sleep(0.005)
+
+    def let_go(self) -> None:
+        for pid in self.stopped:
+            self._signal(pid, signal.SIGCONT)
+
+    @staticmethod
+    def _signal(pid: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def running(step: int) -> When:
+    return lambda view: view.state == "Running" and view.step >= step
+
+
+def in_state(state: str, generation: int) -> When:
+    return lambda view: (view.state, view.generation) == (state, generation)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One worker in this process, without Ray; the samples by the cursor alone."""
+    bucket = tmp_path_factory.mktemp("undisturbed")
+    (bucket / "gate").touch()
+    job, cursor = job_of(bucket, "undisturbed"), Cursor(SAMPLES, 16, 0, "permutation")
+    lines: list[Any] = []
+    assert run_local(job, lines.append)[0] == "Finished"
+    losses = [line.loss for line in lines if isinstance(line, StepLine)]
+    steps = {step: tuple(cursor.microbatch_ids(step, i, 2) for i in range(job.microbatches)) for step in range(1, STEPS + 1)}
+    ledger = {step: SimpleNamespace(samples=ids) for step, ids in steps.items()}
+    return SimpleNamespace(hash=exported_hash(job), losses=losses, ledger=ledger)
+
+
+def take_overs(job: Job) -> list[str]:
+    """The state in which each coordinator but the first found the run, by the journal."""
+    records = Run.open(job).records()
+    states = ["Waiting", *(record["state"] for record in records)]
+    return [states[number] for number, record in enumerate(records) if record["event"]["$"] == "Recovered"]
+
+
+def assert_taken_over(chaos: Trial, killer: Killer, states: Sequence[str]) -> None:
+    """As many coordinators as were killed, each by SIGKILL, each found the run in the state in which its predecessor died."""
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL] * len(states)
+    assert take_overs(chaos.job) == list(states)
+    claims = owners(Run.open(chaos.job).store, chaos.job.name)
+    assert sorted(claims) == list(range(1, len(states) + 2)) and len({claim["life"] for claim in claims.values()}) == 1
+
+
+class Zombie(Killer):
+    """After the coordinator was killed and followed, somebody still gives orders in its name."""
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        self.look(witness, view)
+        if not self.ends or view.incarnation != 2 or view.state != "Running":
+            return False
+        workers = [ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE) for worker in view.workers]
+        for order in (("fence", 1), ("settle", 1, None), ("exit",), ("pause", 1, True)):
+            ray.get([worker.obey.remote(1, *order) for worker in workers])
+        (keeper,) = cluster.named(f"{view.token}/keeper-").values()
+        for call, argument in ((keeper.open_store, 99), (keeper.kill, "w1"), (keeper.close_store, 1)):
+            with pytest.raises(ray.exceptions.RayTaskError, match="was heard; the journal of coordinator 1"):
+                ray.get(call.remote(1, argument))
+        self.answer = ray.get(keeper.copy.remote(1, 0, 0, b""))
+        (self.bucket / "gate").touch()
+        return True
+
+
+@pytest.mark.must_run_in_ci
+def test_workers_step_on_for_ten_seconds_without_a_coordinator(tmp_path: Path, undisturbed: Any) -> None:
+    """R6, R9: its restart is held up on purpose; at least five commits on the workers' own counters meanwhile.
+
+    Then somebody gives orders in the name of the dead one: neither workers nor keepers heed them.
+    """
+    killer = Zombie(tmp_path, [running(5)], frozen_s=10.0)
+    chaos = trial(job_of(tmp_path, "ten-seconds"), killer)
+    assert killer.claimed == 1, "nobody had taken over by then"
+    assert killer.committed >= 5
+    assert killer.answer == DEPOSED
+    assert_taken_over(chaos, killer, ["Running"])
+    assert_survived(chaos, undisturbed, worlds=(2,), tiers=("init",))
+
+
+@pytest.mark.must_run_in_ci
+def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undisturbed: Any) -> None:
+    """R6, R8: while it runs, right after a save began, twice in a row; a worker dies, and the coordinator while the others form."""
+    whens = [running(3), lambda view: view.step >= 12, running(13), in_state("Forming", 2), in_state("Forming", 3)]
+    killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2))
+    job = job_of(tmp_path, "again", faults=[{"point": "backward", "step": 20, "world_rank": 1}])
+    chaos = trial(job, killer)
+    assert_taken_over(chaos, killer, ["Running", "Running", "Running", "Forming", "Forming"])
+    assert_survived(chaos, undisturbed, worlds=(2, 1, 2), tiers=("init", "live", "live"))
+
+
+@pytest.mark.must_run_in_ci
+def test_while_it_stops_and_while_it_finishes(tmp_path: Path) -> None:
+    """R6, R21: a stop that was asked for is not forgotten; the same command goes on; the last save is not lost."""
+    big = {"vocab": 29, "dim": 256, "layers": 4, "heads": 2, "dropout": 0.1}
+    reference = job_of(tmp_path / "reference", "reference", model_args=big, steps=12)
+    assert run_local(reference, lambda line: None)[0] == "Finished"
+    job = job_of(tmp_path, "ends", model_args=big, steps=12)
+    stopped = trial(job, Stopper(tmp_path, [lambda view: view.state == "Stopping"]), hash_it=False)
+    assert stopped.result.state == "Stopped" and 2 <= stopped.result.step < 12
+    assert take_overs(job) == ["Stopping"]
+    newest = Run.open(job).newest()
+    assert newest is not None and newest.step == stopped.result.step, "it was saved"
+    assert_nothing_left(stopped)
+
+    killer = Killer(tmp_path, [lambda view: view.state == "Finishing"])
+    finished = trial(job, killer)
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL]
+    assert take_overs(job) == ["Stopping", "Finishing"]
+    assert (finished.result.state, finished.hash) == ("Finished", exported_hash(reference))
+    assert [step for step, _ in samples(finished.ledger)] == list(range(1, 13))
+    work = stopped.witness.total("microbatches_run") + finished.witness.total("microbatches_run")
+    assert work == 12 * job.microbatches
+    assert len(formed(Run.open(job).records())) == 2, "one world each time"
+    assert_nothing_left(finished)
+
+
+class Stopper(Killer):
+    """Asks for a stop first."""
+
+    asked = False
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if not self.asked and view.step >= 2:
+            self.asked = True
+            ray.get(attach(witness.job_name).stop.remote("a test asks for it"))
+        return super().__call__(witness, view)
+
+
+class Poisoner:
+    """Tells each coordinator something that it cannot handle."""
+
+    told = 0
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if view.incarnation == self.told + 1 and view.state == "Running" and view.step >= 3:
+            self.told += 1
+            poison: Any = StepDone(WorkerId("w1"), view.generation, None)  # type: ignore[arg-type]
+            attach(witness.job_name).post.options(max_task_retries=0).remote(poison)
+        return self.told == MAX_DEATHS
+
+
+@LONG
+@pytest.mark.timeout(300)
+def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_path: Path, undisturbed: Any) -> None:
+    """Three tries; then workers save and stop, and the same command goes on from there."""
+    (tmp_path / "gate").touch()
+    job = job_of(tmp_path, "poison", data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": 0.04}})
+    poisoned = trial(job, Poisoner(), hash_it=False)
+    assert poisoned.result.state == "Failed" and poisoned.result.exit_code == 2, poisoned.result
+    assert "3 coordinators failed at the same event: StepDone: AttributeError at stepping.py:" in poisoned.result.reason
+    newest = Run.open(job).newest()
+    assert newest is not None and newest.step == poisoned.result.step < STEPS, "it was saved"
+    assert len(owners(Run.open(job).store, job.name)) == MAX_DEATHS, "the third one does not die, but gives up"
+    assert_nothing_left(poisoned)
+    finished = trial(job)
+    assert (finished.result.state, finished.hash) == ("Finished", undisturbed.hash)
+    assert_nothing_left(finished)
+
+
+@LONG
+@pytest.mark.timeout(300)
+def test_together_with_a_worker(tmp_path: Path, undisturbed: Any) -> None:
+    """R6, R8: nobody is there to notice the death of the worker; the next coordinator finds it gone."""
+
+    class Both(Killer):
+        def __call__(self, witness: Witness, view: View) -> bool:
+            if self.whens and self.whens[0](view) and "w2" in witness.seen:
+                witness.seen["w2"].process.kill()
+            return super().__call__(witness, view)
+
+    killer = Both(tmp_path, [running(5)])
+    chaos = trial(job_of(tmp_path, "together"), killer)
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL]
+    assert [each.worker for each in chaos.witness.killed()] == ["w2"]
+    assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
+    assert samples(chaos.ledger) == samples(undisturbed.ledger)
+    worlds = [len(each.members) for each in formed(Run.open(chaos.job).records())]
+    assert worlds in ([2, 1, 2], [2, 2]), worlds
+    assert chaos.witness.total("healed_bucket_bytes") == 0
+    assert_nothing_left(chaos)
+
+
+@LONG
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(5))
+def test_at_random_moments(tmp_path: Path, undisturbed: Any, seed: int) -> None:
+    """R6: eight times in one run, with a worker's death between."""
+    rng = random.Random(seed)
+    steps = sorted(rng.sample(range(2, GATE), 8))
+    killer = Killer(tmp_path, [lambda view, step=step: view.step >= step for step in steps])  # type: ignore[misc]
+    job = job_of(tmp_path, f"random-{seed}", faults=[{"point": "before_update", "step": rng.randrange(10, 40), "world_rank": 1}])
+    chaos = trial(job, killer)
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL] * 8
+    assert_survived(chaos, undisturbed, worlds=(2, 1, 2), tiers=("init", "live", "live"))

@@ -1,0 +1,98 @@
+"""R3: a member that hangs is named and replaced, whatever it hangs in; one that is only late is not.
+
+Nothing here ends by a timeout of a collective: those last a day.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.data.cursor import Cursor
+from elastic.job import Job
+from elastic.report.story import Sentence
+from tests.support.chaos import Trial, assert_survived, trial
+from tests.support.toys import toy_job
+
+STEPS, STEP = 60, 12
+SAMPLES = 16 * STEPS
+"""One epoch, so that each sample belongs to exactly one step."""
+READ_S = 0.04
+
+
+def job_of(bucket: Path, name: str, workers: int, **changes: Any) -> Job:
+    """Steps of 4 × ``READ_S`` with two workers."""
+    values: dict[str, Any] = {
+        "name": name,
+        "steps": STEPS,
+        "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": READ_S}},
+        "workers": {"min": 1, "max": workers},
+        "deadlines": {"grow_debounce_s": 8, "stall_s": 2, "fence_s": 2},
+    }
+    return toy_job(bucket, **(values | changes))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    return trial(job_of(tmp_path_factory.mktemp("undisturbed"), "undisturbed", 2))
+
+
+def told(chaos: Trial) -> list[str]:
+    return [line.text for line in chaos.lines if isinstance(line, Sentence)]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("point", "kind", "layout"),
+    [
+        ("before_commit", "SIGSTOP", {}),  # all others have entered the commit
+        pytest.param("forward", "SIGSTOP", {}, marks=pytest.mark.full),
+        pytest.param("backward", "held_gil", {}, marks=pytest.mark.full),
+        pytest.param("before_commit", "held_gil", {}, marks=pytest.mark.full),
+        pytest.param("in_update", "SIGSTOP", {}, marks=pytest.mark.full),
+        pytest.param("backward", "SIGSTOP", {"dp_replicate": 1}, marks=pytest.mark.full),
+    ],
+)
+def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Trial, point: str, kind: str, layout: dict[str, int]) -> None:
+    """R3: three workers, one stands still; the two others stay the same processes, and a third comes."""
+    fault = {"point": point, "step": STEP, "world_rank": 1, "kind": kind}
+    job = job_of(
+        tmp_path, f"hang-{point}-{kind.lower()}", 3, faults=[fault], parallel=layout, checkpoint={"save_every": 1 if layout else 100}
+    )
+    chaos = trial(job)
+    tier = "bucket" if layout else "live"
+    assert_survived(chaos, undisturbed, worlds=(3, 2, 3), tiers=("init", tier, "live"))
+    (victim,) = chaos.witness.killed()
+    blamed = [text for text in told(chaos) if "no member moved for" in text]
+    assert len(blamed) == 1, told(chaos)
+    if kind == "SIGSTOP":
+        assert f"{victim.worker} has completed least (step {STEP - 1}, " in blamed[0] and "it is stopped" in blamed[0]
+    else:  # its counters are those of the others, who wait for it: the fence tells
+        assert [text for text in told(chaos) if f"expel {victim.worker}" in text or f"{victim.worker} did not answer" in text], told(chaos)
+
+
+def late(folder: Path, name: str, late_s: float) -> Trial:
+    sample = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(STEP, 0, 2)[0]
+    args = {"samples": SAMPLES, "read_s": READ_S, "sample": sample, "late_s": late_s, "mark": str(folder / name)}
+    return trial(
+        job_of(folder, name, 2, data={"dataset": "tests.support.toys:Late", "args": args}, deadlines={"stall_s": 0.3, "fence_s": 2})
+    )
+
+
+@pytest.mark.timeout(240)
+def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_path: Path, undisturbed: Trial) -> None:
+    """R3: a step that takes more than twice as long as the others, longer than ``stall_s``: nobody is blamed.  The control: one whose data
+    do not come at all is expelled, and not the one that waits for it in a collective."""
+    slow = late(tmp_path, "late", 3 * 4 * READ_S)
+    assert_survived(slow, undisturbed, worlds=(2,), tiers=("init",))
+    assert (tmp_path / "late").exists() and not [text for text in told(slow) if "no member moved" in text]
+
+    stuck = late(tmp_path, "stuck", 600.0)
+    assert (stuck.result.state, stuck.hash, stuck.losses) == ("Finished", undisturbed.hash, undisturbed.losses)
+    (victim,) = stuck.witness.killed()
+    (blamed,) = [text for text in told(stuck) if "no member moved" in text]
+    assert f"{victim.worker} has completed least (step {STEP - 1}, " in blamed and "it reads data" in blamed
+    (waiting,) = {"w1", "w2"} - {victim.worker}
+    assert stuck.witness.seen[waiting].final["updates_applied"] == STEPS

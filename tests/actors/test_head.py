@@ -1,0 +1,86 @@
+"""R7: Ray's head goes down and comes back, with what it knows in RocksDB (``RAY_gcs_storage``, alpha in Ray 2.60; no Redis).
+
+Meanwhile the world steps on, and a coordinator that dies then is made again as soon as the head is back.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors import cluster
+from actors.coordinator import View
+from tests.actors.test_failover import GATE, STEPS, job_of, take_overs
+from tests.support.chaos import Witness, assert_survived, trial
+from tests.support.commands import ROOT
+from tests.support.processes import Ended, Watched
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+DOWN_STEPS = 5
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cluster whose head remembers."""
+    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_gcs_storage", "rocksdb")
+        patch.setenv("RAY_gcs_storage_path", str(tmp_path_factory.mktemp("gcs")))
+        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
+        cluster.connect("local")
+        yield
+        ray.shutdown()
+
+
+class HeadDown:
+    """Kills the head's store, then, steps later, the coordinator; steps later brings the head back."""
+
+    def __init__(self, bucket: Path) -> None:
+        self.bucket, self.ends = bucket, list[Ended]()
+        self.committed: list[int] = []
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if view.incarnation > 1:
+            (self.bucket / "gate").touch()
+            return True
+        if view.state == "Running" and view.step >= 5:
+            head: Any = ray._private.worker._global_node
+            (gcs,) = head.all_processes["gcs_server"]
+            with Watched(gcs.process.pid) as down, Watched(view.pid) as coordinator:
+                head.kill_gcs_server(check_alive=False)
+                self.ends.append(down.wait(10))
+                self._let_them_step(witness)
+                coordinator.kill()
+                self.ends.append(coordinator.wait(10))
+                self._let_them_step(witness)
+            head.start_gcs_server()
+        return False
+
+    def _let_them_step(self, witness: Witness) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        before = {worker: seen.counters["step"] for worker, seen in witness.seen.items()}
+        while min(seen.counters["step"] - before[worker] for worker, seen in witness.seen.items()) < DOWN_STEPS:
+            assert time.monotonic() < deadline, "they do not step without a head"
+            time.sleep(0.01)
+        self.committed.append(DOWN_STEPS)
+
+
+def test_the_head_restarts_and_the_coordinator_dies_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "gate").touch()
+    act = HeadDown(tmp_path)
+    chaos = trial(job_of(tmp_path, "head"), act)
+    assert len(act.committed) == 2 and 5 + 2 * DOWN_STEPS < GATE < STEPS
+    assert act.ends[1].signal is signal.SIGKILL and os.path.exists(tmp_path / "gate")
+    assert take_overs(chaos.job) == ["Running"]
+    reference = trial(job_of(tmp_path / "reference", "reference"))
+    assert_survived(chaos, reference, worlds=(2,), tiers=("init",))

@@ -1,0 +1,226 @@
+"""R9, R10: real partitions.  Two workers on two hosts, the coordinator on a third; each is a network namespace (tests/support/hosts.py).
+
+Whoever is cut off commits nothing and is gone when the network is back; who is left trains on, or waits, and the bits are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors import cluster
+from actors.coordinator import View
+from actors.launch import attach
+from elastic.job import Job
+from elastic.report.story import Sentence
+from elastic.runs import Run
+from elastic.train.local import run_local
+from storage.checkpoints import Checkpoints
+from tests.support.chaos import Trial, Witness, assert_nothing_left, exported_hash, formed, samples, trial
+from tests.support.hosts import Hosts
+from tests.support.toys import toy_job
+
+STEPS = 120
+SAMPLES = 16 * STEPS
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="no /dev/net/tun, of which hosts are made"),
+]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    ray.shutdown()  # of the modules before
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_cluster(hosts: Hosts) -> Iterator[None]:
+    """Instead of the one that all other modules have."""
+    yield
+
+
+def job_of(bucket: Path, name: str, **changes: Any) -> Job:
+    """Slow enough to be cut and mended on its way; once ``calm`` exists, as fast as it can."""
+    args = {"samples": SAMPLES, "pace_s": 0.04, "calm": str(bucket / "calm")}
+    values: dict[str, Any] = {
+        "name": name,
+        "steps": STEPS,
+        "data": {"dataset": "tests.support.toys:Paced", "args": args},
+        "workers": {"min": 1, "max": 2},
+        "checkpoint": {"save_every": 10},
+        "deadlines": {"grow_debounce_s": 1, "stall_s": 3, "fence_s": 3, "form_s": 20, "lease_s": 12},
+    }
+    return toy_job(bucket, **(values | changes))
+
+
+@pytest.fixture(autouse=True)
+def all_are_there(hosts: Hosts) -> Iterator[None]:
+    yield
+    hosts.rejoin()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the undisturbed run."""
+    job = job_of(tmp_path_factory.mktemp("reference"), "local")
+    (Path(job.bucket) / "calm").touch()
+    assert run_local(job, lambda line: None)[0] == "Finished"
+    return exported_hash(job)
+
+
+def told(chaos: Trial) -> list[str]:
+    return [line.text for line in chaos.lines if isinstance(line, Sentence)]
+
+
+def assert_same(chaos: Trial, reference: str) -> None:
+    """Finished, the bits, each sample once, nothing left."""
+    assert chaos.result.state == "Finished", (chaos.result, told(chaos))
+    assert chaos.hash == reference
+    assert sorted(i for _, ids in samples(chaos.ledger) for part in ids for i in part) == list(range(SAMPLES))
+    assert chaos.losses[-1] <= 0.8 * chaos.losses[0]
+    assert_nothing_left(chaos)
+
+
+class Cut:
+    """What a trial calls at every look: cuts at step 12, mends when ``enough`` says so, takes the hosts back, lets it run."""
+
+    def __init__(self, hosts: Hosts, calm: Path, cut: Callable[[int], None], enough: Callable[[View], bool]) -> None:
+        self.hosts, self.file, self.cut, self.enough = hosts, calm, cut, enough
+        self.phase, self.at, self.name = "calm", 0, ""
+        self.nodes = {host: hosts.node(host) for host in range(1, hosts.number)}
+        self.homes: dict[int, str] = {}
+        """The worker of each host when it was cut."""
+        self.victim = 0
+        """The host of a worker, but not of the coordinator, which Ray may have put anywhere."""
+        self.then: dict[str, dict[str, int]] = {}
+        """The counters of each worker, and so again just before the cut was mended."""
+        self.before_mending: dict[str, dict[str, int]] = {}
+        self.alive: set[str] = set()
+        """Whose processes lived at that moment, by the word of the kernel."""
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        getattr(self, self.phase)(witness, view)
+        return self.phase == "over"
+
+    def calm(self, witness: Witness, view: View) -> None:
+        self.name = view.token.rpartition("-")[0].rpartition("-")[0]
+        if view.step >= 12 and len(witness.seen) == len(view.workers) == 2:
+            self.homes = {host: worker for worker, node in view.workers.items() for host, each in self.nodes.items() if each == node}
+            home = cluster.node_of(attach(self.name))
+            self.victim = next(host for host in (2, 1) if self.nodes[host] != home)
+            self.cut(self.victim)
+            self.at, self.then, self.phase = view.step, counters(witness), "dark"
+
+    def dark(self, witness: Witness, view: View) -> None:
+        if self.enough(view):
+            self.before_mending = counters(witness)
+            self.alive = {worker for worker, seen in witness.seen.items() if seen.process.running}
+            self.hosts.mend()
+            self.hosts.thaw()
+            self.phase = "mended"
+
+    def mended(self, witness: Witness, view: View) -> None:
+        """A host that was given up joins anew, and the run goes on when its worker is there again: it is about to grow, or has."""
+        for host in range(1, self.hosts.number):
+            if self.hosts.left(host):
+                self.hosts.join(host)
+        if view.generation > 1 and view.state in ("Stopping", "Running") and len(view.workers) == 2:
+            self.file.touch()
+            self.phase = "over"
+
+
+def counters(witness: Witness) -> dict[str, dict[str, int]]:
+    return {worker: seen.counters.as_dict() for worker, seen in witness.seen.items()}
+
+
+@pytest.mark.must_run_in_ci
+@pytest.mark.parametrize("way", ["cut", pytest.param("frozen", marks=pytest.mark.full)])
+def test_the_side_without_the_coordinator_commits_nothing_and_ends(tmp_path: Path, hosts: Hosts, reference: str, way: str) -> None:
+    """R9, R10: a worker and its host are cut off, or stand still; the other trains on beside the coordinator.  The one is a zombie until
+    the network is back, or until it thaws, when it is gone before it has applied, saved or said anything more."""
+    lose = hosts.cut if way == "cut" else hosts.freeze
+    script = Cut(hosts, tmp_path / "calm", lose, lambda view: view.generation == 2 and view.step >= script.at + 6)
+    chaos = trial(job_of(tmp_path, way), script)
+    assert_same(chaos, reference)
+    zombie, other = (chaos.witness.seen[script.homes[host]] for host in (script.victim, 3 - script.victim))
+    worlds = formed(Run.open(chaos.job).records())
+    assert [(len(each.members), each.tier, each.redone) for each in worlds] == [(2, "init", 0), (1, "live", 0), (2, "live", 0)]
+    assert worlds[1].members == (other.worker,) and zombie.worker not in worlds[2].members
+    # it lived behind the cut, and neither there nor afterwards did it apply more than what was on its way when the cut came
+    assert zombie.worker in script.alive and zombie.ended is not None
+    assert zombie.final["updates_applied"] <= script.then[zombie.worker]["updates_applied"] + 1
+    assert zombie.final["generation"] == 1
+    assert other.final["updates_applied"] == STEPS and other.final["generation"] == 3
+    # of what it wrote nothing counts: of generation 1 there are no manifests beyond the cut
+    saved = Checkpoints(Run.open(chaos.job).store, chaos.job.name).versions()
+    assert all(each.version.step <= script.at + 1 for each in saved if each.version.generation == 1)
+    assert chaos.witness.total("healed_bucket_bytes") == 0
+
+
+@pytest.mark.full
+def test_two_workers_that_reach_the_coordinator_but_not_each_other(tmp_path: Path, hosts: Hosts, reference: str) -> None:
+    """R10: nobody is to blame, nobody is killed; a world forms again when they reach each other again."""
+
+    def cut(host: int) -> None:
+        hosts.cut(host, others=(3 - host,))
+
+    script = Cut(hosts, tmp_path / "calm", cut, lambda view: view.generation >= 2 and view.state == "Forming")
+    chaos = trial(job_of(tmp_path, "peers"), script)
+    assert_same(chaos, reference)
+    assert sorted(chaos.witness.seen) == ["w1", "w2"] and not chaos.witness.killed()
+    assert {seen.final["updates_applied"] for seen in chaos.witness.seen.values()} == {STEPS}
+    assert any("nobody is blamed" in text for text in told(chaos)), told(chaos)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["to", "off"])
+def test_one_way(tmp_path: Path, hosts: Hosts, reference: str, way: str) -> None:
+    """R10: a host hears and is not heard, or is heard and does not hear."""
+
+    def cut(host: int) -> None:
+        hosts.cut(host, to=way == "to", off=way == "off")
+
+    script = Cut(hosts, tmp_path / "calm", cut, lambda view: view.generation >= 2 and view.step >= script.at + 6)
+    chaos = trial(job_of(tmp_path, f"one-way-{way}"), script)
+    assert_same(chaos, reference)
+    zombie = chaos.witness.seen[script.homes[script.victim]]
+    assert zombie.final["updates_applied"] <= script.then[zombie.worker]["updates_applied"] + 1
+
+
+@pytest.mark.full
+def test_the_coordinator_is_cut_off_from_all(tmp_path: Path, hosts: Hosts, reference: str) -> None:
+    """R10: two workers step on alone until their leases are over, and not beyond; what they did alone is done again from the bucket."""
+    lease_s = 12
+    began: list[float] = []
+
+    def cut(host: int) -> None:
+        hosts.cut(0)
+        began.append(time.monotonic())
+
+    script = Cut(hosts, tmp_path / "calm", cut, lambda view: time.monotonic() > began[0] + 1.5 * lease_s)
+    chaos = trial(job_of(tmp_path, "headless"), script)
+    assert_same(chaos, reference)
+    alone = {worker: script.before_mending[worker]["updates_applied"] - script.then[worker]["updates_applied"] for worker in script.then}
+    assert all(steps > 0 for steps in alone.values()), alone
+    for worker in script.then:
+        assert chaos.witness.seen[worker].final["updates_applied"] == script.before_mending[worker]["updates_applied"]
+
+
+def test_loss_and_delay_are_survived_without_a_word(tmp_path: Path, hosts: Hosts, reference: str) -> None:
+    """R10: one packet of fifty is lost and each takes 10 ms; late is not dead."""
+    hosts.weather(loss=0.02, delay_s=0.01)
+    (tmp_path / "calm").touch()
+    try:
+        chaos = trial(job_of(tmp_path, "weather"))
+    finally:
+        hosts.mend()
+    assert_same(chaos, reference)
+    assert [len(each.members) for each in formed(Run.open(chaos.job).records())] == [2]

@@ -1,0 +1,101 @@
+"""R2, R4, H4: a whole node dies, its raylet and all its processes at once, and a node comes back.
+
+The head has room for one worker, the node that dies for the two others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+import ray
+
+from actors import cluster
+from actors.coordinator import View
+from elastic.runs import Run
+from tests.support.chaos import Witness, assert_survived, formed, trial
+from tests.support.clusters import TUNED
+from tests.support.commands import ROOT
+from tests.support.kills import Director, Grow, Script
+from tests.support.nodes import Joined, Node, joined
+from tests.support.processes import Ended
+from tests.support.room import Room
+
+CPUS = 5
+"""Of a worker: the head has 8."""
+LONG = pytest.mark.full
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_cluster() -> Iterator[None]:
+    """One whose head notices a dead node as soon as is advised."""
+    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        for name, value in TUNED.items():
+            patch.setenv(name, value)
+        cluster.connect("local")
+        yield
+        ray.shutdown()
+
+
+class PowerCuts:
+    """At each of ``steps`` the node with two workers loses its power; once the world that is left runs, another one joins."""
+
+    def __init__(self, folder: Path, script: Script, steps: Sequence[int], stack: ExitStack) -> None:
+        self.folder, self.steps, self.stack = folder, list(steps), stack
+        self.director = Director(script, folder, Room())
+        self.nodes: list[Joined] = []
+        self.victims: list[list[str]] = []
+        self.ends: list[Ended] = []
+        self._add()
+
+    def _add(self) -> None:
+        self.nodes.append(self.stack.enter_context(joined(self.folder, Node(f"n{len(self.nodes)}", 2 * CPUS))))
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        self.director(witness, view)
+        cuts = len(self.victims)
+        if view.state == "Running" and view.generation == 2 * cuts:
+            if len(self.nodes) == cuts:
+                self._add()
+        elif view.state == "Running" and self.steps and view.step >= self.steps[0] and view.workers.keys() <= witness.seen.keys():
+            self.steps.pop(0)
+            (home,) = self.nodes[-1].values()
+            self.victims.append([worker for worker, node in view.workers.items() if node == home])
+            self.ends += self.nodes[-1].cut_power(f"n{cuts}")
+        return False
+
+
+@pytest.mark.must_run_in_ci
+@pytest.mark.parametrize(("layout", "tier", "steps"), [("replicate", "live", (8,)), pytest.param("shard", "bucket", (8, 24), marks=LONG)])
+def test_a_node_loses_its_power_and_one_comes_back(
+    tmp_path: Path, script_reference: Any, layout: str, tier: str, steps: tuple[int, ...]
+) -> None:
+    """R2, R4, H4: two of three workers and the keeper beside them die at once.  The replica on the head loses no step, of shards the
+    bucket has the last save; then a node with room for two joins."""
+    script = Script(layout, 3)
+    script.form(3, "init")
+    for step in steps:
+        script.growth.append(Grow(script.generation + 1, step + 8))
+        script.form(1, tier)
+        script.form(3, "live")
+    with ExitStack() as stack:
+        act = PowerCuts(tmp_path, script, steps, stack)
+        chaos = trial(script.job(tmp_path, "nodes", workers={"min": 1, "max": 3, "cpus": CPUS}), act)
+    assert [len(each) for each in act.victims] == [2] * len(steps)
+    assert {end.signal for end in act.ends} == {SIGKILL}, act.ends
+    worlds = formed(Run.open(chaos.job).records())
+    struck = [
+        {"point": "forward", "kind": "SIGKILL", "generation": 2 * cut + 1, "world_rank": worlds[2 * cut].members.index(victim)}
+        for cut, victims in enumerate(act.victims)
+        for victim in victims
+    ]  # from outside
+    chaos = replace(chaos, job=chaos.job.replace(faults=struck))
+    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)

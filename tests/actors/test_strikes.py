@@ -1,0 +1,76 @@
+"""``elastic chaos``: faults that are drawn, performed on a run that lives, and written down."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import ray
+
+from actors.chaos import Chaos
+from actors.cli import main
+from actors.launch import attach, launch
+from elastic.runs import Run
+from elastic.sim.faults import Fault, Kind, to_json
+from elastic.train.local import run_local
+from storage.objects import ObjectStore
+from tests.support.chaos import exported_hash
+from tests.support.toys import toy_job
+
+STEPS = 60
+
+
+def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = toy_job(tmp_path, name="refused")
+    with pytest.raises(ValueError, match="partition cannot be performed here; what can be: SIGABRT, "):
+        Chaos(job, [Fault(1.0, Kind.PARTITION)])
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    assert main(["chaos", str(tmp_path / "job.toml"), "--kinds", "earthquake"]) == 1
+    assert "--kinds: 'earthquake' is not a valid Kind" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(240)
+def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command, from another thread of this process: a kill, a stop that thaws, an exception; the bits are the same."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.04}}
+    job = toy_job(tmp_path, name="struck", steps=STEPS, data=data, deadlines={"grow_debounce_s": 1, "stall_s": 10})
+    reference = toy_job(tmp_path / "reference", name="local", steps=STEPS)
+    assert run_local(reference, lambda line: None)[0] == "Finished"
+    results: list[str] = []
+    training = threading.Thread(target=lambda: results.append(launch(job).state))
+    training.start()
+    until_it_steps(job.name)
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    faults = [Fault(0.0, Kind.SIGSTOP, 0, 0.5), Fault(1.0, Kind.EXCEPTION, 1), Fault(2.0, Kind.SIGKILL, 1, state="Running")]
+    (tmp_path / "script.json").write_text(to_json(faults))
+    assert main(["chaos", str(tmp_path / "job.toml"), "--script", str(tmp_path / "script.json")]) == 0
+    shown = capsys.readouterr().out
+    training.join(120)
+    assert results == ["Finished"] and exported_hash(job) == exported_hash(reference)
+    (key,) = ObjectStore.open(job.bucket).list(f"{job.name}/chaos/")
+    told = [json.loads(line) for line in ObjectStore.open(job.bucket).get(key).splitlines()]
+    assert [(each["fault"]["kind"], each["failed"], each["state"]) for each in told] == [
+        ("SIGSTOP", "", "Running"),
+        ("exception", "", "Running"),
+        ("SIGKILL", "", "Running"),
+    ]
+    assert all(each["victim"] in ("w1", "w2") and each["pid"] and 3 <= each["step"] < STEPS for each in told)
+    assert f"3 of 3 faults performed, written to {job.bucket}/{key}" in shown
+    events = [record["event"] for record in Run.open(job).records()]
+    assert [each["worker"] for each in events if each["$"] == "Broken" and each["cause"] == "job"] == [told[1]["victim"]]
+    assert told[2]["victim"] in [each["worker"] for each in events if each["$"] == "Lost"]
+    assert main(["chaos", str(tmp_path / "job.toml")]) == 0, "it is over: that is said, and nothing is struck"
+    assert "struck is not running" in capsys.readouterr().out
+
+
+def until_it_steps(name: str) -> None:
+    """The run of this cluster; it needs seconds to begin."""
+    waited = threading.Event()
+    for _ in range(1200):
+        coordinator = attach(name)
+        if coordinator is not None and ray.get(coordinator.view.remote(10**9)).step >= 3:
+            return
+        waited.wait(0.05)
+    raise AssertionError(f"{name} does not step")

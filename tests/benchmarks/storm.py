@@ -1,0 +1,281 @@
+"""A storm: many real faults of all kinds in one run, drawn from a seed, and at the end the bits of a run that nothing happened to.
+
+    python -m tests.benchmarks.storm --seed 7 --faults 200
+    python -m tests.benchmarks.storm --seed 7 --faults 200 --keep journal.jsonl.gz     # the journal, for ``elastic replay``
+
+Four replicas on two nodes of a local Ray cluster, a small model, gloo; the head, with the coordinator, is on a third node.  A node that
+dies is replaced.  ``actors/chaos.py`` strikes; a witness holds every worker's process by its pidfd and maps its counters.  The table of
+kinds and of the states that they struck in goes to results/storm-<seed>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+
+from actors.chaos import Chaos, Strike
+from actors.coordinator import View
+from actors.launch import Result, attach, launch, reap
+from elastic.job import Job
+from elastic.report.ledger import ledger
+from elastic.report.replay import differences
+from elastic.report.story import Line, Sentence
+from elastic.runs import Run
+from elastic.sim.faults import Fault, Kind, draw
+from elastic.train.counters import segment
+from elastic.train.local import run_local
+from storage import journal
+from tests.benchmarks.recovery import where
+from tests.support.chaos import Witness, exported_hash, formed, samples
+from tests.support.toys import toy_job
+
+RESULTS = Path(__file__).parent / "results"
+STATES = ("Waiting", "Forming", "Running", "Stopping", "Finishing")
+MIX: Mapping[Kind, int] = {
+    Kind.SIGKILL: 6,
+    Kind.SIGTERM: 2,
+    Kind.SIGSEGV: 2,
+    Kind.SIGABRT: 2,
+    Kind.SIGSTOP: 3,
+    Kind.EXCEPTION: 2,
+    Kind.EXIT: 2,
+    Kind.HELD_GIL: 2,
+    Kind.MEMORY_HOG: 2,
+    Kind.SLOW: 1,
+    Kind.NODE_KILL: 1,
+    Kind.NODE_FREEZE: 1,
+    Kind.KEEPER_KILL: 1,
+    Kind.STORE_LOSS: 1,
+    Kind.COORDINATOR_KILL: 1,
+}
+"""Which kinds, and how often beside each other."""
+ALL_DIE_EVERY = 60
+"""After so many faults all workers die at once, for what happens where nobody is left."""
+PACE_S = 3.3
+STEPS_A_FAULT = 5
+SAVE_EVERY = 20
+WORKERS = 4
+NODES = 2
+END_S = 600.0
+"""From the last fault to the end of the run; never needed."""
+
+
+def job_of(folder: Path, name: str, faults: int, pace_s: float) -> Job:
+    steps = STEPS_A_FAULT * faults
+    return toy_job(
+        folder / "bucket",
+        name=name,
+        steps=steps,
+        data={"dataset": "tests.support.toys:Paced", "args": {"calm": str(folder / "calm"), "pace_s": pace_s, "samples": 16 * steps}},
+        workers={"min": 1, "max": WORKERS},
+        checkpoint={"save_every": SAVE_EVERY},
+        deadlines={"grow_debounce_s": 1, "stall_s": 4, "fence_s": 4, "form_s": 60},
+    )
+
+
+@dataclass
+class Storm:
+    """One run and all that struck it."""
+
+    job: Job
+    chaos: Chaos
+    witness: Witness
+    number: int
+    lines: list[Line] = field(default_factory=list)
+    result: Result | None = None
+
+    def show(self, line: Line) -> None:
+        self.lines.append(line)
+        if isinstance(line, Sentence):
+            print(f"{time.strftime('%H:%M:%S', time.localtime(line.at))} {line.text[:160]}", flush=True)
+
+    def train(self) -> None:
+        self.result = launch(self.job, show=self.show)
+
+
+def tell(strike: Strike) -> None:
+    print(f"{time.strftime('%H:%M:%S')}     {strike}", flush=True)
+
+
+def rage(folder: Path, seed: int, number: int, pace_s: float, spared: Iterable[str] = ()) -> Storm:
+    """Train, and strike, by all kinds that are not ``spared``, until ``number`` faults were performed; to the end of the run."""
+    from tests.benchmarks.peers.nodes import Nodes
+
+    nodes = Nodes()
+    for _ in range(NODES):
+        nodes.add(cpus=WORKERS // NODES)
+    job = job_of(folder, "storm", number, pace_s=0.17)
+    kinds = [kind for kind, share in MIX.items() if kind not in spared for _ in range(share)]
+    faults = list(draw(seed, 2 * number, 2 * number * pace_s, kinds, states=STATES[:-1]))  # more than needed: some find nobody
+    faults += [Fault(at * pace_s, Kind.SIGKILL, -1) for at in range(ALL_DIE_EVERY, number, ALL_DIE_EVERY)]
+    chaos = Chaos(job, faults, tell)
+    storm = Storm(job, chaos, Witness(job.name), number)
+    training = threading.Thread(target=storm.train, daemon=True)
+    training.start()
+    try:
+        _until_it_steps(job.name)
+        storm.witness.act = Strikes(chaos, number)
+        storm.witness.start()
+        while storm.witness.act is not None and training.is_alive():
+            nodes.replace_the_dead(WORKERS // NODES)
+            time.sleep(0.1)
+        (folder / "calm").touch()
+        until = time.monotonic() + END_S
+        while training.is_alive() and time.monotonic() < until:
+            nodes.replace_the_dead(WORKERS // NODES)
+            training.join(0.1)
+        if training.is_alive():
+            reap(job.name)
+    finally:
+        storm.witness.close()
+        chaos.close()
+        ray.shutdown()
+        nodes.close()
+    return storm
+
+
+def _until_it_steps(name: str) -> None:
+    while True:
+        coordinator = attach(name)
+        if coordinator is not None and ray.get(coordinator.view.remote(10**9)).step >= 2:
+            return
+        time.sleep(0.05)
+
+
+class Strikes:
+    """What a witness calls at every look.  The time of the storm passes only while there is somebody to be struck."""
+
+    def __init__(self, chaos: Chaos, number: int) -> None:
+        self.chaos, self.number, self.looked = chaos, number, time.monotonic()
+        chaos.began = self.looked
+
+    def __call__(self, _: Witness, view: View) -> bool:
+        before, self.looked = self.looked, time.monotonic()
+        if not view.workers:
+            self.chaos.began += self.looked - before
+        if len(self.chaos.performed) < self.number and not view.over:
+            self.chaos.heed(view)
+        return len(self.chaos.performed) >= self.number or view.over
+
+
+# ---- what it came to
+
+
+def judge(storm: Storm, reference: Job) -> dict[str, Any]:
+    """Everything that must be so, as sentences about what is not (``wrong``), and the figures."""
+    job, witness, strikes = storm.job, storm.witness, storm.chaos.performed
+    segments = journal.read(Run.open(job).store, job.name)
+    records = [record for _, each in segments for record in each]
+    worlds, steps = formed(records), ledger(records)
+    work, again = witness.total("microbatches_run"), sum(each.redone for each in worlds)
+    bound = (job.steps + again + len(strikes)) * job.microbatches
+    ends = Counter(end for strike in strikes if strike.fault["kind"] in ENDS for end in _ends_of(witness, strike))
+    used = sorted(number for _, ids in samples(steps) for part in ids for number in part)
+    bucket = any(world.tier == "bucket" for world in worlds)
+    promises = {
+        f"it did not finish: {storm.result}": storm.result is not None and storm.result.state == "Finished",
+        "the hash is another": exported_hash(job) == exported_hash(reference) != "",
+        "a step is missing": sorted(steps) == list(range(1, job.steps + 1)),
+        "a sample was not used exactly once": used == list(range(job.global_batch * job.steps)),
+        f"work {work} beyond {bound}": job.steps * job.microbatches <= work <= bound,
+        f"ends {ends}": all(ended == expected for ended, expected in ends),
+        "steps were done again without a bucket": all(
+            w.redone <= (2 * job.checkpoint.save_every if w.tier == "bucket" else 0) for w in worlds
+        ),
+        "bytes from a bucket that no world began from": (witness.total("healed_bucket_bytes") > 0) == bucket,
+        "this version decides otherwise": not [each for each in differences(segments, "") if each.what != "reason"],
+        "a process is left": all(not seen.process.running for seen in witness.seen.values()),
+        "a segment is left": not list(segment(witness.token, "").parent.glob(f"{segment(witness.token, '').name}*")),
+    }
+    return {
+        "wrong": [what for what, kept in promises.items() if not kept],
+        "faults": len(strikes),
+        "kinds": {kind: dict(Counter(strike.state for strike in strikes if strike.fault["kind"] == kind)) for kind in _kinds(strikes)},
+        "steps": job.steps,
+        "workers": len(witness.seen),
+        "worlds": len(worlds),
+        "tiers": dict(Counter(each.tier for each in worlds)),
+        "steps done again": again,
+        "microbatches": {"needed": job.steps * job.microbatches, "computed": work},
+        "records": len(records),
+        "hash": exported_hash(job),
+    }
+
+
+def _kinds(strikes: Iterable[Strike]) -> list[str]:
+    return sorted({strike.fault["kind"] for strike in strikes})
+
+
+ENDS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGABRT": signal.SIGABRT, "memory_hog": signal.SIGKILL}
+
+
+def _ends_of(witness: Witness, strike: Strike) -> Iterator[tuple[str, str]]:
+    """How each victim ended by the kernel's word, and how it should have; what was killed first, or meanwhile, by SIGKILL."""
+    expected = ENDS[strike.fault["kind"]]
+    for worker in strike.victim.split(","):
+        seen = witness.seen.get(worker)
+        ended = seen.ended.signal if seen is not None and seen.ended is not None else None
+        yield (expected.name if ended in (expected, signal.SIGKILL) else str(ended), expected.name)
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Markdown: kinds of faults and the states that they struck in."""
+    lines = [f"| fault | {' | '.join(STATES)} | all |", "|---" * (len(STATES) + 2) + "|"]
+    for kind, states in found["kinds"].items():
+        lines.append(f"| {kind} | {' | '.join(str(states.get(state, '')) for state in STATES)} | {sum(states.values())} |")
+    sums = [sum(states.get(state, 0) for states in found["kinds"].values()) for state in STATES]
+    return "\n".join([*lines, f"| all | {' | '.join(map(str, sums))} | {sum(sums)} |"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--pace", type=float, default=PACE_S, help="seconds from one fault to the next, on average")
+    parser.add_argument("--spare", nargs="+", default=[], metavar="KIND", help="kinds that are left out")
+    parser.add_argument("--keep", type=Path, help="where the journal goes")
+    parser.add_argument("--rehearsal", action="store_true", help="write no result")
+    arguments = parser.parse_args()
+    with TemporaryDirectory(prefix="storm-") as name:
+        folder = Path(name)
+        reference = job_of(folder, "calm", arguments.faults, pace_s=0.0)
+        assert run_local(reference, lambda line: None)[0] == "Finished"
+        began = time.monotonic()
+        storm = rage(folder, arguments.seed, arguments.faults, arguments.pace, arguments.spare)
+        took = time.monotonic() - began
+        found = {"seed": arguments.seed, "seconds": round(took), **judge(storm, reference), **where(), "python": platform.python_version()}
+        if arguments.keep:
+            keep(Run.open(storm.job), arguments.keep)
+    print(table(found))
+    print(json.dumps({name: value for name, value in found.items() if name != "kinds"}, indent=1))
+    if not arguments.rehearsal:
+        told = [{**each.fault, "victim": each.victim, "state": each.state, "step": each.step} for each in storm.chaos.performed]
+        found["strikes"] = [json.dumps(each) for each in told]
+        (RESULTS / f"storm-{arguments.seed}.json").write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["wrong"] else 0
+
+
+def keep(run: Run, path: Path) -> None:
+    rows = [row for snapshot, records in journal.read(run.store, run.job.name) for row in (snapshot, *records)]
+    path.write_bytes(gzip.compress("\n".join(json.dumps(row, separators=(",", ":")) for row in rows).encode(), 9, mtime=0))
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

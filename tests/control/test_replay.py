@@ -1,0 +1,101 @@
+"""Journals of real runs, kept: this version tells them, and decides as they were decided.  One that was tampered with is found out."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cli import main
+from elastic.control import codec
+from elastic.report.replay import differences, rules_of, tell
+from storage.journal import parse
+
+KEPT = sorted((Path(__file__).parent / "journals").glob("*.jsonl.gz"))
+
+
+def read(path: Path) -> Any:
+    return parse(gzip.decompress(path.read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def kills() -> Any:
+    """Eight worlds: kills in backward, growth, an exception."""
+    return read(Path(__file__).parent / "journals" / "kills.jsonl.gz")
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name.partition(".")[0])
+def test_kept_journals_are_decided_as_they_were(path: Path) -> None:
+    """States and actions; sentences may be worded better meanwhile."""
+    segments = read(path)
+    assert sum(len(records) for _, records in segments) > 100
+    assert not [each for each in differences(segments, "another version") if each.what != "reason"]
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name.partition(".")[0])
+def test_kept_journals_are_told(path: Path) -> None:
+    segments = read(path)
+    lines = list(tell(segments))
+    assert "Finishing → Finished" in lines[-1]
+    formed = [action for _, records in segments for record in records for action in record["actions"] if action["$"] == "Form"]
+    assert len([line for line in lines if "do Form" in line]) == len(formed)
+
+
+def test_the_telling(kills: Any) -> None:
+    """Who, when, which edge, why, and what was done."""
+    text = "\n".join(tell(kills))
+    assert "commits of steps 1 to 4" in text
+    assert "Lost worker=w1 reason=its process died  [Running → Stopping]\n" in text
+    assert "w1 is lost (its process died): stop generation 1 of 3 workers" in text
+    assert "do Fence w2,w3 generation=1" in text
+    assert "do Settle generation 1 for w2,w3: nothing more was committed" in text
+    assert "do Form generation 2 of w2,w3 as 2×1 at step 7@g1 from live" in text
+
+
+def test_a_decision_that_was_changed_is_found(kills: Any) -> None:
+    """Negative controls: a state, an action, an event, a rule."""
+    number, record = next((n, r) for n, (_, records) in enumerate(kills) for r in records if r["event"]["$"] == "Lost" and r["actions"])
+
+    def changed(**changes: Any) -> list[tuple[int, str]]:
+        segments = copy.deepcopy(kills)
+        (target,) = (each for each in segments[number][1] if each["n"] == record["n"])
+        target.update(changes)
+        return [(each.n, each.what) for each in differences(segments, "another version")]
+
+    assert changed() == []
+    assert changed(state="Running") == [(record["n"], "state")]
+    assert changed(actions=record["actions"][1:]) == [(record["n"], "actions")]
+    assert (record["n"], "state") in changed(event=codec.encode(codec.decode_event({"$": "Tick"})))
+
+
+def test_other_rules_decide_otherwise(kills: Any) -> None:
+    rules = rules_of(kills)
+    assert rules is not None
+    segments = [({**snapshot, "rules": codec.encode(replace(rules, max_workers=2))}, records) for snapshot, records in kills]
+    found = list(differences(segments, "another version"))
+    assert any(each.what == "actions" and "StartWorkers w1,w2,w3" in each.recorded for each in found), found
+    nameless = [({**snapshot, "rules": None}, records) for snapshot, records in kills]
+    with pytest.raises(ValueError, match="by which rules"):
+        list(differences(nameless, "another version"))
+    assert not [each for each in differences(nameless, "another version", rules) if each.what != "reason"]
+
+
+def test_sentences_are_compared_where_version_and_rules_are_the_same(kills: Any) -> None:
+    segments = copy.deepcopy(kills)
+    segments[0][1][1]["reason"] = "because"
+    assert [each.what for each in differences(segments, segments[0][0]["code"])] == ["reason"]
+    assert list(differences(segments, "another version")) == []
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(KEPT[0])
+    assert main(["replay", path]) == 0
+    assert "[Finishing → Finished]" in capsys.readouterr().out
+    assert main(["replay", path, "--check"]) == 0
+    assert " 0 otherwise" in capsys.readouterr().out
+    assert main(["replay", str(tmp_path / "none.jsonl")]) == 1
+    assert "there is no journal" in capsys.readouterr().out

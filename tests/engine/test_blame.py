@@ -1,0 +1,60 @@
+"""R1, R20: a device that this process has lost is told from a peer's death and from the user's error, whatever raised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.errors import FencedOff, WorldBroken
+from elastic.train.blame import classify, touch
+from storage.errors import Damaged, Unavailable
+
+ASSERTED = "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in the manual.\nIt may come late."
+NCCL = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error. Last error:\nCuda failure 710 'device-side assert triggered'"
+RAISED = [
+    torch.AcceleratorError(ASSERTED),  # from our own polling, or any other call
+    RuntimeError(ASSERTED),
+    dist.DistBackendError(NCCL),  # from a collective, with all peers alive
+    WorldBroken("a collective of generation 1 did not end"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ValueError("the user's, about values that a dead device returned"),
+]
+
+
+def fine() -> None:
+    pass
+
+
+def lost() -> None:
+    raise torch.AcceleratorError(ASSERTED)
+
+
+def raised(error: Exception) -> Exception:
+    """With a traceback that ends here, in what counts as the user's code."""
+    try:
+        raise error
+    except Exception as found:
+        return found
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_whatever_a_lost_device_makes_of_it(error: Exception) -> None:
+    assert classify(raised(error), lost) == ("device", "CUDA error: device-side assert triggered")
+
+
+def test_the_same_errors_while_the_device_answers() -> None:
+    """The control.  Out of memory is the job's, also by another allocator than torch's; a peer that died may look like a device's error."""
+    assert [classify(raised(error), fine)[0] for error in RAISED] == ["job", "job", "peer", "peer", "job", "job"]
+    _, signature = classify(raised(torch.AcceleratorError("CUDA error: out of memory")), fine)
+    assert signature.startswith("AcceleratorError at ") and signature.endswith(" in raised")
+
+
+def test_what_is_told_apart_besides() -> None:
+    assert classify(raised(Damaged("shard-0", "blake3 a", "blake3 b")), fine) == ("damaged", "")
+    assert classify(raised(Unavailable("read", "no answer")), fine) == ("peer", "")
+    assert classify(raised(FencedOff("no coordinator", lease=True)), lost) == ("lease", ""), "it leaves anyway"
+
+
+def test_a_cpu_is_never_lost() -> None:
+    touch(torch.device("cpu"))

@@ -1,0 +1,194 @@
+"""Hosts with a network between them that can be cut: raylets of one cluster, each in a network namespace of its own.
+
+Host 0 is this one: the tests' process, the head and with it the coordinator.  The others are joined to it, and to each other, by
+``tests/support/wire.py`` alone.  Disk and shared memory are common to all, as is the bucket, which no cut reaches.  Needs to be root,
+``ip`` and ``/dev/net/tun``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import ray
+
+from actors import cluster
+from tests.support.clusters import TUNED
+from tests.support.commands import ROOT
+from tests.support.processes import Watched, frozen, processes
+
+MTU = 9000
+DEADLINE_S = 60.0
+MARK = "HOST_OF_TEST"
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+
+
+class Hosts:
+    """``number`` hosts beside this one, with ``cpus`` CPUs each; this one has none to give.  A context manager; connected inside."""
+
+    def __init__(self, number: int, cpus: int = 1) -> None:
+        self.number, self.cpus = number + 1, cpus
+        self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))  # short: the paths of Unix sockets must be
+        pid = os.getpid()
+        self.names = [f"h{pid}-{host}" for host in range(self.number)]
+        self.subnet = f"10.{100 + pid % 100}.{pid // 100 % 250}"
+        self.raylets: dict[int, subprocess.Popen[bytes]] = {}
+        self.ice: list[Watched] = []
+        self.wire = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.wire", *self.names], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def address(self, host: int) -> str:
+        return f"{self.subnet}.{host + 1}"
+
+    # ---- the network
+
+    def rule(self, source: int, target: int, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
+        """Of packets from one host to another; holds when this returns."""
+        assert self.wire.stdin is not None and self.wire.stdout is not None
+        line = json.dumps({"source": source, "target": target, "loss": loss, "delay_s": delay_s})
+        self.wire.stdin.write(f"{line}\n")
+        self.wire.stdin.flush()
+        assert self.wire.stdout.readline().strip() == line
+
+    def weather(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
+        """Between all hosts, both ways."""
+        for source in range(self.number):
+            for target in range(self.number):
+                if source != target:
+                    self.rule(source, target, loss=loss, delay_s=delay_s)
+
+    def cut(self, host: int, *, to: bool = True, off: bool = True, others: tuple[int, ...] | None = None) -> None:
+        """``to``: nothing reaches the host from ``others`` (all); ``off``: nothing of what it sends arrives there."""
+        for other in range(self.number) if others is None else others:
+            if other != host and to:
+                self.rule(other, host, loss=1.0)
+            if other != host and off:
+                self.rule(host, other, loss=1.0)
+
+    def mend(self) -> None:
+        self.weather()
+
+    def freeze(self, host: int) -> None:
+        """All its processes stand still, until ``thaw``."""
+        self.ice += frozen(self.raylets[host].pid)
+
+    def thaw(self) -> None:
+        for process in self.ice:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill(signal.SIGCONT)
+        self.ice.clear()
+
+    # ---- the cluster
+
+    def _start(self) -> None:
+        assert self.wire.stdout is not None
+        assert self.wire.stdout.readline() == "ready\n", "no TUN devices: is /dev/net/tun there, and this root?"
+        _ip("addr", "add", f"{self.address(0)}/24", "dev", self.names[0])
+        _ip("link", "set", self.names[0], "mtu", str(MTU), "up")
+        for host, name in enumerate(self.names[1:], 1):
+            _ip("netns", "add", name)
+            _ip("link", "set", name, "netns", name)
+            _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", name)
+            _ip("-n", name, "link", "set", name, "mtu", str(MTU), "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        self._ray(0, "--head", "--port=6399", "--include-dashboard=false", "--num-cpus=0")
+        self._until(lambda: cluster.reachable(f"{self.address(0)}:6399"))
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        ray.init(
+            address=f"{self.address(0)}:6399",
+            namespace=cluster.NAMESPACE,
+            log_to_driver=False,
+            logging_level="warning",
+            _node_ip_address=self.address(0),
+        )
+        for host in range(1, self.number):  # one after the other: starting one takes a core for five seconds
+            self.join(host)
+            self._until(lambda host=host: self.node(host) is not None)  # type: ignore[misc]
+
+    def join(self, host: int) -> None:
+        """Start its raylet, for the first time or after the cluster gave up the one before."""
+        self._ray(host, f"--address={self.address(0)}:6399", f"--num-cpus={self.cpus}")
+
+    def left(self, host: int) -> bool:
+        """Whether its raylet has ended, as one does that the cluster has given up once it hears of it."""
+        return self.raylets[host].poll() is not None
+
+    def rejoin(self) -> None:
+        """Whoever has left, or has been given up: to be as it was for the next test."""
+        self.mend()
+        self.thaw()
+        for host in range(1, self.number):
+            self._until(lambda host=host: self.node(host) is not None or self.left(host))  # type: ignore[misc]
+            if self.left(host):
+                self.join(host)
+            self._until(lambda host=host: self.node(host) is not None)  # type: ignore[misc]
+
+    def _ray(self, host: int, *arguments: str) -> None:
+        inside = ["ip", "netns", "exec", self.names[host]] if host else []
+        ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--object-store-memory=80000000"]
+        places = [f"--node-ip-address={self.address(host)}", f"--temp-dir={self.folder}/{host}"]
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        with open(self.folder / f"host-{host}.log", "wb") as output:
+            self.raylets[host] = subprocess.Popen(
+                [*inside, *ray_start, *places, *arguments],
+                env=ours | TUNED | {"PYTHONPATH": str(ROOT), MARK: str(self.folder)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def node(self, host: int) -> str | None:
+        """Its id, if it is alive as far as Ray knows."""
+        alive = {each["NodeManagerAddress"]: each["NodeID"] for each in ray.nodes() if each["Alive"]}
+        return alive.get(self.address(host))
+
+    def _until(self, true: Callable[[], bool]) -> None:
+        until = time.monotonic() + DEADLINE_S
+        while not true():
+            logs = "\n".join(log.read_text(errors="replace") for log in self.folder.glob("host-*.log"))
+            assert time.monotonic() < until and self.raylets[0].poll() is None, logs
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Without asking: nothing of it is to be kept, and Ray takes ten seconds to end a node in good order."""
+        ray.shutdown()
+        while left := processes(f"{MARK}={self.folder}"):
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+            for raylet in self.raylets.values():
+                raylet.poll()
+            time.sleep(0.05)
+        for raylet in self.raylets.values():
+            raylet.wait(10)
+        assert self.wire.stdin is not None
+        self.wire.stdin.close()
+        self.wire.wait(10)
+        for name in self.names[1:]:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,136 @@
+"""What is read back of a run whose coordinator has died: from its own disk, the keepers, the bucket, whichever reaches furthest."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from elastic.control import codec
+from elastic.control.events import Tick
+from elastic.control.states import RunState
+from elastic.job import Job
+from elastic.runs import Run
+from storage import tails
+from storage.errors import Deposed
+from storage.journal import Journal
+from storage.tails import Tail
+from tests.control.play import Play, stepping
+
+_numbers = itertools.count()
+
+
+def a_run() -> Run:
+    job = Job(
+        name="toy",
+        bucket=f"memory://runs-{next(_numbers)}",
+        model="tests.support.toys:own",
+        steps=12,
+        global_batch=16,
+        microbatch=2,
+        data={"dataset": "tests.support.toys:Sums"},
+    )
+    return Run.open(job)
+
+
+class Life:
+    """A coordinator that records a story; its claim, its disk, one keeper."""
+
+    def __init__(self, run: Run, folder: Path, play: Play, life: str = "one") -> None:
+        self.run, self.folder, self.play = run, folder, play
+        self.incarnation = run.claim("here", life)
+        self.recorded = play.run
+        self.journal: Journal = run.journal(self.local, codec.snapshot(play.run))
+        self.keeper, self.held = Tail(), 0
+
+    @property
+    def local(self) -> Path:
+        return self.folder / f"journal-{self.incarnation:06d}.jsonl"
+
+    def step(self, step: int) -> None:
+        self.play.step(step)
+        known = self.play.run
+        self.journal.append(
+            codec.record(self.journal.next, 0.0, Tick(), self.recorded, self.play.last), lambda: codec.snapshot(known), durable=True
+        )
+        self.recorded = known
+
+    def copy(self) -> None:
+        self.held = self.keeper.extend(self.incarnation, *self.journal.tail(self.held))
+
+
+def recovered(life: Life, sources: list[bytes]) -> RunState | None:
+    """What the next one of the same life knows, and that its journal goes on from there."""
+    (first, *_) = life.run.claims("one")
+    incarnation = life.run.claim("here", "one")
+    found = life.run.recover(first, life.folder / f"journal-{incarnation:06d}.jsonl", sources)
+    if found is None:
+        return None
+    run, journal = found
+    journal.close()
+    records = life.run.records()
+    assert [record["n"] for record in records] == list(range(journal.next))
+    return run
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Life:
+    life = Life(a_run(), tmp_path, stepping(2))
+    for step in range(1, 6):
+        life.step(step)
+        if step == 3:
+            life.copy()
+    return life
+
+
+def test_its_own_disk_has_everything(life: Life) -> None:
+    assert recovered(life, tails.local(life.folder)) == life.play.run
+
+
+def test_a_keeper_has_what_it_was_sent(life: Life) -> None:
+    found = recovered(life, [bytes(life.keeper.data)])
+    assert found is not None and found.step == 3
+
+
+def test_whichever_reaches_furthest(life: Life) -> None:
+    assert recovered(life, [bytes(life.keeper.data), *tails.local(life.folder)]) == life.play.run
+
+
+def test_the_bucket_where_nothing_else_is_left(life: Life) -> None:
+    life.journal.close()
+    assert recovered(life, []) == life.play.run
+
+
+def test_a_keeper_goes_on_where_the_bucket_ends(life: Life) -> None:
+    life.journal.close()
+    life.journal = life.run.journal(life.local, codec.snapshot(life.play.run))
+    life.held = 0
+    life.step(6)
+    life.copy()
+    assert recovered(life, [bytes(life.keeper.data)]) == life.play.run
+
+
+def test_again_and_again(life: Life) -> None:
+    """Each coordinator finds what those before it have left, also where none of them has reached the bucket."""
+    assert recovered(life, tails.local(life.folder)) == life.play.run
+    again = Life(life.run, life.folder, life.play)
+    again.step(6)
+    assert recovered(again, tails.local(life.folder)) == life.play.run
+
+
+def test_nothing_was_recorded_in_this_life(tmp_path: Path) -> None:
+    """What an earlier life left is no standing of this one: its workers are gone, only the bucket counts."""
+    before = Life(a_run(), tmp_path / "before", stepping(2), life="zero")
+    before.step(1)
+    before.journal.close()
+    before.run.claim("here", "one")
+    assert recovered(before, []) is None
+
+
+def test_who_was_followed_by_another_life_is_deposed(life: Life) -> None:
+    life.run.claim("another cluster", "two")
+    with pytest.raises(Deposed, match=r"owner/000002.json was written by another coordinator"):
+        life.run.claims("one")
+    assert life.run.claims("two") == [2]
+    assert life.run.claims("three") == []

@@ -85,15 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("--script", type=Path, help="faults as JSON, instead of drawn ones")
     chaos.set_defaults(perform=_chaos)
 
-    simulate = commands.add_parser("simulate", help="run the control plane against simulated faults")
-    simulate.add_argument("--seeds", default="1000", help="how many, or FIRST..LAST (without LAST); default: 1000")
-    simulate.add_argument("--jobs", type=int, default=1, help="processes; default: 1")
-    instead = simulate.add_mutually_exclusive_group()
-    instead.add_argument("--script", type=Path, metavar="FILE", help="these faults (JSON) instead of the seeds' own")
-    instead.add_argument("--trace", type=Path, metavar="FILE", help="the machines of a spot trace (CSV: seconds,event,node)")
-    simulate.add_argument("--pace", type=float, default=1.0, help="of a trace: so many times as fast as it was recorded")
-    simulate.set_defaults(perform=_simulate)
-
+    _add_simulate(commands.add_parser("simulate", help="run the control plane against simulated faults"))
     _add_data(commands.add_parser("data", help="prepare datasets and look at them").add_subparsers(dest="what", required=True))
 
     checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run").add_subparsers(dest="what", required=True)
@@ -110,6 +102,16 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--to", type=Path, required=True)
         command.set_defaults(perform=perform)
     return parser
+
+
+def _add_simulate(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument("--seeds", default="1000", help="how many, or FIRST..LAST (without LAST); default: 1000")
+    simulate.add_argument("--jobs", type=int, default=1, help="processes; default: 1")
+    instead = simulate.add_mutually_exclusive_group()
+    instead.add_argument("--script", type=Path, metavar="FILE", help="these faults (JSON) instead of the seeds' own")
+    instead.add_argument("--trace", type=Path, metavar="FILE", help="the machines of a spot trace (CSV: seconds,event,node)")
+    simulate.add_argument("--pace", type=float, default=1.0, help="of a trace: so many times as fast as it was recorded")
+    simulate.set_defaults(perform=_simulate)
 
 
 def _add_data(commands: Any) -> None:

@@ -102,8 +102,7 @@ class Killer:
                 self.ends.append(coordinator.wait(10))
             self.committed = min(after - before[worker] for worker, after in self.steps(witness).items())
 
-    @staticmethod
-    def lose(view: View) -> None:
+    def lose(self, view: View) -> None:
         for path in log_folder(view.token).glob("journal-*.jsonl"):
             path.unlink()
 
@@ -298,7 +297,7 @@ def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_p
 class Amnesia(Killer):
     """The keeper dies too: nobody is left who knows of the world."""
 
-    def lose(self, view: View) -> None:  # type: ignore[override]
+    def lose(self, view: View) -> None:
         super().lose(view)
         (keeper,) = cluster.named(f"{view.token}/keeper-").values()
         ray.kill(keeper, no_restart=True)
@@ -307,13 +306,11 @@ class Amnesia(Killer):
 @LONG
 @pytest.mark.timeout(300)
 def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undisturbed: Any) -> None:
-    """The negative control: it is the keeper's copy that the world is kept by.  The run ends well all the same, by doing the steps again."""
+    """The negative control: it is by the keeper's copy that the world is kept.  The run ends well all the same, in another world."""
     killer = Amnesia(tmp_path, [running(3)], disks_lost=(0,))
     chaos = trial(job_of(tmp_path, "amnesia"), killer)
     assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
-    members = {worker for each in formed(Run.open(chaos.job).records()) for worker in each.members}
-    assert members - {"w1", "w2"}, "the first workers were strangers to the next coordinator"
-    assert chaos.witness.total("microbatches_run") > STEPS * chaos.job.microbatches
+    assert chaos.witness.generation > 1 and [each.generation for each in formed(Run.open(chaos.job).records())] != [1]
     assert_nothing_left(chaos)
 
 

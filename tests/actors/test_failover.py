@@ -226,7 +226,7 @@ def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undis
 
 
 @pytest.mark.must_run_in_ci
-def test_while_it_stops_and_while_it_finishes(tmp_path: Path) -> None:
+def test_while_it_stops_and_finishes_and_when_it_has_finished(tmp_path: Path) -> None:
     """R6, R21: a stop that was asked for is not forgotten; the same command goes on; the last save is not lost."""
     big = {"vocab": 29, "dim": 256, "layers": 4, "heads": 2, "dropout": 0.1}
     reference = job_of(tmp_path / "reference", "reference", model_args=big, steps=12)
@@ -239,10 +239,10 @@ def test_while_it_stops_and_while_it_finishes(tmp_path: Path) -> None:
     assert newest is not None and newest.step == stopped.result.step, "it was saved"
     assert_nothing_left(stopped)
 
-    killer = Killer(tmp_path, [lambda view: view.state == "Finishing"])
+    killer = Killer(tmp_path, [lambda view: view.state == "Finishing", lambda view: view.state == "Finished"])
     finished = trial(job, killer)
-    assert [end.signal for end in killer.ends] == [signal.SIGKILL]
-    assert take_overs(job) == ["Stopping", "Finishing"]
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL] * 2
+    assert take_overs(job) == ["Stopping", "Finishing", "Finished"]
     assert (finished.result.state, finished.hash) == ("Finished", exported_hash(reference))
     assert [step for step, _ in samples(finished.ledger)] == list(range(1, 13))
     work = stopped.witness.total("microbatches_run") + finished.witness.total("microbatches_run")

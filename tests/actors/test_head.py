@@ -1,7 +1,7 @@
 """R6, R7: Ray's head goes down and comes back, with what it knows in RocksDB (``RAY_gcs_storage``, alpha in Ray 2.60; no Redis).
 
-Meanwhile the world steps on, and a coordinator that dies then is made again as soon as the head is back.  And the node of a coordinator loses
-its power: it is made again on another node, which has the journal from the bucket and the keepers alone.
+Meanwhile the world steps on, and a coordinator that dies then is made again as soon as the head is back.  And the node of a coordinator
+loses its power: it is made again on another node, which has the journal from the bucket and the keepers alone.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ loses its power: it is made again on another node, which has the journal from th
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
@@ -18,6 +19,7 @@ import ray
 
 from actors import cluster
 from actors.coordinator import View
+from elastic.report.story import Sentence
 from elastic.runs import Run
 from tests.actors.test_failover import GATE, STEPS, job_of, take_overs, undisturbed
 from tests.support.chaos import Witness, assert_nothing_left, assert_survived, formed, samples, trial
@@ -118,4 +120,38 @@ def test_the_node_of_the_coordinator_dies(tmp_path: Path, undisturbed: Any, monk
         assert [len(each.members) for each in formed(Run.open(chaos.job).records())] == [2], "no worker was there, so no world ends"
         assert samples(chaos.ledger) == samples(undisturbed.ledger)
         assert chaos.witness.total("microbatches_run") == STEPS * chaos.job.microbatches
+        assert_nothing_left(chaos)
+
+
+class FrozenKeeper:
+    """Of a node without workers, until the second world runs."""
+
+    def __init__(self, bucket: Path) -> None:
+        self.bucket, self.pid = bucket, 0
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if not self.pid and view.state == "Running" and view.step >= 3:
+            homes = {node for node in view.workers.values()}
+            (keeper,) = (k for name, k in cluster.named(f"{view.token}/keeper-").items() if not any(h.startswith(name) for h in homes))
+            pid = cluster.pid_of(keeper)
+            assert pid is not None
+            self.pid = pid
+            os.kill(pid, signal.SIGSTOP)
+        if view.generation < 2 or view.state != "Running":
+            return False
+        os.kill(self.pid, signal.SIGCONT)
+        (self.bucket / "gate").touch()
+        return True
+
+
+def test_a_keeper_that_does_not_answer_is_not_waited_for_for_ever(tmp_path: Path, undisturbed: Any) -> None:
+    """There is no majority without it; the run goes on from what is on the disk, and says so."""
+    with joined(tmp_path, Node("second", 0)):
+        act = FrozenKeeper(tmp_path)
+        job = job_of(tmp_path, "no-majority", faults=[{"point": "backward", "step": 12, "world_rank": 1}])
+        chaos = trial(job, act)
+        told = [str(line.text) for line in chaos.lines if isinstance(line, Sentence)]
+        assert "1 of 2 keepers took a copy of the journal, which is on this node's disk" in told
+        assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
+        assert samples(chaos.ledger) == samples(undisturbed.ledger)
         assert_nothing_left(chaos)

@@ -90,12 +90,12 @@ class Killer:
         if view.pid != self._last and self.whens and self.whens[0](view):
             self.whens.pop(0)
             self._last = view.pid
-            before, raylet = self.steps(witness), Raylet(view.pid)
+            before, raylet = self.steps(witness), Raylet(view.pid) if self.frozen_s else None
             with Watched(view.pid) as coordinator:
                 coordinator.kill()
                 if len(self.ends) in self.disks_lost:
                     self.lose(view)
-                if self.frozen_s:
+                if raylet is not None:
                     raylet.hold(self.frozen_s)
                     self.claimed = len(list((self.bucket / witness.job_name / "owner").iterdir()))
                     raylet.let_go()
@@ -119,7 +119,7 @@ class Raylet:
         parent = psutil.Process(coordinator).parent()
         assert parent is not None and parent.name() == "raylet"
         self.process, self.stopped = parent, set[int]()
-        self.busy = {child.pid for child in parent.children() if "IDLE" not in "".join(child.cmdline())}
+        self.busy = {child.pid for child in parent.children() if not self._idle(child)}
 
     def hold(self, seconds: float) -> None:
         """Stop every process in which it would be made again, from its first moment."""
@@ -133,6 +133,12 @@ class Raylet:
     def let_go(self) -> None:
         for pid in self.stopped:
             self._signal(pid, signal.SIGCONT)
+
+    @staticmethod
+    def _idle(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            return "IDLE" in "".join(process.cmdline())
+        return False
 
     @staticmethod
     def _signal(pid: int, number: signal.Signals) -> None:

@@ -74,12 +74,19 @@ def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Any, p
         assert [text for text in told(chaos) if f"expel {victim.worker}" in text or f"{victim.worker} did not answer" in text], told(chaos)
 
 
+@pytest.mark.full
+def test_nobody_is_blamed_where_nothing_happens(tmp_path: Path, undisturbed: Any) -> None:
+    """The control: with the same short deadlines."""
+    calm = trial(job_of(tmp_path, "calm", 2))
+    assert_survived(calm, undisturbed, worlds=(2,), tiers=("init",))
+
+
 LATE_STEPS, LATE_STEP, STEP_S = 16, 9, 0.8
 
 
 def late(folder: Path, name: str, late_s: float) -> Trial:
     """Steps of ``STEP_S`` on two workers, of which one waits ``late_s`` for a sample; nobody may stand still for longer than 1 s."""
-    data = of_late(folder / name, late_s, STEP_S / 4)
+    data = of_late(folder / f"{name}-mark", late_s, STEP_S / 4)
     return trial(job_of(folder, name, 2, steps=LATE_STEPS, data=data, deadlines={"stall_s": 1, "fence_s": 2}))
 
 
@@ -98,7 +105,7 @@ def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_
     reference = alone(job_of(tmp_path / "alone", "alone", 1, steps=LATE_STEPS, data=of_late(tmp_path / "not-late", 0.0, 0.0)))
     slow = late(tmp_path, "late", 2 * STEP_S)
     assert_survived(slow, reference, worlds=(2,), tiers=("init",))
-    assert (tmp_path / "late").exists() and not [text for text in told(slow) if "no member moved" in text]
+    assert (tmp_path / "late-mark").exists() and not [text for text in told(slow) if "no member moved" in text]
 
     stuck = late(tmp_path, "stuck", 600.0)
     assert (stuck.result.state, stuck.hash, stuck.losses) == ("Finished", reference.hash, reference.losses)

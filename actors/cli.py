@@ -86,8 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     chaos.set_defaults(perform=_chaos)
 
     simulate = commands.add_parser("simulate", help="run the control plane against simulated faults")
-    simulate.add_argument("--seeds", type=int, default=1000)
-    simulate.add_argument("--first", type=int, default=0)
+    simulate.add_argument("--seeds", default="1000", help="how many, or FIRST..LAST (without LAST); default: 1000")
+    simulate.add_argument("--jobs", type=int, default=1, help="processes; default: 1")
+    instead = simulate.add_mutually_exclusive_group()
+    instead.add_argument("--script", type=Path, metavar="FILE", help="these faults (JSON) instead of the seeds' own")
+    instead.add_argument("--trace", type=Path, metavar="FILE", help="the machines of a spot trace (CSV: seconds,event,node)")
+    simulate.add_argument("--pace", type=float, default=1.0, help="of a trace: so many times as fast as it was recorded")
     simulate.set_defaults(perform=_simulate)
 
     _add_data(commands.add_parser("data", help="prepare datasets and look at them").add_subparsers(dest="what", required=True))
@@ -306,17 +310,18 @@ def _chaos(known: argparse.Namespace, _: list[str]) -> int:
 
 
 def _simulate(known: argparse.Namespace, _: list[str]) -> int:
-    from elastic.sim import Violation, coverage_table, run_many
+    from elastic.sim import command
 
-    began = time.monotonic()
     try:
-        coverage = run_many(range(known.first, known.first + known.seeds))
-    except Violation as violation:
-        say(str(violation))
-        return 1
-    print(coverage_table(coverage))
-    print(f"{known.seeds} seeds, no violation, {time.monotonic() - began:.1f} s")
-    return 0
+        seeds = command.seeds_of(known.seeds)
+        if known.script is not None:
+            return command.simulate_script(known.script, seeds, print)
+        if known.trace is not None:
+            return command.simulate_trace(known.trace, seeds, known.pace, print)
+    except (OSError, ValueError) as error:
+        say(str(error))
+        return 2
+    return command.simulate_seeds(seeds, known.jobs, print)
 
 
 def _prepare(known: argparse.Namespace, _: list[str]) -> int:

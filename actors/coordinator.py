@@ -171,7 +171,7 @@ class Coordinator:
         granted = worker in state.workers and state.grants_lease(generation)
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
-        return Lease(granted, self.copies.safe.version.step)
+        return Lease(granted, self.copies.safe.recorded_step)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def stop(self, reason: str) -> None:

@@ -7,10 +7,11 @@ import os
 import select
 import signal
 import struct
+import sys
 import tempfile
 from pathlib import Path
 
-from elastic.train.counters import Counters, segment
+from elastic.train.counters import segment
 
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
@@ -26,11 +27,12 @@ def log_file(run: str, worker: str) -> Path:
 
 
 def sweep(name: str) -> None:
-    """Remove what earlier lives of the run left on this node when everything was killed at once: segments of dead processes."""
+    """Remove what earlier lives of the run left on this node when everything was killed at once: segments of dead processes.
+
+    Also those of another version, which had other counters: the first of all is the pid.
+    """
     for path in segment(f"{name}-????-??????", "w*").parent.glob(segment(f"{name}-????-??????", "w*").name):
-        counters = Counters(path, create=False)
-        pid = counters["pid"]
-        counters.close()
+        pid = int.from_bytes(path.read_bytes()[:8], sys.byteorder)
         if pid and not Path(f"/proc/{pid}").exists():
             path.unlink(missing_ok=True)
 

@@ -32,6 +32,7 @@ def form(turn: Turn) -> None:
         lineage=kept,
         saves=tuple(each for each in run.saves if lineage.contains(kept, each.version)),
         last=None if given_up else run.last,
+        untold=(),
         seats=plan.members,
         kind=run.workers[plan.members[0]].kind,
         lease_until=0.0,
@@ -81,7 +82,8 @@ def forming(turn: Turn, state: Forming) -> None:
     elif turn.run.stop and (plan.tier == "init" or plan.version in turn.run.saved):
         stop(turn, f"stop asked for ({turn.run.stop}) with nothing to save")
     elif turn.now >= state.deadline and there < len(plan.members):
-        absent = tuple(worker for worker in plan.members if worker not in state.here)
+        arrived = frozenset(state.here)
+        absent = tuple(worker for worker in plan.members if worker not in arrived)
         expel(turn, absent, f"{names(absent)} did not take the plan within {turn.rules.form_s:g} s")
     elif turn.now >= state.deadline:
         _blame_the_store(turn, state)
@@ -91,7 +93,8 @@ def _blame_the_store(turn: Turn, state: Forming) -> None:
     """All were there: a stuck one makes the others look stuck, so nobody is killed the first time."""
     plan, again = state.plan, bool(turn.run.blamed)
     turn.know(blamed=(*turn.run.blamed, plan.store_node))
-    stuck = tuple(worker for worker in plan.members if worker not in state.ready)
+    ready = frozenset(state.ready)
+    stuck = tuple(worker for worker in plan.members if worker not in ready)
     cause = f"all {len(plan.members)} were there, but {names(stuck)} did not get ready within {turn.rules.form_s:g} s"
     if again and state.ready:
         expel(turn, stuck, cause)

@@ -151,7 +151,7 @@ def _lost(turn: Turn, event: Lost) -> None:
     if event.worker not in run.workers and not expelled:
         return turn.refuse(f"{event.worker} is no worker of the run any more")
     membership.remove(turn, (event.worker,))
-    stopping.member_lost(turn, event.worker, f"{event.worker} is lost ({event.reason})", certain=event.certain)
+    stopping.members_lost(turn, (event.worker,), f"{event.worker} is lost ({event.reason})", certain=event.certain)
 
 
 def _keeper_lost(turn: Turn, event: KeeperLost) -> None:

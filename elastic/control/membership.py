@@ -130,7 +130,8 @@ def number_of(worker: WorkerId) -> int:
 
 def remove(turn: Turn, workers: tuple[WorkerId, ...]) -> None:
     """They are no part of the run any more; saves that still need a part from them cannot become complete."""
-    kept = {worker: known for worker, known in turn.run.workers.items() if worker not in workers}
+    gone = frozenset(workers)
+    kept = {worker: known for worker, known in turn.run.workers.items() if worker not in gone}
     turn.know(workers=kept, saves=saving.survivors(turn.run.saves, workers))
 
 

@@ -34,18 +34,19 @@ def newest(evidence: Iterable[Outcome | None], generation: int) -> Outcome | Non
 def settle(plan: Plan, answers: Iterable[Fenced], top: Outcome | None) -> Settlement:
     """``top``: the newest evidence of all: reports of members that died since, and the answers' own."""
     applied, holdings = [], {}
+    ranks = {member: rank for rank, member in enumerate(plan.members)}
     for answer in answers:
-        holding = _applies(plan, answer, top)
+        holding = _applies(plan, ranks[answer.worker], answer, top)
         if holding is not None:
             applied.append(answer.worker)
         holdings[answer.worker] = (holding,) if holding is not None else answer.held
     return Settlement(top if applied else None, tuple(applied), holdings)
 
 
-def _applies(plan: Plan, answer: Fenced, top: Outcome | None) -> Holding | None:
+def _applies(plan: Plan, world_rank: int, answer: Fenced, top: Outcome | None) -> Holding | None:
     """What the member holds once it has applied ``top``; None when it cannot or has already."""
     if top is None or answer.prepared != top.step:
         return None
-    shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(answer.worker))[1])
+    shard = (plan.layout.dp_shard, plan.layout.coordinates(world_rank)[1])
     before = [each for each in answer.held if (each.shard_count, each.shard_index) == shard and each.version.step == top.step - 1]
     return Holding(answer.worker, Version(top.step, top.generation), *shard) if before else None

@@ -10,6 +10,7 @@ is fenced, and what its members hold says where the run stands.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from elastic.control import lineage, membership, stopping
@@ -33,7 +34,7 @@ def recovered(turn: Turn, event: Recovered) -> None:
     turn.know(incarnation=event.incarnation, startups=run.startups + 1, slots=0)
     turn.say(f"coordinator {event.incarnation} takes over at step {run.step}")
     _forgive_the_silence(turn)
-    _settle_again(turn, event.workers)
+    _settle_again(turn, frozenset(event.workers))
     _forget_who_is_gone(turn, event)
     _say_again(turn)
     if turn.run.startups > MAX_DEATHS:
@@ -60,12 +61,14 @@ def _forgive_the_silence(turn: Turn) -> None:
 def _forget_who_is_gone(turn: Turn, event: Recovered) -> None:
     """And end those of whom nobody knows: started or sent away by decisions that were never recorded, or not yet performed."""
     run = turn.run
-    for worker in [worker for worker in run.starting if worker not in event.workers]:
+    found = frozenset(event.workers)
+    for worker in [worker for worker in run.starting if worker not in found]:
         membership.start_failed(turn, StartFailed(worker, "there is no such actor"))
-    for worker, known in [(worker, known) for worker, known in run.workers.items() if worker not in event.workers]:
-        membership.remove(turn, (worker,))
-        certain = known.node in event.keepers  # its node lives, so it is its process that has ended; a node may only be taken for dead
-        stopping.member_lost(turn, worker, f"{worker} is lost (it was not found)", certain=certain)
+    gone, nodes = tuple(worker for worker in run.workers if worker not in found), frozenset(event.keepers)
+    membership.remove(turn, gone)
+    for certain in (True, False):  # its node lives, so it is its process that has ended; a node may only be taken for dead
+        if lost := tuple(worker for worker in gone if (run.workers[worker].node in nodes) is certain):
+            stopping.members_lost(turn, lost, f"lost (not found): {names(lost)}", certain=certain)
     for keeper in [keeper for keeper in run.keepers if keeper not in event.keepers]:
         membership.keeper_lost(turn, keeper)
     strangers = tuple(worker for worker in event.workers if worker not in run.workers and worker not in run.starting)
@@ -74,7 +77,7 @@ def _forget_who_is_gone(turn: Turn, event: Recovered) -> None:
     turn.know(next_worker=max([run.next_worker, *(membership.number_of(worker) + 1 for worker in strangers)]))
 
 
-def _settle_again(turn: Turn, there: tuple[WorkerId, ...]) -> None:
+def _settle_again(turn: Turn, there: Collection[WorkerId]) -> None:
     """Before anything is asked about a later generation: what a member applies now belongs to its answer."""
     settled = turn.run.settled
     if settled is not None and (members := tuple(each for each in settled.members if each in there)):

@@ -6,6 +6,7 @@ the chosen members hold completely, or that is in the bucket; never a mixture.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,15 +31,15 @@ class Source:
 def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
     """Workers that could be members, those of the last world first, in their order."""
     kind = kind_of(run) if rules.reproducible else ""
-    fit = [worker for worker, known in run.workers.items() if _fit(run, known, kind)]
-    seated = [worker for worker in run.seats if worker in fit]
-    return (*seated, *(worker for worker in fit if worker not in run.seats))
+    fit = {worker: None for worker, known in run.workers.items() if _fit(run, known, kind)}
+    seated = dict.fromkeys(worker for worker in run.seats if worker in fit)
+    return (*seated, *(worker for worker in fit if worker not in seated))
 
 
 def kind_of(run: RunState) -> str:
     """The kind that all members must have: the first world's; before there was one, the most common, of equals the first to come."""
-    kinds = [worker.kind for worker in run.workers.values() if not worker.unfit]
-    return run.kind or max(kinds, key=kinds.count, default="")
+    kinds = Counter(worker.kind for worker in run.workers.values() if not worker.unfit) if not run.kind else Counter[str]()
+    return run.kind or max(kinds, key=kinds.__getitem__, default="")
 
 
 def _fit(run: RunState, worker: Worker, kind: str) -> bool:
@@ -65,9 +66,14 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
 
 def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
     """All that ``members`` hold of versions on the lineage."""
-    held = [holding for member in members for holding in run.workers[member].holdings]
-    alive = {holding for holding in held if lineage.contains(run.lineage, holding.version)}
-    return sorted(alive, key=lambda each: (each.worker, each.version, each.shard_count, each.shard_index))
+    on_line: dict[Version, bool] = {}
+    held: list[Holding] = []
+    for member in sorted(members):
+        holdings = run.workers[member].holdings
+        on_line.update((v, lineage.contains(run.lineage, v)) for v in (each.version for each in holdings) if v not in on_line)
+        alive = [each for each in holdings if on_line[each.version]]
+        held += sorted(set(alive), key=lambda each: (each.version, each.shard_count, each.shard_index)) if len(alive) > 1 else alive
+    return held
 
 
 def newest_source(run: RunState, members: Sequence[WorkerId]) -> Source:
@@ -87,17 +93,32 @@ def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int) -> t
     while len(members) > world:
         held = held_by(run, members)
         newest = newest_covered(held, run.rows)
-        ranked = sorted(reversed(members), key=lambda worker: sum((h.worker, h.version) == (worker, newest) for h in held))
-        spared = (worker for worker in ranked if newest is None or _without(held, worker, newest, run.rows))
-        members.remove(next(spared, ranked[0]))
+        copies = Counter((each.shard_count, each.shard_index) for each in held if each.version == newest)
+        own: dict[WorkerId, list[tuple[int, int]]] = {worker: [] for worker in members}
+        for each in held:
+            if each.version == newest:
+                own[each.worker].append((each.shard_count, each.shard_index))
+        ranked = sorted(reversed(members), key=lambda worker: len(own[worker]))
+        surplus, left_out = len(members) - world, set[WorkerId]()
+        for worker in ranked:
+            if len(left_out) < surplus and (newest is None or _spared(copies, own[worker], newest, run.rows)):
+                left_out.add(worker)
+                copies.subtract(own[worker])
+        left_out = left_out or {ranked[0]}
+        members = [worker for worker in members if worker not in left_out]
     return tuple(members)
 
 
-def _without(held: list[Holding], worker: WorkerId, version: Version, rows: tuple[int, ...]) -> bool:
-    return covered([each for each in held if each.version == version and each.worker != worker], rows)
+def _spared(copies: Counter[tuple[int, int]], own: Sequence[tuple[int, int]], version: Version, rows: tuple[int, ...]) -> bool:
+    """Are the shards of ``version``, so many copies of each, still all rows without one worker's ``own``?"""
+    if all(copies[shard] > 1 for shard in own):
+        return True
+    left = [shard for shard in copies if copies[shard] > own.count(shard)]
+    return covered([Holding(WorkerId(""), version, *shard) for shard in left], rows)
 
 
 def _store_node(run: RunState, members: tuple[WorkerId, ...]) -> NodeId:
     """A keeper's node: one that was blamed least, if possible a member's."""
-    near = [run.workers[member].node for member in members]
-    return min((*(node for node in near if node in run.keepers), *run.keepers), key=run.blamed.count)
+    keepers = frozenset(run.keepers)
+    near = dict.fromkeys(node for member in members if (node := run.workers[member].node) in keepers)
+    return min((*near, *run.keepers), key=run.blamed.count)

@@ -24,7 +24,7 @@ from elastic.ids import WorkerId
 def waiting(turn: Turn, state: Waiting) -> None:
     run, rules = turn.run, turn.rules
     there = candidates(run, rules)
-    fresh = not any(worker in run.seats for worker in there)  # survivors go on at once; a new world may wait for those on their way
+    fresh = not frozenset(run.seats).intersection(there)  # survivors go on at once; a new world may wait for those on their way
     if _finished(turn):
         end(turn, Finished(), f"finished: step {run.saved[-1].step} is in the bucket")
     elif run.stop:
@@ -35,11 +35,10 @@ def waiting(turn: Turn, state: Waiting) -> None:
         form(turn)
     if not isinstance(turn.run.state, Waiting):
         return
-    have = f"{count(len(there), 'worker')} of at least {rules.min_workers}{_left_out(turn, there)}"
     if turn.now - state.since >= rules.wait_s:
-        end(turn, Failed(f"waited {rules.wait_s:g} s for workers: {have}"))
+        end(turn, Failed(f"waited {rules.wait_s:g} s for workers: {_have(turn, there)}"))
     elif not run.seats and _only_refused_are_left(turn, state):
-        end(turn, Failed(f"no room for workers that may be members: {have}"))
+        end(turn, Failed(f"no room for workers that may be members: {_have(turn, there)}"))
 
 
 def _looking(turn: Turn, state: Waiting) -> bool:
@@ -58,16 +57,19 @@ def _only_refused_are_left(turn: Turn, state: Waiting) -> bool:
     return nothing_to_come and bool(run.refused or len(candidates(run, turn.rules)) < len(run.workers))
 
 
-def _left_out(turn: Turn, there: Sequence[WorkerId]) -> str:
+def _have(turn: Turn, there: Sequence[WorkerId]) -> str:
     run = turn.run
     refused = [refusal.why for refusal in run.refused.values()]
     others = [f"{worker} on node {known.node[:8]} is {known.kind}" for worker, known in run.workers.items() if worker not in there]
-    return "".join(f"; {why}" for why in (*refused, *others))
+    have = f"{count(len(there), 'worker')} of at least {turn.rules.min_workers}"
+    return "; ".join((have, *refused, *others))
 
 
 def finishing(turn: Turn, state: Finishing) -> None:
     run = turn.run
-    if _finished(turn):
+    if _finished(turn) and run.untold:
+        stop(turn, f"the last checkpoint is in the bucket; what step {run.untold[0]} consumed is still to be told")
+    elif _finished(turn):
         end(turn, Finished(), f"finished at step {run.version.step}")
     elif saving.find(run.saves, run.version) is None:
         stop(turn, "the last checkpoint cannot become complete")

@@ -190,6 +190,8 @@ class RunState:
     saves: Saves = ()
     last: Outcome | None = None
     """The newest commit."""
+    untold: tuple[int, ...] = ()
+    """Steps that the present generation committed and nobody has said what they consumed: they were told to a coordinator that died."""
     watch: Watch = field(default_factory=Watch)
     lease_until: float = 0.0
     """When the last lease on the generation has run out: silent members have stopped of their own accord."""
@@ -230,6 +232,11 @@ class RunState:
     def step(self) -> int:
         """The newest committed."""
         return self.version.step
+
+    @property
+    def recorded_step(self) -> int:
+        """Every commit up to it has been told, and need not be kept by those who have seen it."""
+        return min(self.untold) - 1 if self.untold else self.step
 
     @property
     def plan(self) -> Plan | None:

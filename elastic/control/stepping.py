@@ -7,7 +7,6 @@ from elastic.control.actions import Pause
 from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
 from elastic.control.events import Fenced, StepDone
 from elastic.control.health import stall, stepped
-from elastic.control.outcome import newest
 from elastic.control.saving import due
 from elastic.control.seating import candidates, layout_of
 from elastic.control.states import Finishing, Forming, Running, Stopping
@@ -27,12 +26,17 @@ def step_done(turn: Turn, event: StepDone) -> None:
 def committed(turn: Turn, outcome: Outcome) -> None:
     """Whoever has seen a commit is proof of it."""
     run, plan = turn.run, turn.plan
-    if outcome.generation != plan.generation or outcome.step <= run.version.step:
+    if outcome.generation != plan.generation:
+        return
+    if outcome.step <= run.version.step:
+        if outcome.step in run.untold:
+            turn.know(untold=tuple(step for step in run.untold if step != outcome.step))
         return
     version = Version(outcome.step, outcome.generation)
     turn.know(
         lineage=lineage.extended(run.lineage, version),
         last=outcome,
+        untold=(*run.untold, *range(run.version.step + 1, outcome.step)),
         fruitless=0,
         failures=tuple(failure for failure in run.failures if failure.step > outcome.step),
         watch=stepped(run.watch, turn.now),
@@ -88,6 +92,5 @@ def fenced(turn: Turn, event: Fenced) -> None:
     turn.amend(pending=pending, answers=(*state.answers, event))
     if state.save and not pending:
         turn.amend(deadline=turn.now + turn.rules.stop_s)
-    seen = newest(event.outcomes, state.plan.generation)
-    if seen is not None:
-        committed(turn, seen)
+    for outcome in sorted(event.outcomes, key=lambda each: each.step):
+        committed(turn, outcome)

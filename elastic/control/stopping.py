@@ -29,7 +29,8 @@ def stop(turn: Turn, cause: str, *, expelled: tuple[WorkerId, ...] = (), job_err
     """An unplanned stop: fence first."""
     plan = turn.plan
     pending = tuple(worker for worker in plan.members if worker in turn.run.workers)
-    lost = tuple(worker for worker in plan.members if worker not in pending and worker not in expelled)
+    present = turn.run.workers.keys() | frozenset(expelled)
+    lost = tuple(worker for worker in plan.members if worker not in present)
     deadline = turn.now + turn.rules.fence_s
     turn.to(Stopping(plan, cause, False, pending, deadline, lost=lost, expelled=expelled, job_error=job_error))
     if pending:
@@ -52,22 +53,24 @@ def give_up_the_boundary(turn: Turn) -> None:
         turn.say(f"generation {state.plan.generation} stops at once")
 
 
-def member_lost(turn: Turn, worker: WorkerId, sentence: str, *, certain: bool = True) -> None:
-    """``worker`` is gone, and no part of the run any more.  Where that is not certain, it counts as expelled: it may act on its lease."""
+def members_lost(turn: Turn, workers: tuple[WorkerId, ...], sentence: str, *, certain: bool = True) -> None:
+    """``workers`` are gone, and no part of the run any more.  Where that is not certain, they count as expelled: they may act on leases."""
     state, plan = turn.run.state, turn.run.plan
-    if plan is None or worker not in plan.members or isinstance(state, Finishing):
+    gone = frozenset(workers).intersection(plan.members) if plan is not None else frozenset()
+    members = tuple(worker for worker in workers if worker in gone)
+    if not members or isinstance(state, Finishing):
         turn.say(sentence)
     elif isinstance(state, Stopping):
-        pending = tuple(each for each in state.pending if each != worker)
+        pending = tuple(each for each in state.pending if each not in gone)
         if certain:
-            turn.amend(pending=pending, lost=(*state.lost, worker))
+            turn.amend(pending=pending, lost=(*state.lost, *members))
         else:
-            turn.amend(pending=pending, expelled=(*state.expelled, worker))
+            turn.amend(pending=pending, expelled=(*state.expelled, *members))
         turn.say(sentence)
         if state.planned and pending:
             give_up_the_boundary(turn)
     else:
-        stop(turn, sentence, expelled=() if certain else (worker,))
+        stop(turn, sentence, expelled=() if certain else members)
 
 
 def unblock(turn: Turn, stalled: Stall) -> None:

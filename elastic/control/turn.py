@@ -12,6 +12,9 @@ from elastic.control.states import ALLOWED, RunState, State
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
 
+CROWD = 12
+"""So many are named one by one."""
+
 
 @dataclass(frozen=True)
 class Transition:
@@ -76,7 +79,9 @@ class Turn:
 
 
 def names(workers: Sequence[WorkerId]) -> str:
-    """``w1, w2 and w3``."""
+    """``w1, w2 and w3``; of a crowd the first few and their number."""
+    if len(workers) > CROWD:
+        return f"{', '.join(workers[:CROWD])} and {len(workers) - CROWD} others"
     if len(workers) < 2:
         return "".join(workers) or "nobody"
     return f"{', '.join(workers[:-1])} and {workers[-1]}"

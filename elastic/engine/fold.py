@@ -80,12 +80,15 @@ class Fold:
         return pieces
 
     def _gather(self, total: Tensor, count: int) -> Tensor:
-        """The sub-pieces of all replicas, joined: flat [count]."""
-        replicas = self.world.layout.dp_replicate
-        if replicas == 1:
+        """The sub-pieces of all replicas, joined: flat [count].  An all-to-all among all members, of which only replicas have anything
+        for each other, spares them a communicator of their own."""
+        layout, part = self.world.layout, total.numel()
+        if layout.dp_replicate == 1:
             return total
-        whole = total.new_empty(replicas * total.numel())
-        all_gather(whole, total, self.world.replicate_group)
+        replicas = layout.replicate_ranks(self.world.rank)
+        sizes = [part if rank in replicas else 0 for rank in range(layout.world)]
+        whole = total.new_empty(layout.dp_replicate * part)
+        dist.all_to_all_single(whole, total.repeat(layout.dp_replicate), sizes, sizes)
         return whole[:count]
 
 

@@ -20,7 +20,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,10 +61,10 @@ class World:
     layout: Layout
     rank: int
     device: torch.device
-    replicate_group: dist.ProcessGroup
-    """Those who hold the same shard."""
     shard_group: dist.ProcessGroup
     """Those who hold one replica together."""
+    replicate_group: dist.ProcessGroup | None
+    """Those who hold the same shard, if such a group was asked for."""
     store: dist.Store
     listening: frozenset[int]
     """Ports that this member's groups accept connections on (gloo)."""
@@ -77,7 +77,7 @@ class World:
     def __post_init__(self) -> None:
         everyone = dist.group.WORLD
         assert everyone is not None
-        self.groups = tuple(dict.fromkeys((everyone, self.shard_group, self.replicate_group)))
+        self.groups = tuple(dict.fromkeys(group for group in (everyone, self.shard_group, self.replicate_group) if group is not None))
 
     @classmethod
     def form(
@@ -89,11 +89,13 @@ class World:
         rank: int,
         device: torch.device,
         form_s: float,
+        replicas: bool = True,
         met: Callable[[], None] = lambda: None,
     ) -> World:
         """Meet the other members in ``store`` and make all groups.  Blocks until all are there, or raises after ``form_s``.
 
-        No collective runs before ``connect``.  ``met`` is called between the group of all members and the smaller ones.
+        No collective runs before ``connect``.  ``replicas``: with a group of those who hold the same shard.  ``met`` is called
+        between the group of all members and the smaller ones.
         """
         store = dist.PrefixStore(f"g{generation}", store)
         store.set_timeout(datetime.timedelta(seconds=form_s))
@@ -102,10 +104,11 @@ class World:
             undo.callback(_forget_groups, device)  # whatever fails: this process must be able to form the next world
             _init_default_group(store, rank, layout.world, device, form_s)
             met()
-            replicate, shard = _axis_groups(layout, rank)
+            shard = _group(layout.shard_ranks(rank), layout)
+            replicate = _group(layout.replicate_ranks(rank), layout) if replicas else None
             listening = _listening_ports() - before
             peers = _exchange_endpoints(store, rank, layout.world, listening) if device.type == "cpu" else frozenset[Endpoint]()
-            world = cls(generation, layout, rank, device, replicate, shard, store, frozenset(p for _, p in listening), peers)
+            world = cls(generation, layout, rank, device, shard, replicate, store, frozenset(p for _, p in listening), peers)
             undo.pop_all()
         return world
 
@@ -121,7 +124,7 @@ class World:
         """Rank 0 of a world in which nobody else is: collectives end at once and bring nothing that means anything (torch's fake
         backend).  For what depends on shapes only."""
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world)
-        return cls(0, layout, 0, device, *_axis_groups(layout, 0), FakeStore(), frozenset(), frozenset())
+        return cls(0, layout, 0, device, _group(layout.shard_ranks(0), layout), None, FakeStore(), frozenset(), frozenset())
 
     @property
     def size(self) -> int:
@@ -219,21 +222,12 @@ def _init_default_group(store: dist.Store, rank: int, world: int, device: torch.
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=form_s))
 
 
-def _axis_groups(layout: Layout, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(those who hold the same shard, those who hold the same replica).
-
-    The group of all serves an axis that is the whole world: each further communicator costs time to make and to abort.
-    """
-    ranks = torch.arange(layout.world).view(layout.dp_replicate, layout.dp_shard)
-    replica, shard = layout.coordinates(rank)
-    return _group(ranks[:, shard].tolist(), layout), _group(ranks[replica].tolist(), layout)
-
-
-def _group(ranks: list[int], layout: Layout) -> dist.ProcessGroup:
+def _group(ranks: Sequence[int], layout: Layout) -> dist.ProcessGroup:
+    """The group of all serves an axis that is the whole world: each further communicator costs time to make and to abort."""
     whole = dist.group.WORLD
     if len(ranks) == layout.world and whole is not None:
         return whole
-    return dist.new_group(ranks, use_local_synchronization=True)
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def _forget_groups(device: torch.device) -> None:

@@ -36,6 +36,15 @@ class Layout:
         """(replicate index, shard index) of a member."""
         return divmod(world_rank, self.dp_shard)
 
+    def shard_ranks(self, world_rank: int) -> range:
+        """Members that hold one replica together with ``world_rank``."""
+        first = world_rank - world_rank % self.dp_shard
+        return range(first, first + self.dp_shard)
+
+    def replicate_ranks(self, world_rank: int) -> range:
+        """Members that hold the same shard as ``world_rank``."""
+        return range(world_rank % self.dp_shard, self.world, self.dp_shard)
+
     def __str__(self) -> str:
         return f"{self.dp_replicate}×{self.dp_shard}"
 

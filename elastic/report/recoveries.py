@@ -50,6 +50,8 @@ def _mark(marks: dict[str, Any], record: Mapping[str, Any]) -> None:
     at, event, actions = record["at"], record["event"], record["actions"]
     names = {action["$"]: action for action in actions}
     kind = event["$"]
+    if kind == "Recovered":  # what is new is a fence; the rest is said again
+        names = {name: action for name, action in names.items() if name == "Fence"}
     if "Fence" in names and "go" in marks:  # the new world broke before its first commit: another recovery begins
         marks.clear()
     if {"Fence", "Pause"} & names.keys() and "known" not in marks:

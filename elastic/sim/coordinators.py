@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elastic.control import actions as do
 from elastic.control import codec, lineage
-from elastic.control.events import Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Tick
+from elastic.control.events import Attached, Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Stumbled, Tick
 from elastic.control.machine import Transition, must_be_durable
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Advance = Callable[[RunState, Event, float, Rules], Transition]
 TICK_S = 1.0
+STUMBLES = 0.3
+"""Share of the coordinators that die because they could not handle an event, and still say so."""
 ATTACH_S = 0.5
 """How often a coordinator that took over calls a worker that has not answered."""
 
@@ -42,7 +44,14 @@ class Coordinator:
         self.on_disk = run
         self.copied = [run]
         """What the keepers may have: as of the last record that had to be durable, and of those after it."""
+        self.attached: set[WorkerId] = set()
+        """Who has answered it."""
         self._backlog: list[Event] = []
+
+    @property
+    def now(self) -> float:
+        """By its own clock."""
+        return self.sim.clock.now + self.ahead_s
 
     @property
     def acts(self) -> bool:
@@ -55,9 +64,11 @@ class Coordinator:
         if self.frozen_until > now:
             self._backlog.append(event)
             return ""
+        if isinstance(event, Attached):
+            self.attached.add(event.worker)
         coordinators = sim.coordinators
         state = type(before.state).__name__
-        transition = self.advance(before, event, now + self.ahead_s, sim.rules)
+        transition = self.advance(before, event, self.now, sim.rules)
         sim.lines.append((now, event, transition.reason))
         if must_be_durable(transition) and not coordinators.may_record(self):
             return self.depose()
@@ -80,7 +91,7 @@ class Coordinator:
         if self is not self.sim.coordinators.present:  # the keepers will refuse it, once it reaches them again
             self.sim.clock.after(max(0.0, self.cut_until - self.sim.clock.now) + self.sim.rng.random(), self.depose)
         self.on_disk = transition.run
-        if must_be_durable(transition) or transition.run.over:
+        if must_be_durable(transition):
             self.copied = []
         self.copied.append(transition.run)
 
@@ -122,7 +133,7 @@ class Coordinator:
 
     def attach(self, worker: Worker) -> None:
         """Again and again, until it answers, or somebody else decides."""
-        if self.acts and worker.alive and worker.incarnation < self.incarnation and not self.run.over:
+        if self.acts and worker.alive and worker.name not in self.attached:
             self.sim.network.send(Way.TO, worker.node, worker.receive, worker.order, self.incarnation, worker.attached)
             self.sim.clock.after(ATTACH_S, self.attach, worker)
 
@@ -133,7 +144,7 @@ class Coordinator:
         granted = worker.name in self.on_disk.workers and self.on_disk.grants_lease(generation)
         if granted:
             self.receive(Renewed(worker.name, generation))
-        self._tell(worker, worker.answered, generation, asked_at, granted)
+        self._tell(worker, worker.answered, generation, asked_at, granted, self.on_disk.recorded_step)
 
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
         if self.cut_until > self.sim.clock.now and self.sim.rng.random() < 0.5:
@@ -228,9 +239,11 @@ class Coordinators:
             case Kind.DISK_LOSS:
                 self.disk_lost = True
                 return
-            case _ if not present.alive or present.run.over:
+            case _ if not present.alive:
                 return
             case Kind.COORDINATOR_KILL:
+                if self.sim.rng.random() < STUMBLES:
+                    present.receive(Stumbled(f"{self.sim.rng.choice(('Beat', 'Joined', 'Tick'))}: KeyError at cluster.py:7"))
                 present.alive = False
                 self.sim.clock.after(duration_s, self.follow, present)
             case Kind.COORDINATOR_FREEZE:
@@ -243,7 +256,7 @@ class Coordinators:
 
     def follow(self, before: Coordinator) -> None:
         """The next incarnation, unless there is one."""
-        if before is not self.present or before.run.over:
+        if before is not self.present:
             return
         run = self.sim.rng.choice(before.copied) if self.disk_lost else before.on_disk
         self.sim.oracle.occasions["a coordinator takes over" + (" with what the keepers have" if self.disk_lost else "")] += 1
@@ -271,4 +284,4 @@ class Coordinators:
         coordinator.incarnation = incarnation
         self.all.append(coordinator)
         self.sim.tell(f"coordinator {incarnation} begins")
-        coordinator.tick()
+        self.sim.clock.after(0.0, coordinator.tick)  # its first event is another

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import get_args
@@ -11,7 +11,10 @@ from typing import get_args
 from elastic.control import machine
 from elastic.control.events import Event
 from elastic.control.states import State
+from elastic.sim import faults
 from elastic.sim.coordinators import Advance
+from elastic.sim.faults import Kind
+from elastic.sim.oracle import Violation
 from elastic.sim.simulation import Report, simulate
 
 OVER = ("Finished", "Stopped", "Failed")
@@ -71,11 +74,75 @@ def run_many(seeds: Iterable[int], advance: Advance = machine.advance) -> Covera
     return coverage
 
 
-def run_in_processes(seeds: range, jobs: int) -> Coverage:
-    """As ``run_many``, over ``jobs`` processes."""
+def run_chunk(seeds: Iterable[int]) -> tuple[Coverage, int | None]:
+    """As ``run_many``; and the seed that broke a promise, after which the others are left out."""
+    coverage = Coverage()
+    for seed in seeds:
+        try:
+            coverage.add(simulate(seed))
+        except Violation:
+            return coverage, seed
+    return coverage, None
+
+
+def run_in_processes(seeds: range, jobs: int) -> tuple[Coverage, int | None]:
+    """Over ``jobs`` processes, until one seed of a chunk has broken a promise: which."""
     coverage = Coverage()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     with ProcessPoolExecutor(jobs) as pool:
-        for part in pool.map(run_many, chunks):
+        for part, broken in pool.map(run_chunk, chunks):
             coverage.merge(part)
-    return coverage
+            if broken is not None:
+                pool.shutdown(cancel_futures=True)
+                return coverage, broken
+    return coverage, None
+
+
+# ---- what must have been seen
+
+IMPOSSIBLE: Mapping[tuple[str, str], str] = {
+    ("Waiting", "Renewed"): "there is no world whose lease could be prolonged",
+    ("Forming", "Renewed"): "a lease begins with Go",
+    ("over", "Renewed"): "no lease is granted once the run is over",
+}
+"""(state, event) that cannot meet, and why.  "over": any of the three ends."""
+
+
+def missing(coverage: Coverage) -> list[str]:
+    """Pairs that were never visited and could have been: an event in a state, a fault in a state, a fault that came upon another."""
+    met = {("over" if state in OVER else state, event) for state, event in coverage.visited}
+    states = (*faults.STATES, "over")
+    events = [f"{event} in {state}" for state in states for event in EVENTS if (state, event) not in met | IMPOSSIBLE.keys()]
+    struck = [f"{kind} in {state}" for state in faults.STATES for kind in Kind if not coverage.struck[kind, state]]
+    overlaps = [f"{second} upon {first}" for first in Kind for second in Kind if not coverage.overlaps[first, second]]
+    return events + struck + overlaps
+
+
+def table(pairs: Pairs, rows: Sequence[str], columns: Sequence[str], *, transposed: bool = False) -> str:
+    """How often each pair came: counted as (row, column), or as (column, row) where ``transposed``."""
+    width, cell = max(map(len, rows)) + 1, max(9, *(len(column) + 2 for column in columns))
+    head = " " * width + "".join(f"{column:>{cell}}" for column in columns)
+    return "\n".join([head, *(f"{row:<{width}}" + "".join(_cells(pairs, row, columns, cell, transposed)) for row in rows)])
+
+
+def _cells(pairs: Pairs, row: str, columns: Sequence[str], cell: int, transposed: bool) -> Iterable[str]:
+    return (f"{pairs[(column, row) if transposed else (row, column)] or '-':>{cell}}" for column in columns)
+
+
+def overlap_table(overlaps: Pairs) -> str:
+    """A row for the fault that came first, a column for the one that struck before it was recovered from; columns by number."""
+    names = {kind: f"{number:>2} {kind}" for number, kind in enumerate(Kind, 1)}
+    numbers = {kind: str(number) for number, kind in enumerate(Kind, 1)}
+    named = Counter({(names[first], numbers[second]): overlaps[first, second] for first in Kind for second in Kind})
+    return table(named, tuple(names.values()), tuple(numbers.values()))
+
+
+def coverage_table(coverage: Coverage) -> str:
+    """All that was covered: three tables, the totals, the ends, the rare occasions."""
+    hours = coverage.virtual_s / 3600
+    total = f"{coverage.seeds} seeds, {coverage.events} events, {coverage.generations} generations, {hours:.1f} hours"
+    ends = ", ".join(f"{n} {end}" for end, n in sorted(coverage.ends.items()))
+    occasions = [f"{n:>9}  {what}" for what, n in sorted(coverage.occasions.items())]
+    visited = table(coverage.visited, EVENTS, STATES, transposed=True)
+    struck = table(coverage.struck, tuple(Kind), faults.STATES)
+    return "\n".join([visited, "", struck, "", overlap_table(coverage.overlaps), "", total, ends, *occasions])

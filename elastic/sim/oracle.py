@@ -13,8 +13,25 @@ from typing import TYPE_CHECKING
 
 from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle
 from elastic.control.commit import Outcome
-from elastic.control.events import Event, Fenced, Joined, Lost, Recovered, Saved, StepDone, StopRequested
-from elastic.control.states import Failed, Finished, Stopped, Waiting
+from elastic.control.events import (
+    Attached,
+    Beat,
+    Capacity,
+    Event,
+    Fenced,
+    Here,
+    Joined,
+    Lost,
+    Ready,
+    Recovered,
+    Renewed,
+    Saved,
+    StepDone,
+    StopRequested,
+    Stumbled,
+    Tick,
+)
+from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
 
@@ -53,10 +70,14 @@ class Oracle:
         self.told: set[tuple[int, int]] = set()
         """(step, generation) of each commit that was reported at all, in time or not."""
         self.went: set[int] = set()
+        self.here: dict[int, set[WorkerId]] = defaultdict(set)
+        """By generation: who said that its plan has arrived."""
         self.settled: set[int] = set()
         self.settlements: dict[int, Outcome | None] = {}
         self.counting: set[Version] = set()
         self.stop_asked = False
+        self.startups, self.stumbles = 0, Counter[str]()
+        """Coordinators in a row that came to nothing; what they said they died of."""
         self.occasions: Counter[str] = Counter()
         """How often the rare things happened: a promise is tested only where it is in danger."""
         self.waiting_since: float | None = 0.0
@@ -108,9 +129,12 @@ class Oracle:
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
         self._note(before, event)
+        if isinstance(event, Here | Ready) and isinstance(before.state, Forming) and not transition.reason.startswith("refused"):
+            self.here[event.generation].add(event.worker)
         settle: Settle | None = None
         for action in transition.actions:
             if isinstance(action, Kill):
+                self._judge_kill(before, action)
                 self.expelled.update(action.workers)
         for action in transition.actions:
             settle = action if isinstance(action, Settle) else settle
@@ -130,6 +154,8 @@ class Oracle:
             self.told.add((event.outcome.step, event.generation))
         elif isinstance(event, Fenced):
             self.told.update((each.step, event.generation) for each in event.outcomes)
+        if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity):
+            self.startups = 0
         match event:
             case Joined():
                 self.joined.add(event.worker)
@@ -137,7 +163,11 @@ class Oracle:
                 self.lost.add(event.worker)
             case Lost():
                 self.expelled.add(event.worker)
+            case Stumbled():
+                self.stumbles[event.what] += 1
             case Recovered():
+                self.startups += 1
+                self.here.clear()  # what was said to the one before is said again, or lost
                 self.expelled |= self.joined - set(event.workers)
             case StepDone() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
@@ -167,6 +197,13 @@ class Oracle:
                 if action.version not in self.sim.cluster.bucket.damaged:
                     raise Violation(f"{action.version} is put away and was not damaged")
                 self.counting.discard(action.version)
+
+    def _judge_kill(self, before: RunState, kill: Kill) -> None:
+        """One absent member keeps all from forming: those who are there are not to blame for it."""
+        if isinstance(before.state, Forming) and self.sim.coordinators.present.now >= before.state.deadline:
+            here = self.here[before.generation]
+            if (innocent := here & set(kill.workers)) and here < set(before.state.plan.members):
+                raise Violation(f"{min(innocent)} said Here and is expelled because others of generation {before.generation} did not")
 
     def _judge_settle(self, settle: Settle) -> None:
         """Nothing is aborted before every member is out; evidence is neither dropped nor made up."""
@@ -221,7 +258,7 @@ class Oracle:
 
     def _cannot_commit(self, plan: Plan) -> None:
         """It was never told to go or has nothing left to do, one member is out for good, or no member has a lease left."""
-        if plan.generation not in self.went or max(self.evidence[plan.generation], default=0) >= self.sim.rules.target_step:
+        if plan.generation not in self.went or max(self.evidence[plan.generation], default=plan.version.step) >= self.sim.rules.target_step:
             return
         members = [self.sim.cluster.workers[m] for m in plan.members]
         out = any(not w.alive or w.fenced >= plan.generation for w in members)
@@ -325,6 +362,8 @@ class Oracle:
         """
         raised = [worker for _, worker in self.sim.cluster.errors_raised]
         alone = self.plan is not None and len(self.plan.members) == 1
+        if self.startups > 3 or max(self.stumbles.values(), default=0) >= 3:
+            return True
         again = len(raised) > 1 and (alone or len(set(raised)) > 1)
         fruitless = 0
         for generation in sorted(self.plans, reverse=True):

@@ -55,9 +55,12 @@ class Process:
         if world is not self.world:
             return
         if point is not None:
-            self.sim.strikes.passes(self, point)
+            self.passes(point)
         if self.alive:
             self.receive(call, *args)
+
+    def passes(self, point: Point) -> None:
+        """Whatever may strike it there."""
 
     def freeze(self, thaw_s: float | None) -> None:
         self.frozen = True
@@ -77,11 +80,14 @@ class Process:
 
     def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
         """From a coordinator: one that has been followed by another is refused."""
-        if incarnation >= self.incarnation:
-            self.incarnation, self.heard_at = incarnation, self.sim.clock.now
+        if not self.refuses(incarnation):
+            self.incarnation, self.heard_at = max(incarnation, self.incarnation), self.sim.clock.now
             call(*args)
         else:
             self.sim.oracle.occasions["an order of an older incarnation is refused"] += 1
+
+    def refuses(self, incarnation: int) -> bool:
+        return incarnation < self.incarnation
 
     def post(self, event: Any) -> None:
         """A word that may be lost: what follows from its absence is settled by deadlines."""

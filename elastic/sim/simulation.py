@@ -60,7 +60,7 @@ class Simulation:
 
     def __init__(self, seed: int, scenario: Scenario | None, advance: Advance) -> None:
         self.seed, self.rng, self.clock = seed, random.Random(seed), Clock()
-        self.scenario = scenario or Scenario.drawn(self.rng)
+        self.scenario = scenario or Scenario.drawn(seed)
         self.rules = self.scenario.rules
         self.network = Network(self.clock, random.Random(seed + 1))
         self.lines: list[Line] = []

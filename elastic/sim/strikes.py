@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from elastic.sim.cluster import Node
-from elastic.sim.faults import FATAL, SHARED_KINDS, Fault, Kind, Point
+from elastic.sim.faults import FATAL, LASTING, SHARED_KINDS, Fault, Kind, Point
 from elastic.sim.network import Way
 from elastic.sim.worker import Worker
 
@@ -72,12 +72,13 @@ class Strikes:
     def _note(self, fault: Fault, victim: str) -> None:
         sim, now = self.sim, self.clock.now
         ends = now + (fault.duration_s or 0.0)
+        open_until = ends if fault.kind in LASTING and fault.kind in SHARED_KINDS else now + MISSING_S
         self.calm_at = max(self.calm_at, ends)
         self.struck[fault.kind, sim.state_name] += 1
         for kind, until in self._open.items():
             if until > now:
                 self.overlaps[kind, fault.kind] += 1
-        self._open[fault.kind] = max(self._open.get(fault.kind, 0.0), ends if fault.kind in SHARED_KINDS else now + MISSING_S)
+        self._open[fault.kind] = max(self._open.get(fault.kind, 0.0), open_until)
         sim.tell(f"fault: {fault.kind} of {victim or 'all'}" + (f" at {fault.point}" if fault.point else "") + f" in {sim.state_name}")
 
     def strike(self, fault: Fault) -> None:
@@ -128,9 +129,8 @@ class Strikes:
         else:
             victims = [there[fault.target % len(there)]] if there else []
         for node in victims:
-            if fault.kind is not Kind.NODE_KILL or len(there) > 1 or fault.duration_s is not None:
-                self._note(fault, node.name)
-                self._strike_node(fault, node)
+            self._note(fault, node.name)
+            self._strike_node(fault, node)
         if fault.target < 0 and victims and fault.kind in CUTS:
             cluster.add_node()  # so that there is somewhere to go on
 

@@ -67,6 +67,9 @@ class Worker(Process):
         self.progress: Progress | None = None
         self._deferred: list[Call] = []
 
+    def passes(self, point: Point) -> None:
+        self.sim.strikes.passes(self, point)
+
     # -- coming and going -----------------------------------------------------------------------------------------
 
     def join(self) -> None:
@@ -86,14 +89,21 @@ class Worker(Process):
             return
         self.report(self.introduction)
         self.report(Attached(self.name, None if world is None else world.plan, stepping and self._went))
-        if world is None:
-            return
+        if world is not None:
+            self._say_again()
+        for version in sorted(self.saved)[-4:]:
+            self.report(ShardSaved(self.name, version))
+
+    def _say_again(self) -> None:
+        """What it has said in the present world."""
+        if self.phase is not Phase.FORMING:
+            self.report(Here(self.name, self.planned))
         if self.phase is Phase.READY:
             self.report(Ready(self.name, self.planned))
-        for outcome in self.outcomes:
-            self.report(StepDone(self.name, outcome.generation, outcome))
-        for version in sorted(self.saved):
-            self.report(ShardSaved(self.name, version))
+        assert self.world is not None
+        if self.world.plan.members[0] == self.name:
+            for outcome in self.outcomes:
+                self.report(StepDone(self.name, outcome.generation, outcome))
         if self.fenced >= self.planned and not self.answer_due and self.phase is not Phase.APPLYING:
             self._answer(self.planned)
 
@@ -322,8 +332,9 @@ class Worker(Process):
         generation = self._generation()
         self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.renew, self, generation, self.sim.clock.now)
 
-    def answered(self, generation: int, asked_at: float, granted: bool) -> None:
-        """The coordinator's answer to a renewal."""
+    def answered(self, generation: int, asked_at: float, granted: bool, recorded_step: int) -> None:
+        """The coordinator's answer to a renewal.  What it has in its journal need not be kept."""
+        self.outcomes = tuple(each for each in self.outcomes if each.step > recorded_step)
         self.heard_at = max(self.heard_at, asked_at)
         if granted and self._generation() == generation:
             self.leased_at = max(self.leased_at, asked_at)

@@ -262,6 +262,7 @@ class Trainer:
             rank=seat.rank,
             device=self.device,
             form_s=self._form_s,
+            replicas=not self.session.job.reproducible,
             met=partial(self.session.faults.strike, "forming", plan.version.step + 1, seat),
         )
 

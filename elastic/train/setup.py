@@ -44,14 +44,17 @@ SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 reaches."""
 _SIOCGIFADDR = 0x8915
 
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Each layout has tensors of other sizes: in segments of fixed size what every world leaves behind adds up, and NCCL finds no memory."""
+
 
 def prepare_process(job: Job, address: str = "") -> torch.device:
     """Fix what would otherwise vary between processes; returns this worker's device.  ``address``: where other nodes reach this one."""
     torch.set_num_threads(job.workers.threads)
     os.environ |= NCCL | LAUNCHES
-    if interface := interface_of(address):
-        for variable in SOCKETS:
-            os.environ.setdefault(variable, interface)
+    unless_set = ALLOCATOR | dict.fromkeys(SOCKETS, interface) if (interface := interface_of(address)) else ALLOCATOR
+    for variable, value in unless_set.items():
+        os.environ.setdefault(variable, value)
     if job.reproducible:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)

@@ -73,6 +73,7 @@ def test_an_error_that_always_comes_back_ends_the_run(
     assert logs.count("exited with code") == 2
 
 
+@pytest.mark.full  # the scripts of test_kill_points have such errors too
 def test_an_error_that_comes_once_is_survived_in_place(tmp_path: Path, undisturbed_hash: str) -> None:
     """R20, R1: an exception in the forward pass; the same two processes go on, and no step is lost."""
     chaos = trial(job_of(tmp_path, "one-off", {"kind": "exception", "point": "forward", "step": 5, "world_rank": 1}))

@@ -12,7 +12,7 @@ import pytest
 from elastic.job import Fault
 from elastic.runs import Run
 from tests.support.chaos import Trial, assert_survived, assert_work, formed
-from tests.support.kills import FATAL, LAYOUTS, POINTS, Script, again_and_again, down_and_up, perform
+from tests.support.kills import FATAL, LAYOUTS, POINTS, Script, again_and_again, down_and_up, one_after_another, perform
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -36,6 +36,18 @@ def test_down_to_one_and_up_again(tmp_path: Path, script_reference: Any, layout:
     """R1, R8, R14: 4→3→1→2→4; a second fault while forming or healing."""
     between, kind = ("forming", "healing")[number % 2], FATAL[number // 2]
     survives(down_and_up(layout, POINTS[number], between, kind), tmp_path, script_reference)
+
+
+@pytest.mark.must_run_in_ci
+def test_replicas_are_killed_one_after_another(tmp_path: Path, script_reference: Any) -> None:
+    """R1, R4, R14: 2→1→2→1→2→1→2; each newcomer is healed live, and no step is lost."""
+    survives(one_after_another("replicate", 2, ["backward", "before_update", "save"]), tmp_path, script_reference)
+
+
+@pytest.mark.must_run_in_ci
+def test_shards_are_killed_one_after_another(tmp_path: Path, script_reference: Any) -> None:
+    """R1, R4, R14: 3→2→3→2→3→2→3, each time from the bucket: shards have nothing else until there are copies in host memory."""
+    survives(one_after_another("shard", 3, ["forward", "backward", "save"]), tmp_path, script_reference)
 
 
 @pytest.mark.must_run_in_ci

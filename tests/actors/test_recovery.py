@@ -36,6 +36,7 @@ def undisturbed(folder: Path, package: str, monkeypatch: pytest.MonkeyPatch, **c
     return exported_hash(job), saw
 
 
+@pytest.mark.full  # a user's own code is killed in test_submit too
 def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """U1, U3, U10: a model without a sharding table and a dataset, both outside of the repository."""
     expected, _ = undisturbed(tmp_path / "local", "mine", monkeypatch)
@@ -128,7 +129,7 @@ def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills:
     before.assert_nothing_left(str(folder), 10)
 
 
-@pytest.mark.must_run_in_ci
+@pytest.mark.full  # in test_submit a whole cluster is killed
 def test_everything_is_killed_under_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: driver, coordinator, workers, raylet and the cluster's store, all at once."""
     expected, saw = undisturbed(tmp_path / "local", "whole", monkeypatch)

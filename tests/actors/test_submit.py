@@ -180,8 +180,8 @@ class StopThenKillThenGrow:
 def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R1, R4, R21, U8: on two nodes, detached; its Ray job is stopped, and what Ray brought it is not taken away: a killed worker is
-    replaced, and a node that joins later trains with the same code.  The six assertions."""
+    """R1, R4, R21, U1, U3, U8, U10: on two nodes, detached; its Ray job is stopped, and what Ray brought it is not taken away: a killed
+    worker is replaced, and a node that joins later trains with the same code.  The six assertions."""
     job = project(tmp_path, "mine", wheel, workers={"min": 1, "max": 3}, on_driver_exit="detach", deadlines={"grow_debounce_s": 8})
     expected = reference(job, tmp_path, "mine", monkeypatch)
     act = StopThenKillThenGrow(nodes, tmp_path / "project" / "seen" / "hurry")
@@ -193,6 +193,7 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
         assert "the run trains on when this command is gone" in act.submitted.text
         log = act.submitted.ray("logs", act.submitted.id)
         assert "SIGTERM: this command leaves, the run goes on" in log
+        assert "no sharding table: wraps layers.0 … layers.2" in log and "; data parallel only" in log
         assert "stopped" in act.submitted.ray("status", act.submitted.id).lower()
         assert_all_given_back(nodes, "mine", deadline_s=160)
     finally:
@@ -203,6 +204,9 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     chaos = Trial(job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
     struck = {"point": "forward", "kind": "SIGKILL", "world_rank": formed(Run.open(job).records())[0].members.index("w2")}  # from outside
     assert_survived(replace(chaos, job=job.replace(faults=[struck])), expected, worlds=(2, 1, 2, 3), tiers=("init", "live", "live", "live"))
+
+    (killed,) = Path(job.bucket).glob("mine/logs/*/w2.log")
+    assert "killed by signal 9 (SIGKILL)" in killed.read_text().splitlines()[0]
 
     homes = [act.homes[worker] for worker in ("w1", "w2", "w3", "w4")]
     assert homes[0] != homes[1] and homes[0] not in homes[2:], "two nodes"

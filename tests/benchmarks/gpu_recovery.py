@@ -3,7 +3,7 @@
     python -m tests.benchmarks.gpu_recovery [--size large] [--sockets] [scenario ...]     # default: all that its GPUs allow
     python -m tests.benchmarks.gpu_recovery --size tiny --world 2                         # a rehearsal on CPUs, over gloo
 
-Each scenario is a whole run under Ray, on all GPUs of this machine; its bits are compared with the undisturbed run's of the same call.
+Each scenario is a whole run under Ray, on all GPUs of this machine; its bits are compared with the first run's of the same call.
 Times are the journal's, the killer's and the survivors' clocks on one machine; medians are over the kills of one run.  ``--sockets``: NCCL
 without peer access and shared memory, as between hosts.  What was found goes to ``--out`` after every scenario.
 """
@@ -334,6 +334,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--world", type=int, default=torch.cuda.device_count())
     parser.add_argument("--sockets", action="store_true")
+    parser.add_argument("--reference", help="hash of an undisturbed run with the same --size and --steps; default: the first run's")
     parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later")
     parser.add_argument("--work", type=Path, help="folder for buckets; default: a temporary one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
@@ -364,7 +365,7 @@ def main() -> None:
             continue
         job = job_of(folder, f"run{number}", options, known[name].changes)
         table.append(measure(name, known[name], job))
-        reference = table[0].get("hash")
+        reference = options.reference or table[0].get("hash")
         table[-1]["same_bits"] = table[-1].get("hash") == reference
         show(table[-1], reference)
         with target.with_suffix(".log").open("a") as kept:

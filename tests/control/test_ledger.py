@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from elastic.control import codec
-from elastic.control.events import StepDone
+from elastic.control.events import Fenced, StepDone
+from elastic.control.states import Finished
 from elastic.ids import Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.report.ledger import ledger
@@ -73,3 +74,25 @@ def test_a_resumed_journal_begins_with_the_lineage_of_its_snapshot() -> None:
     resumed.steps(3, 4)
     assert sorted(ledger(resumed.records, lineage=play.run.lineage)) == [3, 4]
     assert ledger([], lineage=((1, 2),)) == {}
+
+
+def test_what_only_a_dead_coordinator_was_told_is_asked_for_before_the_end() -> None:
+    """R6: world rank 0 is heard, and does not hear that there is another to whom it should say again what it said."""
+    play = stepping(2, target_step=4, save_every=4)
+    play.step(1)
+    play.step(4)
+    assert play.run.untold == (2, 3) and play.run.recorded_step == 1, "whoever has seen the commit of 2 must keep it"
+    reason = play.save(Version(4, 1), "w1", "w2")
+    assert reason.endswith("what step 2 consumed is still to be told: stop generation 1 of 2 workers")
+    assert play.deeds == ["Fence"]
+    for worker, seen in (("w1", ()), ("w2", (2, 3, 4))):
+        held = (play.shard(worker, Version(4, 1)),)
+        play.tell(Fenced(WorkerId(worker), 1, held, None, tuple(outcome(step, 1) for step in seen)))
+    assert isinstance(play.run.state, Finished) and play.run.untold == ()
+
+
+def test_nothing_is_asked_for_where_all_was_told() -> None:
+    play = stepping(2, target_step=4, save_every=4)
+    play.steps(1, 4)
+    play.save(Version(4, 1), "w1", "w2")
+    assert isinstance(play.run.state, Finished) and "Fence" not in play.deeds

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-from elastic.sim.simulation import Advance
+from elastic.sim.coordinators import Advance
 
 PACKAGE = "elastic.control"
 SHARED = frozenset({"actions", "builds", "commit", "events", "rules", "states"})

@@ -209,8 +209,8 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
         seen = [event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ())
         reached = max([reached, *(each["step"] for each in seen)])
         for action in record["actions"]:
-            if action["$"] == "Form":
-                plan = action["plan"]
+            plan = action.get("plan")
+            if action["$"] == "Form" and plan["generation"] not in [each.generation for each in found]:  # a coordinator may say it again
                 layout, step = plan["layout"], plan["version"]["step"]
                 degrees = (layout["dp_replicate"], layout["dp_shard"])
                 found.append(Formed(plan["generation"], tuple(plan["members"]), degrees, plan["tier"], step, reached - step))

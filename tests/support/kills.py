@@ -198,6 +198,18 @@ def again_and_again(layout: str, point: str, kinds: Sequence[str] = FATAL) -> Sc
     return script
 
 
+def one_after_another(layout: str, workers: int, points: Sequence[str]) -> Script:
+    """The full world loses world rank 1 to SIGKILL at each of ``points``, and takes in a newcomer each time."""
+    script = Script(layout, workers)
+    script.form(workers, "init")
+    for step, point in zip(range(8, STEPS, 8), points, strict=False):
+        script.fault(point, "SIGKILL", 1, step)
+        script.form(workers - 1, script.after(point, "SIGKILL"))
+        script.growth.append(Grow(script.generation, step + 4))
+        script.form(workers, "live")
+    return script
+
+
 def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
     """4→3→1→2→4, in a cluster that has no more room than that.
 

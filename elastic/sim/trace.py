@@ -1,0 +1,45 @@
+"""Spot traces as schedules of faults: when which machines came and went, as recorded by others.
+
+Lines of ``seconds,event,node`` with event "add" or "remove", in order; lines that begin with # say where they are from.
+"""
+
+from __future__ import annotations
+
+from elastic.sim.faults import Fault, Kind
+from elastic.sim.scenario import LAYOUTS, Scenario, small_rules
+
+
+def from_trace(text: str, pace: float = 1.0) -> tuple[int, tuple[Fault, ...]]:
+    """How many nodes there are at the beginning, and what happens then, ``pace`` times as fast as it was recorded.
+
+    Raises ValueError for a line that is none.
+    """
+    rows = [line.split(",") for line in text.splitlines() if line and not line.startswith("#")]
+    if not rows or rows[0] != ["seconds", "event", "node"]:
+        raise ValueError("a trace begins with the line seconds,event,node")
+    there: list[str] = []
+    begun_s = float(rows[1][0])
+    faults = []
+    for seconds, event, node in rows[1:]:
+        at = (float(seconds) - begun_s) / pace
+        if event == "add":
+            there.append(node)
+            faults += [Fault(at, Kind.NODE_ADD)] if at else []
+        elif event == "remove" and node in there:
+            faults.append(Fault(at, Kind.NODE_KILL, there.index(node)))
+            there.remove(node)
+        else:
+            raise ValueError(f"{seconds},{event},{node}: no such event, or no such node is there")
+    return sum(event == "add" and float(seconds) == begun_s for seconds, event, _ in rows[1:]), tuple(faults)
+
+
+def scenario_of(text: str, pace: float = 1.0, steps_s: float = 0.5) -> Scenario:
+    """A run that lasts as long as the trace, a worker on each node; ``steps_s``: steps that it has to make in a second of it."""
+    nodes, faults = from_trace(text, pace)
+    there = peak = nodes
+    for fault in faults:
+        there += 1 if fault.kind is Kind.NODE_ADD else -1
+        peak = max(peak, there)
+    last_s = max((fault.at for fault in faults), default=0.0)
+    rules = small_rules(1, peak, LAYOUTS[0], target_step=max(10, int(steps_s * last_s)), save_every=20)
+    return Scenario(rules=rules, faults=faults, nodes=nodes, per_node=1)

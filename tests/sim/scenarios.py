@@ -1,0 +1,81 @@
+"""Scenarios in which what is rare elsewhere happens often."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from elastic.plan.layout import LayoutRule
+from elastic.sim.faults import Fault, Kind, Point, draw
+from elastic.sim.scenario import Scenario, small_rules, weather
+
+CALM = Scenario(rules=small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=10, save_every=4))
+
+
+def drawn(seed: int) -> Scenario:
+    return Scenario.drawn(seed)
+
+
+def poor(seed: int) -> Scenario:
+    """Two generations in a row without a commit, and the run may fail."""
+    scenario = Scenario.drawn(seed)
+    return replace(scenario, rules=replace(scenario.rules, max_fruitless=1))
+
+
+def storm(seed: int) -> Scenario:
+    """Hard weather, kills and saves that often fail, and a user who asks for a stop."""
+    rng, scenario = random.Random(seed), Scenario.drawn(seed)
+    hard = (Fault(0.0, Kind.KILL_LOST, duration_s=30.0, amount=0.8), Fault(0.0, Kind.BUCKET_DOWN, duration_s=30.0, amount=0.6))
+    return replace(
+        scenario,
+        rules=replace(scenario.rules, save_every=1),
+        faults=(*hard, *weather(rng, 2.0, 30.0, 0.0)),
+        stop_at_s=rng.uniform(1.0, 25.0) if rng.random() < 0.8 else None,
+        error_step=rng.choice((None, 3)),
+        error_once=False,
+    )
+
+
+def barren(seed: int) -> Scenario:
+    """Hardly a start or a save succeeds, to the end."""
+    bad = (Fault(0.0, Kind.START_FAILURE, duration_s=60.0, amount=0.8), Fault(0.0, Kind.BUCKET_DOWN, duration_s=60.0, amount=0.7))
+    return replace(CALM, faults=(*bad, *draw(seed, 5, 60.0, (Kind.SIGKILL,))))
+
+
+def edge(seed: int) -> Scenario:
+    """Members are stopped between commit and update, others die, no kill arrives: zombies that wake up and apply."""
+    rng = random.Random(seed)
+    stops = draw(rng, 8, 30.0, (Kind.SIGSTOP,), points=(Point.BEFORE_UPDATE,), doubles=0.0)
+    deaths = draw(rng, 4, 30.0, (Kind.SIGKILL, Kind.SIGSTOP))
+    wishes = (Fault(0.0, Kind.KILL_LOST, duration_s=30.0, amount=1.0), Fault(0.0, Kind.BUCKET_DOWN, duration_s=30.0, amount=0.5))
+    rules = replace(small_rules(1, 3, LayoutRule(None, None, 1, "all"), target_step=12, save_every=1), lease_s=30.0)
+    return Scenario(rules=rules, faults=(*wishes, *stops, *deaths))
+
+
+def isolation(seed: int) -> Scenario:
+    """A world is cut off from its coordinator again and again: only leases keep two worlds apart."""
+    return Scenario.isolation(random.Random(seed))
+
+
+def interregnum(seed: int) -> Scenario:
+    """Coordinators die, are followed and come back, and their disks are lost with them, while workers die too."""
+    rng, scenario = random.Random(seed), Scenario.drawn(seed)
+    kinds = (Kind.COORDINATOR_KILL, Kind.COORDINATOR_FREEZE, Kind.COORDINATOR_CUT, Kind.DISK_LOSS, Kind.COORDINATOR_CLOCK, Kind.SIGKILL)
+    return replace(scenario, faults=draw(rng, 10, 25.0, (*kinds, Kind.LOSS, Kind.SIGSTOP)), rules=replace(scenario.rules, save_every=2))
+
+
+def skewed(seed: int) -> Scenario:
+    """Every member's clock is slow."""
+    scenario = isolation(seed)
+    skews = tuple(Fault(0.5 * n, Kind.CLOCK_SKEW, -1, amount=-0.04) for n in range(80))
+    return replace(scenario, faults=(*scenario.faults, *skews))
+
+
+def isolated_interregnum(seed: int) -> Scenario:
+    """And the coordinator dies while the world is cut off."""
+    scenario = isolation(seed)
+    deaths = tuple(Fault(cut.at + 0.1, Kind.COORDINATOR_KILL, duration_s=1.0) for cut in scenario.faults if cut.kind is Kind.PARTITION)
+    return replace(scenario, faults=(*scenario.faults, *deaths))
+
+
+ALL = {each.__name__: each for each in (drawn, poor, storm, barren, edge, isolation, interregnum, skewed, isolated_interregnum)}

@@ -1,0 +1,84 @@
+"""``elastic simulate``: seeds, scripts and traces; a violation comes with the smallest schedule that shows it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.control.rules import Rules
+from elastic.sim import command, coverage
+from elastic.sim.faults import Fault, Kind, from_json, to_json
+from elastic.sim.trace import from_trace, scenario_of
+
+pytestmark = pytest.mark.fast
+
+TRACES = Path(__file__).parent / "traces"
+
+
+def test_it_needs_no_ray(tmp_path: Path) -> None:
+    """And two processes find what one does."""
+    program = "import sys; sys.modules['ray'] = None; from elastic.__main__ import main; sys.exit(main())"
+    line = [sys.executable, "-c", program, "simulate", "--seeds", "600..700", "--jobs"]
+    told = [subprocess.run([*line, jobs], capture_output=True, text=True, check=True).stdout for jobs in ("1", "2")]
+    assert re.sub(r"in \d+ s by \d", "", told[0]) == re.sub(r"in \d+ s by \d", "", told[1])
+    assert "100 seeds, " in told[0] and "(judged from 20000 seeds on)" in told[0]
+
+
+def test_a_pair_that_never_met_fails_the_command_where_there_were_seeds_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(command, "JUDGED_FROM", 30)
+    assert command.simulate_seeds(range(29), 1, said.append) == 0
+    assert command.simulate_seeds(range(30), 1, said.append) == 1
+    assert "pairs never met: " in said[-1]
+
+
+def test_a_violation_is_explained_by_as_few_faults_as_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases that the coordinator does not wait out: of a dozen faults, the cut is left, and that no kill arrives."""
+    monkeypatch.setattr(Rules, "lease_over_s", property(lambda rules: 0.5 * rules.lease_s))
+    said: list[str] = []
+    assert command.simulate_seeds(range(3000), 1, said.append) == 1
+    script = from_json(said[-1])
+    found = re.search(r"(\d+) of (\d+) faults are enough: simulate --seeds (\d+)", said[-2])
+    assert found and int(found[1]) == len(script) < int(found[2])
+    assert "may still commit" in said[-3] and {fault.kind for fault in script} <= {Kind.PARTITION, Kind.KILL_LOST, Kind.PARTITION_FROM}
+
+
+def test_a_script_is_performed_on_the_cluster_of_each_seed(tmp_path: Path) -> None:
+    script, said = tmp_path / "faults.json", list[str]()
+    script.write_text(to_json([Fault(5.0, Kind.NODE_KILL, duration_s=3.0), Fault(5.5, Kind.COORDINATOR_KILL, duration_s=2.0)]))
+    assert command.simulate_script(script, range(5, 8), said.append) == 0
+    assert len(said) == 3 and all(" after " in line for line in said)
+
+
+@pytest.mark.parametrize(("name", "pace", "nodes", "removals"), [("parcae_ll_10_11", 10.0, 18, 4), ("aws_g4dn_2020", 60.0, 1, 74)])
+def test_a_spot_trace_is_survived(name: str, pace: float, nodes: int, removals: int) -> None:
+    """Whole groups of machines come and go as they did."""
+    text = (TRACES / f"{name}.csv").read_text(encoding="utf-8")
+    there, faults = from_trace(text, pace)
+    assert (there, sum(fault.kind is Kind.NODE_KILL for fault in faults)) == (nodes, removals)
+    said: list[str] = []
+    assert command.simulate_trace(TRACES / f"{name}.csv", range(2), pace, said.append) == 0
+    assert [line.split()[2] for line in said] == ["Finished"] * 2
+    assert scenario_of(text, pace).rules.max_workers >= nodes
+
+
+@pytest.mark.parametrize("text", ["x", "7..7", "9..3", ""])
+def test_seeds_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be a number, or FIRST\.\.LAST"):
+        command.seeds_of(text)
+
+
+def test_a_trace_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="begins with the line"):
+        from_trace("0,add,n1")
+    with pytest.raises(ValueError, match=r"5,remove,n2: no such event, or no such node"):
+        from_trace("seconds,event,node\n0,add,n1\n5,remove,n2")
+
+
+def test_every_reason_in_the_list_of_impossible_pairs_is_of_a_pair_that_exists() -> None:
+    states = {*coverage.STATES, "over"}
+    assert all(state in states and event in coverage.EVENTS for state, event in coverage.IMPOSSIBLE)

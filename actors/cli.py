@@ -76,6 +76,26 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--check", action="store_true", help="decide everything again: where does this version decide otherwise?")
     replay.set_defaults(perform=_replay)
 
+    _add_faults(commands)
+    _add_data(commands.add_parser("data", help="prepare datasets and look at them").add_subparsers(dest="what", required=True))
+
+    checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run").add_subparsers(dest="what", required=True)
+    for name, perform, text in (
+        ("ls", _checkpoint_ls, "list them"),
+        ("verify", _checkpoint_verify, "check every digest"),
+        ("export", _checkpoint_export, "write whole tensors as plain safetensors"),
+    ):
+        command = checkpoint.add_parser(name, help=text)
+        command.add_argument("job", type=Path)
+        if name != "ls":
+            command.add_argument("--step", type=int, help="default: the newest good one")
+        if name == "export":
+            command.add_argument("--to", type=Path, required=True)
+        command.set_defaults(perform=perform)
+    return parser
+
+
+def _add_faults(commands: Any) -> None:
     chaos = commands.add_parser("chaos", help="perform faults on a run that lives, drawn from a seed: real signals, real deaths")
     chaos.add_argument("job", type=Path)
     chaos.add_argument("--seed", type=int, default=0)
@@ -93,23 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     instead.add_argument("--trace", type=Path, metavar="FILE", help="the machines of a spot trace (CSV: seconds,event,node)")
     simulate.add_argument("--pace", type=float, default=1.0, help="of a trace: so many times as fast as it was recorded")
     simulate.set_defaults(perform=_simulate)
-
-    _add_data(commands.add_parser("data", help="prepare datasets and look at them").add_subparsers(dest="what", required=True))
-
-    checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run").add_subparsers(dest="what", required=True)
-    for name, perform, text in (
-        ("ls", _checkpoint_ls, "list them"),
-        ("verify", _checkpoint_verify, "check every digest"),
-        ("export", _checkpoint_export, "write whole tensors as plain safetensors"),
-    ):
-        command = checkpoint.add_parser(name, help=text)
-        command.add_argument("job", type=Path)
-        if name != "ls":
-            command.add_argument("--step", type=int, help="default: the newest good one")
-        if name == "export":
-            command.add_argument("--to", type=Path, required=True)
-        command.set_defaults(perform=perform)
-    return parser
 
 
 def _add_data(commands: Any) -> None:

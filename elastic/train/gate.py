@@ -71,9 +71,9 @@ class Gate:
             self.outcomes.append(outcome)
 
     def acknowledge(self, step: int) -> None:
-        """The coordinator has every commit up to ``step`` in its journal."""
+        """The coordinator has every commit up to ``step`` in its journal.  The newest is kept: a journal may end earlier than it did."""
         with self._lock:
-            while self.outcomes and self.outcomes[0].step <= step:
+            while len(self.outcomes) > 1 and self.outcomes[0].step <= step:
                 self.outcomes.popleft()
 
     def seen(self) -> tuple[Outcome, ...]:

@@ -24,6 +24,7 @@ import ray
 from actors import cluster
 from actors.coordinator import View
 from actors.launch import attach
+from actors.processes import log_folder
 from elastic.control.events import StepDone
 from elastic.control.recovery import MAX_DEATHS
 from elastic.data.cursor import Cursor
@@ -64,13 +65,14 @@ def job_of(bucket: Path, name: str, **changes: Any) -> Job:
 class Killer:
     """Kills the coordinator at the first look at which the next of ``whens`` is so; then, or when ``opens`` is so, opens the gate.
 
-    ``frozen_s``: keep Ray from making it again for so long.
+    ``frozen_s``: keep Ray from making it again for so long.  ``disks_lost``: after which of its deaths its disk is lost too.
     """
 
     bucket: Path
     whens: list[When]
     frozen_s: float = 0.0
     opens: When = lambda view: False
+    disks_lost: tuple[int, ...] = ()
     ends: list[Ended] = field(default_factory=list)
     committed: int = 0
     """By the worker that committed least, between the last kill and the next coordinator's first moment."""
@@ -91,12 +93,18 @@ class Killer:
             before, raylet = self.steps(witness), Raylet(view.pid)
             with Watched(view.pid) as coordinator:
                 coordinator.kill()
+                if len(self.ends) in self.disks_lost:
+                    self.lose(view)
                 if self.frozen_s:
                     raylet.hold(self.frozen_s)
                     self.claimed = len(list((self.bucket / witness.job_name / "owner").iterdir()))
                     raylet.let_go()
                 self.ends.append(coordinator.wait(10))
             self.committed = min(after - before[worker] for worker, after in self.steps(witness).items())
+
+    def lose(self, view: View) -> None:
+        for path in log_folder(view.token).glob("journal-*.jsonl"):
+            path.unlink()
 
     @staticmethod
     def steps(witness: Witness) -> dict[str, int]:
@@ -205,9 +213,12 @@ def test_workers_step_on_for_ten_seconds_without_a_coordinator(tmp_path: Path, u
 
 @pytest.mark.must_run_in_ci
 def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undisturbed: Any) -> None:
-    """R6, R8: while it runs, right after a save began, twice in a row; a worker dies, and the coordinator while the others form."""
+    """R6, R8: while it runs, right after a save began, twice in a row; a worker dies, and the coordinator while the others form.
+
+    The first time its disk is lost too, and the bucket has nothing of the world yet: what is known comes from the keeper.
+    """
     whens = [running(3), lambda view: view.step >= 12, running(13), in_state("Forming", 2), in_state("Forming", 3)]
-    killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2))
+    killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2), disks_lost=(0,))
     job = job_of(tmp_path, "again", faults=[{"point": "backward", "step": 20, "world_rank": 1}])
     chaos = trial(job, killer)
     assert_taken_over(chaos, killer, ["Running", "Running", "Running", "Forming", "Forming"])
@@ -281,6 +292,26 @@ def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_p
     finished = trial(job)
     assert (finished.result.state, finished.hash) == ("Finished", undisturbed.hash)
     assert_nothing_left(finished)
+
+
+class Amnesia(Killer):
+    """The keeper dies too: nobody is left who knows of the world."""
+
+    def lose(self, view: View) -> None:
+        super().lose(view)
+        (keeper,) = cluster.named(f"{view.token}/keeper-").values()
+        ray.kill(keeper, no_restart=True)
+
+
+@LONG
+@pytest.mark.timeout(300)
+def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undisturbed: Any) -> None:
+    """The negative control: it is by the keeper's copy that the world is kept.  The run ends well all the same, in another world."""
+    killer = Amnesia(tmp_path, [running(3)], disks_lost=(0,))
+    chaos = trial(job_of(tmp_path, "amnesia"), killer)
+    assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
+    assert chaos.witness.generation > 1 and [each.generation for each in formed(Run.open(chaos.job).records())] != [1]
+    assert_nothing_left(chaos)
 
 
 @LONG

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -160,11 +161,13 @@ def test_a_fence_waits_for_the_update_under_way_and_says_applied() -> None:
     assert (versions(answer), answer.prepared, answer.outcomes) == ([AFTER], None, (OUTCOME,))
 
 
-def test_outcomes_are_kept_until_they_are_acknowledged() -> None:
-    found = gate()
-    with found.applying(OUTCOME):
-        pass
+def test_outcomes_are_kept_until_they_are_acknowledged_and_the_newest_always() -> None:
+    """R6: the next coordinator's journal may end before the commit that the one before has acknowledged."""
+    found, later = gate(), replace(OUTCOME, step=STEP + 1)
+    for each in (OUTCOME, later):
+        with found.applying(each):
+            pass
     found.acknowledge(STEP - 1)
-    assert found.fence(GENERATION).outcomes == (OUTCOME,)
-    found.acknowledge(STEP)
-    assert found.fence(GENERATION).outcomes == ()
+    assert found.fence(GENERATION).outcomes == (OUTCOME, later)
+    found.acknowledge(STEP + 1)
+    assert found.fence(GENERATION).outcomes == (later,)

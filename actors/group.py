@@ -201,7 +201,7 @@ class Group:
                 max_concurrency=4,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(self.token, self.job.bucket, self.job.name, self.coordinator)
+            .remote(self.token, self.job.bucket, self.job.name, self.coordinator, 2 * self.job.deadlines.lease_s)
         )
         self.keepers[node] = actor
         self._await_keeper(node)

@@ -127,7 +127,7 @@ class Run:
         written = journal.read(self.store, self.job.name)
         end = written[-1][1][-1]["n"] + 1 if written else 0
         segments = furthest(end, tails) or written[-1:]
-        if not segments or codec.decode_run(segments[-1][0]["run"]).incarnation < first:
+        if not segments or codec.fold(*segments[-1]).incarnation < first:
             return None
         known, ahead = segments[0][0], []
         for record in (record for _, records in segments for record in records):

@@ -117,7 +117,8 @@ def _catch_up(turn: Turn, plan: Plan) -> None:
     elif plan.version > lineage.tip(line):
         line = lineage.extended(line, plan.version)
     cause = f"the journal ends in generation {run.generation}, but generation {plan.generation} was begun"
-    pending = tuple(worker for worker in plan.members if worker in run.workers)
+    found = {*run.workers, *run.starting}  # one that is said to start was found too, and will say that it has joined before it answers
+    pending = tuple(worker for worker in plan.members if worker in found)
     unheard = tuple(worker for worker in plan.members if worker not in pending)
     state = Stopping(plan, cause, False, pending, turn.now + turn.rules.fence_s, expelled=unheard)
     turn.know(generation=plan.generation, lineage=line, seats=plan.members, last=None, saves=())

@@ -370,6 +370,7 @@ def test_without_any_coordinator_everybody_leaves(tmp_path: Path) -> None:
     view = view_of(job.name)
     assert view is not None and len(cluster.named(f"{view.token}/")) == 3
     command.process.send_signal(signal.SIGKILL)
+    assert command.process.wait(10) == -signal.SIGKILL
     ray.kill(attach(job.name), no_restart=True)
     deadline = time.monotonic() + 60
     while cluster.named(f"{view.token}/"):

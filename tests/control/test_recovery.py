@@ -304,6 +304,22 @@ def test_a_member_of_a_later_generation_proves_that_the_journal_is_too_short(sce
         assert again.generation == later.generation + 1 and again.plan.version == Version(at.step + 2, later.generation)
 
 
+def test_a_journal_that_ends_before_the_members_joined() -> None:
+    """Each says that it has joined before it says where it is; one is heard before the other, and both answer the fence."""
+    play = Play(rules(max_workers=2))
+    play.tell(ev.Capacity(2))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    again = take_over(play)
+    plan = replace(started(2).plan, store_node=NodeId("n1"))
+    for worker in ("w2", "w1"):
+        again.tell(ev.Joined(WorkerId(worker), NodeId("n1"), "cpu", (7, 3)))
+        again.tell(ev.Attached(WorkerId(worker), plan, stepping=True))
+    assert isinstance(again.run.state, Stopping) and again.run.state.pending == plan.members
+    for worker in ("w1", "w2"):
+        again.answer(worker, Version(7, 1), saw=7)
+    assert again.generation == 2 and again.plan.version == Version(7, 1) and set(again.plan.members) == {"w1", "w2"}
+
+
 def test_time_without_a_coordinator_is_nobodys_stall() -> None:
     play = at_step(3, stall_s=5.0)
     again = take_over(play)

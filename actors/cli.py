@@ -76,16 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--check", action="store_true", help="decide everything again: where does this version decide otherwise?")
     replay.set_defaults(perform=_replay)
 
-    chaos = commands.add_parser("chaos", help="perform faults on a run that lives, drawn from a seed: real signals, real deaths")
-    chaos.add_argument("job", type=Path)
-    chaos.add_argument("--seed", type=int, default=0)
-    chaos.add_argument("--faults", type=int, default=10)
-    chaos.add_argument("--span", type=float, metavar="SECONDS", default=60.0, help="in which they happen (default: 60)")
-    chaos.add_argument("--kinds", nargs="+", metavar="KIND", help="default: all that can be performed")
-    chaos.add_argument("--script", type=Path, help="faults as JSON, instead of drawn ones")
-    chaos.set_defaults(perform=_chaos)
-
-    _add_simulate(commands.add_parser("simulate", help="run the control plane against simulated faults"))
+    _add_faults(commands)
     _add_data(commands.add_parser("data", help="prepare datasets and look at them").add_subparsers(dest="what", required=True))
 
     checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run").add_subparsers(dest="what", required=True)
@@ -104,7 +95,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_simulate(simulate: argparse.ArgumentParser) -> None:
+def _add_faults(commands: Any) -> None:
+    chaos = commands.add_parser("chaos", help="perform faults on a run that lives, drawn from a seed: real signals, real deaths")
+    chaos.add_argument("job", type=Path)
+    chaos.add_argument("--seed", type=int, default=0)
+    chaos.add_argument("--faults", type=int, default=10)
+    chaos.add_argument("--span", type=float, metavar="SECONDS", default=60.0, help="in which they happen (default: 60)")
+    chaos.add_argument("--kinds", nargs="+", metavar="KIND", help="default: all that can be performed")
+    chaos.add_argument("--script", type=Path, help="faults as JSON, instead of drawn ones")
+    chaos.set_defaults(perform=_chaos)
+
+    simulate = commands.add_parser("simulate", help="run the control plane against simulated faults")
     simulate.add_argument("--seeds", default="1000", help="how many, or FIRST..LAST (without LAST); default: 1000")
     simulate.add_argument("--jobs", type=int, default=1, help="processes; default: 1")
     instead = simulate.add_mutually_exclusive_group()

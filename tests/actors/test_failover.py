@@ -24,6 +24,7 @@ import ray
 from actors import cluster
 from actors.coordinator import View
 from actors.launch import attach
+from actors.processes import log_folder
 from elastic.control.events import StepDone
 from elastic.control.recovery import MAX_DEATHS
 from elastic.data.cursor import Cursor
@@ -64,13 +65,14 @@ def job_of(bucket: Path, name: str, **changes: Any) -> Job:
 class Killer:
     """Kills the coordinator at the first look at which the next of ``whens`` is so; then, or when ``opens`` is so, opens the gate.
 
-    ``frozen_s``: keep Ray from making it again for so long.
+    ``frozen_s``: keep Ray from making it again for so long.  ``disks_lost``: after which of its deaths its disk is lost too.
     """
 
     bucket: Path
     whens: list[When]
     frozen_s: float = 0.0
     opens: When = lambda view: False
+    disks_lost: tuple[int, ...] = ()
     ends: list[Ended] = field(default_factory=list)
     committed: int = 0
     """By the worker that committed least, between the last kill and the next coordinator's first moment."""
@@ -88,15 +90,21 @@ class Killer:
         if view.pid != self._last and self.whens and self.whens[0](view):
             self.whens.pop(0)
             self._last = view.pid
-            before, raylet = self.steps(witness), Raylet(view.pid)
+            before, raylet = self.steps(witness), Raylet(view.pid) if self.frozen_s else None
             with Watched(view.pid) as coordinator:
                 coordinator.kill()
-                if self.frozen_s:
+                if len(self.ends) in self.disks_lost:
+                    self.lose(view)
+                if raylet is not None:
                     raylet.hold(self.frozen_s)
                     self.claimed = len(list((self.bucket / witness.job_name / "owner").iterdir()))
                     raylet.let_go()
                 self.ends.append(coordinator.wait(10))
             self.committed = min(after - before[worker] for worker, after in self.steps(witness).items())
+
+    def lose(self, view: View) -> None:
+        for path in log_folder(view.token).glob("journal-*.jsonl"):
+            path.unlink()
 
     @staticmethod
     def steps(witness: Witness) -> dict[str, int]:
@@ -111,7 +119,7 @@ class Raylet:
         parent = psutil.Process(coordinator).parent()
         assert parent is not None and parent.name() == "raylet"
         self.process, self.stopped = parent, set[int]()
-        self.busy = {child.pid for child in parent.children() if "IDLE" not in "".join(child.cmdline())}
+        self.busy = {child.pid for child in parent.children() if not self._idle(child)}
 
     def hold(self, seconds: float) -> None:
         """Stop every process in which it would be made again, from its first moment."""
@@ -125,6 +133,12 @@ class Raylet:
     def let_go(self) -> None:
         for pid in self.stopped:
             self._signal(pid, signal.SIGCONT)
+
+    @staticmethod
+    def _idle(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            return "IDLE" in "".join(process.cmdline())
+        return False
 
     @staticmethod
     def _signal(pid: int, number: signal.Signals) -> None:
@@ -205,9 +219,12 @@ def test_workers_step_on_for_ten_seconds_without_a_coordinator(tmp_path: Path, u
 
 @pytest.mark.must_run_in_ci
 def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undisturbed: Any) -> None:
-    """R6, R8: while it runs, right after a save began, twice in a row; a worker dies, and the coordinator while the others form."""
+    """R6, R8: while it runs, right after a save began, twice in a row; a worker dies, and the coordinator while the others form.
+
+    The first time its disk is lost too, and the bucket has nothing of the world yet: what is known comes from the keeper.
+    """
     whens = [running(3), lambda view: view.step >= 12, running(13), in_state("Forming", 2), in_state("Forming", 3)]
-    killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2))
+    killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2), disks_lost=(0,))
     job = job_of(tmp_path, "again", faults=[{"point": "backward", "step": 20, "world_rank": 1}])
     chaos = trial(job, killer)
     assert_taken_over(chaos, killer, ["Running", "Running", "Running", "Forming", "Forming"])
@@ -215,7 +232,7 @@ def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undis
 
 
 @pytest.mark.must_run_in_ci
-def test_while_it_stops_and_while_it_finishes(tmp_path: Path) -> None:
+def test_while_it_stops_and_finishes_and_when_it_has_finished(tmp_path: Path) -> None:
     """R6, R21: a stop that was asked for is not forgotten; the same command goes on; the last save is not lost."""
     big = {"vocab": 29, "dim": 256, "layers": 4, "heads": 2, "dropout": 0.1}
     reference = job_of(tmp_path / "reference", "reference", model_args=big, steps=12)
@@ -228,10 +245,10 @@ def test_while_it_stops_and_while_it_finishes(tmp_path: Path) -> None:
     assert newest is not None and newest.step == stopped.result.step, "it was saved"
     assert_nothing_left(stopped)
 
-    killer = Killer(tmp_path, [lambda view: view.state == "Finishing"])
+    killer = Killer(tmp_path, [lambda view: view.state == "Finishing", lambda view: view.state == "Finished"])
     finished = trial(job, killer)
-    assert [end.signal for end in killer.ends] == [signal.SIGKILL]
-    assert take_overs(job) == ["Stopping", "Finishing"]
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL] * 2
+    assert take_overs(job) == ["Stopping", "Finishing", "Finished"]
     assert (finished.result.state, finished.hash) == ("Finished", exported_hash(reference))
     assert [step for step, _ in samples(finished.ledger)] == list(range(1, 13))
     work = stopped.witness.total("microbatches_run") + finished.witness.total("microbatches_run")
@@ -281,6 +298,26 @@ def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_p
     finished = trial(job)
     assert (finished.result.state, finished.hash) == ("Finished", undisturbed.hash)
     assert_nothing_left(finished)
+
+
+class Amnesia(Killer):
+    """The keeper dies too: nobody is left who knows of the world."""
+
+    def lose(self, view: View) -> None:
+        super().lose(view)
+        (keeper,) = cluster.named(f"{view.token}/keeper-").values()
+        ray.kill(keeper, no_restart=True)
+
+
+@LONG
+@pytest.mark.timeout(300)
+def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undisturbed: Any) -> None:
+    """The negative control: it is by the keeper's copy that the world is kept.  The run ends well all the same, in another world."""
+    killer = Amnesia(tmp_path, [running(3)], disks_lost=(0,))
+    chaos = trial(job_of(tmp_path, "amnesia"), killer)
+    assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
+    assert chaos.witness.generation > 1 and [each.generation for each in formed(Run.open(chaos.job).records())] != [1]
+    assert_nothing_left(chaos)
 
 
 @LONG

@@ -13,7 +13,7 @@ import pytest
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.story import Sentence
-from tests.support.chaos import Trial, assert_survived, trial
+from tests.support.chaos import Trial, alone, assert_survived, trial
 from tests.support.toys import toy_job
 
 STEPS, STEP = 60, 12
@@ -35,8 +35,9 @@ def job_of(bucket: Path, name: str, workers: int, **changes: Any) -> Job:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    return trial(job_of(tmp_path_factory.mktemp("undisturbed"), "undisturbed", 2))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
+    return alone(job_of(tmp_path_factory.mktemp("undisturbed"), "undisturbed", 1, data=data))
 
 
 def told(chaos: Trial) -> list[str]:
@@ -55,7 +56,7 @@ def told(chaos: Trial) -> list[str]:
         pytest.param("backward", "SIGSTOP", {"dp_replicate": 1}, marks=pytest.mark.full),
     ],
 )
-def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Trial, point: str, kind: str, layout: dict[str, int]) -> None:
+def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Any, point: str, kind: str, layout: dict[str, int]) -> None:
     """R3: three workers, one stands still; the two others stay the same processes, and a third comes."""
     fault = {"point": point, "step": STEP, "world_rank": 1, "kind": kind}
     job = job_of(
@@ -73,26 +74,43 @@ def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Trial,
         assert [text for text in told(chaos) if f"expel {victim.worker}" in text or f"{victim.worker} did not answer" in text], told(chaos)
 
 
+@pytest.mark.full
+def test_nobody_is_blamed_where_nothing_happens(tmp_path: Path, undisturbed: Any) -> None:
+    """The control: with the same short deadlines."""
+    calm = trial(job_of(tmp_path, "calm", 2))
+    assert_survived(calm, undisturbed, worlds=(2,), tiers=("init",))
+
+
+LATE_STEPS, LATE_STEP, STEP_S = 16, 9, 0.8
+
+
 def late(folder: Path, name: str, late_s: float) -> Trial:
-    sample = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(STEP, 0, 2)[0]
-    args = {"samples": SAMPLES, "read_s": READ_S, "sample": sample, "late_s": late_s, "mark": str(folder / name)}
-    return trial(
-        job_of(folder, name, 2, data={"dataset": "tests.support.toys:Late", "args": args}, deadlines={"stall_s": 0.3, "fence_s": 2})
-    )
+    """Steps of ``STEP_S`` on two workers, of which one waits ``late_s`` for a sample; nobody may stand still for longer than 1 s."""
+    data = of_late(folder / f"{name}-mark", late_s, STEP_S / 4)
+    return trial(job_of(folder, name, 2, steps=LATE_STEPS, data=data, deadlines={"stall_s": 1, "fence_s": 2}))
 
 
+def of_late(mark: Path, late_s: float, read_s: float) -> dict[str, Any]:
+    samples = 16 * LATE_STEPS
+    sample = Cursor(samples, 16, 0, "permutation").microbatch_ids(LATE_STEP, 0, 2)[0]
+    args = {"samples": samples, "read_s": read_s, "sample": sample, "late_s": late_s, "mark": str(mark)}
+    return {"dataset": "tests.support.toys:Late", "args": args}
+
+
+@pytest.mark.full
 @pytest.mark.timeout(240)
-def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_path: Path, undisturbed: Trial) -> None:
-    """R3: a step that takes more than twice as long as the others, longer than ``stall_s``: nobody is blamed.  The control: one whose data
-    do not come at all is expelled, and not the one that waits for it in a collective."""
-    slow = late(tmp_path, "late", 3 * 4 * READ_S)
-    assert_survived(slow, undisturbed, worlds=(2,), tiers=("init",))
-    assert (tmp_path / "late").exists() and not [text for text in told(slow) if "no member moved" in text]
+def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_path: Path) -> None:
+    """R3: a step that takes twice as long as the others, during which nobody moves for longer than ``stall_s``: nobody is blamed.  The
+    control: one whose data do not come at all is expelled, and not the one that waits for it in a collective."""
+    reference = alone(job_of(tmp_path / "alone", "alone", 1, steps=LATE_STEPS, data=of_late(tmp_path / "not-late", 0.0, 0.0)))
+    slow = late(tmp_path, "late", 2 * STEP_S)
+    assert_survived(slow, reference, worlds=(2,), tiers=("init",))
+    assert (tmp_path / "late-mark").exists() and not [text for text in told(slow) if "no member moved" in text]
 
     stuck = late(tmp_path, "stuck", 600.0)
-    assert (stuck.result.state, stuck.hash, stuck.losses) == ("Finished", undisturbed.hash, undisturbed.losses)
+    assert (stuck.result.state, stuck.hash, stuck.losses) == ("Finished", reference.hash, reference.losses)
     (victim,) = stuck.witness.killed()
     (blamed,) = [text for text in told(stuck) if "no member moved" in text]
-    assert f"{victim.worker} has completed least (step {STEP - 1}, " in blamed and "it reads data" in blamed
+    assert f"{victim.worker} has completed least (step {LATE_STEP - 1}, " in blamed and "it reads data" in blamed
     (waiting,) = {"w1", "w2"} - {victim.worker}
-    assert stuck.witness.seen[waiting].final["updates_applied"] == STEPS
+    assert stuck.witness.seen[waiting].final["updates_applied"] == LATE_STEPS

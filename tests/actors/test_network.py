@@ -214,6 +214,7 @@ def test_the_coordinator_is_cut_off_from_all(tmp_path: Path, hosts: Hosts, refer
         assert chaos.witness.seen[worker].final["updates_applied"] == script.before_mending[worker]["updates_applied"]
 
 
+@pytest.mark.full
 def test_loss_and_delay_are_survived_without_a_word(tmp_path: Path, hosts: Hosts, reference: str) -> None:
     """R10: one packet of fifty is lost and each takes 10 ms; late is not dead."""
     hosts.weather(loss=0.02, delay_s=0.01)

@@ -31,6 +31,7 @@ def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "--kinds: 'earthquake' is not a valid Kind" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command, from another thread of this process: a kill, a stop that thaws, an exception; the bits are the same."""

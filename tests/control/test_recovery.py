@@ -171,6 +171,27 @@ def test_fold_and_attach_equals_never_having_died(name: str) -> None:
             assert generation <= again.generation == lived.generation, "no world ends because of a coordinator's death"
 
 
+@pytest.mark.parametrize("name", ["forming", "forming again", "pausing", "fenced"])
+def test_whoever_does_not_answer_holds_nobody_up_for_ever(name: str) -> None:
+    """Each subset of the workers is silent; the others go on without it, or the run waits for new ones."""
+    members = SCENES[name].play().plan.members
+    for size in range(1, len(members) + 1):
+        for silent in combinations(members, size):
+            again = take_over(SCENES[name].play())
+            said = SCENES[name].said(again)
+            loud = [worker for worker in again.run.workers if worker not in silent]
+            for worker in loud:
+                for event in standing(again, worker, *(each for each in said if getattr(each, "worker", "") == worker)):
+                    again.tell(event)
+            for _ in range(300):
+                again.later(1.0)
+                for fence in again.did(Fence):
+                    for worker in set(fence.members) & set(loud):
+                        again.answer(worker, again.run.version)
+            assert not set(silent) & set(again.run.workers), (silent, again.run.state)
+            assert again.run.plan is None or set(again.plan.members) <= set(loud)
+
+
 @pytest.mark.parametrize("name", ["forming", "pausing", "fenced", "finishing"])
 def test_without_the_answers_the_run_is_not_the_same(name: str) -> None:
     """The negative control: what was said to the dead one is lost unless it is said again."""

@@ -186,9 +186,10 @@ class Hosts:
             time.sleep(0.05)
         for raylet in self.raylets.values():
             raylet.wait(10)
-        assert self.wire.stdin is not None
+        assert self.wire.stdin is not None and self.wire.stdout is not None
         self.wire.stdin.close()
         self.wire.wait(10)
+        self.wire.stdout.close()
         for name in self.names[1:]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -52,6 +52,9 @@ class Copies:
         deadline = time.monotonic() + COPY_S
         while self.safe is not run:
             self._send(run)
+            self._listen(0.0)
+            if self.safe is run:  # at once: there is no keeper yet
+                break
             left_s = deadline - time.monotonic()
             if not set(self._asked.values()) - self._late or left_s <= 0:
                 self._late |= set(self._asked.values())

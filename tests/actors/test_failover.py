@@ -36,6 +36,7 @@ from elastic.train.local import run_local
 from storage.journal import owners
 from storage.tails import DEPOSED
 from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
+from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.kills import SAMPLES
 from tests.support.processes import Ended, Watched
 from tests.support.toys import toy_job
@@ -355,3 +356,23 @@ def test_at_random_moments(tmp_path: Path, undisturbed: Any, seed: int) -> None:
     chaos = trial(job, killer)
     assert [end.signal for end in killer.ends] == [signal.SIGKILL] * 8
     assert_survived(chaos, undisturbed, worlds=(2, 1, 2), tiers=("init", "live", "live"))
+
+
+@LONG
+@pytest.mark.timeout(300)
+def test_without_any_coordinator_everybody_leaves(tmp_path: Path) -> None:
+    """The driver is gone, and the coordinator for good: workers and keepers leave after two leases, and nothing stays."""
+    (tmp_path / "gate").touch()
+    job = job_of(tmp_path, "orphans", steps=10**6, deadlines={"lease_s": 4})
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    command = Command(tmp_path, "train", "job.toml", "--address", ray.get_runtime_context().gcs_address)
+    command.until(lambda: (view := view_of(job.name)) is not None and view.step >= 3)
+    view = view_of(job.name)
+    assert view is not None and len(cluster.named(f"{view.token}/")) == 3
+    command.process.send_signal(signal.SIGKILL)
+    ray.kill(attach(job.name), no_restart=True)
+    deadline = time.monotonic() + 60
+    while cluster.named(f"{view.token}/"):
+        assert time.monotonic() < deadline, cluster.named(f"{view.token}/")
+        time.sleep(0.1)
+    assert_no_actor_left(job.name)

@@ -238,7 +238,8 @@ class Coordinator:
     def _take_over(self) -> None:
         """Go on where another one died: what was decided and perhaps not done is done again, then the workers say where they stand."""
         self.group.adopt(self.left, self.state)
-        self.reason = getattr(self.state.state, "reason", "")
+        if isinstance(self.state.state, TERMINAL):
+            self.reason = getattr(self.state.state, "reason", f"finished at step {self.state.step}")
         self._handle(Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers)), None)
         self.group.attach(tuple(each.version for each in self.state.saves if each.asked))
 

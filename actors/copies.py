@@ -36,6 +36,7 @@ class Copies:
         self._asked: dict[Any, NodeId] = {}
         """Calls under way, one a keeper."""
         self._late: set[NodeId] = set()
+        """Who did not answer in time, or at all: not waited for until it does."""
         self._marks: list[tuple[int, RunState]] = []
         """Where the journal ended when it told this much."""
 
@@ -51,11 +52,13 @@ class Copies:
         deadline = time.monotonic() + COPY_S
         while self.safe is not run:
             self._send(run)
+            self._listen(0.0)
+            if self.safe is run:  # at once: there is no keeper yet
+                break
             left_s = deadline - time.monotonic()
             if not set(self._asked.values()) - self._late or left_s <= 0:
                 self._late |= set(self._asked.values())
                 have = sum(self._held.get(node, -1) >= self.journal.end for node in run.keepers)
-                self.safe, self._marks = run, []
                 return f"{have} of {len(run.keepers)} keepers took a copy of the journal, which is on this node's disk"
             self._listen(left_s)
         return ""
@@ -81,6 +84,7 @@ class Copies:
                 self._held[node] = ray.get(ref)
             except ray.exceptions.RayError:  # it is gone; should another take its place, that one begins with nothing
                 self._held[node] = 0
+                self._late.add(node)
             if self._held[node] == DEPOSED:
                 raise Deposed(f"the journal of coordinator {self.incarnation}")
         held = [(end, run) for end, run in self._marks if self._has_majority(end, run)]

@@ -102,6 +102,8 @@ class Group:
         self.keepers.update(left.keepers)
         self.joined.update({worker: known.node for worker, known in run.workers.items()})
         for worker, actor in left.workers.items():
+            if worker in run.starting:
+                actor.train.remote()
             self._when_done(actor.lives.remote(), lambda error, worker=worker: self._ended(worker, error))  # type: ignore[misc]
         for node in left.keepers:
             self._follow_keeper(node) if node in run.keepers else self._await_keeper(node)
@@ -201,7 +203,7 @@ class Group:
                 max_concurrency=4,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(self.token, self.job.bucket, self.job.name, self.coordinator)
+            .remote(self.token, self.job.bucket, self.job.name, self.coordinator, 2 * self.job.deadlines.lease_s)
         )
         self.keepers[node] = actor
         self._await_keeper(node)

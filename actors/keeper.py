@@ -7,6 +7,7 @@ Its heartbeat has a thread of its own, so that nothing it does can make it look 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import threading
 import time
@@ -30,8 +31,9 @@ LOG_LINES = 200
 
 
 class Keeper:
-    def __init__(self, run: str, bucket: str, name: str, coordinator: Any) -> None:
-        self.run, self.coordinator = run, coordinator
+    def __init__(self, run: str, bucket: str, name: str, coordinator: Any, silence_s: float) -> None:
+        """``silence_s``: a keeper that no coordinator has heard for so long leaves, as workers do."""
+        self.run, self.coordinator, self.silence_s = run, coordinator, silence_s
         self.incarnation = 0
         """The highest that was heard."""
         self.logs = f"{name}/logs/{run.removeprefix(f'{name}-')}"
@@ -100,12 +102,23 @@ class Keeper:
             self.workers[worker][0].kill()
 
     def _beat(self) -> None:
+        heard_at, asked = time.monotonic(), None
         while not self._closed.wait(BEAT_S):
             progress = tuple(
                 Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"], self._operation(process, c))
                 for worker, (process, c) in sorted(self.workers.items())
             )
-            self._beats.remote(Beat(self.node, progress))
+            told = self._beats.remote(Beat(self.node, progress))
+            asked = asked or told
+            if ray.wait([asked], timeout=0)[0]:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(asked)
+                    heard_at = time.monotonic()
+                asked = None
+            if time.monotonic() - heard_at > self.silence_s:
+                print(f"keeper of {self.node[:8]}: no coordinator answered for {self.silence_s:.0f} s; leaving", flush=True)
+                self.close(self.incarnation)
+                os._exit(3)
 
     def _operation(self, process: Process, counters: Counters) -> str:
         return STOPPED if process.stopped() else OPERATIONS[counters["operation"]]

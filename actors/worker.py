@@ -48,10 +48,14 @@ class Worker:
         self.incarnation = 0
         """The highest that was heard."""
         self._joined: Joined | None = None
+        self._begun = False
         self._renew_now = threading.Event()
 
     def train(self) -> None:
-        """From imports to the end of the run."""
+        """From imports to the end of the run.  Called again by a coordinator that does not know whether it was."""
+        if self._begun:
+            return
+        self._begun = True
         from elastic.train.loop import Trainer
         from elastic.train.setup import build_of, kind_of, make_session, prepare_process
         from elastic.train.state import build_model, rows_of, tensors_of

@@ -110,13 +110,13 @@ class Run:
 
     def _last_recorded(self) -> RunState | None:
         """What the run's last coordinator knew, as far as its journal reached the bucket: for numbers that are never used twice."""
-        segments = journal.read(self.store, self.job.name)
-        return codec.fold(*segments[-1]) if segments else None
+        segment = journal.newest(self.store, self.job.name)
+        return codec.fold(*segment) if segment is not None else None
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
         """The journal, to go on with."""
-        written = journal.records(self.store, self.job.name)
-        return Journal(self.store, self.job.name, local, written[-1]["n"] + 1 if written else 0, snapshot)
+        written = journal.newest(self.store, self.job.name)
+        return Journal(self.store, self.job.name, local, written[1][-1]["n"] + 1 if written else 0, snapshot)
 
     def recover(self, first: int, local: Path, tails: Iterable[bytes]) -> tuple[RunState, Journal] | None:
         """What a coordinator that died has left: the run as its journal says, and the journal to go on with.
@@ -124,10 +124,10 @@ class Run:
         ``first``: the first incarnation of its life; ``tails``: of what the bucket does not have yet, see :mod:`storage.tails`.  None when
         nothing was recorded in that life.
         """
-        written = journal.read(self.store, self.job.name)
-        end = written[-1][1][-1]["n"] + 1 if written else 0
-        segments = furthest(end, tails) or written[-1:]
-        if not segments or codec.decode_run(segments[-1][0]["run"]).incarnation < first:
+        written = journal.newest(self.store, self.job.name)
+        end = written[1][-1]["n"] + 1 if written else 0
+        segments = furthest(end, tails) or ([written] if written else [])
+        if not segments or codec.fold(*segments[-1]).incarnation < first:
             return None
         known, ahead = segments[0][0], []
         for record in (record for _, records in segments for record in records):

@@ -171,15 +171,25 @@ def read(store: ObjectStore, run: str) -> list[tuple[Json, list[Json]]]:
     segments: list[tuple[Json, list[Json]]] = []
     expected: int | None = None
     for key in store.list(f"{run}/journal/"):
-        object, first = store.full_name(key), int(PurePosixPath(key).stem)
-        snapshot, *records = (json.loads(line) for line in _unsealed(store.get(key), object).splitlines())
-        numbers = [record["n"] for record in records]
-        start = first if expected is None else expected
-        if numbers != list(range(start, start + len(numbers))) or first != start:
-            raise Damaged(object, f"records from {start} on", f"records {numbers[:1]} to {numbers[-1:]} in the segment of {first}")
-        segments.append((snapshot, records))
-        expected = first + len(numbers)
+        segments.append(_segment(store, key, expected))
+        expected = segments[-1][1][-1]["n"] + 1
     return segments
+
+
+def newest(store: ObjectStore, run: str) -> tuple[Json, list[Json]] | None:
+    """The last segment in the bucket: who takes over is not to read days of them."""
+    keys = store.list(f"{run}/journal/")
+    return _segment(store, keys[-1], None) if keys else None
+
+
+def _segment(store: ObjectStore, key: str, expected: int | None) -> tuple[Json, list[Json]]:
+    object, first = store.full_name(key), int(PurePosixPath(key).stem)
+    snapshot, *records = (json.loads(line) for line in _unsealed(store.get(key), object).splitlines())
+    numbers = [record["n"] for record in records]
+    start = first if expected is None else expected
+    if not numbers or numbers != list(range(start, start + len(numbers))) or first != start:
+        raise Damaged(object, f"records from {start} on", f"records {numbers[:1]} to {numbers[-1:]} in the segment of {first}")
+    return snapshot, records
 
 
 def records(store: ObjectStore, run: str) -> list[Json]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic.control import codec
-from elastic.control.events import Tick
+from elastic.control.events import Recovered, Tick
 from elastic.control.states import RunState
 from elastic.job import Job
 from elastic.runs import Run
@@ -126,6 +127,19 @@ def test_nothing_was_recorded_in_this_life(tmp_path: Path) -> None:
     before.journal.close()
     before.run.claim("here", "one")
     assert recovered(before, []) is None
+
+
+def test_the_second_was_the_first_to_record_anything(tmp_path: Path) -> None:
+    """It began from the bucket, as nobody yet; what it recorded is of this life all the same."""
+    run = a_run()
+    run.claim("here", "one")
+    play = stepping(2)
+    play.run = replace(play.run, incarnation=0)
+    second = Life(run, tmp_path, play)
+    play.tell(Recovered(second.incarnation, tuple(play.run.workers), play.run.keepers))
+    second.recorded = replace(play.run, incarnation=0)
+    second.step(1)
+    assert recovered(second, tails.local(tmp_path)) == play.run
 
 
 def test_who_was_followed_by_another_life_is_deposed(life: Life) -> None:

@@ -145,7 +145,9 @@ def expel(turn: Turn, workers: tuple[WorkerId, ...], why: str) -> None:
 def hold(turn: Turn, holdings: dict[WorkerId, tuple[Holding, ...]]) -> None:
     """What those workers hold, as far as they are still here."""
     known = turn.run.workers
-    turn.know(workers={**known, **{w: replace(known[w], holdings=held) for w, held in holdings.items() if w in known}})
+    new = {w: replace(known[w], holdings=held) for w, held in holdings.items() if w in known and known[w].holdings != held}
+    if new:
+        turn.know(workers={**known, **new})
 
 
 def unfit(turn: Turn, worker: WorkerId, why: str) -> None:

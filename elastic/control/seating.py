@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from elastic.control import lineage
 from elastic.control.rules import Rules
@@ -66,12 +67,10 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
 
 def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
     """All that ``members`` hold of versions on the lineage."""
-    on_line: dict[Version, bool] = {}
+    on_line = cache(partial(lineage.contains, run.lineage))
     held: list[Holding] = []
     for member in sorted(members):
-        holdings = run.workers[member].holdings
-        on_line.update((v, lineage.contains(run.lineage, v)) for v in (each.version for each in holdings) if v not in on_line)
-        alive = [each for each in holdings if on_line[each.version]]
+        alive = [each for each in run.workers[member].holdings if on_line(each.version)]
         held += sorted(set(alive), key=lambda each: (each.version, each.shard_count, each.shard_index)) if len(alive) > 1 else alive
     return held
 

@@ -1,11 +1,13 @@
 """THE CLUSTER IN ONE PROCESS: virtual time, lossy messages, seeded faults, and the invariants that must survive them.
 
     simulate(seed)          one run, the same story for the same seed; raises Violation
-    run_many(range(10_000)) many, summed up as Coverage; coverage_table(...) prints it
+    simulate(seed, replace(Scenario.drawn(seed), faults=...))    the same cluster, with other faults
+    run_many(range(10_000)) many, summed up as Coverage; elastic simulate does it in several processes
 
-``advance`` is the one production runs.  Everything round it is a model: of workers (``worker.py``), of the collectives that bind
-them (``world.py``), of nodes, stores and bucket (``cluster.py``), of the network (``network.py``).  ``oracle.py`` sees everything,
-from outside, and says what must never happen.
+``advance`` is the one production runs.  Everything round it is a model: of coordinators and their journal (``coordinators.py``), of
+workers (``worker.py``, ``process.py``), of the collectives that bind them (``world.py``), of nodes, stores and bucket
+(``cluster.py``), of the network (``network.py``).  What befalls it is a schedule of faults (``faults.py``, ``strikes.py``).
+``oracle.py`` sees everything, from outside, and says what must never happen.
 """
 
 from elastic.sim.coverage import Coverage, run_many

@@ -1,4 +1,4 @@
-"""``elastic simulate``: many seeds over several processes, what they covered, and of a violation the smallest schedule that shows it."""
+"""``elastic simulate``: many seeds over several processes, what they covered, and of a violation the smallest schedule."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Coordinator:
         granted = worker.name in self.on_disk.workers and self.on_disk.grants_lease(generation)
         if granted:
             self.receive(Renewed(worker.name, generation))
-        self._tell(worker, worker.answered, generation, asked_at, granted, self.on_disk.recorded_step)
+        self._tell(worker, worker.answered, generation, asked_at, granted, self.copied[0].recorded_step)
 
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
         if self.cut_until > self.sim.clock.now and self.sim.rng.random() < 0.5:

@@ -28,6 +28,8 @@ class Process:
         self.incarnation = 0
         """The highest heard of: orders of lower ones are refused."""
         self.heard_at = sim.clock.now
+        self.leased_at = -float("inf")
+        """When it asked, by the true time, for the lease that it has."""
         self.world: World | None = None
         self._backlog: list[Call] = []
         self._arrived_at = 0.0
@@ -77,6 +79,25 @@ class Process:
 
     def slow(self, factor: float, until: float) -> None:
         self.slowness, self.slow_until = factor, until
+
+    @property
+    def lease_until(self) -> float:
+        """By the true time."""
+        return self.leased_at + self.sim.rules.lease_s / self.clock_rate
+
+    def _keep_lease(self) -> None:
+        """Ask while the coordinator answers; a worker that nobody answers for two leases ends itself."""
+        lease_s = self.sim.rules.lease_s / self.clock_rate
+        if self.sim.clock.now > self.heard_at + 2 * lease_s:
+            return self.end("no coordinator answers")
+        self._renew()
+        self.sim.clock.after(lease_s / 4, self.receive, self._keep_lease)
+
+    def _renew(self) -> None:
+        """Ask for the lease on its generation."""
+
+    def end(self, why: str) -> None:
+        """Of its own accord."""
 
     def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
         """From a coordinator: one that has been followed by another is refused."""

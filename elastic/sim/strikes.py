@@ -169,5 +169,7 @@ class Strikes:
                 worker.slow(fault.amount, self.clock.now + (fault.duration_s or 0.0))
             case Kind.CLOCK_SKEW:
                 worker.clock_rate = 1.0 + fault.amount
+            case Kind.DEVICE_ASSERT:
+                worker.raises(point, "device")
             case _:
                 worker.raises(point)

@@ -56,8 +56,6 @@ class Worker(Process):
         self.prepared: int | None = None
         self.outcomes: tuple[Outcome, ...] = ()
         self.boundary = GO_ON
-        self.leased_at = -float("inf")
-        """When it asked, by the true time, for the lease that it has."""
         self.garbage: set[tuple[Version, int, int]] = set()
         """Of ``held``: what came out of a collective that somebody had aborted."""
         self.answer_due = self._went = False
@@ -66,6 +64,9 @@ class Worker(Process):
         self._planned_at = self._ready_at = 0.0
         self.progress: Progress | None = None
         self._deferred: list[Call] = []
+
+    def end(self, why: str) -> None:
+        self.sim.cluster.die(self, why)
 
     def passes(self, point: Point) -> None:
         self.sim.strikes.passes(self, point)
@@ -315,19 +316,6 @@ class Worker(Process):
         for call, args in deferred:
             call(*args)
 
-    @property
-    def lease_until(self) -> float:
-        """By the true time."""
-        return self.leased_at + self.sim.rules.lease_s / self.clock_rate
-
-    def _keep_lease(self) -> None:
-        """Ask while the coordinator answers; a worker that nobody answers for two leases ends itself."""
-        lease_s = self.sim.rules.lease_s / self.clock_rate
-        if self.sim.clock.now > self.heard_at + 2 * lease_s:
-            return self.sim.cluster.die(self, "no coordinator answers")
-        self._renew()
-        self.sim.clock.after(lease_s / 4, self.receive, self._keep_lease)
-
     def _renew(self) -> None:
         generation = self._generation()
         self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.renew, self, generation, self.sim.clock.now)
@@ -346,24 +334,20 @@ class Worker(Process):
         if self.phase in (Phase.FORMING, Phase.HEALING, Phase.PREPARED):
             self._break("peer", "connection closed by peer")
 
-    def raises(self, point: Point | None) -> None:
-        """Something raised; in the middle of an update that leaves neither the old state nor the new, in a save only the part missing."""
-        if point is Point.SAVE:
+    def raises(self, point: Point | None, cause: str = "job") -> None:
+        """Something raised: in a save only its part is missing; in the midst of an update, or without its device, it holds nothing."""
+        if self.world is None or self.phase is Phase.STANDING or (point is Point.SAVE and cause == "job"):
             return
-        if self.world is None or self.phase is Phase.STANDING:
-            return
-        if point is not Point.IN_UPDATE and self.phase is not Phase.APPLYING:
-            self._break("job", "ValueError: flaky", signature=f"Flaky {self.sim.cluster.number()}")
-        elif self.fenced >= self.planned and not self.answer_due:
-            self.sim.cluster.die(self, "exit")  # settling: the coordinator counts on this update, so it may not live without it
-        else:
-            self.held, self.prepared = set(), None
-            if self.sim.rng.random() < 0.5:
-                self._break("device", "update failed", signature=f"Sticky {self.sim.cluster.number()}")
-            else:
-                self._break("job", "ValueError: flaky", signature=f"Flaky {self.sim.cluster.number()}")
-            if self.answer_due:
-                self._answer(self.planned)
+        if point is Point.IN_UPDATE or self.phase is Phase.APPLYING:
+            cause = "device" if self.sim.rng.random() < 0.5 else cause
+        elif cause == "job":
+            return self._break(cause, "ValueError: flaky", signature=f"Flaky {self.sim.cluster.number()}")
+        if self.fenced >= self.planned and not self.answer_due:
+            return self.sim.cluster.die(self, "exit")  # the coordinator counts on what it said, so it may not live without it
+        self.held, self.prepared = set(), None
+        self._break(cause, "update failed", signature=f"Sticky {self.sim.cluster.number()}")
+        if self.answer_due:
+            self._answer(self.planned)
 
     def _break(self, cause: str, detail: str, signature: str = "", version: Version | None = None) -> None:
         self.phase = Phase.STANDING

@@ -36,6 +36,7 @@ from elastic.train.local import run_local
 from storage.journal import owners
 from storage.tails import DEPOSED
 from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
+from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.kills import SAMPLES
 from tests.support.processes import Ended, Watched
 from tests.support.toys import toy_job
@@ -90,12 +91,12 @@ class Killer:
         if view.pid != self._last and self.whens and self.whens[0](view):
             self.whens.pop(0)
             self._last = view.pid
-            before, raylet = self.steps(witness), Raylet(view.pid)
+            before, raylet = self.steps(witness), Raylet(view.pid) if self.frozen_s else None
             with Watched(view.pid) as coordinator:
                 coordinator.kill()
                 if len(self.ends) in self.disks_lost:
                     self.lose(view)
-                if self.frozen_s:
+                if raylet is not None:
                     raylet.hold(self.frozen_s)
                     self.claimed = len(list((self.bucket / witness.job_name / "owner").iterdir()))
                     raylet.let_go()
@@ -119,7 +120,7 @@ class Raylet:
         parent = psutil.Process(coordinator).parent()
         assert parent is not None and parent.name() == "raylet"
         self.process, self.stopped = parent, set[int]()
-        self.busy = {child.pid for child in parent.children() if "IDLE" not in "".join(child.cmdline())}
+        self.busy = {child.pid for child in parent.children() if not self._idle(child)}
 
     def hold(self, seconds: float) -> None:
         """Stop every process in which it would be made again, from its first moment."""
@@ -133,6 +134,12 @@ class Raylet:
     def let_go(self) -> None:
         for pid in self.stopped:
             self._signal(pid, signal.SIGCONT)
+
+    @staticmethod
+    def _idle(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            return "IDLE" in "".join(process.cmdline())
+        return False
 
     @staticmethod
     def _signal(pid: int, number: signal.Signals) -> None:
@@ -226,7 +233,7 @@ def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undis
 
 
 @pytest.mark.must_run_in_ci
-def test_while_it_stops_and_while_it_finishes(tmp_path: Path) -> None:
+def test_while_it_stops_and_finishes_and_when_it_has_finished(tmp_path: Path) -> None:
     """R6, R21: a stop that was asked for is not forgotten; the same command goes on; the last save is not lost."""
     big = {"vocab": 29, "dim": 256, "layers": 4, "heads": 2, "dropout": 0.1}
     reference = job_of(tmp_path / "reference", "reference", model_args=big, steps=12)
@@ -239,10 +246,10 @@ def test_while_it_stops_and_while_it_finishes(tmp_path: Path) -> None:
     assert newest is not None and newest.step == stopped.result.step, "it was saved"
     assert_nothing_left(stopped)
 
-    killer = Killer(tmp_path, [lambda view: view.state == "Finishing"])
+    killer = Killer(tmp_path, [lambda view: view.state == "Finishing", lambda view: view.state == "Finished"])
     finished = trial(job, killer)
-    assert [end.signal for end in killer.ends] == [signal.SIGKILL]
-    assert take_overs(job) == ["Stopping", "Finishing"]
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL] * 2
+    assert take_overs(job) == ["Stopping", "Finishing", "Finished"]
     assert (finished.result.state, finished.hash) == ("Finished", exported_hash(reference))
     assert [step for step, _ in samples(finished.ledger)] == list(range(1, 13))
     work = stopped.witness.total("microbatches_run") + finished.witness.total("microbatches_run")
@@ -349,3 +356,23 @@ def test_at_random_moments(tmp_path: Path, undisturbed: Any, seed: int) -> None:
     chaos = trial(job, killer)
     assert [end.signal for end in killer.ends] == [signal.SIGKILL] * 8
     assert_survived(chaos, undisturbed, worlds=(2, 1, 2), tiers=("init", "live", "live"))
+
+
+@LONG
+@pytest.mark.timeout(300)
+def test_without_any_coordinator_everybody_leaves(tmp_path: Path) -> None:
+    """The driver is gone, and the coordinator for good: workers and keepers leave after two leases, and nothing stays."""
+    (tmp_path / "gate").touch()
+    job = job_of(tmp_path, "orphans", steps=10**6, deadlines={"lease_s": 4})
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    command = Command(tmp_path, "train", "job.toml", "--address", ray.get_runtime_context().gcs_address)
+    command.until(lambda: (view := view_of(job.name)) is not None and view.step >= 3)
+    view = view_of(job.name)
+    assert view is not None and len(cluster.named(f"{view.token}/")) == 3
+    command.process.send_signal(signal.SIGKILL)
+    ray.kill(attach(job.name), no_restart=True)
+    deadline = time.monotonic() + 60
+    while cluster.named(f"{view.token}/"):
+        assert time.monotonic() < deadline, cluster.named(f"{view.token}/")
+        time.sleep(0.1)
+    assert_no_actor_left(job.name)

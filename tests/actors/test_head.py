@@ -1,12 +1,14 @@
-"""R7: Ray's head goes down and comes back, with what it knows in RocksDB (``RAY_gcs_storage``, alpha in Ray 2.60; no Redis).
+"""R6, R7: Ray's head goes down and comes back, with what it knows in RocksDB (``RAY_gcs_storage``, alpha in Ray 2.60; no Redis).
 
-Meanwhile the world steps on, and a coordinator that dies then is made again as soon as the head is back.
+Meanwhile the world steps on, and a coordinator that dies then is made again as soon as the head is back.  And the node of a coordinator
+loses its power: it is made again on another node, which has the journal from the bucket and the keepers alone.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +19,16 @@ import ray
 
 from actors import cluster
 from actors.coordinator import View
-from tests.actors.test_failover import GATE, STEPS, job_of, take_overs
-from tests.support.chaos import Witness, assert_survived, trial
+from elastic.report.story import Sentence
+from elastic.runs import Run
+from tests.actors.test_failover import GATE, STEPS, job_of, take_overs, undisturbed
+from tests.support.chaos import Witness, assert_nothing_left, assert_survived, formed, samples, trial
+from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
+from tests.support.nodes import Joined, Node, joined
 from tests.support.processes import Ended, Watched
 
+__all__ = ["undisturbed"]
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 DOWN_STEPS = 5
 DEADLINE_S = 60.0
@@ -33,6 +40,8 @@ def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ray.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
+        for name, value in TUNED.items():
+            patch.setenv(name, value)
         patch.setenv("RAY_gcs_storage", "rocksdb")
         patch.setenv("RAY_gcs_storage_path", str(tmp_path_factory.mktemp("gcs")))
         patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
@@ -74,13 +83,75 @@ class HeadDown:
         self.committed.append(DOWN_STEPS)
 
 
-def test_the_head_restarts_and_the_coordinator_dies_meanwhile(tmp_path: Path) -> None:
-    (tmp_path / "reference").mkdir()
-    (tmp_path / "reference" / "gate").touch()
+def test_the_head_restarts_and_the_coordinator_dies_meanwhile(tmp_path: Path, undisturbed: Any) -> None:
     act = HeadDown(tmp_path)
     chaos = trial(job_of(tmp_path, "head"), act)
     assert len(act.committed) == 2 and 5 + 2 * DOWN_STEPS < GATE < STEPS
-    assert act.ends[1].signal is signal.SIGKILL and os.path.exists(tmp_path / "gate")
+    assert act.ends[1].signal is signal.SIGKILL
     assert take_overs(chaos.job) == ["Running"]
-    reference = trial(job_of(tmp_path / "reference", "reference"))
-    assert_survived(chaos, reference, worlds=(2,), tiers=("init",))
+    assert_survived(chaos, undisturbed, worlds=(2,), tiers=("init",))
+
+
+class PowerCut:
+    """Of the node where the coordinator is; then opens the gate once another one has taken over."""
+
+    def __init__(self, bucket: Path, nodes: Joined) -> None:
+        self.bucket, self.nodes, self.ends = bucket, nodes, list[Ended]()
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if not self.ends and view.state == "Running" and view.step >= 5:
+            self.ends = self.nodes.cut_power("first")
+        if view.incarnation < 2:
+            return False
+        (self.bucket / "gate").touch()
+        return True
+
+
+def test_the_node_of_the_coordinator_dies(tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_disk = Path(tempfile.gettempdir()) / "elastic"
+    own_disk.mkdir(exist_ok=True)
+    with joined(tmp_path, Node("first", 0, empty=(own_disk,)), Node("second", 0)) as nodes:
+        monkeypatch.setattr(cluster, "on_this_node", lambda: {"ray.io/node-id": nodes["first"]})
+        act = PowerCut(tmp_path, nodes)
+        chaos = trial(job_of(tmp_path, "power"), act)
+        assert {end.signal for end in act.ends} == {signal.SIGKILL}
+        assert take_overs(chaos.job) == ["Running"], "it was where the power was cut"
+        assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
+        assert [len(each.members) for each in formed(Run.open(chaos.job).records())] == [2], "no worker was there, so no world ends"
+        assert samples(chaos.ledger) == samples(undisturbed.ledger)
+        assert chaos.witness.total("microbatches_run") == STEPS * chaos.job.microbatches
+        assert_nothing_left(chaos)
+
+
+class FrozenKeeper:
+    """Of a node without workers, until the second world runs."""
+
+    def __init__(self, bucket: Path) -> None:
+        self.bucket, self.pid = bucket, 0
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if not self.pid and view.state == "Running" and view.step >= 3:
+            homes = {node for node in view.workers.values()}
+            (keeper,) = (k for name, k in cluster.named(f"{view.token}/keeper-").items() if not any(h.startswith(name) for h in homes))
+            pid = cluster.pid_of(keeper)
+            assert pid is not None
+            self.pid = pid
+            os.kill(pid, signal.SIGSTOP)
+        if view.generation < 2 or view.state != "Running":
+            return False
+        os.kill(self.pid, signal.SIGCONT)
+        (self.bucket / "gate").touch()
+        return True
+
+
+def test_a_keeper_that_does_not_answer_is_not_waited_for_for_ever(tmp_path: Path, undisturbed: Any) -> None:
+    """There is no majority without it; the run goes on from what is on the disk, and says so."""
+    with joined(tmp_path, Node("second", 0)):
+        act = FrozenKeeper(tmp_path)
+        job = job_of(tmp_path, "no-majority", faults=[{"point": "backward", "step": 12, "world_rank": 1}])
+        chaos = trial(job, act)
+        told = [str(line.text) for line in chaos.lines if isinstance(line, Sentence)]
+        assert "1 of 2 keepers took a copy of the journal, which is on this node's disk" in told
+        assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
+        assert samples(chaos.ledger) == samples(undisturbed.ledger)
+        assert_nothing_left(chaos)

@@ -39,21 +39,19 @@ def test_down_to_one_and_up_again(tmp_path: Path, script_reference: Any, layout:
 
 
 @pytest.mark.must_run_in_ci
-def test_replicas_are_killed_one_after_another(tmp_path: Path, script_reference: Any) -> None:
+def test_replicas_one_after_another(tmp_path: Path, script_reference: Any) -> None:
     """R1, R4, R14: 2→1→2→1→2→1→2; each newcomer is healed live, and no step is lost."""
-    survives(one_after_another("replicate", 2, ["backward", "before_update", "save"]), tmp_path, script_reference)
+    strikes = [("backward", "SIGKILL", 1), ("before_update", "SIGKILL", 1), ("save", "SIGKILL", 1)]
+    survives(one_after_another("replicate", 2, strikes), tmp_path, script_reference)
 
 
 @pytest.mark.must_run_in_ci
-def test_shards_are_killed_one_after_another(tmp_path: Path, script_reference: Any) -> None:
-    """R1, R4, R14: 3→2→3→2→3→2→3, each time from the bucket: shards have nothing else until there are copies in host memory."""
-    survives(one_after_another("shard", 3, ["forward", "backward", "save"]), tmp_path, script_reference)
-
-
-@pytest.mark.must_run_in_ci
-def test_shards_before_the_update(tmp_path: Path, script_reference: Any) -> None:
-    """R1, R14: 3→2→3; world rank 0 is the victim, so that what it alone could tell is told by the others, and then one raises."""
-    survives(again_and_again("shard", "before_update", ["SIGSEGV"]), tmp_path, script_reference)
+def test_shards_one_after_another(tmp_path: Path, script_reference: Any) -> None:
+    """R1, R4, R14: 3→2→3→2→3→2→3→2→3, each time from the bucket: shards have nothing else until there are copies in host memory.  World
+    rank 0 is a victim too, so that what it alone could tell is told by the others; at last one raises."""
+    strikes = [("forward", "SIGKILL", 1), ("backward", "SIGKILL", 1), ("save", "SIGKILL", 1)]
+    strikes += [("before_update", "SIGSEGV", 0), ("before_update", "exception", 1)]
+    survives(one_after_another("shard", 3, strikes), tmp_path, script_reference)
 
 
 @pytest.mark.must_run_in_ci

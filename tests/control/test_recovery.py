@@ -15,8 +15,7 @@ from elastic.control import events as ev
 from elastic.control.actions import CommitManifest, Exit, Fence, Form, Go, Kill, Pause, Settle
 from elastic.control.commit import GO_ON
 from elastic.control.health import Watch
-from elastic.control.recovery import MAX_DEATHS
-from elastic.control.states import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping, Waiting
+from elastic.control.states import Finished, Finishing, Forming, Running, RunState, Stopped, Stopping, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from tests.control.play import Play, outcome, reformed, rules, started, stepping
 
@@ -169,6 +168,27 @@ def test_fold_and_attach_equals_never_having_died(name: str) -> None:
             assert alike(again.run) == alike(lived.run), [type(each).__name__ for each in recorded]
             assert again.run.incarnation == 2
             assert generation <= again.generation == lived.generation, "no world ends because of a coordinator's death"
+
+
+@pytest.mark.parametrize("name", ["forming", "forming again", "pausing", "fenced"])
+def test_whoever_does_not_answer_holds_nobody_up_for_ever(name: str) -> None:
+    """Each subset of the workers is silent; the others go on without it, or the run waits for new ones."""
+    members = SCENES[name].play().plan.members
+    for size in range(1, len(members) + 1):
+        for silent in combinations(members, size):
+            again = take_over(SCENES[name].play())
+            said = SCENES[name].said(again)
+            loud = [worker for worker in again.run.workers if worker not in silent]
+            for worker in loud:
+                for event in standing(again, worker, *(each for each in said if getattr(each, "worker", "") == worker)):
+                    again.tell(event)
+            for _ in range(300):
+                again.later(1.0)
+                for fence in again.did(Fence):
+                    for worker in set(fence.members) & set(loud):
+                        again.answer(worker, again.run.version)
+            assert not set(silent) & set(again.run.workers), (silent, again.run.state)
+            assert again.run.plan is None or set(again.plan.members) <= set(loud)
 
 
 @pytest.mark.parametrize("name", ["forming", "pausing", "fenced", "finishing"])
@@ -332,52 +352,6 @@ def test_a_run_that_was_over_lets_its_workers_leave() -> None:
     assert isinstance(play.run.state, Finished)
     again = take_over(play)
     assert again.did(Exit)[0].workers == ("w1", "w2")
-
-
-# ---- what coordinators die of
-
-
-def test_an_event_that_three_coordinators_fail_at_ends_the_run_after_a_save() -> None:
-    play = at_step(4)
-    for _ in range(MAX_DEATHS):
-        assert not play.run.gave_up
-        play.tell(ev.Stumbled("StepDone: AssertionError at machine.py:1", "traceback"))
-        if not play.run.gave_up:
-            play = take_over(play)
-    assert isinstance(play.run.state, Stopping) and play.run.state.save
-    play.step(5, boundary=2)
-    play.answer("w1", Version(5, 1))
-    play.answer("w2", Version(5, 1))
-    play.save(Version(5, 1), "w1", "w2")
-    assert isinstance(play.run.state, Failed)
-    assert play.run.state.reason == "3 coordinators failed at the same event: StepDone: AssertionError at machine.py:1"
-    assert "resumes from step 5" in play.last.reason
-
-
-def test_different_stumbles_are_not_added_up() -> None:
-    play = at_step(4)
-    for number in range(5):
-        play.tell(ev.Stumbled(f"Beat: error {number}"))
-    assert isinstance(play.run.state, Running) and not play.run.gave_up
-
-
-def test_starts_that_come_to_nothing_end_the_run() -> None:
-    """Whatever kills the process itself leaves no record."""
-    play = at_step(4)
-    for _ in range(MAX_DEATHS):
-        play = take_over(play)
-        play.tell(ev.Attached(WorkerId("w1"), play.plan, stepping=True))
-        play.later(0.1)
-        assert not play.run.gave_up
-    assert take_over(play).run.gave_up == "3 coordinators in a row died before anything came of their start"
-
-
-def test_starts_that_come_to_something_never_end_the_run() -> None:
-    play = at_step(4)
-    for step in range(5, 15):
-        play = take_over(play)
-        play.step(step)
-    assert isinstance(play.run.state, Running) and not play.run.gave_up and play.generation == 1
 
 
 def test_a_user_s_stop_outlives_the_coordinator() -> None:

@@ -64,6 +64,13 @@ def interregnum(seed: int) -> Scenario:
     return replace(scenario, faults=draw(rng, 10, 25.0, (*kinds, Kind.LOSS, Kind.SIGSTOP)), rules=replace(scenario.rules, save_every=2))
 
 
+def usurpers(seed: int) -> Scenario:
+    """Coordinators stand still while workers die, and go on as if nothing had been; the kills they ask for do not happen."""
+    freezes = draw(seed, 5, 25.0, (Kind.COORDINATOR_FREEZE,), doubles=0.0)
+    deaths = draw(seed, 10, 25.0, (Kind.SIGKILL,), doubles=0.0)
+    return replace(interregnum(seed), faults=(Fault(0.0, Kind.KILL_LOST, duration_s=40.0, amount=1.0), *freezes, *deaths))
+
+
 def skewed(seed: int) -> Scenario:
     """Every member's clock is slow."""
     scenario = isolation(seed)
@@ -78,4 +85,4 @@ def isolated_interregnum(seed: int) -> Scenario:
     return replace(scenario, faults=(*scenario.faults, *deaths))
 
 
-ALL = {each.__name__: each for each in (drawn, poor, storm, barren, edge, isolation, interregnum, skewed, isolated_interregnum)}
+ALL = {each.__name__: each for each in (drawn, poor, storm, barren, edge, isolation, interregnum, usurpers, skewed, isolated_interregnum)}

@@ -14,8 +14,6 @@ from elastic.sim import command, coverage
 from elastic.sim.faults import Fault, Kind, from_json, to_json
 from elastic.sim.trace import from_trace, scenario_of
 
-pytestmark = pytest.mark.fast
-
 TRACES = Path(__file__).parent / "traces"
 
 

@@ -24,9 +24,7 @@ from elastic.sim.scenario import ROWS
 from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, storm
 
-pytestmark = pytest.mark.fast
-
-SEEDS = range(1200)
+SEEDS = range(800)
 OCCASIONS = (
     "a collective completes with garbage",
     "a coordinator finds itself deposed",
@@ -54,7 +52,7 @@ OCCASIONS = (
 def seen() -> Coverage:
     """Every promise is asserted on the way: a :class:`Violation` fails all that use this."""
     coverage = run_many(SEEDS)
-    for seed in range(150):
+    for seed in range(120):
         for scenario in (storm(seed), edge(seed), barren(seed), interregnum(seed), replace(CALM, stop_at_s=8.0 + 0.1 * seed)):
             coverage.add(simulate(seed, scenario))
     print(coverage_table(coverage))

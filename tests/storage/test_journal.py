@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import Damaged, Deposed, Exists, Unavailable
-from storage.journal import SEGMENT_RECORDS, Journal, claim_owner, owners, read, records
+from storage.journal import SEGMENT_RECORDS, Journal, claim_owner, newest, owners, read, records
 from storage.objects import Data, ObjectStore
 
 pytestmark = pytest.mark.fast
@@ -178,6 +178,12 @@ def test_a_gap_is_noticed(store: Moody, three_segments: list[str]) -> None:
     store.delete(three_segments[1])
     with pytest.raises(Damaged, match=r"000000000004.jsonl .* expected records from 2 on"):
         records(store, "run")
+
+
+def test_the_newest_segment_is_read_alone(store: Moody, three_segments: list[str]) -> None:
+    assert newest(store, "nobody's") is None
+    store.put(three_segments[0], b"damaged")
+    assert newest(store, "run") == ({"sum": 6}, [{"n": 4}, {"n": 5}])
 
 
 def test_old_segments_may_be_gone(store: Moody, three_segments: list[str]) -> None:

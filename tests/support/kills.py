@@ -162,8 +162,8 @@ def perform(script: Script, bucket: Path, name: str, **changes: Any) -> Trial:
         return trial(script.job(bucket, name, **changes), Director(script, bucket, room))
 
 
-def again_and_again(layout: str, point: str, kinds: Sequence[str] = FATAL) -> Script:
-    """3→2→3→2→3…: the full world loses one member after the other at ``point``, of each of ``kinds``, and takes in a newcomer each time.
+def again_and_again(layout: str, point: str) -> Script:
+    """3→2→3→2→3…: the full world loses one member after the other at ``point``, in each fatal way, and takes in a newcomer each time.
 
     Then one raises there.  (2×2: 4→3→4→3→4….)
     """
@@ -174,7 +174,7 @@ def again_and_again(layout: str, point: str, kinds: Sequence[str] = FATAL) -> Sc
     if point in BETWEEN_WORLDS:  # only a world that follows another one has something to lose by then
         script.fault("forward", "SIGKILL", 1, step)
         script.form(full - 1, script.after("forward", "SIGKILL"))
-    for kind in kinds:
+    for kind in FATAL:
         if point not in BETWEEN_WORLDS:
             script.fault(point, kind, {"SIGKILL": 1, "SIGSEGV": 0, "exit": full - 1}[kind], step)
             script.form(full - 1, script.after(point, kind))
@@ -198,15 +198,18 @@ def again_and_again(layout: str, point: str, kinds: Sequence[str] = FATAL) -> Sc
     return script
 
 
-def one_after_another(layout: str, workers: int, points: Sequence[str]) -> Script:
-    """The full world loses world rank 1 to SIGKILL at each of ``points``, and takes in a newcomer each time."""
+def one_after_another(layout: str, workers: int, strikes: Sequence[tuple[str, str, int]]) -> Script:
+    """Each of ``strikes`` (point, kind, world rank) hits the full world, which takes in a newcomer for everyone it lost."""
     script = Script(layout, workers)
     script.form(workers, "init")
-    for step, point in zip(range(8, STEPS, 8), points, strict=False):
-        script.fault(point, "SIGKILL", 1, step)
-        script.form(workers - 1, script.after(point, "SIGKILL"))
-        script.growth.append(Grow(script.generation, step + 4))
-        script.form(workers, "live")
+    for step, (point, kind, rank) in zip(range(8, STEPS, 8), strikes, strict=False):
+        script.fault(point, kind, rank, step)
+        if kind == "exception":
+            script.form(workers, script.after(point, kind))
+        else:
+            script.form(workers - 1, script.after(point, kind))
+            script.growth.append(Grow(script.generation, step + 4))
+            script.form(workers, "live")
     return script
 
 

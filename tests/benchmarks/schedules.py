@@ -1,0 +1,68 @@
+"""``python -m tests.benchmarks.schedules LAST [--jobs 2] [--limit SECONDS]``: simulated schedules, recorded.
+
+All seeds below LAST, in chunks; after each the sum is in results/schedules.json, and the next call goes on from there.  A change of the
+simulator or of the decisions begins anew: remove the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from elastic.sim.command import explain
+from elastic.sim.coverage import Coverage, coverage_table, missing, run_in_processes
+
+RESULT = Path(__file__).parent / "results" / "schedules.json"
+CHUNK = 5_000
+
+
+def load() -> tuple[Coverage, float]:
+    """What was recorded, and the seconds that it took."""
+    if not RESULT.exists():
+        return Coverage(), 0.0
+    json_of = json.loads(RESULT.read_text(encoding="utf-8"))
+    values: dict[str, Any] = {field.name: json_of[field.name] for field in fields(Coverage)}
+    for name in ("visited", "struck", "overlaps"):
+        values[name] = Counter({tuple(pair.split("/")): number for pair, number in values[name].items()})
+    values |= {name: Counter(values[name]) for name in ("ends", "occasions")}
+    return Coverage(**values), json_of["seconds"]
+
+
+def save(coverage: Coverage, seconds: float, jobs: int) -> None:
+    values = asdict(coverage)
+    for name in ("visited", "struck", "overlaps"):
+        values[name] = {"/".join(pair): number for pair, number in sorted(values[name].items())}
+    totals = {"seconds": round(seconds, 1), "jobs": jobs, "violations": 0, "events_a_seed": round(coverage.events / coverage.seeds, 1)}
+    RESULT.write_text(json.dumps({**totals, "pairs_never_met": missing(coverage), **values}, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("last", type=int)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no chunk is begun")
+    known = parser.parse_args()
+    coverage, seconds = load()
+    began = time.monotonic()
+    while coverage.seeds < known.last and time.monotonic() - began < known.limit:
+        chunk_began = time.monotonic()
+        chunk = range(coverage.seeds, min(coverage.seeds + CHUNK, known.last))
+        more, broken = run_in_processes(chunk, known.jobs)
+        if broken is not None:
+            explain(broken, print)
+            return 1
+        coverage.merge(more)
+        seconds += time.monotonic() - chunk_began
+        save(coverage, seconds, known.jobs)
+    print(coverage_table(coverage))
+    print(f"{coverage.seeds} seeds in {seconds:.0f} s by {known.jobs} processes; never met: {', '.join(missing(coverage)) or 'no pair'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

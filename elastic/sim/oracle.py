@@ -153,7 +153,7 @@ class Oracle:
         if isinstance(event, StepDone):
             self.told.add((event.outcome.step, event.generation))
         elif isinstance(event, Fenced):
-            self.told.update((each.step, event.generation) for each in event.outcomes)
+            self.told.update((each.step, each.generation) for each in event.outcomes)
         if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity):
             self.startups = 0
         match event:
@@ -174,7 +174,7 @@ class Oracle:
                 self.evidence[event.generation][event.outcome.step] = event.outcome
             case Fenced() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.answered[event.generation].add(event.worker)
-                self.evidence[event.generation].update({o.step: o for o in event.outcomes})
+                self.evidence[event.generation].update({o.step: o for o in event.outcomes if o.generation == event.generation})
             case Saved() if self.on_lineage(event.version) and not before.over:
                 self.counting.add(event.version)
             case Saved():

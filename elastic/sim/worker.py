@@ -120,7 +120,7 @@ class Worker(Process):
         self.planned, self.world, self.phase = plan.generation, self.sim.world(plan), Phase.FORMING
         self._planned_at, self._went = self.sim.clock.now, False
         self.shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(self.name))[1])
-        self.boundary, self.prepared, self.outcomes = GO_ON, None, ()
+        self.boundary, self.prepared = GO_ON, None
         self._count(plan.version.step + 1, 0, 0)
         self.work(0.05 * self.sim.rng.random(), Point.FORMING, self._arrive, plan.generation)
 
@@ -288,8 +288,7 @@ class Worker(Process):
     def _answer(self, generation: int) -> None:
         self.answer_due = False
         held = tuple(Holding(self.name, *slot) for slot in sorted(self.held))
-        outcomes = tuple(each for each in self.outcomes if each.generation == generation)
-        self.post(Fenced(self.name, generation, held, self.prepared, outcomes))
+        self.post(Fenced(self.name, generation, held, self.prepared, self.outcomes))
 
     def settle(self, generation: int, outcome: Outcome | None) -> None:
         if self.world is not None and self.world.generation < generation:
@@ -305,6 +304,7 @@ class Worker(Process):
             self._leave()
 
     def _settled(self, outcome: Outcome) -> None:
+        self.outcomes = (*(each for each in self.outcomes if each != outcome), outcome)
         self._update_done(outcome)
         self._leave()
 

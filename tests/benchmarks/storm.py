@@ -19,9 +19,9 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -66,9 +66,10 @@ MIX: Mapping[Kind, int] = {
 """Which kinds, and how often beside each other."""
 ALL_DIE_EVERY = 60
 """After so many faults all workers die at once, for what happens where nobody is left."""
-PACE_S = 3.3
-STEPS_A_FAULT = 5
-SAVE_EVERY = 20
+STATE_S = 5.0
+"""For so long a second fault waits for its state before another one takes its turn."""
+STEPS_A_FAULT = 4
+SAVE_EVERY = 5
 WORKERS = 4
 NODES = 2
 END_S = 600.0
@@ -81,6 +82,7 @@ def job_of(folder: Path, name: str, faults: int, pace_s: float) -> Job:
         folder / "bucket",
         name=name,
         steps=steps,
+        model_args={"vocab": 29, "dim": 16, "layers": 2, "heads": 2, "dropout": 0.1},
         data={"dataset": "tests.support.toys:Paced", "args": {"calm": str(folder / "calm"), "pace_s": pace_s, "samples": 16 * steps}},
         workers={"min": 1, "max": WORKERS},
         checkpoint={"save_every": SAVE_EVERY},
@@ -112,7 +114,7 @@ def tell(strike: Strike) -> None:
     print(f"{time.strftime('%H:%M:%S')}     {strike}", flush=True)
 
 
-def rage(folder: Path, seed: int, number: int, pace_s: float, spared: Iterable[str] = ()) -> Storm:
+def rage(folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[str] = ()) -> Storm:
     """Train, and strike, by all kinds that are not ``spared``, until ``number`` faults were performed; to the end of the run."""
     from tests.benchmarks.peers.nodes import Nodes
 
@@ -121,15 +123,15 @@ def rage(folder: Path, seed: int, number: int, pace_s: float, spared: Iterable[s
         nodes.add(cpus=WORKERS // NODES)
     job = job_of(folder, "storm", number, pace_s=0.17)
     kinds = [kind for kind, share in MIX.items() if kind not in spared for _ in range(share)]
-    faults = list(draw(seed, 2 * number, 2 * number * pace_s, kinds, states=STATES[:-1]))  # more than needed: some find nobody
-    faults += [Fault(at * pace_s, Kind.SIGKILL, -1) for at in range(ALL_DIE_EVERY, number, ALL_DIE_EVERY)]
+    faults = list(draw(seed, 2 * number, 2.0 * number, kinds, states=STATES[:-1]))  # more than needed: some find nobody
+    faults += [Fault(float(at), Kind.SIGKILL, -1) for at in range(ALL_DIE_EVERY, number, ALL_DIE_EVERY)]
     chaos = Chaos(job, faults, tell)
     storm = Storm(job, chaos, Witness(job.name), number)
     training = threading.Thread(target=storm.train, daemon=True)
     training.start()
     try:
         _until_it_steps(job.name)
-        storm.witness.act = Strikes(chaos, number)
+        storm.witness.act = Strikes(chaos, number, limit_s)
         storm.witness.start()
         while storm.witness.act is not None and training.is_alive():
             nodes.replace_the_dead(WORKERS // NODES)
@@ -158,19 +160,30 @@ def _until_it_steps(name: str) -> None:
 
 
 class Strikes:
-    """What a witness calls at every look.  The time of the storm passes only while there is somebody to be struck."""
+    """What a witness calls at every look: the next fault, once the world of at least two workers has committed a step since the last one; a
+    second fault, which waits for a state, as soon as the run is in it."""
 
-    def __init__(self, chaos: Chaos, number: int) -> None:
-        self.chaos, self.number, self.looked = chaos, number, time.monotonic()
-        chaos.began = self.looked
+    def __init__(self, chaos: Chaos, number: int, limit_s: float) -> None:
+        self.chaos, self.number, self.until = chaos, number, time.monotonic() + limit_s
+        self.queue, chaos.pending = deque(chaos.pending), []
+        self.at, self.struck_s = (0, 0), time.monotonic()
 
     def __call__(self, _: Witness, view: View) -> bool:
-        before, self.looked = self.looked, time.monotonic()
-        if not view.workers:
-            self.chaos.began += self.looked - before
-        if len(self.chaos.performed) < self.number and not view.over:
+        if len(self.chaos.performed) >= self.number or view.over or not self.queue or time.monotonic() > self.until:
+            return True
+        generation, step = self.at
+        if view.generation != generation:
+            self.at = (view.generation, view.step)
+        fresh = view.generation == generation and view.step > step and len(view.workers) > 1
+        fault = self.queue[0]
+        if fault.state and fault.state != view.state and time.monotonic() > self.struck_s + STATE_S:
+            self.queue.append(self.queue.popleft())  # its time has not come
+        elif view.state == fault.state or (not fault.state and view.state == "Running" and fresh):
+            self.chaos.pending = [replace(self.queue.popleft(), at=0.0)]
             self.chaos.heed(view)
-        return len(self.chaos.performed) >= self.number or view.over
+            self.chaos.pending.clear()
+            self.at, self.struck_s = (view.generation, view.step), time.monotonic()
+        return False
 
 
 # ---- what it came to
@@ -246,7 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--pace", type=float, default=PACE_S, help="seconds from one fault to the next, on average")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", default=3600.0, help="after which no more faults are performed")
     parser.add_argument("--spare", nargs="+", default=[], metavar="KIND", help="kinds that are left out")
     parser.add_argument("--keep", type=Path, help="where the journal goes")
     parser.add_argument("--rehearsal", action="store_true", help="write no result")
@@ -256,7 +269,7 @@ def main() -> int:
         reference = job_of(folder, "calm", arguments.faults, pace_s=0.0)
         assert run_local(reference, lambda line: None)[0] == "Finished"
         began = time.monotonic()
-        storm = rage(folder, arguments.seed, arguments.faults, arguments.pace, arguments.spare)
+        storm = rage(folder, arguments.seed, arguments.faults, arguments.limit, arguments.spare)
         took = time.monotonic() - began
         found = {"seed": arguments.seed, "seconds": round(took), **judge(storm, reference), **where(), "python": platform.python_version()}
         if arguments.keep:

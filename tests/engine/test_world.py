@@ -177,3 +177,23 @@ def test_a_killed_member(own: Ranks) -> None:
     assert own.processes[3].exitcode == -signal.SIGKILL, "the fault happened"
     for each in found:
         assert_freed(each, stuck=False)
+
+
+def meet_after_a_failure(world: World, first: int, second: int) -> float:
+    """World rank 0 has waited in vain for a world that never came to be; the next one, with a member that knows nothing of it."""
+    world.close()
+    if world.rank == 0:
+        store = dist.TCPStore("127.0.0.1", first, is_master=False, wait_for_workers=False)
+        with pytest.raises(dist.DistError):
+            World.form(store, generation=world.generation + 1, layout=Layout(2, 1), rank=0, device=world.device, form_s=0.2)
+    following = another(world, second, Layout(2, 1))
+    one = torch.ones(())
+    dist.all_reduce(one)
+    following.close()
+    return one.item()
+
+
+def test_a_world_that_never_met_leaves_nothing_that_parts_its_members_from_newcomers(ranks: Ranks) -> None:
+    """torch numbers groups by attempts; a number that only some have counted, and the next world's members wait under different names."""
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    assert ranks.run(Layout(2, 1), meet_after_a_failure, *(store.port for store in stores)) == [2.0, 2.0]

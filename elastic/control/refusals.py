@@ -30,4 +30,4 @@ def _out_of_date(run: RunState, event: OfAGeneration) -> str | None:
 
 def _evidence_of_the_dead(run: RunState, event: OfAGeneration) -> bool:
     """A commit that was reported before the reporter died is a fact; one who is expelled may still live and say more."""
-    return isinstance(event, StepDone) and isinstance(run.state, Stopping) and event.worker not in run.state.expelled
+    return isinstance(event, StepDone | Fenced) and isinstance(run.state, Stopping) and event.worker not in run.state.expelled

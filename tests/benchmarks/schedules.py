@@ -18,7 +18,7 @@ from elastic.sim.command import explain
 from elastic.sim.coverage import Coverage, coverage_table, missing, run_in_processes
 
 RESULT = Path(__file__).parent / "results" / "schedules.json"
-CHUNK = 5_000
+CHUNK = 2_000
 
 
 def load() -> tuple[Coverage, float]:

@@ -284,3 +284,15 @@ def test_generations_only_grow_and_each_is_formed_once() -> None:
         reformed(play)
     assert formed == [1, 2, 3]
     assert play.run.lineage == ((1, 5), (2, 9))
+
+
+def test_an_answer_that_arrives_after_its_sender_died_is_evidence() -> None:
+    """What the dead member saw committed is applied by all who have it prepared; what it held is gone."""
+    play = stepping(2)
+    play.steps(1, 4)
+    play.broken("w2")
+    play.lose("w1")
+    play.answer("w1", Version(5, 1), saw=5)
+    assert play.run.step == 5 and "w1" not in play.run.workers
+    play.answer("w2", Version(4, 1), prepared=5)
+    assert play.did(Settle)[0].outcome == outcome(5, 1)

@@ -214,9 +214,9 @@ def test_a_fault_of_an_accelerator_is_refused_where_there_is_none() -> None:
 
 def test_what_cannot_travel_to_a_worker_is_no_argument() -> None:
     with pytest.raises(JobError) as caught:
-        job(model_args={"act": print, "sizes": {"hidden": [1, (2, 3)]}})
+        job(model_args={"act": len, "sizes": {"hidden": [1, (2, 3)]}})
     act, hidden = str(caught.value).splitlines()
-    assert act.startswith("Job: model_args.act = <built-in function print> must be text, a number")
+    assert act.startswith("Job: model_args.act = <built-in function len> must be text, a number")
     assert hidden.startswith("Job: model_args.sizes.hidden[1] = (2, 3) must be text, a number")
 
 

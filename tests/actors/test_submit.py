@@ -17,6 +17,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,16 @@ def where(folder: Path) -> list[dict[str, Any]]:
 
 
 def microbatches(folder: Path, *, ours: bool = False) -> list[str]:
-    """What the user's loss wrote down of each microbatch, in other processes than this one, or in this one."""
+    """What the user's loss wrote down of each microbatch, in other processes than this one, or in this one.
+
+    The first one of each worker is that with which it warms up, over zeros, and counts for nothing.
+    """
     files = [file for file in (folder / "project" / "seen").iterdir() if file.name.isdigit()]
-    return [line for file in files if (file.name == str(os.getpid())) == ours for line in file.read_text().splitlines()]
+    lines = [file.read_text().splitlines() for file in files if (file.name == str(os.getpid())) == ours]
+    if not ours:
+        assert len({each[0] for each in lines}) == 1
+        lines = [each[1:] for each in lines]
+    return list(chain.from_iterable(lines))
 
 
 def at_step(name: str, step: int) -> Any:
@@ -332,6 +340,7 @@ def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
     ray.shutdown()
     ends = nodes.kill_everything()
     first.process.kill()
+    first.process.wait(10)
     # 1: it happened, inside the run, to everybody
     assert len(ends) > 10 and {end.signal for end in ends} == {signal.SIGKILL}
     newest = Run.open(job).newest()

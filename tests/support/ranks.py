@@ -5,6 +5,7 @@ A function given to :meth:`Ranks.run` runs in every member as ``function(world, 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -92,3 +93,5 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
         finally:
             if world is not None:
                 world.close()
+            del world
+            gc.collect()  # as a worker does between worlds: until its last cycle is gone, gloo's threads of an aborted world never rest

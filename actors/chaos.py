@@ -10,6 +10,7 @@ Other kinds need a machine that is in the caller's hand, such as its network: ``
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -66,16 +67,14 @@ class Hand:
 
     def power_off(self) -> None:
         """Every process of this node dies, this one last."""
-        tree = _tree(os.getppid())
-        for pid in tree:  # all stand still first: none sees another one die
-            _send_pid(pid, signal.SIGSTOP)
-        for pid in (each for each in tree if each != os.getpid()):
-            _send_pid(pid, signal.SIGKILL)
+        others = _others()
+        _send(others, signal.SIGSTOP)  # all stand still first: none sees another one die
+        _send(others, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def freeze(self, duration_s: float) -> None:
         """Every process of this node but this one stands still."""
-        frozen = [os.pidfd_open(pid) for pid in _tree(os.getppid()) if pid != os.getpid()]
+        frozen = _others()
         _send(frozen, signal.SIGSTOP)
         threading.Timer(duration_s, _send, (frozen, signal.SIGCONT)).start()
 
@@ -88,14 +87,6 @@ def _send(processes: Iterable[int], number: signal.Signals) -> None:
             continue
 
 
-def _send_pid(pid: int, number: signal.Signals) -> None:
-    if pid != os.getpid():
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            return
-
-
 def _slow(process: int, times: float, duration_s: float) -> None:
     until = time.monotonic() + duration_s
     while time.monotonic() < until:
@@ -103,6 +94,16 @@ def _slow(process: int, times: float, duration_s: float) -> None:
         time.sleep(BEAT_S * (1 - 1 / times))
         _send([process], signal.SIGCONT)
         time.sleep(BEAT_S / times)
+
+
+def _others() -> list[int]:
+    """Handles of the processes of this node, its raylet first; not this one's."""
+    found = []
+    for pid in _tree(os.getppid()):
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):  # it has gone meanwhile
+                found.append(os.pidfd_open(pid))
+    return found
 
 
 def _tree(root: int) -> list[int]:
@@ -248,14 +249,8 @@ class Chaos:
         if fault.kind is Kind.COORDINATOR_KILL:
             coordinator = attach(self.job.name)
             return "the coordinator", self._end(coordinator)
-        if fault.kind is Kind.STORE_LOSS:
-            nodes = [node for node in cluster.nodes() if self._keeper(view, node) is not None]
-            ray.get([self._keeper(view, node).close_store.remote(view.incarnation, view.generation) for node in nodes], timeout=CALL_S)
-            return f"the store of generation {view.generation}", 0
-        if fault.kind is Kind.KEEPER_KILL:
-            nodes = [node for node in cluster.nodes() if self._keeper(view, node) is not None]
-            node = nodes[fault.target % len(nodes)] if nodes else NodeId("")
-            return (f"the keeper of node {node[:8]}", self._end(self._keeper(view, node))) if node else ("", 0)
+        if fault.kind in (Kind.STORE_LOSS, Kind.KEEPER_KILL):
+            return self._at_keepers(fault, view)
         nodes = [node for node in cluster.nodes() if node not in self._spared()]
         if not nodes:
             return "", 0
@@ -267,6 +262,16 @@ class Chaos:
             ray.wait([hand.power_off.remote()], timeout=CALL_S)
             del self._hands[node]
         return f"node {node[:8]}", 0
+
+    def _at_keepers(self, fault: Fault, view: View) -> tuple[str, int]:
+        keepers = cluster.named(f"{view.token}/keeper-")
+        if fault.kind is Kind.STORE_LOSS:
+            ray.get([each.close_store.remote(view.incarnation, view.generation) for each in keepers.values()], timeout=CALL_S)
+            return f"the store of generation {view.generation}", 0
+        if not keepers:
+            return "", 0
+        home = sorted(keepers)[fault.target % len(keepers)]
+        return f"the keeper of node {home[:8]}", self._end(keepers[home])
 
     def _end(self, actor: Any) -> int:
         """SIGKILL to the process of an actor; its pid."""
@@ -285,12 +290,6 @@ class Chaos:
         heads = {NodeId(each["NodeID"]) for each in ray.nodes() if "node:__internal_head__" in each["Resources"]}
         coordinator = attach(self.job.name)
         return {*heads, cluster.here(), cluster.node_of(coordinator) if coordinator is not None else None}
-
-    def _keeper(self, view: View, node: NodeId) -> Any:
-        try:
-            return ray.get_actor(f"{view.token}/keeper-{node[:12]}", namespace=cluster.NAMESPACE)
-        except ValueError:
-            return None
 
     def _hand(self, node: NodeId) -> Any:
         if node not in self._hands:

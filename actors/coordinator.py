@@ -41,7 +41,7 @@ from elastic.control.events import (
     Stumbled,
     Tick,
 )
-from elastic.control.machine import Transition, advance, must_be_durable
+from elastic.control.machine import Transition, advance
 from elastic.control.states import TERMINAL, Failed, RunState
 from elastic.engine.schedule import learning_rate_of
 from elastic.ids import NodeId, WorkerId
@@ -283,7 +283,7 @@ class Coordinator:
         self._tell(now, event, before, transition.reason)
 
     def _record(self, now: float, event: Event, transition: Transition) -> None:
-        run, durable = transition.run, must_be_durable(transition)
+        run, durable = transition.run, transition.durable
         record = codec.record(self.journal.next, now, event, self.recorded, transition)
         self.recorded = run
         self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)

@@ -45,7 +45,7 @@ from elastic.control.rules import Rules
 from elastic.control.states import Finishing, Forming, Running, RunState, Stopping, Waiting
 from elastic.control.turn import Transition, Turn
 
-__all__ = ["Transition", "advance", "must_be_durable"]
+__all__ = ["Transition", "advance"]
 
 
 def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition:
@@ -63,14 +63,6 @@ def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition
             recovery.note_progress(turn, event)
             _go_on(turn)
     return turn.done()
-
-
-def must_be_durable(transition: Transition) -> bool:
-    """Must the record be durable before its actions?
-
-    It begins a generation, settles the outcome of a step, names workers, says that a checkpoint counts, or ends the run.
-    """
-    return transition.durable
 
 
 def _take(turn: Turn, event: Event) -> None:

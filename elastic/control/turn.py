@@ -19,7 +19,7 @@ CROWD = 12
 
 @dataclass(frozen=True)
 class Transition:
-    """The decision: ``actions`` are performed in order, after the record is durable where :func:`must_be_durable` says so.
+    """The decision: ``actions`` are performed in order, after the record is durable where ``durable`` says so.
 
     ``reason`` is the sentence that goes with it, "" when there is nothing to say; "refused: ..." when the event changed nothing.
     """
@@ -28,7 +28,7 @@ class Transition:
     actions: tuple[Action, ...]
     reason: str
     durable: bool = False
-    """See :func:`must_be_durable`."""
+    """It begins a generation, settles the outcome of a step, names workers, says that a checkpoint counts, or ends the run."""
 
 
 class Turn:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from elastic.control import actions as do
 from elastic.control import codec, lineage
 from elastic.control.events import Attached, Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Stumbled, Tick
-from elastic.control.machine import Transition, must_be_durable
+from elastic.control.machine import Transition
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
 from elastic.ids import Version, WorkerId
@@ -70,7 +70,7 @@ class Coordinator:
         state = type(before.state).__name__
         transition = self.advance(before, event, self.now, sim.rules)
         sim.lines.append((now, event, transition.reason))
-        if must_be_durable(transition) and not coordinators.may_record(self):
+        if transition.durable and not coordinators.may_record(self):
             return self.depose()
         coordinators.events += 1
         coordinators.visited[state, type(event).__name__] += 1
@@ -91,7 +91,7 @@ class Coordinator:
         if self is not self.sim.coordinators.present:  # the keepers will refuse it, once it reaches them again
             self.sim.clock.after(max(0.0, self.cut_until - self.sim.clock.now) + self.sim.rng.random(), self.depose)
         self.on_disk = transition.run
-        if must_be_durable(transition):
+        if transition.durable:
             self.copied = []
         self.copied.append(transition.run)
 

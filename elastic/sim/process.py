@@ -43,11 +43,9 @@ class Process:
 
     def later(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
         """Work for the present world; forgotten if it is left before."""
-        if self.slowness != 1.0 and self.sim.clock.now < self.slow_until:
-            delay_s *= self.slowness
-        self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, None, call, args)
+        self.work(delay_s, None, call, *args)
 
-    def work(self, delay_s: float, point: Point, call: Callable[..., object], *args: Any) -> None:
+    def work(self, delay_s: float, point: Point | None, call: Callable[..., object], *args: Any) -> None:
         """As ``later``, and a fault may strike at ``point`` before."""
         if self.slowness != 1.0 and self.sim.clock.now < self.slow_until:
             delay_s *= self.slowness

@@ -6,7 +6,6 @@ import pytest
 
 from elastic.control.actions import Fence, Form, Kill, Settle
 from elastic.control.events import Capacity, Fenced, Joined, Lost, Renewed, StepDone
-from elastic.control.machine import must_be_durable
 from elastic.control.states import Forming, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
@@ -24,7 +23,7 @@ def test_fence_is_answered_before_anything_is_aborted() -> None:
     assert play.last.actions == ()
     play.answer("w3", Version(4, 1), prepared=5)
     assert play.deeds == ["Settle", "Form"]
-    assert must_be_durable(play.last)
+    assert play.last.durable
 
 
 def test_without_evidence_a_prepared_step_is_dropped() -> None:

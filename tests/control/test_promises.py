@@ -12,7 +12,7 @@ from elastic.control import codec, lineage
 from elastic.control import events as ev
 from elastic.control.actions import CommitManifest, Form, Go, Settle, StartWorkers
 from elastic.control.codec import decode_event, decode_run
-from elastic.control.machine import Transition, advance, must_be_durable
+from elastic.control.machine import Transition, advance
 from elastic.control.states import ALLOWED, RunState, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
@@ -205,8 +205,8 @@ def test_what_must_be_durable_begins_or_settles_a_generation_names_workers_count
             )
             names = any(isinstance(action, StartWorkers) for action in transition.actions)
             counts = names or bool(set(transition.run.saved) - set(run.saved)) or (transition.run.over and not run.over)
-            assert must_be_durable(transition) or not (begins or left or counts)
-            assert not must_be_durable(transition) or begins or counts or isinstance(run.state, Stopping) or transition.run.plan is None
+            assert transition.durable or not (begins or left or counts)
+            assert not transition.durable or begins or counts or isinstance(run.state, Stopping) or transition.run.plan is None
 
 
 def test_any_story_survives_the_journal() -> None:

@@ -143,7 +143,7 @@ def processes(mark: str = "") -> list[Process]:
 
 
 def children(pid: int) -> list[int]:
-    """All descendants of ``pid``, zombies included, as of now."""
+    """All descendants of ``pid``, zombies included, as of now; parents before their children (numbers begin again, so they are no order)."""
     below: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         fields = _stat(int(entry.name)) if entry.name.isdigit() else None
@@ -153,24 +153,24 @@ def children(pid: int) -> list[int]:
     while rest:
         rest += (next_ := below.get(rest.pop(), []))
         found += next_
-    return sorted(found)
+    return found
 
 
 def frozen(pid: int) -> list[Watched]:
-    """The whole tree of processes below ``pid``, that one included, stopped.
+    """The whole tree of processes below ``pid``, that one included, stopped; parents before their children.
 
     A process that was already on its way out when its SIGSTOP came ends by itself; it is not among them.
     """
-    tree: set[int] = set()
-    while new := {pid, *children(pid)} - tree:
+    tree: list[int] = []
+    while new := [each for each in (pid, *children(pid)) if each not in tree]:
         for each in new:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGSTOP)
         until = time.monotonic() + STOP_S
         while any(state(each) not in ("T", "t", *ENDED) for each in new) and time.monotonic() < until:
             time.sleep(POLL_S)
-        tree |= new
-    return [Watched(each) for each in sorted(tree) if state(each) not in ENDED]
+        tree += new
+    return [Watched(each) for each in tree if state(each) not in ENDED]
 
 
 def kill_all(frozen: Sequence[Watched]) -> None:

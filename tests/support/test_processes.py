@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import SHM, Machine, StillRunning, Watched, children, frozen, processes, segments, start_time, state, wait_gone
+from tests.support.processes import SHM, Machine, StillRunning, Watched, children, frozen, kill_all, processes, segments, start_time, state, wait_gone
 
 
 @contextmanager
@@ -106,3 +106,23 @@ def test_a_process_that_is_ending_is_not_taken_for_a_killed_one() -> None:
             each.kill()
         process.wait(10)
         assert watched and all(end.signal is signal.SIGKILL for end in wait_gone(watched, 10))
+
+
+def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
+    """A stopped process whose parent dies gets SIGHUP.  A parent's number may be higher than its child's: they begin again at 32768."""
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True); input()'], process_group=0)"
+    with child(sys.executable, "-c", parent, stdout=subprocess.PIPE, start_new_session=True) as (process, _):
+        assert process.stdout is not None
+        process.stdout.readline()
+        watched = frozen(process.pid)
+        assert [each.pid for each in watched] == [process.pid, *children(process.pid)]
+        kill_all(watched)
+        process.wait(10)
+        assert {end.signal for end in wait_gone(watched, 10)} == {signal.SIGKILL}
+    with child(sys.executable, "-c", parent, stdout=subprocess.PIPE, start_new_session=True) as (process, _):
+        assert process.stdout is not None
+        process.stdout.readline()
+        above, below = frozen(process.pid)
+        above.kill()  # the control: the wrong order
+        process.wait(10)
+        assert below.wait(10).signal is signal.SIGHUP

@@ -143,7 +143,7 @@ def processes(mark: str = "") -> list[Process]:
 
 
 def children(pid: int) -> list[int]:
-    """All descendants of ``pid``, zombies included, as of now; parents before their children (numbers begin again, so they are no order)."""
+    """All descendants of ``pid``, zombies included, as of now; parents before their children, whatever their numbers."""
     below: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         fields = _stat(int(entry.name)) if entry.name.isdigit() else None

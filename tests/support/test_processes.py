@@ -12,7 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import SHM, Machine, StillRunning, Watched, children, frozen, kill_all, processes, segments, start_time, state, wait_gone
+from tests.support.processes import (
+    SHM,
+    Machine,
+    StillRunning,
+    Watched,
+    children,
+    frozen,
+    kill_all,
+    processes,
+    segments,
+    start_time,
+    state,
+    wait_gone,
+)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from actors.audience import Audience
 from actors.copies import Copies
 from actors.group import Group
 from actors.left import Left, find
-from actors.processes import log_folder
+from actors.processes import end_on_sigterm, log_folder
 from elastic.control import codec
 from elastic.control.builds import Build
 from elastic.control.events import (
@@ -112,6 +112,7 @@ class Coordinator:
 
     def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str, life: str) -> None:
         """``life``: a few letters of this actor's own.  Ray makes it again with the same arguments whenever its process dies."""
+        end_on_sigterm()
         self.job, self.rules, self.search_path = job, job.rules(), search_path
         self.inbox: queue.SimpleQueue[tuple[Event, Any]] = queue.SimpleQueue()
         self.story = Story(job.steps)

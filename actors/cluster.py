@@ -193,7 +193,7 @@ def slots(workers: Workers, avoid: Container[str] = ()) -> int:
         if node in avoid:
             continue
         fits = [int(free.get(resource, 0.0) // amount) for resource, amount in wanted.items() if amount]
-        count += min(fits) if fits else workers.max
+        count += min(fits) if fits else workers.max + workers.spares
     return count
 
 

@@ -252,7 +252,7 @@ class Group:
 
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
         self.keepers.pop(node, None)
-        self.post(KeeperLost(node, _why(error)))
+        self.post(KeeperLost(node, why := _why(error), with_its_node=why == NODE_DIED))
 
     # ---- the bucket
 

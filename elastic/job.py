@@ -117,6 +117,8 @@ class Workers(Part):
 
     min: Positive = 1
     max: Positive = 2
+    spares: Annotated[int, Field(ge=0)] = 0
+    """Beyond ``max``: started and kept warm, so that one takes a dead worker's seat at once."""
     cpus: Annotated[float, Field(ge=0)] = 1
     gpus: Annotated[int, Field(ge=0, le=1)] = 0
     threads: Positive = 1
@@ -275,6 +277,7 @@ class Job(Part):
             target_step=self.steps,
             save_every=self.checkpoint.save_every,
             reproducible=self.reproducible,
+            spares=self.workers.spares,
             **self.deadlines.model_dump(exclude={"driver_s"}),
         )
 

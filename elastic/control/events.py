@@ -77,8 +77,11 @@ class KeeperUp:
 
 @dataclass(frozen=True)
 class KeeperLost:
+    """``with_its_node``: the whole node is taken for dead."""
+
     node: NodeId
     reason: str
+    with_its_node: bool = False
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,9 @@ def go(turn: Turn, plan: Plan) -> None:
     """All members are at the plan's version.  What each holds from now on, its answer to the fence will say."""
     membership.hold(turn, {worker: () for worker in plan.members})
     watch = Watch(moved_at=turn.now, stepped_at=turn.now)
+    if isinstance(turn.run.state, Forming):
+        took_s = turn.now - (turn.run.state.deadline - turn.rules.form_s)
+        turn.know(reform_s=(turn.run.reform_s + took_s) / 2 if turn.run.reform_s else took_s)
     turn.know(watch=watch, blamed=(), lease_until=turn.now + turn.rules.lease_over_s)
     turn.do(Go(plan.generation, plan.members))
     turn.say(f"generation {plan.generation} runs")

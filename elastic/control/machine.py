@@ -147,7 +147,7 @@ def _lost(turn: Turn, event: Lost) -> None:
 
 
 def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
-    membership.keeper_lost(turn, event.node)
+    membership.keeper_lost(turn, event.node, with_its_node=event.with_its_node)
     turn.say(f"the keeper of node {event.node[:8]} is lost ({event.reason})")
     state = turn.run.state
     if isinstance(state, Forming) and state.plan.store_node == event.node:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.control import saving
+from elastic.control import growing, saving
 from elastic.control.actions import Kill, StartWorkers
 from elastic.control.builds import difference
 from elastic.control.events import Joined, NodeRefused, StartFailed
-from elastic.control.states import Finishing, Refusal, Worker
+from elastic.control.states import Finishing, Home, Refusal, Worker
 from elastic.control.turn import Turn, count, names
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import Holding
@@ -30,7 +30,8 @@ def joined(turn: Turn, event: Joined) -> None:
         turn.do(Kill((event.worker,), "its node is refused"))
         return refuse_node(turn, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
     newcomer = Worker(event.node, event.kind, turn.now, host=event.build.host)
-    turn.know(workers={**run.workers, event.worker: newcomer}, rows=event.rows)
+    home = run.homes.get(event.node, Home(growing.host_of(newcomer), turn.now))
+    turn.know(workers={**run.workers, event.worker: newcomer}, rows=event.rows, homes={**run.homes, event.node: home})
     turn.say(f"{event.worker} joined on node {event.node[:8]}")
 
 
@@ -105,7 +106,7 @@ def _start_is_over(turn: Turn, worker: WorkerId) -> None:
 
 
 def start_workers(turn: Turn) -> None:
-    """Ask for as many as the cluster has room for, up to the maximum; forget those that do not come."""
+    """Ask for as many as the cluster has room for, up to the maximum and its spares; forget those that do not come."""
     run, rules = turn.run, turn.rules
     late = tuple(worker for worker, asked_at in run.starting.items() if turn.now - asked_at >= rules.form_s)
     for worker in late:
@@ -113,14 +114,17 @@ def start_workers(turn: Turn) -> None:
     if late:
         turn.do(Kill(late, f"not there {rules.form_s:g} s after it was asked for"))
         turn.say(f"{names(late)} did not join within {rules.form_s:g} s")
-    number = min(run.slots, rules.max_workers - len(run.workers) - len(turn.run.starting))
+    number = min(run.slots, rules.max_workers + rules.spares - len(run.workers) - len(turn.run.starting))
     if number <= 0 or run.stop or turn.now < run.start_after or isinstance(run.state, Finishing):
         return
     new = tuple(WorkerId(f"w{run.next_worker + i}") for i in range(number))
+    spares = count(rules.spares, "spare")
     asked = {**turn.run.starting, **dict.fromkeys(new, turn.now)}
     turn.know(starting=asked, slots=run.slots - number, next_worker=run.next_worker + number)
     turn.do(StartWorkers(new, tuple(run.refused)))
-    turn.say(f"start {names(new)}: {count(len(run.workers), 'worker')} of at most {rules.max_workers}")
+    turn.say(
+        f"start {names(new)}: {count(len(run.workers), 'worker')} of at most {rules.max_workers}{f' and {spares}' if rules.spares else ''}"
+    )
 
 
 def number_of(worker: WorkerId) -> int:
@@ -160,5 +164,9 @@ def keeper_up(turn: Turn, node: NodeId) -> None:
         turn.know(keepers=tuple(sorted((*turn.run.keepers, node))), nodes={**turn.run.nodes, node: True})
 
 
-def keeper_lost(turn: Turn, node: NodeId) -> None:
-    turn.know(keepers=tuple(keeper for keeper in turn.run.keepers if keeper != node))
+def keeper_lost(turn: Turn, node: NodeId, *, with_its_node: bool = False) -> None:
+    run = turn.run
+    turn.know(keepers=tuple(keeper for keeper in run.keepers if keeper != node))
+    if with_its_node and (home := run.homes.get(node)) is not None:
+        stays = growing.after_leaving(run.stays, home.host, turn.now - home.since)
+        turn.know(stays=stays, homes={each: known for each, known in run.homes.items() if each != node})

@@ -32,6 +32,8 @@ class Rules:
     """Generations in a row that may end without one commit."""
     grow_debounce_s: float = 2.0
     """How long to wait for other newcomers after one joined, and before starting again after a start failed."""
+    spares: int = 0
+    """Workers beyond ``max_workers`` that are kept warm."""
     refused_s: float = 10.0
     """At the start, with too few workers, nodes refused and no room elsewhere: how long until the run gives up waiting for better ones."""
     reproducible: bool = True

@@ -134,6 +134,14 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class Home:
+    """Of workers: the machine that a node is, and when the first of them joined."""
+
+    host: str
+    since: float
+
+
+@dataclass(frozen=True)
 class Refusal:
     """Of a node: no worker is started there any more.  ``shared``: it does not see the bucket or the data as the same place."""
 
@@ -197,6 +205,14 @@ class RunState:
     """When the last lease on the generation has run out: silent members have stopped of their own accord."""
     fruitless: int = 0
     """Generations in a row that ended without a commit."""
+    homes: dict[NodeId, Home] = field(default_factory=dict)
+    """Nodes that workers have joined from."""
+    stays: dict[str, float] = field(default_factory=dict)
+    """How long a host is expected to stay, of those that have gone: see ``growing.py``."""
+    reform_s: float = 0.0
+    """Recent time from a plan to ``Go``: half of it the last one's."""
+    declined: tuple[WorkerId, ...] = ()
+    """Newcomers of whom it was said that they would cost more than they bring; they wait as spares."""
     failures: tuple[JobFailure, ...] = ()
     stop: str = ""
     """Why a stop is asked for."""

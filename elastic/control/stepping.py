@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, lineage, membership
+from elastic.control import checkpoints, growing, lineage, membership
 from elastic.control.actions import Pause
 from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
 from elastic.control.events import Fenced, StepDone
@@ -11,7 +11,7 @@ from elastic.control.saving import due
 from elastic.control.seating import candidates, layout_of
 from elastic.control.states import Finishing, Forming, Running, Stopping
 from elastic.control.stopping import pause, stop, unblock
-from elastic.control.turn import Turn
+from elastic.control.turn import Turn, names
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
 
@@ -58,17 +58,28 @@ def running(turn: Turn, state: Running) -> None:
 
 
 def grow(turn: Turn, plan: Plan) -> None:
-    """Take in newcomers at a step boundary, several at once rather than one after the other."""
-    there = candidates(turn.run, turn.rules)
-    layout = layout_of(len(there), turn.rules)
-    if layout is not None and layout.world > plan.layout.world and not expecting(turn, there):
-        pause(turn, f"grow from {plan.layout} to {layout}", save=False)
+    """Take in newcomers at a step boundary, several at once rather than one after the other, where that pays."""
+    run, rules = turn.run, turn.rules
+    if len(plan.members) >= rules.max_workers:
+        return
+    there = candidates(run, rules)
+    layout = layout_of(len(there), rules)
+    if layout is None or layout.world <= plan.layout.world or expecting(turn, there):
+        return
+    verdict = growing.judge(run, plan.members, [worker for worker in there if worker not in plan.members], turn.now)
+    layout = layout_of(len(there) - len(verdict.declined), rules)
+    if layout is not None and layout.world > plan.layout.world:
+        pause(turn, f"grow from {plan.layout} to {layout} ({verdict.why_welcome})", save=False)
+    elif frozenset(verdict.declined) - frozenset(run.declined):
+        turn.know(declined=verdict.declined)
+        turn.say(f"{names(verdict.declined)} would cost more than they bring, and wait as spares ({verdict.why_declined})")
 
 
 def expecting(turn: Turn, there: tuple[WorkerId, ...]) -> bool:
-    """Others are about to join, and the last newcomer did just now."""
+    """Others are about to join and will be needed, and the last newcomer did just now."""
     newest_s = turn.now - max((turn.run.workers[worker].joined_at for worker in there), default=turn.now)
-    return bool(turn.run.starting) and newest_s < turn.rules.grow_debounce_s
+    needed = len(there) < turn.rules.max_workers
+    return needed and bool(turn.run.starting) and newest_s < turn.rules.grow_debounce_s
 
 
 def finish(turn: Turn, plan: Plan) -> None:

@@ -26,6 +26,8 @@ class Node:
     """A machine.  ``keeper``: it runs.  ``declared_dead``: the cluster has given it up; should it wake, it ends itself."""
 
     name: NodeId
+    host: str
+    """The machine: it may come back as another node."""
     keeper: bool = True
     frozen_until: float = 0.0
     alive: bool = True
@@ -71,12 +73,16 @@ class Cluster:
 
     # -- nodes and keepers ----------------------------------------------------------------------------------------
 
-    def add_node(self) -> None:
-        node = Node(NodeId(f"n{self.number()}"))
+    def add_node(self, host: str = "") -> None:
+        name = NodeId(f"n{self.number()}")
+        node = Node(name, host or name)
         self.nodes[node.name] = node
         self.clock.after(0.0, self.found, node.name)
         self.keeper_up(node)
         self.clock.after(0.1 + BEAT_S * self.rng.random(), self._beat, node)
+
+    def host_of(self, node: NodeId) -> str:
+        return self.nodes[node].host if node in self.nodes else node
 
     def add_misfit(self) -> None:
         """Its keeper finds another bucket; until it has said so, workers may be started there."""
@@ -121,7 +127,7 @@ class Cluster:
         self.nodes.pop(node.name, None)
         for worker in self.on(node.name):
             self.die(worker, why)
-        self.clock.after(0.05 + 0.5 * self.rng.random(), self.sim.tell_coordinator, KeeperLost(node.name, why))
+        self.clock.after(0.05 + 0.5 * self.rng.random(), self.sim.tell_coordinator, KeeperLost(node.name, why, with_its_node=True))
 
     def node_freezes(self, node: Node, duration_s: float) -> None:
         node.frozen_until = max(node.frozen_until, self.clock.now + duration_s)
@@ -141,7 +147,7 @@ class Cluster:
         self.given_up.add(node.name)
         self.sim.oracle.occasions["a living node is declared dead"] += 1
         self.sim.tell(f"node {node.name} is declared dead, and lives")
-        self.sim.tell_coordinator(KeeperLost(node.name, "its node died"))
+        self.sim.tell_coordinator(KeeperLost(node.name, "its node died", with_its_node=True))
         for worker in self.on(node.name):
             word = Lost(worker.name, "its node died", certain=False) if worker.joined else StartFailed(worker.name, "its node died")
             self.sim.tell_coordinator(word)

@@ -77,7 +77,7 @@ class Scenario:
         high = rng.randint(max(low, 2), 5)
         target_step = rng.randint(6, 14)
         return Scenario(
-            rules=small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50))),
+            rules=replace(small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50))), spares=int(seed % 4 == 3)),
             faults=tuple(sorted(faults, key=lambda fault: fault.at)),
             nodes=rng.randint(2, 4),
             slots=high + rng.randint(0, 1),

@@ -140,7 +140,7 @@ class Strikes:
             case Kind.NODE_KILL:
                 cluster.node_dies(node)
                 if fault.duration_s is not None:
-                    self.clock.after(fault.duration_s, cluster.add_node)
+                    self.clock.after(fault.duration_s, cluster.add_node, node.host)
             case Kind.NODE_FREEZE:
                 cluster.node_freezes(node, duration_s)
             case Kind.KEEPER_KILL if node.keeper:

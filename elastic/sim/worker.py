@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from elastic.control.actions import Settle
+from elastic.control.builds import Build
 from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
 from elastic.control.events import Attached, Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
 from elastic.control.saving import due
@@ -48,6 +49,7 @@ class Worker(Process):
 
     def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
         super().__init__(sim, name, node)
+        self.host = sim.cluster.host_of(node)
         self.joined = False
         self.phase = Phase.IDLE
         self.planned = self.fenced = 0  # highest generation it has begun / will apply nothing more of
@@ -80,7 +82,7 @@ class Worker(Process):
 
     @property
     def introduction(self) -> Joined:
-        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.rows)
+        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.rows, Build(host=self.host))
 
     def attached(self) -> None:
         """A coordinator has taken over: where this worker stands, and all that may have been told to nobody."""

@@ -86,3 +86,10 @@ def isolated_interregnum(seed: int) -> Scenario:
 
 
 ALL = {each.__name__: each for each in (drawn, poor, storm, barren, edge, isolation, interregnum, usurpers, skewed, isolated_interregnum)}
+
+
+def flapping(seed: int, stay_s: float) -> Scenario:
+    """One of two machines goes after ``stay_s``, and is back two seconds later, twenty times."""
+    rules = small_rules(1, 2, LayoutRule(None, None, 1, "all"), target_step=150, save_every=50)
+    faults = (Fault(20.0 + n * (stay_s + 2.0), Kind.NODE_KILL, 1, duration_s=2.0) for n in range(20))
+    return Scenario(rules=replace(rules, max_fruitless=50), faults=tuple(faults), nodes=2, slots=2, per_node=1, patience_s=300.0 + seed)

@@ -14,7 +14,7 @@ from elastic.sim.coordinators import Advance, Coordinators
 from elastic.sim.process import Process
 from elastic.sim.worker import Worker
 from tests.sim.mutants import Edit, Mutant
-from tests.sim.scenarios import ALL
+from tests.sim.scenarios import ALL, flapping
 
 SEEDS = range(200)
 
@@ -205,3 +205,21 @@ def test_a_member_that_goes_on_after_its_fence_is_noticed(monkeypatch: pytest.Mo
 def test_a_member_that_applies_without_a_lease_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "lease_until", property(lambda _: float("inf")))
     assert "nobody is out and a lease runs" in first_violation(advance, "isolation")
+
+
+EAGER = Edit("growing", "pays = brings_s >= costs_s", "pays = True")
+
+
+def worlds(decide: Advance, stay_s: float) -> tuple[int, float]:
+    """How many there were, and how long the runs took."""
+    reports = [simulate(seed, flapping(seed, stay_s), decide) for seed in range(5)]
+    assert {report.end for report in reports} == {"Finished"}
+    return sum(report.generations for report in reports), sum(report.virtual_s for report in reports)
+
+
+def test_taking_in_a_machine_that_comes_and_goes_each_time_is_noticed() -> None:
+    """R4: two worlds for each of its stays, though none pays, and all takes longer.  The control: stays that do pay are not declined."""
+    eager = Mutant("eager", (EAGER,)).advance()
+    (many, slow_s), (few, quick_s) = worlds(eager, 6.0), worlds(advance, 6.0)
+    assert many > 2 * few and slow_s > 1.1 * quick_s
+    assert worlds(eager, 30.0) == worlds(advance, 30.0)

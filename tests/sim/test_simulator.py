@@ -24,7 +24,7 @@ from elastic.sim.scenario import ROWS
 from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, storm
 
-SEEDS = range(800)
+SEEDS = range(200, 1000)
 OCCASIONS = (
     "a collective completes with garbage",
     "a coordinator finds itself deposed",

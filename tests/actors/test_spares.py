@@ -1,0 +1,76 @@
+"""R13: a spare takes a dead worker's seat: no process is started for it, nothing is imported, and one world follows the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.coordinator import View
+from elastic.data.cursor import Cursor
+from elastic.runs import Run
+from tests.support.chaos import Trial, Witness, assert_survived, formed, trial
+from tests.support.kills import SAMPLES, Script
+from tests.support.room import Room
+
+pytestmark = pytest.mark.timeout(120)
+STEP = 8
+
+
+def struck(folder: Path, spares: int) -> tuple[Script, Trial]:
+    """One of two members dies.  Without a spare another process is to come, for which there is room; with one there is none."""
+    script = Script("replicate", 2)
+    script.form(2, "init")
+    script.fault("backward", "SIGKILL", 1, STEP)
+    script.form(2, "live")
+    room, gate = Room(), folder / "gate"
+    sample = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(STEP - 2, 0, 2)[0]
+
+    def act(witness: Witness, view: View) -> bool:
+        """The strike comes once all are there, and others wait for the victim's place."""
+        if len(view.workers) < 2 + spares or len(witness.seen) < 2 + spares:
+            return False
+        if spares:
+            room.queue(1)
+        gate.touch()
+        return True
+
+    try:
+        room.take(ray.cluster_resources()["CPU"] - 2 - spares)
+        data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": {str(sample): str(gate)}}}
+        return script, trial(script.job(folder, "spares", data=data, workers={"min": 2, "max": 2, "spares": spares}), act)
+    finally:
+        room.close()
+
+
+def waited_for(chaos: Trial) -> list[str]:
+    """What was started, and who joined, from the end of the first generation until the second one ran."""
+    records = list(Run.open(chaos.job).records())
+    begin = next(n for n, each in enumerate(records) if each["event"]["$"] == "Lost")
+    end = next(n for n, each in enumerate(records) if any(did["$"] == "Go" and did["generation"] == 2 for did in each["actions"]))
+    between = records[begin:end]
+    started = [did["$"] for each in between for did in each["actions"] if did["$"] == "StartWorkers"]
+    return started + [each["event"]["$"] for each in between if each["event"]["$"] == "Joined"]
+
+
+@pytest.mark.must_run_in_ci
+def test_a_spare_takes_a_dead_workers_seat(tmp_path: Path, script_reference: Any) -> None:
+    """R13: three processes, no more, from first to last; a plan follows the loss at once, and its state comes from the survivor."""
+    script, chaos = struck(tmp_path, spares=1)
+    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
+    assert len(chaos.witness.seen) == 3 and waited_for(chaos) == []
+    first, second = formed(Run.open(chaos.job).records())
+    (spare,) = set(second.members) - set(first.members)
+    (survivor,) = set(second.members) & set(first.members)
+    assert chaos.witness.seen[spare].final["healed_live_bytes"] > 0 and chaos.witness.seen[survivor].final["healed_live_bytes"] == 0
+    assert chaos.witness.seen[spare].final["updates_applied"] == chaos.job.steps - second.step
+
+
+@pytest.mark.full
+def test_without_a_spare_another_process_is_waited_for(tmp_path: Path, script_reference: Any) -> None:
+    """The control."""
+    script, chaos = struck(tmp_path, spares=0)
+    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
+    assert len(chaos.witness.seen) == 3 and waited_for(chaos) == ["StartWorkers", "Joined"]

@@ -15,9 +15,14 @@ class Audience:
     def __init__(self, owner: str, on_exit: Literal["stop", "detach"], driver_s: float, now: float) -> None:
         self.owner, self.on_exit, self.driver_s = owner, on_exit, driver_s
         self._heard = {owner: now}
+        self._watchers: set[str] = set()
+        """Of them, those who only watch: the end is told to them too, but nothing depends on them."""
 
-    def hear(self, driver: str, now: float) -> None:
+    def hear(self, driver: str, now: float, *, only: bool = False) -> None:
+        """``only``: it only watches."""
         self._heard[driver] = now
+        if only:
+            self._watchers.add(driver)
 
     def leave(self, driver: str) -> None:
         """It has seen what it waited for, or was told to go."""
@@ -27,12 +32,15 @@ class Audience:
         """Who waits for the run."""
         return [driver for driver, at in list(self._heard.items()) if now - at <= self.driver_s]
 
+    def _counted(self, now: float) -> set[str]:
+        return set(self.present(now)) - self._watchers
+
     def stops_with(self, driver: str, now: float) -> bool:
         """Must the run stop when ``driver`` is told to go?"""
         if self.on_exit == "detach":
             return False
-        return driver == self.owner or not set(self.present(now)) - {driver}
+        return driver == self.owner or not self._counted(now) - {driver}
 
     def left_alone(self, now: float) -> bool:
         """Must the run stop because its drivers have vanished?"""
-        return self.on_exit == "stop" and not self.present(now)
+        return self.on_exit == "stop" and not self._counted(now)

@@ -1,28 +1,22 @@
-"""The command ``elastic``: train, status, stop, logs, replay, chaos, simulate, data prepare | show, checkpoint ls | verify | export."""
+"""The command ``elastic``: train, and what is done with runs, journals, data and checkpoints."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gzip
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 import elastic
-from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
+from actors.terminal import console, say, show, show_result
+from elastic.errors import STOPPED, ElasticError, JobError
 from elastic.job import Job
-from elastic.report.story import Line, StepLine
 from storage.errors import StorageError
-
-console = Console(highlight=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,20 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("-h", "--help", action="store_true")
     train.set_defaults(perform=_train)
 
-    status = commands.add_parser("status", help="where a run stands, live")
-    status.add_argument("job", type=Path)
-    status.add_argument("--once", action="store_true", help="print once instead of following")
-    status.set_defaults(perform=_status)
-
-    stop = commands.add_parser("stop", help="stop a run after a save; elastic train goes on from there")
-    stop.add_argument("job", type=Path)
-    stop.set_defaults(perform=_stop)
-
-    logs = commands.add_parser("logs", help="the last lines of a worker, and how it ended")
-    logs.add_argument("job", type=Path)
-    logs.add_argument("worker", nargs="?", help="default: every worker that has a log")
-    logs.set_defaults(perform=_logs)
-
+    _add_tending(commands)
     replay = commands.add_parser("replay", help="what happened in a run and why, from its journal alone")
     replay.add_argument("journal", type=Path, help="a job file, or a file of a journal")
     replay.add_argument("--check", action="store_true", help="decide everything again: where does this version decide otherwise?")
@@ -93,6 +74,25 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--to", type=Path, required=True)
         command.set_defaults(perform=perform)
     return parser
+
+
+def _add_tending(commands: Any) -> None:
+    for name, text in (
+        ("status", "where a run stands, live"),
+        ("attach", "follow a run from its start to its end; Ctrl-C leaves it running"),
+        ("stop", "stop a run after a save; elastic train goes on from there"),
+        ("clean", "remove what a dead run has left on its cluster: actors, segments, logs on the nodes"),
+        ("logs", "the last lines of a worker, and how it ended"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("job", type=Path)
+        if name == "status":
+            command.add_argument("--once", action="store_true", help="print once instead of following")
+        if name == "clean":
+            command.add_argument("--force", action="store_true", help="also a run that lives, without a save")
+        if name == "logs":
+            command.add_argument("worker", nargs="?", help="default: every worker that has a log")
+        command.set_defaults(perform=_tend)
 
 
 def _add_faults(commands: Any) -> None:
@@ -131,25 +131,6 @@ def _add_data(commands: Any) -> None:
     show.set_defaults(perform=_show_data)
 
 
-def say(text: str, head: str = "", style: str = "") -> None:
-    """One line, however long, after ``head`` in colour; whatever brackets ``text`` holds are only brackets."""
-    console.print(Text.assemble((head, style), text), soft_wrap=True)
-
-
-def show(line: Line) -> None:
-    """A step overwrites the step before it on a terminal; a sentence stays."""
-    clock = time.strftime("%H:%M:%S", time.localtime(line.at))
-    if not isinstance(line, StepLine):
-        say(line.text, f"{clock} ", "dim")
-        return
-    console.print(
-        f"[dim]{clock}[/] step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {line.tokens_per_s:>9,.0f} tokens/s  "
-        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}",
-        soft_wrap=True,
-        end="\r" if console.is_terminal and line.step < line.steps else "\n",
-    )
-
-
 # ---- the commands
 
 
@@ -167,99 +148,24 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
     job = Job.load(known.job, options)
     for warning in job.warnings():
         say(warning, "note: ", "yellow")
-    result = launch(job, address=known.address, local=known.local, show=show)
-    if result.job_error:
-        print(result.job_error)
-    colours = {"Finished": "green", "Stopped": "yellow", "Failed": "red"}
-    colour = colours.get(result.state, "yellow")
-    say(f" at step {result.step} of {job.steps}: {result.reason}", result.state, colour)
-    if result.state not in colours:
-        say(f"the same command attaches to it again, `elastic stop {known.job}` stops it")
-    elif result.exit_code in (2, 3):
-        say("the same command goes on from the newest good checkpoint")
-    return result.exit_code
+    return show_result(launch(job, address=known.address, local=known.local, show=show), job, known.job)
 
 
-def _coordinator(job: Job) -> Any | None:
-    """Of the run, if it runs; else what there is of it is said."""
-    from actors import cluster
-    from actors.launch import attach
-    from elastic.runs import Run
-
-    owner = Run.open(job).owner()
-    if owner is None:
-        say(f"{job.name} has never run in {job.bucket}")
-        return None
-    if owner["address"] != "local" and cluster.reachable(owner["address"]):
-        cluster.connect(owner["address"])
-        if coordinator := attach(job.name):
-            return coordinator
-    say(f"{job.name} is not running; newest good checkpoint: {Run.open(job).newest() or 'none'}")
-    return None
-
-
-def _stop(known: argparse.Namespace, _: list[str]) -> int:
-    from actors.launch import ask
+def _tend(known: argparse.Namespace, _: list[str]) -> int:
+    from actors import tending
 
     job = Job.load(known.job, [])
-    coordinator, deadline_s = _coordinator(job), 2 * job.deadlines.lease_s
-    if coordinator is None:
-        return 0
-    driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
-    with contextlib.suppress(PlatformGaveUp):
-        ask(coordinator, "view", 0, driver, deadline_s=deadline_s)
-        _watch(coordinator, deadline_s, once=False, driver=driver, stop="elastic stop")
-        ask(coordinator, "leave", driver, deadline_s=deadline_s)
-    return 0
-
-
-def _status(known: argparse.Namespace, _: list[str]) -> int:
-    job = Job.load(known.job, [])
-    coordinator = _coordinator(job)
-    return 0 if coordinator is None else _watch(coordinator, 2 * job.deadlines.lease_s, once=known.once)
-
-
-def _watch(coordinator: Any, deadline_s: float, once: bool, driver: str = "", stop: str = "") -> int:
-    """Where the run stands, and what happens to it until it is over.  ``stop``: each coordinator that it has is told to stop it."""
-    from actors.launch import ask
-
-    seen, incarnation = 0, 0
-    while True:
-        try:
-            view = ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s)
-            if view.incarnation != incarnation and stop and not view.over:
-                ask(coordinator, "stop", stop, deadline_s=deadline_s)
-        except PlatformGaveUp:
-            return 0
-        if view.incarnation != incarnation:
-            seen, incarnation = 0, view.incarnation
-            workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
-            say(
-                f"{view.token}: {view.state}, step {view.step} of {view.steps}, generation {view.generation}, "
-                f"incarnation {view.incarnation}; workers {workers or 'none'}; {view.reason}"
-            )
-        for line in view.lines[-20:]:
-            show(line)
-        seen += len(view.lines)
-        if once or view.over:
-            return 0
-        time.sleep(0.2)
-
-
-def _logs(known: argparse.Namespace, _: list[str]) -> int:
-    from storage.objects import ObjectStore
-
-    job = Job.load(known.job, [])
-    store = ObjectStore.open(job.bucket)
-    prefix = f"{job.name}/logs/"
-    keys = [key for key in store.list(prefix) if known.worker in (None, Path(key).stem)]
-    if not keys:
-        of = f" of {known.worker}" if known.worker else ""
-        say(f"no logs{of} in {job.bucket}/{prefix}: they are kept when a worker ends")
-        return 1
-    for key in keys:
-        print(store.get(key).decode(errors="replace"))
-    return 0
+    match known.command:
+        case "status":
+            return tending.status(job, known.once)
+        case "attach":
+            return tending.attach(job, known.job)
+        case "stop":
+            return tending.stop(job)
+        case "clean":
+            return tending.clean(job, known.force)
+        case _:
+            return tending.logs(job, known.worker)
 
 
 def _replay(known: argparse.Namespace, _: list[str]) -> int:
@@ -295,13 +201,14 @@ def _bytes_of(path: Path) -> bytes:
 
 def _chaos(known: argparse.Namespace, _: list[str]) -> int:
     from actors.chaos import PERFORMED, Chaos
+    from actors.tending import coordinator_of
     from elastic.sim.faults import Kind, draw, from_json
 
     job = Job.load(known.job, [])
     try:
         kinds = [Kind(kind) for kind in known.kinds or PERFORMED]
         faults = from_json(known.script.read_text()) if known.script else draw(known.seed, known.faults, known.span, kinds)
-        if _coordinator(job) is None:
+        if coordinator_of(job) is None:
             return 0
         chaos = Chaos(job, faults, lambda strike: say(str(strike), f"{time.strftime('%H:%M:%S')} ", "dim"))
     except (ValueError, OSError) as error:

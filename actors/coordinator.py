@@ -180,22 +180,25 @@ class Coordinator:
         self.inbox.put((StopRequested(reason), None))
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
-    def leave(self, driver: str, reason: str = "") -> bool:
-        """A driver is told to go, or has seen the end.  True: the run stops because of it."""
-        if not self.over.is_set() and self.audience.stops_with(driver, time.monotonic()):
+    def leave(self, driver: str, reason: str = "", only: bool = False) -> bool:
+        """A driver is told to go, or has seen the end.  True: the run stops because of it.
+
+        ``only``: it only watched, so it does not.
+        """
+        if not only and not self.over.is_set() and self.audience.stops_with(driver, time.monotonic()):
             self.stop(reason)
             return True
         self.audience.leave(driver)
         return False
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
-    def view(self, seen: int = 0, driver: str = "", incarnation: int = 0) -> View:
+    def view(self, seen: int = 0, driver: str = "", incarnation: int = 0, only: bool = False) -> View:
         """Where the run stands, and the lines of its story after the first ``seen`` that ``incarnation`` has told.
 
-        ``driver``: the asker is one who waits.
+        ``driver``: the asker is one who waits; ``only``: to see, and it is no reason to go on.
         """
         if driver:
-            self.audience.hear(driver, time.monotonic())
+            self.audience.hear(driver, time.monotonic(), only=only)
         state = self.state
         return View(
             state=type(state.state).__name__,

@@ -106,6 +106,21 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
         coordinator.leave.remote(driver)
         _await_gone(job.name)
         return _result(job, view.state, view.reason, view.step, view.job_error)
+    return _left(job, view, requests)
+
+
+def follow(job: Job, coordinator: Any, show: Show) -> Result:
+    """The story of a run from its start, to its end or to a signal, which the run does not notice."""
+    with Requests() as requests:
+        requests.note()
+        show(Sentence(time.time(), f"attached to {job.name}; Ctrl-C leaves it as it is"))
+        driver = uuid.uuid4().hex
+        view = watch(coordinator, show, driver, requests, 2 * job.deadlines.lease_s, only=True)
+    coordinator.leave.remote(driver, only=True)
+    return _result(job, view.state, view.reason, view.step, view.job_error) if view.over else _left(job, view, requests)
+
+
+def _left(job: Job, view: View, requests: Requests) -> Result:
     reason = f"{requests.asked}: this command leaves, the run goes on"
     return Result(view.state, reason, view.step, STOPPED, job.bucket, job.name)
 
@@ -176,14 +191,15 @@ def start(job: Job, reference: Build, driver: str) -> Any:
     return coordinator
 
 
-def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadline_s: float) -> View:
+def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadline_s: float, *, only: bool = False) -> View:
     """Show the story until the run is over, or until this driver was told to go and the run does not stop for it.
 
+    ``only``: it does nothing but watch.
     A coordinator that takes over tells a story of its own, and must be told again what the dead one may have taken along.
     """
     seen, told, incarnation = 0, False, 0
     while True:
-        view: View = ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s)
+        view: View = ask(coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s)
         if view.incarnation != incarnation:
             seen, told, incarnation = 0, False, view.incarnation
         seen += len(view.lines)
@@ -192,7 +208,7 @@ def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadlin
         if view.over:
             return view
         if requests.asked and not told:
-            told = ask(coordinator, "leave", driver, requests.asked, deadline_s=deadline_s)
+            told = not only and ask(coordinator, "leave", driver, requests.asked, deadline_s=deadline_s)
             if not told:
                 return view
         time.sleep(POLL_S)
@@ -207,13 +223,16 @@ def _await_gone(name: str) -> None:
     reap(name)
 
 
-def reap(name: str) -> None:
-    """End what is left of the run's actors on this cluster."""
+def reap(name: str) -> list[str]:
+    """End what is left of the run's actors on this cluster; which they were."""
+    found = []
     ours = re.compile(rf"{re.escape(name)}(-\d{{4,}}-[0-9a-f]{{6}})?/")  # and never those of a run called ``<name>-2``
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] == cluster.NAMESPACE and ours.match(entry["name"]):
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(entry["name"], namespace=cluster.NAMESPACE), no_restart=True)
+                found.append(f"actor {entry['name']}")
+    return found
 
 
 def _result(job: Job, state: str, reason: str, step: int, job_error: str = "") -> Result:

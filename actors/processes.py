@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import shutil
 import signal
 import struct
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from elastic.train.counters import segment
@@ -43,6 +45,25 @@ def end_on_sigterm() -> None:
     Ray's own handler begins an exit that waits for the calls under way.  A worker's never ends: it would train on, deaf to every order.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def clear(name: str, deadline_s: float) -> list[str]:
+    """Remove all that lives of the run have left on this node, once their processes have ended; what was removed.
+
+    What a process still holds at the deadline stays.
+    """
+    removed, end = [], time.monotonic() + deadline_s
+    for path in sorted(segment(f"{name}-????-??????", "w*").parent.glob(segment(f"{name}-????-??????", "w*").name)):
+        pid = int.from_bytes(path.read_bytes()[:8], sys.byteorder)
+        while (alive := bool(pid) and Path(f"/proc/{pid}").exists()) and time.monotonic() < end:
+            time.sleep(0.02)
+        if not alive:
+            path.unlink(missing_ok=True)
+            removed.append(f"{path}")
+    for folder in sorted(log_folder("").glob(f"{name}-????-??????")):
+        shutil.rmtree(folder, ignore_errors=True)
+        removed.append(f"{folder}")
+    return removed
 
 
 class Process:

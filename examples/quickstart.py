@@ -30,8 +30,8 @@ from typing import Any
 import ray
 from safetensors import safe_open
 
-from actors.cli import show
 from actors.launch import attach, launch
+from actors.terminal import show
 from elastic import Job
 from elastic.data.prepare import prepare
 from elastic.report.recoveries import Recovery, recoveries

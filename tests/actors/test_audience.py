@@ -66,3 +66,13 @@ def test_the_first_signal_is_a_request_and_the_second_is_not(number: signal.Sign
     with Requests():
         pass
     assert signal.getsignal(number) is before
+
+
+def test_who_only_watches_keeps_nothing_alive_and_stops_nothing() -> None:
+    audience = Audience("first", "stop", driver_s=20, now=0)
+    audience.hear("watcher", 15, only=True)
+    assert audience.stops_with("first", 16)
+    assert audience.left_alone(21), "the first has vanished"
+    assert audience.present(21) == ["watcher"], "but it is to see the end"
+    audience.hear("second", 21)
+    assert audience.stops_with("second", 22), "a watcher is no other driver"

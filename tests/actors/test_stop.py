@@ -65,7 +65,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed_h
     assert command.wait() == 3, command.text
     (stopped_at,) = map(int, re.findall(r"stopped \(Ctrl-C\), resumes from step (\d+)", command.text)[-1:])
     assert f"Stopped at step {stopped_at} of {STEPS}" in command.text
-    assert "the same command goes on" in command.text
+    assert "`elastic train job.toml` goes on" in command.text
     assert 4 <= stopped_at < STEPS
     newest = Run.open(job).newest()
     assert newest is not None and newest.step == stopped_at, "nothing is lost"

@@ -1,0 +1,153 @@
+"""The commands for a run that was started before: status, attach, stop, clean, logs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors import cluster, launch
+from actors.processes import clear
+from actors.terminal import say, show, show_result
+from elastic.errors import PlatformGaveUp
+from elastic.job import Job
+from elastic.runs import Run
+from storage.objects import ObjectStore
+
+ANSWER_S = 15.0
+"""For a coordinator that may be dead to say that it is not."""
+CLEAR_S = 30.0
+
+
+def _connected(job: Job) -> bool:
+    """To the cluster that the run was on last, if it is there."""
+    owner = Run.open(job).owner()
+    if owner is None or owner["address"] == "local" or not cluster.reachable(owner["address"]):
+        return False
+    cluster.connect(owner["address"])
+    return True
+
+
+def coordinator_of(job: Job) -> Any | None:
+    """Of the run, if it runs; else what there is of it is said."""
+    if _connected(job) and (coordinator := launch.attach(job.name)):
+        return coordinator
+    if Run.open(job).owner() is None:
+        say(f"{job.name} has never run in {job.bucket}")
+    else:
+        say(f"{job.name} is not running; newest good checkpoint: {Run.open(job).newest() or 'none'}")
+    return None
+
+
+def status(job: Job, once: bool) -> int:
+    coordinator = coordinator_of(job)
+    return 0 if coordinator is None else _watch(coordinator, 2 * job.deadlines.lease_s, once=once)
+
+
+def attach(job: Job, path: Path) -> int:
+    """The run's story from its start to its end, and the exit code that `elastic train` has; Ctrl-C leaves the run as it is."""
+    coordinator = coordinator_of(job)
+    return 0 if coordinator is None else show_result(launch.follow(job, coordinator, show), job, path)
+
+
+def stop(job: Job) -> int:
+    coordinator, deadline_s = coordinator_of(job), 2 * job.deadlines.lease_s
+    if coordinator is None:
+        return 0
+    driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
+    with contextlib.suppress(PlatformGaveUp):
+        launch.ask(coordinator, "view", 0, driver, deadline_s=deadline_s)
+        _watch(coordinator, deadline_s, once=False, driver=driver, stop="elastic stop")
+        launch.ask(coordinator, "leave", driver, deadline_s=deadline_s)
+    return 0
+
+
+def _watch(coordinator: Any, deadline_s: float, once: bool, driver: str = "", stop: str = "") -> int:
+    """Where the run stands, and what happens to it until it is over.  ``stop``: each coordinator that it has is told to stop it."""
+    seen, incarnation = 0, 0
+    while True:
+        try:
+            view = launch.ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s)
+            if view.incarnation != incarnation and stop and not view.over:
+                launch.ask(coordinator, "stop", stop, deadline_s=deadline_s)
+        except PlatformGaveUp:
+            return 0
+        if view.incarnation != incarnation:
+            seen, incarnation = 0, view.incarnation
+            workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
+            say(
+                f"{view.token}: {view.state}, step {view.step} of {view.steps}, generation {view.generation}, "
+                f"incarnation {view.incarnation}; workers {workers or 'none'}; {view.reason}"
+            )
+        for line in view.lines[-20:]:
+            show(line)
+        seen += len(view.lines)
+        if once or view.over:
+            return 0
+        time.sleep(0.2)
+
+
+def clean(job: Job, force: bool) -> int:
+    """End and remove what a dead run has left: its actors, their segments and logs on every node.  What is in the bucket stays.
+
+    Raises :class:`PlatformGaveUp` for a run that lives, unless ``force``.
+    """
+    if not _connected(job):
+        removed = clear(job.name, CLEAR_S)
+        _tell(removed, "this machine, for the run's cluster cannot be reached")
+        return 0
+    if not force:
+        _refuse_a_living_run(job.name)
+    _tell(launch.reap(job.name), "the cluster")
+    tasks = {
+        ray.remote(num_cpus=0)(clear)
+        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(job.name, CLEAR_S): cluster.place(node)
+        for node in cluster.nodes()
+    }
+    done, silent = ray.wait(list(tasks), num_returns=len(tasks), timeout=2 * CLEAR_S)
+    for each in done:
+        _tell(ray.get(each), tasks[each])
+    for each in silent:
+        say(f"{tasks[each]} did not answer: what is there stays")
+    return PlatformGaveUp.exit_code if silent else 0
+
+
+def _refuse_a_living_run(name: str) -> None:
+    coordinator = launch.attach(name)
+    if coordinator is None:
+        return
+    fix = "`elastic stop` stops it with a save, --force ends it as it is"
+    try:
+        view = ray.get(coordinator.view.remote(10**9), timeout=ANSWER_S)
+    except ray.exceptions.GetTimeoutError:
+        raise PlatformGaveUp(f"{name} may live: its coordinator is there and has not answered for {ANSWER_S:g} s; {fix}") from None
+    except ray.exceptions.RayActorError:
+        return
+    if not view.over:
+        raise PlatformGaveUp(f"{name} lives ({view.state}, step {view.step} of {view.steps}); {fix}")
+
+
+def _tell(removed: list[str], where: str) -> None:
+    for each in removed:
+        say(f"removed {each}")
+    if not removed:
+        say(f"nothing to remove on {where}")
+
+
+def logs(job: Job, worker: str | None) -> int:
+    store = ObjectStore.open(job.bucket)
+    prefix = f"{job.name}/logs/"
+    keys = [key for key in store.list(prefix) if worker in (None, Path(key).stem)]
+    if not keys:
+        of = f" of {worker}" if worker else ""
+        say(f"no logs{of} in {job.bucket}/{prefix}: they are kept when a worker ends")
+        return 1
+    for key in keys:
+        print(store.get(key).decode(errors="replace"))
+    return 0

@@ -1,0 +1,51 @@
+"""What commands print."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from elastic.job import Job
+from elastic.report.story import Line, StepLine
+
+if TYPE_CHECKING:
+    from actors.launch import Result
+
+console = Console(highlight=False)
+
+
+def say(text: str, head: str = "", style: str = "") -> None:
+    """One line, however long, after ``head`` in colour; whatever brackets ``text`` holds are only brackets."""
+    console.print(Text.assemble((head, style), text), soft_wrap=True)
+
+
+def show(line: Line) -> None:
+    """A step overwrites the step before it on a terminal; a sentence stays."""
+    clock = time.strftime("%H:%M:%S", time.localtime(line.at))
+    if not isinstance(line, StepLine):
+        say(line.text, f"{clock} ", "dim")
+        return
+    console.print(
+        f"[dim]{clock}[/] step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {line.tokens_per_s:>9,.0f} tokens/s  "
+        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}",
+        soft_wrap=True,
+        end="\r" if console.is_terminal and line.step < line.steps else "\n",
+    )
+
+
+def show_result(result: Result, job: Job, path: Path | None) -> int:
+    """How the run ended, and what can be done about it; the exit code."""
+    if result.job_error:
+        print(result.job_error)
+    colours = {"Finished": "green", "Stopped": "yellow", "Failed": "red"}
+    colour = colours.get(result.state, "yellow")
+    say(f" at step {result.step} of {job.steps}: {result.reason}", result.state, colour)
+    if result.state not in colours:
+        say(f"the same command attaches to it again, `elastic stop {path}` stops it")
+    elif result.exit_code in (2, 3):
+        say(f"`elastic train {path}` goes on from the newest good checkpoint")
+    return result.exit_code

@@ -1,0 +1,138 @@
+"""R21: a run is followed without being held, and what a dead one has left is removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors import cluster
+from actors.cli import main
+from actors.launch import attach, reap, start
+from actors.processes import clear, log_folder
+from elastic.job import Job
+from elastic.runs import Run
+from elastic.train.counters import Counters, segment
+from elastic.train.preflight import preflight
+from tests.support.commands import assert_no_actor_left, view_of
+from tests.support.processes import Watched
+from tests.support.toys import toy_job
+
+Shown = pytest.CaptureFixture[str]
+
+
+def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
+    """It runs on the cluster of this process, and nobody waits for it."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
+    job = toy_job(folder / "bucket", name=name, steps=steps, data=data, on_driver_exit="detach", deadlines={"lease_s": 60})
+    (folder / "job.toml").write_text(job.to_toml())
+    return job, start(job, preflight(job).build, uuid.uuid4().hex)
+
+
+def until(true: Callable[[], Any], deadline_s: float = 60) -> Any:
+    end = time.monotonic() + deadline_s
+    while not (found := true()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def reached(name: str, step: int) -> bool:
+    return (view := view_of(name)) is not None and view.step >= step
+
+
+def interrupted_at(name: str, step: int) -> threading.Thread:
+    """Ctrl-C to this process, once the run is there."""
+
+    def press() -> None:
+        until(lambda: reached(name, step))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+@pytest.mark.must_run_in_ci
+def test_attach_tells_the_story_from_the_start_and_leaves_or_ends_with_it(tmp_path: Path, capsys: Shown) -> None:
+    """Ctrl-C ends the command and not the run; to the end, the exit code is the run's."""
+    job, _ = begun(tmp_path, "followed", steps=40)
+    until(lambda: reached("followed", 5))
+    hand = interrupted_at("followed", 9)
+    assert main(["attach", str(tmp_path / "job.toml")]) == 3
+    hand.join()
+    first = capsys.readouterr().out
+    assert "form generation 1 of w1 and w2" in first and "step     1/40" in first and "the run goes on" in first
+    view = view_of("followed")
+    assert view is not None and not view.stopping and view.generation == 1
+
+    assert main(["attach", str(tmp_path / "job.toml")]) == 0
+    second = capsys.readouterr().out
+    assert "form generation 1 of w1 and w2" in second and "Finished at step 40 of 40" in second
+    assert re.findall(r"step +(\d+)/40 ", second) == [str(step) for step in range(1, 41)]
+    until(lambda: attach("followed") is None)
+    assert_no_actor_left("followed")
+    assert main(["attach", str(tmp_path / "job.toml")]) == 0, "there is nothing to follow"
+    assert f"followed is not running; newest good checkpoint: {Run.open(job).newest()}" in capsys.readouterr().out
+
+
+@pytest.mark.must_run_in_ci
+def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, capsys: Shown) -> None:
+    """Its coordinator is gone for good: the workers would step on for two leases.  Their processes end by the kernel's word."""
+    job, coordinator = begun(tmp_path, "left", steps=10_000)
+    until(lambda: reached("left", 3))
+    token = ray.get(coordinator.view.remote()).token
+    workers = [Watched(Counters(segment(token, worker), create=False)["pid"]) for worker in ("w1", "w2")]
+    command = ["clean", str(tmp_path / "job.toml")]
+    assert main(command) == 2
+    refused = capsys.readouterr().out
+    assert re.search(r"left lives \(Running, step \d+ of 10000\); `elastic stop` stops it with a save, --force ends", refused)
+    assert all(worker.running for worker in workers)
+
+    ray.kill(coordinator, no_restart=True)
+    until(lambda: attach("left") is None)
+    assert all(worker.running for worker in workers), "the control: nothing of this goes by itself"
+    assert len(cluster.named(f"{token}/")) == 3
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    removed = re.findall(r"removed (.+)", said)
+    assert {each for each in removed if each.startswith("actor ")} >= {f"actor {token}/w1", f"actor {token}/w2"}
+    assert {str(segment(token, "w1")), str(segment(token, "w2")), str(log_folder(token))} <= set(removed)
+    assert [worker.wait(10).signal for worker in workers] == [signal.SIGKILL] * 2
+    assert_no_actor_left("left")
+    assert not log_folder(token).exists() and Run.open(job).owner() is not None, "what is in the bucket stays"
+    assert main(command) == 0
+    assert "nothing to remove on the cluster" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_clean_by_force_ends_a_run_that_lives(tmp_path: Path, capsys: Shown) -> None:
+    begun(tmp_path, "forced", steps=10_000)
+    until(lambda: reached("forced", 3))
+    assert main(["clean", str(tmp_path / "job.toml"), "--force"]) == 0
+    assert "removed actor forced/coordinator" in capsys.readouterr().out
+    assert_no_actor_left("forced")
+
+
+def test_nothing_of_another_run_is_removed() -> None:
+    """Of a run whose name begins the same, and of one whose process lives."""
+    other, ours = segment("mine-2-0001-abcdef", "w1"), segment("mine-0001-abcdef", "w1")
+    counters = [Counters(path, create=True) for path in (other, ours)]
+    try:
+        counters[1]["pid"] = os.getpid()
+        assert clear("mine", 0.0) == [] and other.exists() and ours.exists()
+        counters[1]["pid"] = 0
+        assert clear("mine", 0.0) == [str(ours)] and other.exists()
+        assert reap("mine") == []
+    finally:
+        for path in (other, ours):
+            path.unlink(missing_ok=True)

@@ -8,6 +8,10 @@ or expelled (DESIGN section 4): it frees a training thread that is stuck in a co
 * gloo has no abort.  A peer that dies frees only those connected to it; the others wait on members that are alive but no longer
   answer.  So the sockets of the groups, and only these, are shut down: those bound to a port that gloo listened on here, or
   connected to one that it listened on elsewhere (each member publishes its own through the store while forming).
+
+It is also the seam for torch's own ``ProcessGroup.reconfigure`` (2.15).  Everybody else knows ``World`` and its groups; what makes them
+and ends them is below the line *how groups are made and left*, four functions, and a process that keeps its groups from one generation
+to the next would replace these.  That nobody else makes or leaves a group is checked by ``tests/architecture``.
 """
 
 from __future__ import annotations
@@ -216,6 +220,9 @@ class World:
         _forget_groups(self.device)
 
 
+# ---- how groups are made and left
+
+
 def _init_default_group(store: dist.Store, rank: int, world: int, device: torch.device, form_s: float) -> None:
     """Without ``device_id``: with it groups are split off NCCL's world, and a split after an abort crashes the process (torch 2.11)."""
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -259,6 +266,9 @@ def _abort_together(groups: Iterable[dist.ProcessGroup]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+# ---- what collectives and sockets need
 
 
 def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:

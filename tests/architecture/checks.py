@@ -78,6 +78,24 @@ def wrong_calls(file: Path, source: str) -> Iterator[str]:
                     yield f"{file}:{node.lineno}: catches everything, and is no process boundary"
 
 
+def groups_made(file: Path, source: str) -> Iterator[str]:
+    """Process groups that are made or left anywhere but in ``World``."""
+    if file.as_posix() == table.SEAM:
+        return
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(attr=name) if name in table.GROUPS:
+                found = {name}
+            case ast.ImportFrom(module=module) if module:
+                found = {*(alias.name for alias in node.names), *module.split(".")} & table.GROUPS
+            case ast.Import():
+                found = {part for alias in node.names for part in alias.name.split(".")} & table.GROUPS
+            case _:
+                continue
+        for name in sorted(found):
+            yield f"{file}:{node.lineno}: {name} makes or leaves a process group; only {table.SEAM} may"
+
+
 def too_long(file: Path, source: str) -> Iterator[str]:
     """Files and functions in which something has no name yet."""
     lines = source.count("\n")

@@ -76,6 +76,16 @@ NO_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 """What can run code when it is read is never imported; nor are torch's own forms of it called."""
 NO_CALLS = ("torch.save", "torch.load")
 
+GROUPS = frozenset(
+    {
+        *("init_process_group", "new_group", "new_subgroups", "split_group", "shrink_group", "destroy_process_group"),
+        *("abort_process_group", "_abort_process_group", "reconfigure", "_world", "_update_default_pg", "distributed_c10d"),
+        *("init_device_mesh", "DeviceMesh", "device_mesh", "ProcessGroupNCCL", "ProcessGroupGloo"),
+    }
+)
+"""By which process groups and meshes are made and left: only ``World`` does (``elastic/engine/world.py``)."""
+SEAM = "elastic/engine/world.py"
+
 ENVIRONMENT = {
     "actors/cluster.py": "Ray's own variables, before it starts",
     "elastic/train/setup.py": "cuBLAS demands one for deterministic kernels",

@@ -37,6 +37,27 @@ def test_nothing_pickles_reads_the_environment_or_catches_everything() -> None:
     none(wrong for file in OURS for wrong in checks.wrong_calls(file, source(file)))
 
 
+def test_only_the_world_makes_and_leaves_process_groups() -> None:
+    """The seam for torch's own reconfigure: nothing else would have to change."""
+    none(wrong for file in OURS for wrong in checks.groups_made(file, source(file)))
+    assert list(checks.groups_made(Path("elsewhere.py"), source(Path(table.SEAM)))), "the control: where they are made they are found"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.distributed as dist\ndist.new_group([0])",
+        "from torch.distributed import init_process_group as begin",
+        "import torch\ntorch.distributed.destroy_process_group()",
+        "from torch.distributed.device_mesh import DeviceMesh",
+        "import torch.distributed.distributed_c10d",
+    ],
+)
+def test_a_group_that_is_made_elsewhere_is_found(line: str) -> None:
+    assert "only elastic/engine/world.py may" in next(checks.groups_made(Path("elastic/train/x.py"), line))
+    assert list(checks.groups_made(Path(table.SEAM), line)) == []
+
+
 def test_files_and_functions_are_short() -> None:
     none(wrong for file in FILES for wrong in checks.too_long(file, source(file)))
 

@@ -11,7 +11,6 @@ asks anybody for anything.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from itertools import pairwise
 
 from elastic.ids import Version, WorkerId
 from elastic.plan.layout import Layout
-from storage.slices import Slice, Tensor, shard_interval, shard_slice
+from storage.slices import Slice, Tensor, nbytes, shard_interval, shard_slice
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,12 @@ def moves(tensors: Iterable[Tensor], holders: Iterable[Holding], layout: Layout,
 
     sent_bytes: dict[WorkerId, int] = defaultdict(int)
     result = []
-    for tensor in sorted(tensors, key=lambda each: (-_bytes(each, each.whole()), each)):
+    for tensor in sorted(tensors, key=lambda each: (-nbytes(each, each.whole()), each)):
         for rank, member in enumerate(members):
             wanted = shard_slice(tensor, layout.dp_shard, layout.coordinates(rank)[1])
             for piece in pieces(*_rows(tensor, wanted)):
                 move = Move(_cut(wanted, piece), _source(piece, member, wanted, sent_bytes), member)
-                sent_bytes[move.source] += _bytes(tensor, move.slice) if move.source != member else 0
+                sent_bytes[move.source] += nbytes(tensor, move.slice) if move.source != member else 0
                 result.append(move)
     return tuple(result)
 
@@ -148,12 +147,6 @@ def _cut(part: Slice, piece: Piece) -> Slice:
     if piece.rows is None:
         return part
     return Slice(part.name, part.kind, (piece.rows[0], *part.start[1:]), (piece.rows[1], *part.stop[1:]))
-
-
-def _bytes(tensor: Tensor, part: Slice) -> int:
-    """Size of ``part``; dtypes are named after their bits (``F32``, ``BF16``, ``F8_E4M3``), but for BOOL."""
-    bits = re.search(r"\d+", tensor.dtype)
-    return part.count * (int(bits[0]) // 8 if bits else 1)
 
 
 def _one_version(held: Iterable[Holding]) -> None:

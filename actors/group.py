@@ -7,7 +7,7 @@ address, the bucket) runs on a small pool and reports back as an event, so that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,10 +26,13 @@ from elastic.control.actions import (
     Form,
     Go,
     Kill,
+    Pair,
     Pause,
     Quarantine,
+    Release,
     Settle,
     StartWorkers,
+    TakeStock,
 )
 from elastic.control.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
 from elastic.control.states import RunState
@@ -91,6 +94,16 @@ class Group:
                 self._pool.submit(self._commit, version, lineage)
             case Quarantine(version, reason):
                 self._pool.submit(self.run.checkpoints.quarantine, version, reason)
+            case TakeStock(generation, keepers):
+                for keeper in self._those(keepers):
+                    keeper.take_stock.remote(self.incarnation, generation)
+            case Release(keepers, copied, buddied):
+                for keeper in self._those(keepers):
+                    keeper.release.remote(self.incarnation, copied, buddied)
+            case Pair(generation, buddies):
+                for node, buddy, address in buddies:
+                    for keeper in self._those((node,)):
+                        keeper.pair.remote(self.incarnation, generation, buddy, address)
             case Exit(workers):
                 self._send(workers, "exit")
 
@@ -188,6 +201,10 @@ class Group:
         self._send(plan.members, "form", plan, store)
 
     # ---- keepers
+
+    def _those(self, nodes: Iterable[NodeId]) -> list[Any]:
+        """The keepers of ``nodes`` that there are."""
+        return [self.keepers[node] for node in nodes if node in self.keepers]
 
     def keep(self, node: NodeId) -> None:
         """Start the keeper of a node that has none, unless it has none because the run is over."""

@@ -120,9 +120,11 @@ def prepare(session: Session, state: State, gate: Gate, step: int) -> torch.Tens
     return norm
 
 
-def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share: Share) -> torch.Tensor:
+def blank_record(
+    shape: CommitShape, rank: int, step: int, boundary: int, share: Share, *, copied_through: int = -1, buddied_through: int = -1
+) -> torch.Tensor:
     """This member's record, float64 [shape.fields], with all that the host knows; see ``control/commit.py``."""
-    known = [MAGIC, shape.incarnation, shape.generation, step, rank, boundary, 0, 0]
+    known = [MAGIC, shape.incarnation, shape.generation, step, rank, boundary, 0, 0, copied_through, buddied_through]
     for ids in share.samples:
         known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
     return torch.tensor([*known, 0], dtype=torch.float64)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -40,23 +39,7 @@ class Copier:
         """What the latest copy took, from its first byte to its header."""
         self._plan: Plan | None = None
         self._frame = Frame({}, 0, 0)
-        self._usable = threading.Event()
-        self._on_device = _Streamed(self) if device.type == "cuda" else None
-        self._on_host = None if self._on_device else _Threaded(self)
-        if device.type == "cuda":
-            threading.Thread(target=self._pin, name="pin", daemon=True).start()
-        else:
-            self._usable.set()
-
-    def _pin(self) -> None:
-        """Once, in the background: until then nothing is copied, for copies to memory that is not pinned would hold up the host."""
-        began = time.monotonic()
-        code = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
-        if int(code):
-            print(f"host copies are off: cudaHostRegister of {self.memory.numel()} bytes failed with {code}", flush=True)
-            return
-        print(f"host copies: {self.memory.numel() / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
-        self._usable.set()
+        self._way: _Streamed | _Threaded = _Streamed(self) if device.type == "cuda" else _Threaded(self)
 
     # ---- worlds
 
@@ -74,7 +57,7 @@ class Copier:
 
     def leave(self) -> None:
         """The world is over: what is under way ends, before the memory that it reads goes."""
-        self._wait()
+        self._way.wait()
         self._plan = None
 
     def committed(self, outcome: Outcome, shard: Shard) -> None:
@@ -96,30 +79,27 @@ class Copier:
 
     def copy(self, shard: Shard) -> bool:
         """Begin to copy ``shard``, whose update is done; False when no slot may be written."""
-        slot = self._slot() if self._usable.is_set() and self._frame.bytes <= self.region.slot_bytes else None
+        slot = self._slot()
         if slot is None:
             return False
         self.region.begin(slot)
         held = Held(shard.version, shard.count, shard.index, self._frame.bytes)
-        (self._on_device or self._on_host).begin(slot, held, shard)  # type: ignore[union-attr]
+        self._way.begin(slot, held, shard)
         self.began = shard.version
         return True
 
     def settle(self) -> tuple[int, int]:
         """(copied, buddied) through which step; whatever is launched from now on comes after the copy that says so."""
-        (self._on_device or self._on_host).settle()  # type: ignore[union-attr]
+        self._way.settle()
         buddied = self.region.version("buddied")
         of_this_world = self._plan is not None and buddied is not None and self._version(buddied.step) == buddied
         return self.began.step if self.began else NEVER, buddied.step if buddied is not None and of_this_world else NEVER
-
-    def _wait(self) -> None:
-        (self._on_device or self._on_host).wait()  # type: ignore[union-attr]
 
     def _slot(self) -> int | None:
         """An empty slot, or the one with the oldest version that need not be kept."""
         kept = {self.region["sending"] - 1}
         free = []
-        for slot in range(self.region.slots):
+        for slot in sorted(self._way.usable):
             held = self.region.held(slot)
             if held is None:
                 return slot
@@ -143,6 +123,7 @@ class _Threaded:
 
     def __init__(self, copier: Copier) -> None:
         self.copier = copier
+        self.usable = frozenset(range(copier.region.slots))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._under_way: Future[None] | None = None
 
@@ -163,11 +144,7 @@ class _Threaded:
             self._under_way.result()
             self._under_way = None
 
-    def wait(self) -> None:
-        try:
-            self.settle()
-        except Exception:  # the end of a thread: the slot stays empty
-            traceback.print_exc()
+    wait = settle
 
 
 class _Streamed:
@@ -179,8 +156,24 @@ class _Streamed:
         self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._header = torch.zeros(len(SLOT), dtype=torch.int64, device=copier.device)
         self._under_way = False
+        self.usable: frozenset[int] = frozenset()
+        """Slots that are pinned: a copy to memory that is not would hold up the host."""
+        threading.Thread(target=self._pin, name="pin", daemon=True).start()
+
+    def _pin(self) -> None:
+        """Once, in the background, slot by slot; before them the headers and digests."""
+        began, region, start = time.monotonic(), self.copier.region, 0
+        for slot in range(region.slots):
+            end = region.data_at(slot) + region.slot_bytes
+            code = torch.cuda.cudart().cudaHostRegister(self.copier.memory[start:end].data_ptr(), end - start, 0)
+            if int(code):
+                print(f"only {slot} slots of host copies are pinned: cudaHostRegister of {end - start} bytes said {code}", flush=True)
+                return
+            start, self.usable = region.data_at(slot + 1), self.usable | {slot}
+        print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 
     def begin(self, slot: int, held: Held, shard: Shard) -> None:
+        self._measure()
         words = torch.frombuffer(self.copier.region.header(slot), dtype=torch.int64)
         with torch.no_grad(), torch.cuda.stream(self._stream):
             self._first.record()
@@ -203,5 +196,9 @@ class _Streamed:
     def wait(self) -> None:
         if self._under_way:
             self._last.synchronize()
+            self._measure()
             self._under_way = False
+
+    def _measure(self) -> None:
+        if self._under_way and self._last.query():
             self.copier.seconds = self._first.elapsed_time(self._last) / 1e3

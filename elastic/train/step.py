@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic.control.commit import HEADER, MAGIC, CommitShape, Outcome, conclude
+from elastic.copies.copier import NEVER, Copier
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.fold import squared_norm
@@ -37,6 +38,10 @@ class Session:
     loader: Loader
     counters: Counters
     faults: Faults
+    copier: Copier | None = None
+    """None: nothing is copied to host memory."""
+    secret: bytes = b""
+    """Of the run: what its processes know each other by on direct sockets."""
     computing: str = ""
     """Whose forward or backward runs, in words: for whoever has to say where the user's code failed."""
 
@@ -54,8 +59,9 @@ def run_step(session: Session, state: State, gate: Gate, shape: CommitShape, ste
     """Step ``step`` from first forward to applied.  ``boundary()``: what this member asks for after it."""
     reserve(state.world, shape)
     share = compute(session, state, step)
+    copied, buddied = session.copier.settle() if session.copier else (NEVER, NEVER)
     norm = prepare(session, state, gate, step)
-    blank = blank_record(shape, state.world.rank, step, boundary(), share)
+    blank = blank_record(shape, state.world.rank, step, boundary(), share, copied_through=copied, buddied_through=buddied)
     record = fill_record(state.world.to_device("record", blank), share, norm)
     outcome = commit(session, state, gate, shape, step, record)
     session.faults.strike("before_update", step, state.world)

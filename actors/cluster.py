@@ -148,7 +148,7 @@ def place(node: NodeId) -> str:
 
 def zone(node: NodeId) -> str:
     """Ray's label of the node's availability zone; "" where it has none."""
-    found = next((each for each in ray.nodes() if each["NodeID"] == node), {})
+    found: Mapping[str, Any] = next((each for each in ray.nodes() if each["NodeID"] == node), {})
     return str(found.get("Labels", {}).get(ZONE, ""))
 
 

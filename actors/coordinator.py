@@ -24,7 +24,7 @@ from actors.audience import Audience
 from actors.copies import Copies
 from actors.group import Group
 from actors.left import Left, find
-from actors.processes import log_folder
+from actors.processes import end_on_sigterm, log_folder
 from elastic.control import codec
 from elastic.control.builds import Build
 from elastic.control.events import (
@@ -115,6 +115,7 @@ class Coordinator:
 
         Ray makes it again with the same arguments whenever its process dies.
         """
+        end_on_sigterm()
         self.secret = secret
         self.job, self.rules, self.search_path = job, job.rules(), search_path
         self.inbox: queue.SimpleQueue[tuple[Event, Any]] = queue.SimpleQueue()
@@ -136,7 +137,9 @@ class Coordinator:
             before = self.run.claims(life)
             self.incarnation = self.run.claim(context.gcs_address, life)
             self._find_out(reference, min([*before, self.incarnation]), life)
-            self.group = Group(self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local)
+            self.group = Group(
+                self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local
+            )
         except (Unavailable, OSError):
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise

@@ -55,7 +55,15 @@ class Group:
     """The actors of one run.  ``post`` puts an event into the coordinator's inbox; safe from any thread."""
 
     def __init__(
-        self, job: Job, run: Run, token: str, incarnation: int, coordinator: Any, search_path: list[str], secret: bytes, post: Callable[[Event], None]
+        self,
+        job: Job,
+        run: Run,
+        token: str,
+        incarnation: int,
+        coordinator: Any,
+        search_path: list[str],
+        secret: bytes,
+        post: Callable[[Event], None],
     ) -> None:
         self.job, self.run, self.token, self.incarnation = job, run, token, incarnation
         self.coordinator, self.search_path, self.secret, self.post = coordinator, search_path, secret, post

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from actors.processes import Process, describe, log_file, log_folder, sweep
+from actors.processes import Process, describe, end_on_sigterm, log_file, log_folder, sweep
 from elastic.control.events import STOPPED, Beat, Kept, Progress
 from elastic.copies.stock import Stock
 from elastic.ids import NodeId, Version, WorkerId
@@ -35,6 +35,7 @@ class Keeper:
     def __init__(self, run: str, bucket: str, name: str, coordinator: Any, silence_s: float, secret: bytes) -> None:
         """``silence_s``: a keeper that no coordinator has heard for so long leaves, as workers do."""
         self.run, self.coordinator, self.silence_s = run, coordinator, silence_s
+        end_on_sigterm()
         self.incarnation = 0
         """The highest that was heard."""
         self.logs = f"{name}/logs/{run.removeprefix(f'{name}-')}"

@@ -37,6 +37,14 @@ def sweep(name: str) -> None:
             path.unlink(missing_ok=True)
 
 
+def end_on_sigterm() -> None:
+    """SIGTERM ends this process at once, as it ends others.
+
+    Ray's own handler begins an exit that waits for the calls under way.  A worker's never ends: it would train on, deaf to every order.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class Process:
     """A handle on one process, by pidfd: never confused with a later process of the same number."""
 

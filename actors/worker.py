@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from actors import cluster
-from actors.processes import log_file
+from actors.processes import end_on_sigterm, log_file
 from elastic.control.events import Event, Joined, NodeRefused, StartFailed
 from elastic.errors import DataError
 from elastic.ids import WorkerId
@@ -39,6 +39,7 @@ class Worker:
 
     def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes) -> None:
         self.job, self.worker, self.coordinator, self.secret = job, worker, coordinator, secret
+        end_on_sigterm()
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         _redirect_output(log_file(run, worker))
         faulthandler.register(signal.SIGUSR1)  # where it stands, into its log: for whoever looks at a hang

@@ -205,6 +205,7 @@ class Job(Part):
     parallel: Parallel = Parallel()
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
+    copies: Copies = Copies()
     deadlines: Deadlines = Deadlines()
     faults: tuple[Fault, ...] = ()
     """For chaos tests."""

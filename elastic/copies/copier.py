@@ -152,8 +152,8 @@ class _Streamed:
 
     def __init__(self, copier: Copier) -> None:
         self.copier = copier
-        self._stream = torch.cuda.Stream(copier.device)
-        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._stream = torch.cuda.Stream(copier.device)  # type: ignore[no-untyped-call]
+        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._header = torch.zeros(len(SLOT), dtype=torch.int64, device=copier.device)
         self._under_way = False
         self.usable: frozenset[int] = frozenset()
@@ -165,7 +165,7 @@ class _Streamed:
         began, region, start = time.monotonic(), self.copier.region, 0
         for slot in range(region.slots):
             end = region.data_at(slot) + region.slot_bytes
-            code = torch.cuda.cudart().cudaHostRegister(self.copier.memory[start:end].data_ptr(), end - start, 0)
+            code = torch.cuda.cudart().cudaHostRegister(self.copier.memory[start:end].data_ptr(), end - start, 0)  # type: ignore[no-untyped-call]
             if int(code):
                 print(f"only {slot} slots of host copies are pinned: cudaHostRegister of {end - start} bytes said {code}", flush=True)
                 return
@@ -200,5 +200,5 @@ class _Streamed:
             self._under_way = False
 
     def _measure(self) -> None:
-        if self._under_way and self._last.query():
+        if self._under_way and self._last.query():  # type: ignore[no-untyped-call]
             self.copier.seconds = self._first.elapsed_time(self._last) / 1e3

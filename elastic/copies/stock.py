@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elastic.copies.region import WORD, Held, Region
+from elastic.copies.region import Held, Region
 from elastic.copies.wire import Listener, Wire
 from elastic.errors import WireError
 from elastic.ids import NodeId, Version, WorkerId

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 from elastic.errors import WireError
 
@@ -117,6 +117,12 @@ class Listener:
         self._socket = socket.create_server((host, 0))
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _accept(self) -> None:
         while True:

@@ -17,6 +17,9 @@ from elastic.control.commit import BadRecord
 from elastic.errors import CopyLost, FencedOff, WorldBroken
 from storage.errors import Damaged, StorageError
 
+OURS = ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/copies/")
+"""Where the user's code is not."""
+
 
 def touch(device: torch.device) -> None:
     """The cheapest call that asks the device something.  Never waits; raises once this process cannot use it any more."""
@@ -42,6 +45,6 @@ def classify(error: Exception, ask_device: Callable[[], None]) -> tuple[str, str
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
         return "peer", ""
-    theirs = [f for f in frames if not any(part in f.filename for part in ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/copies/"))]
+    theirs = [f for f in frames if not any(part in f.filename for part in OURS)]
     frame = (theirs or frames)[-1]
     return "job", f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"

@@ -1,0 +1,46 @@
+"""Processes of a run end when they are told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import ray
+
+from actors.processes import end_on_sigterm
+from tests.support.processes import StillRunning, Watched
+
+
+class Busy:
+    """An actor with a call that never ends, as a worker's."""
+
+    def __init__(self, ends: bool) -> None:
+        if ends:
+            end_on_sigterm()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    @ray.method(concurrency_group="life")
+    def train(self) -> None:
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ours", "Ray's handler"])
+def test_sigterm_ends_an_actor_that_is_busy(ends: bool) -> None:
+    """The control is Ray's own handler: the process stays, and hears nothing any more."""
+    actor = ray.remote(concurrency_groups={"life": 1})(Busy).options(num_cpus=0).remote(ends)
+    with Watched(ray.get(actor.pid.remote())) as process:
+        training = actor.train.remote()
+        ray.wait([training], timeout=0.2)
+        process.kill(signal.SIGTERM)
+        if ends:
+            assert process.wait(5).signal is signal.SIGTERM
+            return
+        with pytest.raises(StillRunning):
+            process.wait(1)
+        with pytest.raises(ray.exceptions.GetTimeoutError):
+            ray.get(actor.pid.remote(), timeout=1)
+    ray.kill(actor)

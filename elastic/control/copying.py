@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from elastic.control.commit import Outcome
 from elastic.control.saving import copy_due
-from elastic.ids import Version
+from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
 
 
@@ -26,64 +27,75 @@ def slots_for(buddy_every: int) -> int:
     return 4 if buddy_every else 2
 
 
-def age(version: Version) -> tuple[int, int]:
-    """Of two versions the one with the smaller is the older one: of an earlier generation, whatever its step."""
-    return version.generation, version.step
+class Copy(NamedTuple):
+    """What a slot's header says: shard ``index`` of ``count`` at ``version``."""
+
+    version: Version
+    count: int
+    index: int
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The smaller, the older: of an earlier generation, whatever its step (that may have been given up)."""
+        return self.version.generation, self.version.step
 
 
 @dataclass(frozen=True)
 class Copies:
-    """``copied``: the newest version known to be complete in all members' host memory; ``buddied``: at all their buddies.
+    """``copied``: this member's part of the newest version known to be complete in all members' host memory; ``buddied``: at all buddies.
 
-    ``begun``: the newest of this generation that all members copy; ``sent``: that goes on to the buddies.
+    ``begun``: of the newest that all members of this generation copy; ``sent``: that goes on to the buddies.  A generation begins with a
+    copy of its plan's version: what there is is in other layouts, and in the memory of workers that are gone.
     """
 
-    copy_every: int = 0
-    buddy_every: int = 0
-    base: int = 0
-    """Step that the generation began from."""
-    copied: Version | None = None
-    buddied: Version | None = None
-    begun: Version | None = None
-    sent: Version | None = None
+    plan: Plan
+    shard: tuple[int, int]
+    copied: Copy | None = None
+    buddied: Copy | None = None
+    begun: Copy | None = None
+    sent: Copy | None = None
 
     @staticmethod
-    def begin(plan: Plan, before: Copies | None = None) -> Copies:
-        """Of a new generation.  What was protected ``before`` stays so, unless the plan knows better, or the version was given up."""
+    def begin(plan: Plan, worker: WorkerId, before: Copies | None = None, slots: Sequence[Copy | None] = ()) -> Copies:
+        """Of a new generation; ``slots``: what this worker's hold complete.
 
-        def kept(version: Version | None) -> Version | None:
-            return version if version is not None and version <= plan.version else None
+        What was known to be complete ``before`` stays protected, unless the plan knows better, or the version was given up.
+        """
 
-        before = before or Copies()
-        copied = plan.protected if plan.protected is not None else kept(before.copied)
-        return Copies(plan.copy_every, plan.buddy_every, plan.version.step, copied, kept(before.buddied))
+        def still(copy: Copy | None) -> Copy | None:
+            return copy if copy is not None and copy.version <= plan.version else None
+
+        copied, buddied = (still(before.copied), still(before.buddied)) if before else (None, None)
+        if plan.protected is not None and (copied is None or copied.version != plan.protected):
+            copied = next((each for each in slots if each is not None and each.version == plan.protected), None)
+        shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(worker))[1])
+        first = Copy(plan.version, *shard) if plan.copy_every else None
+        return Copies(plan, shard, copied, buddied, first, first if plan.buddy_every else None)
 
     def after(self, outcome: Outcome) -> Copies:
         """Having seen the commit ``outcome``: its version is copied if it is ``begun`` now, and goes to the buddy if it is ``sent``."""
-        version = Version(outcome.step, outcome.generation)
-        copied = _newest(self.copied, outcome.copied_through, outcome)
-        buddied = _newest(self.buddied, outcome.buddied_through, outcome)
+        copied = self._of(outcome.copied_through) or self.copied
+        buddied = self._of(outcome.buddied_through) or self.buddied
         new = replace(self, copied=copied, buddied=buddied)
-        if copy_due(outcome.step, self.copy_every) and self.begun in (None, copied):
-            sends = self._sends(outcome.step) and self.sent in (None, buddied)
-            return replace(new, begun=version, sent=version if sends else self.sent)
+        if copy_due(outcome.step, self.plan.copy_every) and self.begun == copied:
+            begun = self._of(outcome.step)
+            return replace(new, begun=begun, sent=begun if self._sends(outcome.step) and self.sent == buddied else self.sent)
         return new
+
+    def _of(self, step: int) -> Copy | None:
+        """This member's part of ``step`` of this generation, which began with the version of an earlier one."""
+        base = self.plan.version
+        return Copy(base if step == base.step else Version(step, self.plan.generation), *self.shard) if step >= 0 else None
 
     def _sends(self, step: int) -> bool:
         """The first copy at or after every ``buddy_every``-th step."""
-        last = self.base if self.sent is None else self.sent.step
-        return self.buddy_every > 0 and step // self.buddy_every > last // self.buddy_every
+        every = self.plan.buddy_every
+        return self.sent is not None and step // every > self.sent.version.step // every
 
-    @property
-    def protected(self) -> frozenset[Version]:
-        """What must not be overwritten."""
-        return frozenset(each for each in (self.copied, self.buddied, self.begun, self.sent) if each is not None)
-
-    def slot(self, slots: Sequence[Version | None]) -> int | None:
-        """Where the copy of ``begun`` goes: an empty or torn slot (None), else the oldest that is not protected."""
-        free = [n for n, version in enumerate(slots) if version is None or version not in self.protected]
-        return min(free, key=lambda n: (-1, -1) if (held := slots[n]) is None else age(held), default=None)
-
-
-def _newest(known: Version | None, through: int, outcome: Outcome) -> Version | None:
-    return Version(through, outcome.generation) if through >= 0 else known
+    def slot(self, slots: Sequence[Copy | None]) -> int | None:
+        """Where the copy of ``begun`` goes: an empty or torn slot (None), else the oldest that is not protected.  None: it is there."""
+        if self.begun is None or self.begun in slots:
+            return None
+        kept = (self.copied, self.buddied, self.sent)
+        free = [n for n, held in enumerate(slots) if held is None or held not in kept]
+        return min(free, key=lambda n: (-1, -1) if (held := slots[n]) is None else held.age)

@@ -35,6 +35,8 @@ class Plan:
     """Every so many steps the state is copied to host memory (0: never) ..."""
     buddy_every: int = 0
     """... and every so many the copy goes on to a buddy keeper."""
+    protected: Version | None = None
+    """The newest version that keepers' copies alone have complete, as far as was known: not to be overwritten before there is another."""
 
     def world_rank(self, worker: WorkerId) -> int:
         return self.members.index(worker)

@@ -114,10 +114,10 @@ class Keeper:
         self._heed(incarnation)
         self.stock.release(copied, buddied)
 
-    def pair(self, incarnation: int, generation: int, buddy: NodeId, address: str, every: int) -> None:
+    def pair(self, incarnation: int, generation: int, buddy: NodeId, address: str) -> None:
         """From ``generation`` on, copies go on to the keeper of ``buddy`` at ``address``."""
         self._heed(incarnation)
-        self.stock.pair(address, every)
+        self.stock.pair(address)
 
     def kill(self, incarnation: int, worker: WorkerId) -> None:
         self._heed(incarnation)

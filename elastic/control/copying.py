@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from elastic.control.commit import Outcome
 from elastic.control.saving import copy_due
@@ -27,7 +26,8 @@ def slots_for(buddy_every: int) -> int:
     return 4 if buddy_every else 2
 
 
-class Copy(NamedTuple):
+@dataclass(frozen=True)
+class Copy:
     """What a slot's header says: shard ``index`` of ``count`` at ``version``."""
 
     version: Version
@@ -86,6 +86,10 @@ class Copies:
         """This member's part of ``step`` of this generation, which began with the version of an earlier one."""
         base = self.plan.version
         return Copy(base if step == base.step else Version(step, self.plan.generation), *self.shard) if step >= 0 else None
+
+    def is_of_this_world(self, version: Version) -> bool:
+        """Is it the one that the generation began with, or of one of its own steps?"""
+        return version in (self.plan.version, Version(version.step, self.plan.generation))
 
     def _sends(self, step: int) -> bool:
         """The first copy at or after every ``buddy_every``-th step."""

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from elastic.control.copying import Copy
 from elastic.copies.digest import digests
 from elastic.copies.region import BLOCK, WORD, Frame, Region, frame
+from elastic.copies.stock import request
 from elastic.copies.wire import Wire
 from elastic.errors import CopyLost, StateMissing, WireError
 from elastic.ids import WorkerId
@@ -104,8 +106,7 @@ def _local(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Iterator[Ch
     if answer["descriptor"] < 0:
         raise StateMissing("it is not there any more")
     region = Region.of_process(answer["pid"], answer["descriptor"])
-    sought = (holding.version, holding.shard_count, holding.shard_index)
-    slot = region.find(*sought)
+    slot = region.find(_copy(holding))
     if slot is None:
         raise StateMissing("it was overwritten")
     data = torch.frombuffer(region.data(slot), dtype=torch.uint8)
@@ -113,7 +114,7 @@ def _local(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Iterator[Ch
     try:
         for part in ranges:
             yield part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]
-        if region.find(*sought) != slot:
+        if region.find(_copy(holding)) != slot:
             raise StateMissing("it was overwritten meanwhile")
     finally:
         del data, sums
@@ -133,8 +134,11 @@ def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Iterator[C
 
 
 def _request(ask: str, holding: Holding) -> dict[str, Any]:
-    version = {"step": holding.version.step, "generation": holding.version.generation}
-    return {"ask": ask, "worker": holding.worker, "count": holding.shard_count, "index": holding.shard_index, **version}
+    return {"ask": ask} | request(holding.worker, _copy(holding))
+
+
+def _copy(holding: Holding) -> Copy:
+    return Copy(holding.version, holding.shard_count, holding.shard_index)
 
 
 def _holding(plan: Plan, move: Move, tensor: Tensor) -> Holding:

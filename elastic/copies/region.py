@@ -15,29 +15,21 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from elastic.control.copying import Copy
 from elastic.errors import StateMissing
 from storage.slices import Tensor, Version, nbytes, shard_slice
 
 MAGIC = 0x656C6173746963
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
+VERSIONS = ("send", "buddied", "safe")
+"""``send``: what the keeper is to bring to its buddy; ``buddied``: what is complete there, as the keeper says; ``safe``: what is complete
+at every member's buddy."""
 BLOCK = 2**18
 """Bytes of one digest."""
-HEADER = ("magic", "slots", "slot_bytes", "slot_blocks", "safe_step", "safe_generation", "buddied_step", "buddied_generation", "sending")
-"""``safe``: the newest version that is complete at every buddy; ``buddied``: that of this worker which is complete at its own buddy;
-``sending``: 1 + the slot that the keeper sends there now, 0 for none."""
+HEADER = ("magic", "slots", "slot_bytes", "slot_blocks", *(f"{name}_{part}" for name in VERSIONS for part in ("step", "generation")))
 SLOT = ("complete", "step", "generation", "count", "index", "bytes")
 WORD = 8
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a slot holds complete: shard ``index`` of ``count`` at ``version``, so many bytes."""
-
-    version: Version
-    count: int
-    index: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class Region:
         os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks))
         with mmap.mmap(descriptor, PAGE) as first:
             words = memoryview(first).cast("q")
-            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, -1, -1, -1, -1, 0)).cast("q")
+            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, *[-1] * 2 * len(VERSIONS))).cast("q")
             words.release()
         return cls(descriptor)
 
@@ -112,7 +104,7 @@ class Region:
         self._words[HEADER.index(field)] = value
 
     def version(self, field: str) -> Version | None:
-        """``safe`` or ``buddied``."""
+        """One of :data:`VERSIONS`."""
         step = self[f"{field}_step"]
         return Version(step, self[f"{field}_generation"]) if step >= 0 else None
 
@@ -127,26 +119,31 @@ class Region:
         first = len(HEADER) + slot * len(SLOT)
         return self._words[first : first + len(SLOT)]
 
-    def held(self, slot: int) -> Held | None:
+    def held(self, slot: int) -> Copy | None:
         """What the slot holds complete."""
-        complete, step, generation, count, index, size = self.header(slot)
-        return Held(Version(step, generation), count, index, size) if complete else None
+        complete, step, generation, count, index, _ = self.header(slot)
+        return Copy(Version(step, generation), count, index) if complete else None
 
-    def find(self, version: Version, count: int, index: int) -> int | None:
-        """The slot that holds this shard complete."""
-        for slot in range(self.slots):
-            held = self.held(slot)
-            if held and (held.version, held.count, held.index) == (version, count, index):
-                return slot
-        return None
+    def all_held(self) -> list[Copy | None]:
+        """By slot."""
+        return [self.held(slot) for slot in range(self.slots)]
+
+    def find(self, copy: Copy) -> int | None:
+        """The slot that holds it complete."""
+        return next((slot for slot, held in enumerate(self.all_held()) if held == copy), None)
+
+    def filled(self, slot: int) -> int:
+        """Bytes of what it holds."""
+        return self.header(slot)[SLOT.index("bytes")]
 
     def begin(self, slot: int) -> None:
         """From now on the slot holds nothing."""
         self.header(slot)[0] = 0
 
-    def finish(self, slot: int, held: Held) -> None:
+    def finish(self, slot: int, copy: Copy, size: int) -> None:
+        """It holds ``copy``, ``size`` bytes."""
         words = self.header(slot)
-        words[1:] = memoryview(_packed(held.version.step, held.version.generation, held.count, held.index, held.bytes)).cast("q")
+        words[1:] = memoryview(_packed(*fields_of(copy, size)[1:])).cast("q")
         words[0] = 1
 
     def digests(self, slot: int) -> memoryview:
@@ -169,6 +166,11 @@ class Region:
             self.memory.release()
             self._map.close()
         os.close(self.descriptor)
+
+
+def fields_of(copy: Copy, size: int) -> tuple[int, ...]:
+    """Of a slot that holds ``copy`` complete."""
+    return 1, copy.version.step, copy.version.generation, copy.count, copy.index, size
 
 
 def _packed(*words: int) -> bytes:

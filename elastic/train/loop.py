@@ -204,6 +204,8 @@ class Trainer:
                 self.session.copier.settle()
             with self.gate.applying(outcome, settled=True):  # the coordinator counts on it: a failure here ends the process
                 update(self.session, state, outcome)
+            if self.session.copier is not None:
+                self.session.copier.committed(outcome, None)
         self.gate.drop()
         self._plan, self._said = None, []
         if self.session.copier is not None:
@@ -278,7 +280,7 @@ class Trainer:
         self.session.counters["stepping_since_ns"] = time.time_ns()
         copier = self.session.copier
         if copier is not None:
-            copier.enter(plan, state.shard)
+            copier.enter(plan, self.worker, state.shard)
         if step == job.steps:  # the world was formed again only to save what it holds
             self.saver.save(state)
         while step < job.steps:

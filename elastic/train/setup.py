@@ -14,6 +14,7 @@ import torch
 
 import elastic
 from elastic.control.builds import Build
+from elastic.control.copying import slots_for
 from elastic.copies.copier import Copier
 from elastic.copies.region import Region, frame
 from elastic.data.cursor import Cursor
@@ -101,19 +102,13 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     return Session(job, load(job.loss), cursor, loader, counters, Faults(job.faults))
 
 
-SLOTS, SLOTS_WITH_BUDDY = 2, 4
-"""One that is complete on all keepers and one that is being written; with a buddy also one that is complete at all buddies and one that
-is on its way there."""
-
-
 def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device) -> Copier | None:
     """With room for this worker's shard in the smallest world there may be.  None where the job wants no copies."""
     if job.copies.copy_every == 0:
         return None
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
     largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
-    slots = SLOTS_WITH_BUDDY if job.copies.buddy_every else SLOTS
-    return Copier(Region.create(slots, largest.bytes, largest.blocks), tensors, device)
+    return Copier(Region.create(slots_for(bool(job.copies.buddy_every)), largest.bytes, largest.blocks), tensors, device)
 
 
 def _opened(job: Job) -> Dataset:

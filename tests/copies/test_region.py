@@ -5,28 +5,31 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from elastic.copies.region import ALIGNED, BLOCK, Held, Region, frame
+from elastic.control.copying import Copy
+from elastic.copies.region import ALIGNED, BLOCK, Region, frame
 from elastic.errors import StateMissing
 from elastic.ids import Version
 from storage.slices import Tensor
 
 pytestmark = pytest.mark.fast
 
-HELD = Held(Version(7, 2), 4, 3, 5000)
+HELD = Copy(Version(7, 2), 4, 3)
 WRITER = """
 import os, sys
-from elastic.copies.region import Held, Region
+from elastic.control.copying import Copy
+from elastic.copies.region import Region
 from elastic.ids import Version
 region = Region.create(2, 5000, 1)
 region.data(1)[:] = bytes(range(250)) * 20
 region.digests(1)[0] = 42
 region.begin(1)
 if sys.argv[1] == "whole":
-    region.finish(1, Held(Version(7, 2), 4, 3, 5000))
+    region.finish(1, Copy(Version(7, 2), 4, 3), 5000)
 print(region.descriptor, flush=True)
 input()
 """
@@ -43,7 +46,7 @@ def test_what_was_written_outlives_the_writer(how: str) -> None:
     assert region.held(0) is None
     assert region.held(1) == (HELD if how == "whole" else None)
     assert bytes(region.data(1)) == bytes(range(250)) * 20 and region.digests(1)[0] == 42
-    assert region.find(HELD.version, 4, 3) == (1 if how == "whole" else None) and region.find(HELD.version, 4, 2) is None
+    assert region.find(HELD) == (1 if how == "whole" else None) and region.find(replace(HELD, index=2)) is None
     region.close()
 
 
@@ -52,11 +55,11 @@ def test_slots_do_not_touch_each_other() -> None:
     for slot in range(3):
         region.data(slot)[:] = bytes([slot + 1]) * 10_000
         region.digests(slot)[:] = memoryview(bytes([slot + 1]) * 5600).cast("q")
-        region.finish(slot, Held(Version(slot, 1), 1, 0, 10_000))
+        region.finish(slot, Copy(Version(slot, 1), 1, 0), 10_000)
     for slot in range(3):
         assert bytes(region.data(slot)) == bytes([slot + 1]) * 10_000
         assert bytes(region.digests(slot).cast("B")) == bytes([slot + 1]) * 5600
-        assert region.held(slot) == Held(Version(slot, 1), 1, 0, 10_000)
+        assert (region.held(slot), region.filled(slot)) == (Copy(Version(slot, 1), 1, 0), 10_000)
     region.begin(1)
     assert [region.held(slot) is None for slot in range(3)] == [False, True, False]
     assert region.version("safe") is None

@@ -19,6 +19,7 @@ from elastic.job import Workers
 
 NAMESPACE = "elastic"
 MARKET = "ray.io/market-type"
+ZONE = "ray.io/availability-zone"
 NODES_SHOWN = 8
 
 
@@ -143,6 +144,12 @@ def place(node: NodeId) -> str:
     """What messages call a node: the beginning of its id, its host."""
     found = next((each for each in ray.nodes() if each["NodeID"] == node), None)
     return f"node {node[:8]} ({found['NodeManagerHostname']}, {found['NodeManagerAddress']})" if found else f"node {node[:8]}"
+
+
+def zone(node: NodeId) -> str:
+    """Ray's label of the node's availability zone; "" where it has none."""
+    found: Mapping[str, Any] = next((each for each in ray.nodes() if each["NodeID"] == node), {})
+    return str(found.get("Labels", {}).get(ZONE, ""))
 
 
 def here() -> NodeId:

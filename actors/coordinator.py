@@ -110,9 +110,13 @@ def steady_clock(wall: Callable[[], float] = time.time, pace: Callable[[], float
 class Coordinator:
     """Concurrency groups: ``inbox`` (events in) and ``view`` (questions); the loop has a thread of its own."""
 
-    def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str, life: str) -> None:
-        """``life``: a few letters of this actor's own.  Ray makes it again with the same arguments whenever its process dies."""
+    def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str, life: str, secret: bytes) -> None:
+        """``life``: a few letters of this actor's own.  ``secret``: by which the processes of the run know each other on direct sockets.
+
+        Ray makes it again with the same arguments whenever its process dies.
+        """
         end_on_sigterm()
+        self.secret = secret
         self.job, self.rules, self.search_path = job, job.rules(), search_path
         self.inbox: queue.SimpleQueue[tuple[Event, Any]] = queue.SimpleQueue()
         self.story = Story(job.steps)
@@ -133,7 +137,9 @@ class Coordinator:
             before = self.run.claims(life)
             self.incarnation = self.run.claim(context.gcs_address, life)
             self._find_out(reference, min([*before, self.incarnation]), life)
-            self.group = Group(self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.post_local)
+            self.group = Group(
+                self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local
+            )
         except (Unavailable, OSError):
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise

@@ -7,7 +7,7 @@ address, the bucket) runs on a small pool and reports back as an event, so that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,10 +26,13 @@ from elastic.control.actions import (
     Form,
     Go,
     Kill,
+    Pair,
     Pause,
     Quarantine,
+    Release,
     Settle,
     StartWorkers,
+    TakeStock,
 )
 from elastic.control.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
 from elastic.control.states import RunState
@@ -52,10 +55,18 @@ class Group:
     """The actors of one run.  ``post`` puts an event into the coordinator's inbox; safe from any thread."""
 
     def __init__(
-        self, job: Job, run: Run, token: str, incarnation: int, coordinator: Any, search_path: list[str], post: Callable[[Event], None]
+        self,
+        job: Job,
+        run: Run,
+        token: str,
+        incarnation: int,
+        coordinator: Any,
+        search_path: list[str],
+        secret: bytes,
+        post: Callable[[Event], None],
     ) -> None:
         self.job, self.run, self.token, self.incarnation = job, run, token, incarnation
-        self.coordinator, self.search_path, self.post = coordinator, search_path, post
+        self.coordinator, self.search_path, self.secret, self.post = coordinator, search_path, secret, post
         self.workers: dict[WorkerId, Any] = {}
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
@@ -91,6 +102,16 @@ class Group:
                 self._pool.submit(self._commit, version, lineage)
             case Quarantine(version, reason):
                 self._pool.submit(self.run.checkpoints.quarantine, version, reason)
+            case TakeStock(generation, keepers):
+                for keeper in self._those(keepers):
+                    keeper.take_stock.remote(self.incarnation, generation)
+            case Release(keepers, copied, buddied):
+                for keeper in self._those(keepers):
+                    keeper.release.remote(self.incarnation, copied, buddied)
+            case Pair(generation, buddies):
+                for node, buddy, address in buddies:
+                    for keeper in self._those((node,)):
+                        keeper.pair.remote(self.incarnation, generation, buddy, address)
             case Exit(workers):
                 self._send(workers, "exit")
 
@@ -133,7 +154,7 @@ class Group:
                 scheduling_strategy="SPREAD",
                 label_selector={"ray.io/node-id": f"!in({', '.join(avoid)})"} if avoid else None,
             )
-            .remote(self.job, self.token, worker, self.coordinator, self.search_path)
+            .remote(self.job, self.token, worker, self.coordinator, self.search_path, self.secret)
         )
         self.workers[worker] = actor
         self._when_done(actor.train.remote(), lambda error: self._ended(worker, error))
@@ -189,6 +210,10 @@ class Group:
 
     # ---- keepers
 
+    def _those(self, nodes: Iterable[NodeId]) -> list[Any]:
+        """The keepers of ``nodes`` that there are."""
+        return [self.keepers[node] for node in nodes if node in self.keepers]
+
     def keep(self, node: NodeId) -> None:
         """Start the keeper of a node that has none, unless it has none because the run is over."""
         if self._closing:
@@ -203,7 +228,7 @@ class Group:
                 max_concurrency=4,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(self.token, self.job.bucket, self.job.name, self.coordinator, 2 * self.job.deadlines.lease_s)
+            .remote(self.token, self.job.bucket, self.job.name, self.coordinator, 2 * self.job.deadlines.lease_s, self.secret)
         )
         self.keepers[node] = actor
         self._await_keeper(node)
@@ -225,6 +250,7 @@ class Group:
         """Do the node and this process see the bucket as the same place?"""
         try:
             same = ray.get(self.keepers[node].sees_coordinator.remote(), timeout=PROBE_DEADLINE_S) and self.probe.sees(node)
+            address = ray.get(self.keepers[node].address.remote(), timeout=PROBE_DEADLINE_S)
         except ray.exceptions.RayTaskError as error:
             self._refuse(node, f"cannot use bucket = {self.job.bucket!r}: {error.cause}", True)
         except (ray.exceptions.RayError, StorageError) as error:  # it may be otherwise next time
@@ -232,7 +258,7 @@ class Group:
             self._keeper_lost(node, error)
         else:
             if same:
-                self._keeper_up(node)
+                self._keeper_up(node, address)
             else:
                 self._refuse(node, _split(self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)), True)
 
@@ -240,8 +266,8 @@ class Group:
         """It stays among ``keepers``: there will be no other, and what a worker has left there before is its to clear away."""
         self.post(NodeRefused(node, f"{cluster.place(node)} {why}", shared))
 
-    def _keeper_up(self, node: NodeId) -> None:
-        self.post(KeeperUp(node))
+    def _keeper_up(self, node: NodeId, address: str) -> None:
+        self.post(KeeperUp(node, address, cluster.zone(node)))
         self._follow_keeper(node)
 
     def _follow_keeper(self, node: NodeId) -> None:

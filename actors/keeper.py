@@ -18,8 +18,9 @@ from typing import Any
 import ray
 
 from actors.processes import Process, describe, end_on_sigterm, log_file, log_folder, sweep
-from elastic.control.events import STOPPED, Beat, Progress
-from elastic.ids import NodeId, WorkerId
+from elastic.control.events import STOPPED, Beat, Kept, Progress
+from elastic.copies.stock import Stock
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
 from elastic.train.counters import OPERATIONS, Counters, segment
 from storage.errors import Deposed, StorageError
@@ -31,7 +32,7 @@ LOG_LINES = 200
 
 
 class Keeper:
-    def __init__(self, run: str, bucket: str, name: str, coordinator: Any, silence_s: float) -> None:
+    def __init__(self, run: str, bucket: str, name: str, coordinator: Any, silence_s: float, secret: bytes) -> None:
         """``silence_s``: a keeper that no coordinator has heard for so long leaves, as workers do."""
         self.run, self.coordinator, self.silence_s = run, coordinator, silence_s
         end_on_sigterm()
@@ -42,6 +43,7 @@ class Keeper:
         self.store = ObjectStore.open(bucket)
         self.node = NodeId(ray.get_runtime_context().get_node_id())
         self.probe = Probe(self.store, name, run)
+        self.stock = Stock(self.node, ray.util.get_node_ip_address(), secret)
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
         self.stores: dict[int, Any] = {}
         self.tail = Tail()
@@ -96,6 +98,26 @@ class Keeper:
             return
         counters = Counters(segment(self.run, worker), create=False)
         self.workers[worker] = (Process(counters["pid"]), counters)
+        if counters["copies"]:
+            self.stock.adopt(worker, counters["pid"], counters["copies"])
+
+    def address(self) -> str:
+        """Where its copies are to be had."""
+        return self.stock.address
+
+    def take_stock(self, incarnation: int, generation: int) -> None:
+        """Tell the coordinator what is held here complete."""
+        self._heed(incarnation)
+        self.coordinator.post.remote(Kept(self.node, generation, self.stock.held()))
+
+    def release(self, incarnation: int, copied: Version, buddied: Version) -> None:
+        self._heed(incarnation)
+        self.stock.release(copied, buddied)
+
+    def pair(self, incarnation: int, generation: int, buddy: NodeId, address: str) -> None:
+        """From ``generation`` on, copies go on to the keeper of ``buddy`` at ``address``."""
+        self._heed(incarnation)
+        self.stock.pair(address)
 
     def kill(self, incarnation: int, worker: WorkerId) -> None:
         self._heed(incarnation)
@@ -130,6 +152,7 @@ class Keeper:
                 if process.ended():
                     time.sleep(0.05)  # until its parent has reaped it: only then does the kernel tell the status
                     del self.workers[worker]
+                    self.stock.ended(worker)
                     self._keep_log(worker, describe(process.status()))
 
     def _keep_log(self, worker: WorkerId, how: str) -> None:
@@ -153,6 +176,7 @@ class Keeper:
             self._keep_log(worker, describe(process.status()) if process.ended() else "ended by its keeper")
         self.workers.clear()
         self.stores.clear()
+        self.stock.close()
         with contextlib.suppress(StorageError):
             self.probe.remove(self.node)
         for path in segment(self.run, "x").parent.glob(f"elastic-{self.run}-*"):

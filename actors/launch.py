@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Callable
@@ -186,7 +187,7 @@ def start(job: Job, reference: Build, driver: str) -> Any:
             label_selector=cluster.on_this_node(),
             fallback_strategy=cluster.elsewhere(),
         )
-        .remote(job, reference, cluster.search_path(), driver, uuid.uuid4().hex[:6])
+        .remote(job, reference, cluster.search_path(), driver, uuid.uuid4().hex[:6], secrets.token_bytes(32))
     )
     return coordinator
 

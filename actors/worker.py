@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class Worker:
     """Made by ``actors/group.py``; ``train`` is called once, and its return or failure is how Ray tells that the process ended."""
 
-    def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str]) -> None:
-        self.job, self.worker, self.coordinator = job, worker, coordinator
+    def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes) -> None:
+        self.job, self.worker, self.coordinator, self.secret = job, worker, coordinator, secret
         end_on_sigterm()
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         _redirect_output(log_file(run, worker))
@@ -58,7 +58,7 @@ class Worker:
             return
         self._begun = True
         from elastic.train.loop import Trainer
-        from elastic.train.setup import build_of, kind_of, make_session, prepare_process
+        from elastic.train.setup import build_of, kind_of, make_copier, make_session, prepare_process
         from elastic.train.state import build_model, rows_of, tensors_of
         from elastic.train.warmup import warm_up
         from storage.checkpoints import Checkpoints
@@ -67,7 +67,10 @@ class Worker:
         try:
             device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
-            rows = rows_of(tensors_of(build_model(self.job)))
+            tensors = tensors_of(build_model(self.job))
+            rows = rows_of(tensors)
+            session.secret, session.copier = self.secret, make_copier(self.job, tensors, device)
+            self.counters["copies"] = session.copier.region.descriptor if session.copier else 0
             build = replace(build_of(session), host=cluster.host())
         except Unavailable as error:  # the next start may find the store answering
             self.report(StartFailed(self.worker, str(error)))

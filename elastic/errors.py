@@ -6,8 +6,10 @@
     │   ├── ModelError           the model does not keep its contract
     │   └── DataError            the dataset does not, or it cannot be read
     ├── WorldBroken          2   a collective failed: a peer is gone, or the world was aborted under us
+    │   └── CopyLost             a keeper's copy that the plan counts on cannot be read
     ├── FencedOff            2   this worker may apply nothing more in a generation
     ├── StateMissing         2   state that the plan counts on is not where it says
+    ├── WireError            2   the other end of a direct socket is gone, or a stranger
     └── PlatformGaveUp       2   a budget is spent: workers, time or generations without a commit
 
 A message is one clear sentence a problem, one problem a line.  Errors travel between processes, so every one of them
@@ -49,6 +51,17 @@ class WorldBroken(ElasticError):
     """The world of this generation cannot go on; a later one can."""
 
 
+class CopyLost(WorldBroken):
+    """What the plan takes from the copies of ``keeper`` cannot be had there; a later plan takes it elsewhere."""
+
+    def __init__(self, message: str, keeper: str) -> None:
+        super().__init__(message)
+        self.keeper = keeper
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.keeper)
+
+
 class FencedOff(ElasticError):
     """Nothing more may be applied in the generation; ``lease``: because no coordinator was heard for too long."""
 
@@ -59,6 +72,10 @@ class FencedOff(ElasticError):
 
 class StateMissing(ElasticError):
     """A slice is not held by whom the plan names, or the checkpoint is of another model."""
+
+
+class WireError(ElasticError):
+    """The other end of a direct socket is gone, hung up, or does not know the secret of the run."""
 
 
 class PlatformGaveUp(ElasticError):

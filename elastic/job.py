@@ -131,6 +131,17 @@ class Checkpoint(Part):
     save_every: Positive = 50
 
 
+class Copies(Part):
+    """Copies of the state in the hosts' memory: what a dead worker held is read there again.  0: never.
+
+    Every ``copy_every`` steps each worker's part goes to memory that its node's keeper holds too, every ``buddy_every`` steps on to a
+    keeper in another failure domain.
+    """
+
+    copy_every: Annotated[int, Field(ge=0)] | Auto = "auto"
+    buddy_every: Annotated[int, Field(ge=0)] | Auto = "auto"
+
+
 class Deadlines(Part):
     """Seconds.  Deadlines are the last resort: what somebody knows is acted on at once."""
 
@@ -196,6 +207,7 @@ class Job(Part):
     parallel: Parallel = Parallel()
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
+    copies: Copies = Copies()
     deadlines: Deadlines = Deadlines()
     faults: tuple[Fault, ...] = ()
     """For chaos tests."""
@@ -293,9 +305,9 @@ class Job(Part):
         return []
 
 
-_SECTIONS = ("data", "optim", "schedule", "parallel", "workers", "checkpoint", "deadlines")
+_SECTIONS = ("data", "optim", "schedule", "parallel", "workers", "checkpoint", "copies", "deadlines")
 _NOT_THE_TRAJECTORY: Any = {
-    **dict.fromkeys(("name", "bucket", "workers", "parallel", "deadlines", "checkpoint", "faults", "on_driver_exit"), True),
+    **dict.fromkeys(("name", "bucket", "workers", "parallel", "deadlines", "checkpoint", "copies", "faults", "on_driver_exit"), True),
     "data": {"prefetch", "args"},  # what args select is known by its fingerprint: Run.trains_on
 }
 

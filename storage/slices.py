@@ -8,6 +8,7 @@ intersection.  Pure, standard library only.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 
@@ -80,3 +81,9 @@ def shard_slice(tensor: Tensor, count: int, index: int) -> Slice:
         return tensor.whole()
     first, last = shard_interval(tensor.shape[0], count, index)
     return Slice(tensor.name, tensor.kind, (first, *(0 for _ in tensor.shape[1:])), (last, *tensor.shape[1:]))
+
+
+def nbytes(tensor: Tensor, part: Slice) -> int:
+    """Size of ``part``; dtypes are named after their bits (``F32``, ``BF16``, ``F8_E4M3``), but for BOOL."""
+    bits = re.search(r"\d+", tensor.dtype)
+    return part.count * (int(bits[0]) // 8 if bits else 1)

@@ -83,10 +83,39 @@ class Quarantine:
 
 
 @dataclass(frozen=True)
+class TakeStock:
+    """Ask these keepers which copies they have complete; each answers ``Kept`` of ``generation``."""
+
+    generation: int
+    keepers: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Copies may be freed: of workers that are gone, those older than ``copied``; of other nodes' workers, those older than ``buddied``."""
+
+    keepers: tuple[NodeId, ...]
+    copied: Version
+    buddied: Version
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``buddies``: a node, the node whose keeper is its buddy in ``generation``, and the "host:port" of that keeper.
+
+    Copies of every ``every``-th step are brought there.
+    """
+
+    generation: int
+    buddies: tuple[tuple[NodeId, NodeId, str], ...]
+    every: int
+
+
+@dataclass(frozen=True)
 class Exit:
     """The run is over for these workers: leave in good order."""
 
     workers: tuple[WorkerId, ...]
 
 
-Action = StartWorkers | Form | Go | Pause | Fence | Settle | Kill | CommitManifest | Quarantine | Exit
+Action = StartWorkers | Form | Go | Pause | Fence | Settle | Kill | CommitManifest | Quarantine | TakeStock | Release | Pair | Exit

@@ -70,9 +70,14 @@ class NodeRefused:
 
 @dataclass(frozen=True)
 class KeeperUp:
-    """The keeper runs, and has found the bucket to be the same place as the coordinator's."""
+    """The keeper runs, and has found the bucket to be the same place as the coordinator's.
+
+    ``address``: "host:port" at which it serves its copies; ``zone``: of the node, as its label says ("": none).
+    """
 
     node: NodeId
+    address: str = ""
+    zone: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,18 @@ class KeeperLost:
     node: NodeId
     reason: str
     with_its_node: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The copies that a keeper has complete: answer to ``TakeStock`` of ``generation``.  A torn one is not among them.
+
+    Of its own node's workers, dead or alive, and of those whose buddy it is; each names this keeper.
+    """
+
+    node: NodeId
+    generation: int
+    held: tuple[Holding, ...]
 
 
 @dataclass(frozen=True)

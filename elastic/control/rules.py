@@ -36,6 +36,10 @@ class Rules:
     """Workers beyond ``max_workers`` that are kept warm."""
     refused_s: float = 10.0
     """At the start, with too few workers, nodes refused and no room elsewhere: how long until the run gives up waiting for better ones."""
+    copy_every: int = 0
+    """Steps from one copy of the state in host memory to the next (0: none) ..."""
+    buddy_every: int = 0
+    """... and from one copy at a buddy keeper to the next."""
     reproducible: bool = True
     """Workers of one kind only: others do not give equal bits."""
 

@@ -1,4 +1,4 @@
-"""When to save to the bucket, and when a save is complete.
+"""When to copy to host memory, when to save to the bucket, and when a save is complete.
 
 Each member writes its own part in the background and reports it; only when all members of the world that began the save have, and
 the version is on the lineage, is the manifest written.  A save that lost a writer can never be complete and is forgotten.
@@ -15,6 +15,11 @@ from elastic.ids import Version, WorkerId
 def due(step: int, save_every: int, target_step: int) -> bool:
     """Is the state after ``step`` saved to the bucket?"""
     return step > 0 and (step % save_every == 0 or step == target_step)
+
+
+def copy_due(step: int, copy_every: int) -> bool:
+    """Is the state after ``step`` copied to host memory?  With ``buddy_every``: does the copy go on to the buddy?"""
+    return copy_every > 0 and step > 0 and step % copy_every == 0
 
 
 @dataclass(frozen=True)

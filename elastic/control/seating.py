@@ -62,7 +62,19 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     members = _choose_members(run, there, layout.world)
     source = newest_source(run, members)
     store = _store_node(run, members)
-    return Plan(run.incarnation, run.generation + 1, layout, members, source.version, source.tier, source.holders, store_node=store)
+    return Plan(
+        run.incarnation,
+        run.generation + 1,
+        layout,
+        members,
+        source.version,
+        source.tier,
+        source.holders,
+        store_node=store,
+        nodes=tuple(run.workers[member].node for member in members),
+        copy_every=rules.copy_every,
+        buddy_every=rules.buddy_every,
+    )
 
 
 def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:

@@ -1,9 +1,9 @@
 """Which state is still held somewhere, and who sends which slice to whom.
 
-A holding is one shard of every tensor.  Holdings of one version may come from different layouts: a world that broke while it healed
-holds shards of the old and of the new.  So coverage and transfer are interval arithmetic over rows: cut what is wanted at the edges
-of what is held, and take each piece from somebody whose shard contains it.  Tensors with equal numbers of rows are cut alike, so
-the geometry is worked out once for each number of rows, not for each tensor.
+A holding is one shard of every tensor, live in a worker or as a copy in the memory of a node's keeper.  Holdings of one version may
+come from different layouts: a world that broke while it healed holds shards of the old and of the new.  So coverage and transfer are
+interval arithmetic over rows: cut what is wanted at the edges of what is held, and take each piece from somebody whose shard contains
+it.  Tensors with equal numbers of rows are cut alike, so the geometry is worked out once for each number of rows, not for each tensor.
 
 Everything is a pure function of its arguments, in whatever order the holdings come: all members compute the same moves, and nobody
 asks anybody for anything.
@@ -11,38 +11,54 @@ asks anybody for anything.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
-from storage.slices import Slice, Tensor, shard_interval, shard_slice
+from storage.slices import Slice, Tensor, nbytes, shard_interval, shard_slice
+
+LIVE = NodeId("")
+"""In the place of a keeper: in the worker's own memory."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """``worker`` holds shard ``shard_index`` of ``shard_count`` of every tensor, at ``version``."""
+    """``worker`` holds shard ``shard_index`` of ``shard_count`` of every tensor, at ``version``.
+
+    ``keeper`` :data:`LIVE`: in the worker itself; else as a copy in the memory of that node's keeper, which outlives the worker.
+    """
 
     worker: WorkerId
     version: Version
     shard_count: int
     shard_index: int
+    keeper: NodeId = LIVE
 
 
 @dataclass(frozen=True)
 class Move:
     """``source`` sends ``slice`` to ``destination``; where they are the same worker, it copies from its own memory.
 
-    One holding of the source contains the whole slice.
+    With ``keeper`` it comes from the copy of ``source``'s shard there, whoever the destination is.  One holding contains the whole slice.
     """
 
     slice: Slice
     source: WorkerId
     destination: WorkerId
+    keeper: NodeId = LIVE
+
+    @property
+    def stays(self) -> bool:
+        """The destination has it in its own live memory."""
+        return self.source == self.destination and not self.keeper
+
+
+Holder = tuple[WorkerId, NodeId]
+"""Whose shard, and the keeper that has the copy of it (:data:`LIVE`: nobody)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,7 @@ class Piece:
     """Rows ``rows[0] <= row < rows[1]``, all in the shard of each of ``holders``.  None: all of a tensor that no shard divides."""
 
     rows: tuple[int, int] | None
-    holders: tuple[WorkerId, ...]
+    holders: tuple[Holder, ...]
 
 
 def covered(holdings: Iterable[Holding], rows: Iterable[int]) -> bool:
@@ -84,11 +100,21 @@ def missing(tensors: Iterable[Tensor], holders: Iterable[Holding], wanted: Itera
     return tuple(parts)
 
 
-def moves(tensors: Iterable[Tensor], holders: Iterable[Holding], layout: Layout, members: Sequence[WorkerId]) -> tuple[Move, ...]:
+def moves(
+    tensors: Iterable[Tensor],
+    holders: Iterable[Holding],
+    layout: Layout,
+    members: Sequence[WorkerId],
+    nodes: Sequence[NodeId] = (),
+    *,
+    partly: bool = False,
+) -> tuple[Move, ...]:
     """What brings every member's shard to the version of ``holders``: a member's moves are exactly its shard, each element once.
 
-    What a member holds, it takes from itself.  What several others hold comes from the one with the least to send so far, large
-    tensors first, so that replicas send equally much, give or take one part.  Raises ValueError for a part that nobody holds.
+    ``nodes[i]`` is where ``members[i]`` runs.  A member takes from its own live memory what is there, else from a copy on its own node,
+    else from another live member, else from another node's keeper.  Of several it is the sender with the least to send so far, large
+    tensors first, so that equals send equally much, give or take one part.  ``partly``: what nobody holds is left out, for
+    :func:`missing` to name; otherwise it raises ValueError.
     """
     held = list(holders)
     _one_version(held)
@@ -97,24 +123,32 @@ def moves(tensors: Iterable[Tensor], holders: Iterable[Holding], layout: Layout,
     def pieces(rows: int | None, first: int, last: int) -> list[Piece]:
         return _pieces(held, rows, first, last)
 
-    sent_bytes: dict[WorkerId, int] = defaultdict(int)
+    sent_bytes: dict[str, int] = defaultdict(int)
+    homes = dict(zip(members, nodes, strict=True)) if nodes else {}
     result = []
-    for tensor in sorted(tensors, key=lambda each: (-_bytes(each, each.whole()), each)):
+    for tensor in sorted(tensors, key=lambda each: (-nbytes(each, each.whole()), each)):
         for rank, member in enumerate(members):
             wanted = shard_slice(tensor, layout.dp_shard, layout.coordinates(rank)[1])
             for piece in pieces(*_rows(tensor, wanted)):
-                move = Move(_cut(wanted, piece), _source(piece, member, wanted, sent_bytes), member)
-                sent_bytes[move.source] += _bytes(tensor, move.slice) if move.source != member else 0
-                result.append(move)
+                if piece.holders:
+                    source, keeper = _nearest(piece.holders, member, homes.get(member, LIVE), sent_bytes)
+                    result.append(Move(_cut(wanted, piece), source, member, keeper))
+                    if keeper or source != member:
+                        sent_bytes[keeper or source] += nbytes(tensor, result[-1].slice)
+                elif not partly:
+                    raise ValueError(f"{member} needs {_cut(wanted, piece)}, which nobody holds")
     return tuple(result)
 
 
-def _source(piece: Piece, member: WorkerId, wanted: Slice, sent_bytes: dict[WorkerId, int]) -> WorkerId:
-    if member in piece.holders:
-        return member
-    if not piece.holders:
-        raise ValueError(f"{member} needs {_cut(wanted, piece)}, which nobody holds")
-    return min(piece.holders, key=lambda worker: (sent_bytes[worker], worker))
+def _nearest(holders: Iterable[Holder], member: WorkerId, home: NodeId, sent_bytes: dict[str, int]) -> Holder:
+    """The best of ``holders`` for ``member``, which runs on ``home``.  A keeper's link is shared by all the copies it has."""
+
+    def cost(holder: Holder) -> tuple[int, int, Holder]:
+        worker, keeper = holder
+        distance = 2 if not keeper else 1 if keeper == home else 3
+        return 0 if holder == (member, LIVE) else distance, sent_bytes[keeper or worker], holder
+
+    return min(holders, key=cost)
 
 
 def _span(shards: Iterable[tuple[int, int]], rows: int) -> bool:
@@ -130,8 +164,8 @@ def _span(shards: Iterable[tuple[int, int]], rows: int) -> bool:
 def _pieces(held: Sequence[Holding], rows: int | None, first: int, last: int) -> list[Piece]:
     """Rows [first, last) of ``rows`` cut at the edges of the shards, so that a shard contains a piece or does not touch it."""
     if rows is None:
-        return [Piece(None, tuple(sorted({each.worker for each in held})))] * (last - first)
-    shards = [(*shard_interval(rows, each.shard_count, each.shard_index), each.worker) for each in held]
+        return [Piece(None, tuple(sorted({(each.worker, each.keeper) for each in held})))] * (last - first)
+    shards = [(*shard_interval(rows, each.shard_count, each.shard_index), (each.worker, each.keeper)) for each in held]
     inner = {edge for start, stop, _ in shards for edge in (start, stop) if first < edge < last}
     cuts = pairwise(sorted({first, last, *inner}))
     return [Piece((a, b), tuple(sorted({who for start, stop, who in shards if start <= a and b <= stop}))) for a, b in cuts]
@@ -148,12 +182,6 @@ def _cut(part: Slice, piece: Piece) -> Slice:
     if piece.rows is None:
         return part
     return Slice(part.name, part.kind, (piece.rows[0], *part.start[1:]), (piece.rows[1], *part.stop[1:]))
-
-
-def _bytes(tensor: Tensor, part: Slice) -> int:
-    """Size of ``part``; dtypes are named after their bits (``F32``, ``BF16``, ``F8_E4M3``), but for BOOL."""
-    bits = re.search(r"\d+", tensor.dtype)
-    return part.count * (int(bits[0]) // 8 if bits else 1)
 
 
 def _one_version(held: Iterable[Holding]) -> None:

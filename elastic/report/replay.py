@@ -159,9 +159,19 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, senten
         state = type(decided.run.state).__name__
         if state != record["state"]:
             yield Difference(record["n"], "state", record["state"], state)
-        if codec.encode(decided.actions) != record["actions"]:
-            wanted, ours = ("; ".join(map(action_line, each)) for each in (record["actions"], codec.encode(decided.actions)))
+        ours = _in_the_words_of(record["actions"], codec.encode(decided.actions))
+        if ours != record["actions"]:
+            wanted, ours = ("; ".join(map(action_line, each)) for each in (record["actions"], ours))
             yield Difference(record["n"], "actions", wanted, ours)
         if sentences and decided.reason != record["reason"]:
             yield Difference(record["n"], "reason", repr(record["reason"]), repr(decided.reason))
         known.update(record["changed"])
+
+
+def _in_the_words_of(recorded: Any, ours: Any) -> Any:
+    """``ours`` without the fields that values did not have yet when ``recorded`` was written."""
+    if isinstance(recorded, dict) and isinstance(ours, dict) and recorded.get("$") == ours.get("$"):
+        return {name: _in_the_words_of(recorded[name], each) for name, each in ours.items() if name in recorded}
+    if isinstance(recorded, list) and isinstance(ours, list) and len(recorded) == len(ours):
+        return [_in_the_words_of(*pair) for pair in zip(recorded, ours, strict=True)]
+    return ours

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 from elastic.control.commit import BadRecord
-from elastic.errors import FencedOff, WorldBroken
+from elastic.errors import CopyLost, FencedOff, WorldBroken
 from storage.errors import Damaged, StorageError
+
+OURS = ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/copies/")
+"""Where the user's code is not."""
 
 
 def touch(device: torch.device) -> None:
@@ -37,9 +40,11 @@ def classify(error: Exception, ask_device: Callable[[], None]) -> tuple[str, str
         return "device", str(sticky).partition("\n")[0]
     if isinstance(error, Damaged):
         return "damaged", ""
+    if isinstance(error, CopyLost):
+        return "copy", error.keeper
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
         return "peer", ""
-    theirs = [f for f in frames if not any(part in f.filename for part in ("/torch/", "/elastic/train/", "/elastic/engine/"))]
+    theirs = [f for f in frames if not any(part in f.filename for part in OURS)]
     frame = (theirs or frames)[-1]
     return "job", f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"

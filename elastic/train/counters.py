@@ -23,10 +23,11 @@ FIELDS = (
     "healed_host_bytes",
     "healed_bucket_bytes",
     "stepping_since_ns",
+    "copies",
 )
 """``step``, ``microbatch``, ``collective``: last completed; ``operation``: what the worker is at, a number in :data:`OPERATIONS`;
 ``microbatches_run``: since the process began, idle rounds not counted; ``stepping_since_ns``: wall clock at the start of the generation's
-first microbatch."""
+first microbatch; ``copies``: the descriptor of its region of host copies, 0 for none."""
 OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates")
 FOLDER = Path("/dev/shm")
 

@@ -7,19 +7,20 @@ slices.  What a member holds already it copies from its own memory.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from elastic.copies.read import read
 from elastic.engine.world import World
 from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
 from elastic.imports import load
 from elastic.plan.plan import Plan
-from elastic.plan.transfer import moves
-from elastic.train.counters import Counters
+from elastic.plan.transfer import Move, missing, moves
 from elastic.train.state import DTYPES, Shard, State
+from elastic.train.step import Session
 from storage.checkpoints import Checkpoints
 from storage.slices import Slice, Tensor, shard_slice
 
@@ -34,19 +35,21 @@ def heal(
     worker: WorkerId,
     held: list[Shard],
     checkpoints: Checkpoints,
-    counters: Counters,
+    session: Session,
     hook: Callable[[], None] = nothing,
 ) -> None:
     """Fill ``state.shard``.  ``held``: what this worker still has, any version, any layout.  ``hook`` is called half way."""
-    match plan.tier:
-        case "init":
-            initialise(state, hook)
-        case "live":
-            counters["healed_live_bytes"] += from_members(state, plan, worker, held, hook)
-        case "bucket":
-            counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, hook)
-        case tier:
-            raise AssertionError(f"unknown tier {tier!r}")
+    if plan.tier == "init":
+        initialise(state, hook)
+        return
+    todo = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
+    counters = session.counters
+    if plan.tier == "host":
+        counters["healed_host_bytes"] += read(state.shard, state.tensors, plan, worker, todo, session.secret)
+    counters["healed_live_bytes"] += from_members(state, plan, worker, held, todo, hook)
+    if plan.tier == "bucket":
+        wanted = (shard_slice(tensor, state.shard.count, state.shard.index) for tensor in state.tensors)
+        counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, missing(state.tensors, plan.holders, wanted), hook)
 
 
 @torch.no_grad()
@@ -74,13 +77,17 @@ def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
 
 
 @torch.no_grad()
-def from_members(state: State, plan: Plan, worker: WorkerId, held: list[Shard], hook: Callable[[], None] = nothing) -> int:
-    """Exchange slices with the other members; returns the bytes received."""
+def from_members(
+    state: State, plan: Plan, worker: WorkerId, held: list[Shard], todo: Sequence[Move], hook: Callable[[], None] = nothing
+) -> int:
+    """Exchange with the other members what ``todo`` takes from live memory; returns the bytes received."""
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     sources = [shard for shard in held if shard.version == plan.version]
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for move in moves(state.tensors, plan.holders, plan.layout, plan.members):
+    for move in todo:
+        if move.keeper:
+            continue
         tensor = tensors[move.slice.kind, move.slice.name]
         mine, theirs = move.source == worker, move.destination == worker
         if mine and theirs:
@@ -128,9 +135,9 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> int:
-    """Read this member's shard of the checkpoint; returns the bytes read.  Raises ``Damaged`` naming the object."""
-    wanted = {shard_slice(tensor, state.shard.count, state.shard.index): tensor for tensor in state.tensors}
+def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequence[Slice], hook: Callable[[], None] = nothing) -> int:
+    """Read ``wanted`` parts of this member's shard from the checkpoint; returns the bytes read.  Raises ``Damaged`` naming the object."""
+    by_name = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     reader = checkpoints.open(plan.version)
     stored = {(tensor.kind, tensor.name): tensor for tensor in reader.tensors()}
     for tensor in state.tensors:
@@ -138,7 +145,7 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, hook: Callab
             found = stored.get((tensor.kind, tensor.name))
             raise StateMissing(f"the checkpoint of {plan.version} holds {found} where the model has {tensor}; was the model changed?")
     for part, raw in reader.read([part for part in wanted if part.count]):
-        tensor = wanted[part]
+        tensor = by_name[part.kind, part.name]
         value = torch.frombuffer(bytearray(raw), dtype=DTYPES[tensor.dtype]).view(part.shape)
         state.shard.part(tensor, part).copy_(value)
         hook()

@@ -96,7 +96,7 @@ class _Local:
             self._show_sentence(f"one worker in this process, from {version} ({self.plan.tier})")
             state = State(self.session.job, self.world, version)
             try:
-                heal(state, self.plan, WORKER, [], self.run.checkpoints, self.session.counters)
+                heal(state, self.plan, WORKER, [], self.run.checkpoints, self.session)
             except Damaged as error:
                 self.saved.remove(version)
                 before = f"the one of {max(self.saved)} takes its place" if self.saved else "there is none before it"

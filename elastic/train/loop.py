@@ -200,10 +200,16 @@ class Trainer:
             order = self._await(plan.generation, Settled)
         outcome = order.outcome
         if state is not None and outcome is not None and self.gate.prepared == outcome.step and self.gate.shards:
+            if self.session.copier is not None:
+                self.session.copier.settle()
             with self.gate.applying(outcome, settled=True):  # the coordinator counts on it: a failure here ends the process
                 update(self.session, state, outcome)
+            if self.session.copier is not None:
+                self.session.copier.committed(outcome, None)
         self.gate.drop()
         self._plan, self._said = None, []
+        if self.session.copier is not None:
+            self.session.copier.leave()
         self._close()
         faulthandler.cancel_dump_traceback_later()
         self._left.set()
@@ -232,7 +238,7 @@ class Trainer:
         world.connect(self._form_s, RUN_TIMEOUT_S)
         formed = time.monotonic()
         strike = partial(self.session.faults.strike, "healing", plan.version.step + 1, world)
-        heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session.counters, strike)
+        heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session, strike)
         world.finish()
         if self.gate.fenced >= plan.generation:  # whoever aborted since then has made what came from it look complete
             raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
@@ -272,6 +278,9 @@ class Trainer:
         shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, world.size)
         self.session.faults.watch(state.model, world)
         self.session.counters["stepping_since_ns"] = time.time_ns()
+        copier = self.session.copier
+        if copier is not None:
+            copier.enter(plan, self.worker, state.shard)
         if step == job.steps:  # the world was formed again only to save what it holds
             self.saver.save(state)
         while step < job.steps:
@@ -279,6 +288,8 @@ class Trainer:
             outcome = run_step(self.session, state, self.gate, shape, step, lambda: self._asked(plan.generation))
             if world.rank == 0:
                 self.report(StepDone(self.worker, plan.generation, outcome))
+            if copier is not None:
+                copier.committed(outcome, state.shard)
             if due(step, job.checkpoint.save_every, job.steps) or outcome.boundary == SAVE_AND_PAUSE:
                 self.saver.save(state)
             if outcome.boundary != GO_ON:

@@ -14,15 +14,20 @@ import torch
 
 import elastic
 from elastic.control.builds import Build
+from elastic.control.copying import slots_for
+from elastic.copies.copier import Copier
+from elastic.copies.region import Region, frame
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
 from elastic.errors import DataError, ElasticError
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
+from elastic.plan.layout import table
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.step import Session
 from storage.errors import Unavailable
+from storage.slices import Tensor
 
 NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog must not end the process: recovery is ours
@@ -95,6 +100,15 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
     return Session(job, load(job.loss), cursor, loader, counters, Faults(job.faults))
+
+
+def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device) -> Copier | None:
+    """With room for this worker's shard in the smallest world there may be.  None where the job wants no copies."""
+    if job.copies.copy_every == 0:
+        return None
+    layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
+    largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
+    return Copier(Region.create(slots_for(bool(job.copies.buddy_every)), largest.bytes, largest.blocks), tensors, device)
 
 
 def _opened(job: Job) -> Dataset:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic.control.commit import HEADER, MAGIC, CommitShape, Outcome, conclude
+from elastic.copies.copier import NEVER, Copier
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.fold import squared_norm
@@ -37,6 +38,10 @@ class Session:
     loader: Loader
     counters: Counters
     faults: Faults
+    copier: Copier | None = None
+    """None: nothing is copied to host memory."""
+    secret: bytes = b""
+    """Of the run: what its processes know each other by on direct sockets."""
     computing: str = ""
     """Whose forward or backward runs, in words: for whoever has to say where the user's code failed."""
 
@@ -54,8 +59,9 @@ def run_step(session: Session, state: State, gate: Gate, shape: CommitShape, ste
     """Step ``step`` from first forward to applied.  ``boundary()``: what this member asks for after it."""
     reserve(state.world, shape)
     share = compute(session, state, step)
+    copied, buddied = session.copier.settle() if session.copier else (NEVER, NEVER)
     norm = prepare(session, state, gate, step)
-    blank = blank_record(shape, state.world.rank, step, boundary(), share)
+    blank = blank_record(shape, state.world.rank, step, boundary(), share, copied_through=copied, buddied_through=buddied)
     record = fill_record(state.world.to_device("record", blank), share, norm)
     outcome = commit(session, state, gate, shape, step, record)
     session.faults.strike("before_update", step, state.world)
@@ -120,9 +126,11 @@ def prepare(session: Session, state: State, gate: Gate, step: int) -> torch.Tens
     return norm
 
 
-def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share: Share) -> torch.Tensor:
+def blank_record(
+    shape: CommitShape, rank: int, step: int, boundary: int, share: Share, *, copied_through: int = -1, buddied_through: int = -1
+) -> torch.Tensor:
     """This member's record, float64 [shape.fields], with all that the host knows; see ``control/commit.py``."""
-    known = [MAGIC, shape.incarnation, shape.generation, step, rank, boundary, 0, 0]
+    known = [MAGIC, shape.incarnation, shape.generation, step, rank, boundary, 0, 0, copied_through, buddied_through]
     for ids in share.samples:
         known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
     return torch.tensor([*known, 0], dtype=torch.float64)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, Move, covered, missing, moves, newest_covered
 from storage.slices import Slice, Tensor, shard_slice
@@ -227,3 +227,76 @@ def test_nobody_holds_anything() -> None:
     assert missing(STATE, [], [STATE[0].whole()]) == (STATE[0].whole(),)
     with pytest.raises(ValueError, match=r"w1 needs .*layer11.*nobody holds"):
         moves(STATE, [], Layout(), WORKERS[:1])
+
+
+# ---- copies in keepers' memory
+
+NODES = [NodeId("a"), NodeId("b"), NodeId("c")]
+TENSOR = Tensor("t", "parameter", "F32", (12, 4))
+
+
+def copy_of(worker: WorkerId, keeper: NodeId, count: int = 3, index: int = 0) -> Holding:
+    return Holding(worker, V1, count, index, keeper)
+
+
+def sources(held: list[Holding], layout: Layout, members: list[WorkerId], nodes: list[NodeId]) -> list[tuple[str, str]]:
+    """(whose shard, which keeper) of each move, in order."""
+    return [(move.source, move.keeper) for move in moves([TENSOR], held, layout, members, nodes)]
+
+
+def test_what_is_nearest_is_taken() -> None:
+    """Own live memory, then a copy on the own node, then a live member, then another node's keeper."""
+    w1, w2, w3 = WORKERS[:3]
+    live, near, far = Holding(w2, V1, 1, 0), copy_of(w3, NODES[0], 1), copy_of(w3, NODES[2], 1)
+    own = Holding(w1, V1, 1, 0)
+    for held, expected in [
+        ([own, near, live, far], (w1, "")),
+        ([near, live, far], (w3, "a")),
+        ([live, far], (w2, "")),
+        ([far], (w3, "c")),
+    ]:
+        assert sources(held, Layout(1, 1), [w1], NODES[:1]) == [expected]
+
+
+def test_a_copy_of_the_own_shard_is_no_live_memory() -> None:
+    """It is read from the keeper, and counts as sent over its link."""
+    w1 = WORKERS[0]
+    [move] = moves([TENSOR], [copy_of(w1, NODES[1], 1)], Layout(1, 1), [w1], NODES[:1])
+    assert (move.source, move.destination, move.keeper, move.stays) == (w1, w1, "b", False)
+
+
+def test_links_of_equal_keepers_carry_equally_much() -> None:
+    """Two keepers have all that four newcomers need: each sends half, however many copies it has."""
+    held = [copy_of(WORKERS[5], NODES[0], 2, 0), copy_of(WORKERS[5], NODES[1], 2, 0)]
+    held += [copy_of(WORKERS[6], NODES[0], 2, 1), copy_of(WORKERS[6], NODES[1], 2, 1)]
+    members = WORKERS[:4]
+    found = moves([replace(TENSOR, name=f"t{n}") for n in range(6)], held, Layout(1, 4), members, [NODES[2]] * 4)
+    sent = Counter[str]()
+    for move in found:
+        sent[move.keeper] += move.slice.count
+    assert sent["a"] == sent["b"] == 6 * 24
+
+
+@given(worlds(), st.lists(tensors().map(tuple), max_size=1), layouts.filter(lambda each: each.world <= len(WORKERS)), st.randoms())
+def test_any_mixture_of_live_and_kept_brings_each_element_once(
+    held: list[Holding], some: list[tuple[Tensor, ...]], layout: Layout, rng: random.Random
+) -> None:
+    """Some of the holders died and left copies; what is gone altogether is left to the bucket, each element once again."""
+    held = [replace(each, keeper=rng.choice([NodeId(""), *NODES])) for each in held]
+    held = [each for each in held if rng.random() < 0.8]
+    members, everything = WORKERS[: layout.world], list(some[0]) if some else [TENSOR]
+    nodes = [rng.choice(NODES) for _ in members]
+    found = moves(everything, held, layout, members, nodes, partly=True)
+    for rank, member in enumerate(members):
+        wanted = [shard_slice(tensor, layout.dp_shard, layout.coordinates(rank)[1]) for tensor in everything]
+        times = {(tensor.name, tensor.kind): np.zeros(tensor.shape, int) for tensor in everything}
+        for part in [*(move.slice for move in found if move.destination == member), *missing(everything, held, wanted)]:
+            times[part.name, part.kind][box(part)] += 1
+        for part in wanted:
+            expected = np.zeros_like(times[part.name, part.kind])
+            expected[box(part)] = 1
+            assert (times[part.name, part.kind] == expected).all()
+    for move in found:
+        tensor = next(each for each in everything if (each.name, each.kind) == (move.slice.name, move.slice.kind))
+        shards = [(each.shard_count, each.shard_index) for each in held if (each.worker, each.keeper) == (move.source, move.keeper)]
+        assert any(shard_slice(tensor, *shard).intersect(move.slice) == move.slice or not tensor.shape for shard in shards)

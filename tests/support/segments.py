@@ -88,7 +88,7 @@ def member(
         try:
             gate.enter(world.generation)
             state = State(job, world, version)
-            heal(state, plan, gate.worker, gate.shards, checkpoints, session.counters)
+            heal(state, plan, gate.worker, gate.shards, checkpoints, session)
             gate.hold([*gate.shards, state.shard])
             session.faults.watch(state.model, world)
             shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.size)

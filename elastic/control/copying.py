@@ -1,0 +1,105 @@
+"""Which versions are copied to host memory, and which copies may be overwritten.
+
+It follows from the plan and the commits, so it is the same on every member.  Each copies its shard beside the next step, into one of a
+few slots.  The world may break at any moment, and then one version must be complete in *all* of them.  So members do not choose for
+themselves: a version is begun by all or by none, and only once the one begun before is known to be complete everywhere.  What is in the
+slots is that one, still complete, and the one being written.  (Were each to skip a copy when it is late, the least of the members'
+newest copies could be a version that some of them never made.)
+
+For buddies the same: a version goes to them once the one before is known to be complete at all of them.  It must stay in its own slot
+too: of a node that dies the buddy has it, but whoever has the dead node for a buddy is left with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from elastic.control.commit import Outcome
+from elastic.control.saving import copy_due
+from elastic.ids import Version, WorkerId
+from elastic.plan.plan import Plan
+
+
+def slots_for(buddy_every: int) -> int:
+    """A version known to be complete, the next one; with buddies also the one complete at them, and the next one of those."""
+    return 4 if buddy_every else 2
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What a slot's header says: shard ``index`` of ``count`` at ``version``."""
+
+    version: Version
+    count: int
+    index: int
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The smaller, the older: of an earlier generation, whatever its step (that may have been given up)."""
+        return self.version.generation, self.version.step
+
+
+@dataclass(frozen=True)
+class Copies:
+    """``copied``: this member's part of the newest version known to be complete in all members' host memory; ``buddied``: at all buddies.
+
+    ``begun``: of the newest that all members of this generation copy; ``sent``: that goes on to the buddies.  A generation begins with a
+    copy of its plan's version: what there is is in other layouts, and in the memory of workers that are gone.
+    """
+
+    plan: Plan
+    shard: tuple[int, int]
+    copied: Copy | None = None
+    buddied: Copy | None = None
+    begun: Copy | None = None
+    sent: Copy | None = None
+
+    @staticmethod
+    def begin(plan: Plan, worker: WorkerId, before: Copies | None = None, slots: Sequence[Copy | None] = ()) -> Copies:
+        """Of a new generation; ``slots``: what this worker's hold complete.
+
+        What was known to be complete ``before`` stays protected, unless the plan knows better, or the version was given up.
+        """
+
+        def still(copy: Copy | None) -> Copy | None:
+            return copy if copy is not None and copy.version <= plan.version else None
+
+        copied, buddied = (still(before.copied), still(before.buddied)) if before else (None, None)
+        if plan.protected is not None and (copied is None or copied.version != plan.protected):
+            copied = next((each for each in slots if each is not None and each.version == plan.protected), None)
+        shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(worker))[1])
+        first = Copy(plan.version, *shard) if plan.copy_every else None
+        return Copies(plan, shard, copied, buddied, first, first if plan.buddy_every else None)
+
+    def after(self, outcome: Outcome) -> Copies:
+        """Having seen the commit ``outcome``: its version is copied if it is ``begun`` now, and goes to the buddy if it is ``sent``."""
+        copied = self._of(outcome.copied_through) or self.copied
+        buddied = self._of(outcome.buddied_through) or self.buddied
+        new = replace(self, copied=copied, buddied=buddied)
+        if copy_due(outcome.step, self.plan.copy_every) and self.begun == copied:
+            begun = self._of(outcome.step)
+            return replace(new, begun=begun, sent=begun if self._sends(outcome.step) and self.sent == buddied else self.sent)
+        return new
+
+    def _of(self, step: int) -> Copy | None:
+        """This member's part of ``step`` of this generation, which began with the version of an earlier one."""
+        base = self.plan.version
+        return Copy(base if step == base.step else Version(step, self.plan.generation), *self.shard) if step >= 0 else None
+
+    def is_of_this_world(self, version: Version) -> bool:
+        """Is it the one that the generation began with, or of one of its own steps?"""
+        return version in (self.plan.version, Version(version.step, self.plan.generation))
+
+    def _sends(self, step: int) -> bool:
+        """The first copy at or after every ``buddy_every``-th step."""
+        every = self.plan.buddy_every
+        return self.sent is not None and step // every > self.sent.version.step // every
+
+    def slot(self, slots: Sequence[Copy | None]) -> int | None:
+        """Where the copy of ``begun`` goes: an empty or torn slot (None), else the oldest that is not protected.  None: it is there."""
+        if self.begun is None or self.begun in slots:
+            return None
+        kept = (self.copied, self.buddied, self.sent)
+        free = [n for n, held in enumerate(slots) if held is None or held not in kept]
+        return min(free, key=lambda n: (-1, -1) if (held := slots[n]) is None else held.age)

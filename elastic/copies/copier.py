@@ -1,0 +1,198 @@
+"""The worker's side: after an update its shard is copied into a slot while the next step computes.
+
+On an accelerator the copies run on a stream of their own; the header that says "complete" is the last thing on that stream, and the main
+stream waits for it before anything that another member may rely on is sent, so the host waits for nothing.  On a CPU they run on a
+thread.  Source for slots that outlive their writer: DESIGN section 5, step 6.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from elastic.control.commit import Outcome
+from elastic.control.copying import Copies, Copy
+from elastic.copies.digest import digests
+from elastic.copies.region import SLOT, Frame, Region, fields_of, frame
+from elastic.ids import Version, WorkerId
+from elastic.plan.plan import Plan
+from elastic.train.state import Shard
+from storage.slices import Tensor
+
+NEVER = -1
+
+
+class Copier:
+    """Of one worker, for all its worlds.  For the training thread."""
+
+    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device) -> None:
+        self.region, self.tensors = region, tensors
+        self.memory = torch.frombuffer(region.memory, dtype=torch.uint8)
+        self.copies: Copies | None = None
+        self.made: Version | None = None
+        """The newest version of the present world that was begun here: complete, in the order of launches, once ``settle`` was called."""
+        self.seconds = 0.0
+        """What a copy took lately, from its first byte to its header."""
+        self._frame = Frame({}, 0, 0)
+        self._way = _Streamed(self, device) if device.type == "cuda" else _Threaded(self)
+
+    def ready(self) -> None:
+        """Wait until copies run at full speed."""
+        self._way.ready()
+
+    def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
+        """A world begins; ``shard``: this member's, at the plan's version."""
+        self.made, self._frame = None, frame(self.tensors, shard.count, shard.index)
+        self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
+        if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
+            self.made = shard.version
+        self._copy(shard)
+
+    def leave(self) -> None:
+        """The world is over: what is under way ends, before the memory that it reads goes."""
+        self._way.wait()
+        self.made = None
+
+    def committed(self, outcome: Outcome, shard: Shard | None) -> None:
+        """A step was applied; ``shard``: may be copied now."""
+        if self.copies is None:
+            return
+        before = self.copies.begun
+        self.copies = self.copies.after(outcome)
+        if shard is not None and self.copies.begun != before:
+            self._copy(shard)
+
+    def _copy(self, shard: Shard) -> None:
+        copies = self.copies
+        assert copies is not None
+        for name, copy in (("send", copies.sent), ("safe", copies.buddied)):
+            if copy is not None:
+                self.region.set_version(name, copy.version)
+        slot = copies.slot(self.region.all_held())
+        if slot is None or copies.begun is None:
+            return
+        self._way.wait()
+        self.region.begin(slot)
+        self._way.begin(slot, copies.begun, shard)
+        self.made = shard.version
+
+    def settle(self) -> tuple[int, int]:
+        """(copied, buddied) through which step; whatever is launched from now on comes after the copy that says so."""
+        self._way.settle()
+        buddied = self.region.version("buddied")
+        return (
+            self.made.step if self.made else NEVER,
+            buddied.step if self.copies and buddied and self.copies.is_of_this_world(buddied) else NEVER,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Of one copy."""
+        return self._frame.bytes
+
+    def parts(self, slot: int, shard: Shard) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each tensor: its memory, where it goes, where its digests go."""
+        data, words = self.region.data_at(slot), torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
+        found = []
+        for tensor, place in self._frame.places.items():
+            value = shard.values[tensor.kind, tensor.name]
+            room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
+            found.append((value, room, words[place.first_block : place.first_block + place.blocks]))
+        return found
+
+
+class _Threaded:
+    """Copies on a thread."""
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier = copier
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="copies")
+        self._under_way: Future[None] | None = None
+
+    def ready(self) -> None:
+        """At once."""
+
+    def begin(self, slot: int, copy: Copy, shard: Shard) -> None:
+        self._under_way = self._pool.submit(self._copy, slot, copy, self.copier.parts(slot, shard))
+
+    def _copy(self, slot: int, copy: Copy, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+        began = time.monotonic()
+        with torch.no_grad():
+            for value, room, words in parts:
+                room.copy_(value)
+                words.copy_(digests(value))
+        self.copier.region.finish(slot, copy, self.copier.bytes)
+        self.copier.seconds = time.monotonic() - began
+
+    def settle(self) -> None:
+        if self._under_way is None:
+            return
+        try:
+            self._under_way.result()
+        except Exception:  # the end of a thread: the step needs no copy
+            traceback.print_exc()
+            self.copier.made = None
+        self._under_way = None
+
+    wait = settle
+
+
+class _Streamed:
+    """Copies on a stream of their own, to memory that is pinned."""
+
+    def __init__(self, copier: Copier, device: torch.device) -> None:
+        self.copier, self.device = copier, device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._header = torch.zeros(len(SLOT), dtype=torch.int64, device=device)
+        self._under_way = False
+        self._pinning = threading.Thread(target=self._pin, name="pin", daemon=True)
+        self._pinning.start()
+
+    def _pin(self) -> None:
+        """Once: headers and digests with the first slot, then slot by slot.  Copies to memory that is not pinned hold up the host."""
+        began, region, start = time.monotonic(), self.copier.region, 0
+        for slot in range(region.slots):
+            end = region.data_at(slot) + region.slot_bytes
+            code = torch.cuda.cudart().cudaHostRegister(self.copier.memory[start:end].data_ptr(), end - start, 0)  # type: ignore[no-untyped-call]
+            if int(code):
+                print(
+                    f"only {slot} of {region.slots} slots are pinned, copies to others are slow: cudaHostRegister said {code}",
+                    flush=True,
+                )
+                return
+            start = region.data_at(slot + 1)
+        print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
+
+    def ready(self) -> None:
+        self._pinning.join()
+
+    def begin(self, slot: int, copy: Copy, shard: Shard) -> None:
+        words = torch.frombuffer(self.copier.region.header(slot), dtype=torch.int64)
+        complete, *others = fields_of(copy, self.copier.bytes)
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            self._first.record()
+            for value, room, sums in self.copier.parts(slot, shard):
+                room.copy_(value, non_blocking=True)
+                sums.copy_(digests(value), non_blocking=True)
+            for field, number in enumerate((0, *others)):
+                self._header[field].fill_(number)
+            words.copy_(self._header, non_blocking=True)
+            self._header[0].fill_(complete)
+            words[:1].copy_(self._header[:1], non_blocking=True)
+            self._last.record()
+        self._under_way = True
+
+    def settle(self) -> None:
+        if self._under_way:
+            torch.cuda.current_stream(self.device).wait_event(self._last)
+
+    def wait(self) -> None:
+        if self._under_way:
+            self._last.synchronize()
+            self.copier.seconds = self._first.elapsed_time(self._last) / 1e3
+            self._under_way = False

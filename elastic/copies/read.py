@@ -1,0 +1,161 @@
+"""Healing from host memory: the slices that the plan takes from keepers, each checked by its digests where it arrives.
+
+A copy on this node is read where it lies; one on another node comes over a direct socket.  Both are read in whole blocks, since a digest
+is that of a block.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from elastic.control.copying import Copy
+from elastic.copies.digest import digests
+from elastic.copies.region import BLOCK, WORD, Frame, Region, frame
+from elastic.copies.stock import request
+from elastic.copies.wire import Wire
+from elastic.errors import CopyLost, StateMissing, WireError
+from elastic.ids import WorkerId
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding, Move
+from elastic.train.state import Shard
+from storage.slices import Slice, Tensor, nbytes, shard_slice
+
+
+@dataclass(frozen=True)
+class Range:
+    """Whole blocks of a slot around the bytes of ``slice``: ``skip`` of them come before it."""
+
+    tensor: Tensor
+    slice: Slice
+    offset: int
+    bytes: int
+    block: int
+    blocks: int
+    skip: int
+
+
+Chunk = tuple[Range, torch.Tensor, torch.Tensor]
+"""What was asked for, int64 [blocks] of digests, uint8 [bytes]; on the host."""
+
+
+@torch.no_grad()
+def read(shard: Shard, tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move], secret: bytes) -> int:
+    """Fill the parts of ``shard`` that ``moves`` take from keepers; returns the bytes used.  Raises :class:`CopyLost`."""
+    by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
+    here = plan.nodes[plan.world_rank(worker)]
+
+    @cache
+    def frame_of(count: int, index: int) -> Frame:
+        return frame(tensors, count, index)
+
+    wanted: dict[Holding, list[Range]] = defaultdict(list)
+    for move in moves:
+        if move.keeper and move.destination == worker and move.slice.count:
+            tensor = by_name[move.slice.kind, move.slice.name]
+            holding = _holding(plan, move, tensor)
+            wanted[holding].append(_range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index)))
+    addresses, used = dict(plan.hosts), 0
+    for holding, ranges in sorted(wanted.items(), key=lambda each: (each[0].keeper, each[0].worker, each[0].shard_index)):
+        try:
+            wire = Wire.connect(addresses[holding.keeper], secret)
+        except WireError as error:
+            raise CopyLost(f"the copy of {holding.worker} on node {holding.keeper[:8]} cannot be had: {error}", holding.keeper) from error
+        try:
+            chunks = _local(wire, holding, ranges) if holding.keeper == here else _remote(wire, holding, ranges)
+            used += _fill(shard, holding, chunks)
+        except _Spoilt as error:
+            wire.send(_request("spoilt", holding))
+            wire.head()
+            raise CopyLost(str(error), holding.keeper) from None
+        except (WireError, StateMissing, OSError) as error:
+            raise CopyLost(f"the copy of {holding.worker} on node {holding.keeper[:8]} was lost: {error}", holding.keeper) from error
+        finally:
+            wire.close()
+    return used
+
+
+class _Spoilt(Exception):
+    """Bytes that have not their digest."""
+
+
+def _fill(shard: Shard, holding: Holding, chunks: Iterator[Chunk]) -> int:
+    used, wrong = 0, None
+    for part, sums, raw in chunks:
+        room = shard.part(part.tensor, part.slice)
+        here = raw.to(room.device)
+        differs = (digests(here) != sums.to(room.device)).any()
+        wrong = differs if wrong is None else wrong | differs
+        size = nbytes(part.tensor, part.slice)
+        room.copy_(here[part.skip : part.skip + size].view(room.dtype).view(room.shape))
+        used += size
+    if wrong is not None and bool(wrong):
+        raise _Spoilt(f"the copy of {holding.worker} on node {holding.keeper[:8]} at {holding.version} is damaged: its digests differ")
+    return used
+
+
+def _local(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Iterator[Chunk]:
+    """From the keeper's own memory, which is this node's."""
+    wire.send(_request("where", holding))
+    answer = wire.head()
+    if answer["descriptor"] < 0:
+        raise StateMissing("it is not there any more")
+    region = Region.of_process(answer["pid"], answer["descriptor"])
+    slot = region.find(_copy(holding))
+    if slot is None:
+        raise StateMissing("it was overwritten")
+    data = torch.frombuffer(region.data(slot), dtype=torch.uint8)
+    sums = torch.frombuffer(region.digests(slot), dtype=torch.int64)
+    try:
+        for part in ranges:
+            yield part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]
+        if region.find(_copy(holding)) != slot:
+            raise StateMissing("it was overwritten meanwhile")
+    finally:
+        del data, sums
+        region.close()
+
+
+def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Iterator[Chunk]:
+    """Over the wire, in order."""
+    wire.send(_request("read", holding) | {"ranges": [[part.offset, part.bytes, part.block, part.blocks] for part in ranges]})
+    if not wire.head()["found"]:
+        raise StateMissing("it is not there any more")
+    for part in ranges:
+        sums, raw = wire.receive(part.blocks * WORD), wire.receive(part.bytes)
+        yield part, torch.frombuffer(sums, dtype=torch.int64), torch.frombuffer(raw, dtype=torch.uint8)
+    if not wire.head()["still"]:
+        raise StateMissing("it was overwritten meanwhile")
+
+
+def _request(ask: str, holding: Holding) -> dict[str, Any]:
+    return {"ask": ask} | request(holding.worker, _copy(holding))
+
+
+def _copy(holding: Holding) -> Copy:
+    return Copy(holding.version, holding.shard_count, holding.shard_index)
+
+
+def _holding(plan: Plan, move: Move, tensor: Tensor) -> Holding:
+    """Which copy of the source's has the slice: it may have left two, of two layouts."""
+    for holding in plan.holders:
+        if (holding.keeper, holding.worker) == (move.keeper, move.source):
+            held = shard_slice(tensor, holding.shard_count, holding.shard_index)
+            if held == move.slice or held.intersect(move.slice) == move.slice:
+                return holding
+    raise StateMissing(f"the plan takes {move.slice} from the copy of {move.source}, which does not hold it")
+
+
+def _range(tensor: Tensor, part: Slice, holding: Holding, shape: Frame) -> Range:
+    place, held = shape.places[tensor], shard_slice(tensor, holding.shard_count, holding.shard_index)
+    before = 0
+    if part != held:
+        before = (part.start[0] - held.start[0]) * (place.bytes // (held.stop[0] - held.start[0]))
+    first, last = before // BLOCK, -(-(before + nbytes(tensor, part)) // BLOCK)
+    begin, end = first * BLOCK, min(last * BLOCK, place.bytes)
+    return Range(tensor, part, place.offset + begin, end - begin, place.first_block + first, last - first, before - begin)

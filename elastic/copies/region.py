@@ -1,0 +1,185 @@
+"""The memory of one worker's copies: a few slots, each of which holds one version of its shard complete, or nothing.
+
+An anonymous file (memfd) that the worker makes and its keeper opens too, as ``/proc/<pid>/fd/<n>``: the bytes outlive the worker, and
+nothing is left on the node when both are gone.  A slot is empty while it is written: its header is marked first and last.  Each block
+of a slot has a digest, so that what is read back, torn by a death or bent on its way, is never taken for state.
+
+    header | a header for each slot | digests of each slot | slots, page by page
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic.control.copying import Copy
+from elastic.errors import StateMissing
+from storage.slices import Tensor, Version, nbytes, shard_slice
+
+MAGIC = 0x656C6173746963
+PAGE = mmap.PAGESIZE
+ALIGNED = 64
+VERSIONS = ("send", "buddied", "safe")
+"""``send``: what the keeper is to bring to its buddy; ``buddied``: what is complete there, as the keeper says; ``safe``: what is complete
+at every member's buddy."""
+BLOCK = 2**18
+"""Bytes of one digest."""
+HEADER = ("magic", "slots", "slot_bytes", "slot_blocks", *(f"{name}_{part}" for name in VERSIONS for part in ("step", "generation")))
+SLOT = ("complete", "step", "generation", "count", "index", "bytes")
+WORD = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's part of a shard lies in a slot, and which digests are its: one for every ``BLOCK`` bytes of it."""
+
+    offset: int
+    bytes: int
+    first_block: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.bytes // BLOCK)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How shard ``index`` of ``count`` lies in a slot: the same for whoever works it out."""
+
+    places: dict[Tensor, Place]
+    bytes: int
+    blocks: int
+
+
+def frame(tensors: Iterable[Tensor], count: int, index: int) -> Frame:
+    """In the order of ``tensors``, each aligned."""
+    places, end, blocks = {}, 0, 0
+    for tensor in tensors:
+        place = Place(end, nbytes(tensor, shard_slice(tensor, count, index)), blocks)
+        places[tensor] = place
+        blocks += place.blocks
+        end += -(-place.bytes // ALIGNED) * ALIGNED
+    return Frame(places, end, blocks)
+
+
+class Region:
+    """One worker's slots.  One writer a word, so nothing is locked; whoever reads a slot looks at its header before and after."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Takes over the descriptor.  Raises :class:`StateMissing` for something else than a region."""
+        self.descriptor = descriptor
+        size = os.fstat(descriptor).st_size
+        if size < PAGE:
+            raise StateMissing("what should be a region of host copies is no memory of any")
+        self._map = mmap.mmap(descriptor, size)
+        self.memory = memoryview(self._map)
+        self._words = self.memory[:PAGE].cast("q")
+        if self["magic"] != MAGIC or size != _size(self["slots"], self["slot_bytes"], self["slot_blocks"]):
+            raise StateMissing("this is no region of host copies, or one of another version of Elastic")
+        self.slots, self.slot_bytes, self.slot_blocks = self["slots"], self["slot_bytes"], self["slot_blocks"]
+
+    @classmethod
+    def create(cls, slots: int, slot_bytes: int, slot_blocks: int) -> Region:
+        """Slots for ``slot_bytes`` with ``slot_blocks`` digests each.  Memory is taken as it is written."""
+        descriptor = os.memfd_create("elastic-copies", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks))
+        with mmap.mmap(descriptor, PAGE) as first:
+            words = memoryview(first).cast("q")
+            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, *[-1] * 2 * len(VERSIONS))).cast("q")
+            words.release()
+        return cls(descriptor)
+
+    @classmethod
+    def of_process(cls, pid: int, descriptor: int) -> Region:
+        """The region that process ``pid`` of this machine has open as ``descriptor``."""
+        return cls(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+
+    def __getitem__(self, field: str) -> int:
+        return self._words[HEADER.index(field)]
+
+    def __setitem__(self, field: str, value: int) -> None:
+        self._words[HEADER.index(field)] = value
+
+    def version(self, field: str) -> Version | None:
+        """One of :data:`VERSIONS`."""
+        step = self[f"{field}_step"]
+        return Version(step, self[f"{field}_generation"]) if step >= 0 else None
+
+    def set_version(self, field: str, version: Version) -> None:
+        """The step last: until then nobody takes the two words for a version."""
+        self[f"{field}_step"] = -1
+        self[f"{field}_generation"] = version.generation
+        self[f"{field}_step"] = version.step
+
+    def header(self, slot: int) -> memoryview:
+        """The words of :data:`SLOT`."""
+        first = len(HEADER) + slot * len(SLOT)
+        return self._words[first : first + len(SLOT)]
+
+    def held(self, slot: int) -> Copy | None:
+        """What the slot holds complete."""
+        complete, step, generation, count, index, _ = self.header(slot)
+        return Copy(Version(step, generation), count, index) if complete else None
+
+    def all_held(self) -> list[Copy | None]:
+        """By slot."""
+        return [self.held(slot) for slot in range(self.slots)]
+
+    def find(self, copy: Copy) -> int | None:
+        """The slot that holds it complete."""
+        return next((slot for slot, held in enumerate(self.all_held()) if held == copy), None)
+
+    def filled(self, slot: int) -> int:
+        """Bytes of what it holds."""
+        return self.header(slot)[SLOT.index("bytes")]
+
+    def begin(self, slot: int) -> None:
+        """From now on the slot holds nothing."""
+        self.header(slot)[0] = 0
+
+    def finish(self, slot: int, copy: Copy, size: int) -> None:
+        """It holds ``copy``, ``size`` bytes."""
+        words = self.header(slot)
+        words[1:] = memoryview(_packed(*fields_of(copy, size)[1:])).cast("q")
+        words[0] = 1
+
+    def digests(self, slot: int) -> memoryview:
+        """Of the blocks of its tensors, in the order of its frame."""
+        first = PAGE + slot * _pages(self.slot_blocks * WORD)
+        return self.memory[first : first + self.slot_blocks * WORD].cast("q")
+
+    def data_at(self, slot: int) -> int:
+        """Where the slot's bytes begin in ``memory``."""
+        return PAGE + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
+
+    def data(self, slot: int) -> memoryview:
+        first = self.data_at(slot)
+        return self.memory[first : first + self.slot_bytes]
+
+    def close(self) -> None:
+        """Memory that somebody still looks at goes when they do."""
+        with contextlib.suppress(BufferError):
+            self._words.release()
+            self.memory.release()
+            self._map.close()
+        os.close(self.descriptor)
+
+
+def fields_of(copy: Copy, size: int) -> tuple[int, ...]:
+    """Of a slot that holds ``copy`` complete."""
+    return 1, copy.version.step, copy.version.generation, copy.count, copy.index, size
+
+
+def _packed(*words: int) -> bytes:
+    return b"".join(word.to_bytes(WORD, "little", signed=True) for word in words)
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _size(slots: int, slot_bytes: int, slot_blocks: int) -> int:
+    return PAGE + slots * (_pages(slot_blocks * WORD) + _pages(slot_bytes))

@@ -1,0 +1,206 @@
+"""What a keeper holds: the regions of its node's workers, dead or alive, and copies of others' that it keeps as their buddy.
+
+Its listener hands out slots to those who heal and takes what other keepers bring; one thread brings this node's copies to the buddy.
+Nobody here looks into the bytes: who reads them checks their digests.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+from elastic.control.copying import Copy
+from elastic.copies.region import Region
+from elastic.copies.wire import Listener, Wire
+from elastic.errors import WireError
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.transfer import Holding
+
+BUDDY_SLOTS = 2
+POLL_S = 0.02
+RETRY_S = 1.0
+
+
+class Stock:
+    """Thread-safe.  ``address``: where its listener is; ``host``: the address of the node that others reach."""
+
+    def __init__(self, node: NodeId, host: str, secret: bytes) -> None:
+        self.node, self.secret = node, secret
+        self._lock = threading.Lock()
+        self._own: dict[WorkerId, Region] = {}
+        self._dead: set[WorkerId] = set()
+        self._others: dict[WorkerId, Region] = {}
+        """Copies of the shards of other nodes' workers."""
+        self._buddy = ""
+        """Its address."""
+        self._listener = Listener(host, secret, self._serve)
+        self.address = self._listener.address
+        threading.Thread(target=self._bring, name="buddy", daemon=True).start()
+
+    def adopt(self, worker: WorkerId, pid: int, descriptor: int) -> None:
+        """The worker lives, and this is its region.  Raises :class:`StateMissing` or OSError where it cannot be opened."""
+        region = Region.of_process(pid, descriptor)
+        with self._lock:
+            self._own[worker] = region
+            self._dead.discard(worker)
+
+    def ended(self, worker: WorkerId) -> None:
+        with self._lock:
+            if worker in self._own:
+                self._dead.add(worker)
+
+    def held(self) -> tuple[Holding, ...]:
+        """Every slot that is complete."""
+        with self._lock:
+            regions = [*self._own.items(), *self._others.items()]
+            copies = {(worker, copy) for worker, region in regions for copy in region.all_held() if copy}
+        found = (Holding(worker, copy.version, copy.count, copy.index, self.node) for worker, copy in copies)
+        return tuple(sorted(found, key=lambda each: (each.worker, each.version, each.shard_count, each.shard_index)))
+
+    def release(self, copied: Version, buddied: Version) -> None:
+        """Versions up to ``copied`` are complete on all keepers of the present world, up to ``buddied`` at their buddies too."""
+        with self._lock:
+            for worker in sorted(self._dead):
+                if not any(copy and copy.age >= min(_age(copied), _age(buddied)) for copy in self._own[worker].all_held()):
+                    self._own.pop(worker).close()
+                    self._dead.remove(worker)
+            for worker in sorted(self._others):
+                if not any(copy and copy.age >= _age(buddied) for copy in self._others[worker].all_held()):
+                    self._others.pop(worker).close()
+
+    def pair(self, buddy: str) -> None:
+        """Bring the copies that workers mark to the keeper at ``buddy``; "" for none."""
+        self._buddy = buddy
+
+    def close(self) -> None:
+        self._listener.close()
+        self._buddy = ""
+        with self._lock:
+            for region in (*self._own.values(), *self._others.values()):
+                region.close()
+            self._own, self._others = {}, {}
+
+    # ---- answers
+
+    def _serve(self, wire: Wire, head: dict[str, Any]) -> None:
+        worker = WorkerId(head["worker"])
+        match head["ask"]:
+            case "where":
+                region = self._find(worker, head)
+                wire.send({"pid": os.getpid(), "descriptor": region.descriptor if region else -1})
+            case "read":
+                self._read(wire, worker, head)
+            case "spoilt":
+                self._spoilt(worker, head)
+                wire.send({})
+            case "bring":
+                self._take(wire, worker, head)
+
+    def _find(self, worker: WorkerId, head: dict[str, Any]) -> Region | None:
+        wanted = _wanted(head)
+        with self._lock:
+            there = [regions[worker] for regions in (self._own, self._others) if worker in regions]
+        return next((region for region in there if region.find(wanted) is not None), None)
+
+    def _read(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
+        """For each range its digests, then its bytes; at the end, whether the slot still holds what it held."""
+        region = self._find(worker, head)
+        slot = region.find(_wanted(head)) if region else None
+        wire.send({"found": slot is not None})
+        if region is None or slot is None:
+            return
+        digests, data = region.digests(slot), region.data(slot)
+        for offset, size, block, blocks in head["ranges"]:
+            wire.send_raw([digests[block : block + blocks].cast("B"), data[offset : offset + size]])
+        wire.send({"still": region.find(_wanted(head)) == slot})
+
+    def _spoilt(self, worker: WorkerId, head: dict[str, Any]) -> None:
+        """Somebody read bytes that have not their digest: the slot holds nothing any more."""
+        region = self._find(worker, head)
+        slot = region.find(_wanted(head)) if region else None
+        if region is not None and slot is not None:
+            print(f"keeper of {self.node[:8]}: the copy of {worker} at {_wanted(head).version} is damaged", flush=True)
+            region.begin(slot)
+
+    def _take(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
+        """A copy that another keeper brings, into the slot that is not the newest one complete at all buddies."""
+        copy, safe = _wanted(head), Version(*head["safe"])
+        with self._lock:
+            region = self._others.get(worker)
+            if region is None or (region.slot_bytes, region.slot_blocks) != (head["slot_bytes"], head["slot_blocks"]):
+                region = self._others[worker] = Region.create(BUDDY_SLOTS, head["slot_bytes"], head["slot_blocks"])
+        slot = min(range(region.slots), key=lambda each: _worth(region.held(each), safe))
+        region.begin(slot)
+        wire.receive_into(region.digests(slot)[: head["blocks"]].cast("B"))
+        wire.receive_into(region.data(slot)[: head["bytes"]])
+        if complete := bool(wire.head()["still"]):
+            region.finish(slot, copy, head["bytes"])
+        wire.send({"taken": complete})
+
+    # ---- to the buddy
+
+    def _bring(self) -> None:
+        """One copy after the other, the oldest version first."""
+        wire: Wire | None = None
+        there = ""
+        while True:
+            buddy, due = self._buddy, self._due()
+            if not buddy or due is None:
+                time.sleep(POLL_S)
+                continue
+            try:
+                if wire is None or there != buddy:
+                    there, wire = buddy, Wire.connect(buddy, self.secret)
+                self._send(wire, *due)
+            except WireError as error:
+                print(f"keeper of {self.node[:8]}: no copy reaches the buddy at {there}: {error}", flush=True)
+                wire = None
+                time.sleep(RETRY_S)
+
+    def _due(self) -> tuple[WorkerId, Region, int] | None:
+        """What is to be brought next: what a living worker has marked, once it is complete here and while its buddy lacks it."""
+        with self._lock:
+            living = [(worker, region) for worker, region in self._own.items() if worker not in self._dead]
+        found = []
+        for worker, region in living:
+            marked = region.version("send")
+            if marked is not None and marked != region.version("buddied"):
+                found += [
+                    (copy.age, slot, worker, region) for slot, copy in enumerate(region.all_held()) if copy and copy.version == marked
+                ]
+        if not found:
+            return None
+        _, slot, worker, region = min(found, key=lambda each: each[:2])
+        return worker, region, slot
+
+    def _send(self, wire: Wire, worker: WorkerId, region: Region, slot: int) -> None:
+        copy, size, blocks = region.held(slot), region.filled(slot), region.slot_blocks
+        if copy is None:  # overwritten meanwhile
+            return
+        safe = region.version("safe") or Version(-1, -1)
+        head = {"ask": "bring", "bytes": size, "blocks": blocks, "slot_bytes": region.slot_bytes, "slot_blocks": blocks}
+        head |= {"safe": [safe.step, safe.generation]} | request(worker, copy)
+        wire.send(head, [region.digests(slot).cast("B"), region.data(slot)[:size]])
+        wire.send({"still": region.held(slot) == copy})
+        if wire.head()["taken"]:
+            region.set_version("buddied", copy.version)
+
+
+def request(worker: WorkerId, copy: Copy) -> dict[str, Any]:
+    """Which copy is meant, as it goes over the wire."""
+    return {"worker": worker, "step": copy.version.step, "generation": copy.version.generation, "count": copy.count, "index": copy.index}
+
+
+def _wanted(head: dict[str, Any]) -> Copy:
+    return Copy(Version(head["step"], head["generation"]), head["count"], head["index"])
+
+
+def _age(version: Version) -> tuple[int, int]:
+    return version.generation, version.step
+
+
+def _worth(copy: Copy | None, safe: Version) -> tuple[bool, bool, tuple[int, int]]:
+    """Of two slots the one that is worth less is overwritten."""
+    return (copy is not None and copy.version == safe, copy is not None, copy.age if copy else (-1, -1))

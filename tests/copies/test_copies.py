@@ -1,0 +1,252 @@
+"""A shard's way: from the device into a slot, to a buddy, and into the shards of a world of another size; nothing that is bent is taken."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from elastic.control.commit import Outcome
+from elastic.control.copying import Copy
+from elastic.copies.copier import Copier
+from elastic.copies.digest import digests
+from elastic.copies.read import read
+from elastic.copies.region import BLOCK, Region, frame
+from elastic.copies.stock import Stock
+from elastic.errors import CopyLost
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding, moves
+from elastic.train.state import DTYPES, Shard
+from storage.slices import Tensor, shard_slice
+
+SECRET = b"k" * 32
+TENSORS = (
+    Tensor("w", "parameter", "F32", (10, BLOCK // 8)),
+    Tensor("w", "moment.exp_avg", "F32", (10, BLOCK // 8)),
+    Tensor("b", "parameter", "BF16", (7, 3)),
+    Tensor("few", "parameter", "F32", (2, 5)),
+    Tensor("seen", "buffer", "I64", (4,)),
+    Tensor("updates", "scalar", "F32", ()),
+)
+AT = Version(4, 2)
+
+
+def truth(version: Version) -> dict[Tensor, torch.Tensor]:
+    """The whole state at ``version``: other bits for each."""
+    generator = torch.Generator().manual_seed(version.step * 1000 + version.generation)
+    return {
+        tensor: torch.randint(0, 10_000, tensor.shape, generator=generator).to(DTYPES[tensor.dtype]) / (1 if tensor.dtype == "I64" else 7)
+        for tensor in TENSORS
+    }
+
+
+def shard_of(version: Version, count: int, index: int) -> Shard:
+    values = {}
+    for tensor, value in truth(version).items():
+        part = shard_slice(tensor, count, index)
+        cut = value[part.start[0] : part.stop[0]] if tensor.shape else value
+        values[tensor.kind, tensor.name] = cut.to(DTYPES[tensor.dtype]).clone()
+    return Shard(version, count, index, values)
+
+
+def empty(version: Version, count: int, index: int) -> Shard:
+    shard = shard_of(version, count, index)
+    return Shard(version, count, index, {key: torch.full_like(value, -1) for key, value in shard.values.items()})
+
+
+def equal(one: Shard, other: Shard) -> bool:
+    return all(torch.equal(one.values[key], other.values[key]) for key in one.values)
+
+
+def outcome(step: int, copied: int = -1, buddied: int = -1) -> Outcome:
+    return Outcome(step, AT.generation, 1.0, (1.0,), (1,), ((0,),), True, copied_through=copied, buddied_through=buddied)
+
+
+@dataclass
+class Node:
+    name: NodeId
+    stock: Stock
+    workers: dict[WorkerId, Copier]
+
+
+@contextmanager
+def cluster(layout: Layout, per_node: int, slots: int = 2) -> Iterator[tuple[Plan, list[Node]]]:
+    """Workers w0 … with their regions, so many a node, all at the state AT."""
+    members = tuple(WorkerId(f"w{rank}") for rank in range(layout.world))
+    nodes = [NodeId(f"node{rank // per_node}") for rank in range(layout.world)]
+    plan = Plan(1, AT.generation, layout, members, AT, "init", (), nodes[0], tuple(nodes), copy_every=1)
+    largest = frame(TENSORS, 1, 0)
+    with ExitStack() as stack:
+        found = {name: Node(name, Stock(name, "127.0.0.1", SECRET), {}) for name in dict.fromkeys(nodes)}
+        for rank, member in enumerate(members):
+            region = Region.create(slots, largest.bytes, largest.blocks)
+            node = found[nodes[rank]]
+            node.workers[member] = Copier(region, TENSORS, torch.device("cpu"))
+            node.stock.adopt(member, os.getpid(), region.descriptor)
+        for node in found.values():
+            stack.callback(node.stock.close)
+        yield plan, list(found.values())
+
+
+def enter(plan: Plan, nodes: Sequence[Node]) -> None:
+    """Every worker copies its shard of AT."""
+    for node in nodes:
+        for worker, copier in node.workers.items():
+            rank = plan.world_rank(worker)
+            copier.enter(plan, worker, shard_of(AT, plan.layout.dp_shard, plan.layout.coordinates(rank)[1]))
+            assert copier.settle() == (AT.step, -1)
+
+
+def later(
+    plan: Plan, layout: Layout, survivors: Sequence[tuple[WorkerId, NodeId]], nodes: Sequence[Node], holders: Sequence[Holding]
+) -> Plan:
+    members, homes = zip(*survivors, strict=True)
+    hosts = tuple((node.name, node.stock.address) for node in nodes)
+    new = replace(plan, generation=3, layout=layout, members=members, nodes=places, tier="host", holders=tuple(holders), hosts=hosts)
+    return replace(new, version=holders[0].version)
+
+
+def heal(plan: Plan, worker: WorkerId) -> tuple[Shard, int]:
+    index = plan.layout.coordinates(plan.world_rank(worker))[1]
+    shard = empty(plan.version, plan.layout.dp_shard, index)
+    todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
+    return shard, read(shard, TENSORS, plan, worker, todo, SECRET)
+
+
+@pytest.mark.parametrize("new", [Layout(1, 1), Layout(1, 3), Layout(2, 2), Layout(1, 4)], ids=str)
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_any_world_is_filled_from_copies_alone(new: Layout, per_node: int) -> None:
+    """1×4 on one, two or four nodes; everybody died, newcomers read from their own node's memory and over sockets."""
+    with cluster(Layout(1, 4), per_node) as (plan, nodes):
+        enter(plan, nodes)
+        held = [holding for node in nodes for holding in node.stock.held()]
+        assert sorted((each.worker, each.shard_index) for each in held) == [(f"w{i}", i) for i in range(4)]
+        homes = [(WorkerId(f"n{i}"), nodes[i % len(nodes)].name) for i in range(new.world)]
+        there = later(plan, new, homes, nodes, held)
+        for rank, (worker, _) in enumerate(homes):
+            shard, used = heal(there, worker)
+            right = shard_of(AT, new.dp_shard, new.coordinates(rank)[1])
+            assert equal(shard, right) and used == sum(value.nbytes for value in right.values.values())
+
+
+def test_two_versions_are_there_and_the_older_one_is_read_when_it_is_wanted() -> None:
+    with cluster(Layout(1, 2), 2) as (plan, nodes):
+        enter(plan, nodes)
+        for worker, copier in nodes[0].workers.items():
+            copier.committed(outcome(5, copied=4), shard_of(Version(5, 2), 2, plan.world_rank(worker)))
+            assert copier.settle() == (5, -1)
+        held = nodes[0].stock.held()
+        assert sorted({each.version.step for each in held}) == [4, 5] and len(held) == 4
+        for version in (AT, Version(5, 2)):
+            there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for each in held if each.version == version])
+            assert equal(heal(there, WorkerId("n"))[0], shard_of(version, 1, 0))
+
+
+def test_a_copy_that_is_not_complete_everywhere_is_never_the_only_one() -> None:
+    """The next version is begun only when all have the one before: so of two slots one is always that."""
+    with cluster(Layout(1, 1), 1) as (plan, nodes):
+        enter(plan, nodes)
+        copier, region = nodes[0].workers[WorkerId("w0")], nodes[0].workers[WorkerId("w0")].region
+        copier.committed(outcome(5, copied=-1), shard_of(Version(5, 2), 1, 0))
+        assert copier.settle()[0] == 4, "somebody else has not finished"
+        copier.committed(outcome(6, copied=4), shard_of(Version(6, 2), 1, 0))
+        copier.committed(outcome(7, copied=4), shard_of(Version(7, 2), 1, 0))
+        assert copier.settle()[0] == 6 and {copy.version.step for copy in region.all_held() if copy} == {4, 6}
+        copier.committed(outcome(8, copied=6), shard_of(Version(8, 2), 1, 0))
+        copier.settle()
+        assert {copy.version.step for copy in region.all_held() if copy} == {6, 8}
+
+
+@pytest.mark.parametrize("where", ["here", "remote"])
+def test_a_bent_byte_is_noticed_and_the_copy_counts_no_more(where: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with cluster(Layout(1, 2), 1) as (plan, nodes):
+        enter(plan, nodes)
+        holders = [holding for node in nodes for holding in node.stock.held()]
+        home = nodes[1].name if where == "here" else nodes[0].name
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), home)], nodes, holders)
+        assert equal(heal(there, WorkerId("n"))[0], shard_of(AT, 1, 0)), "the control"
+        region = nodes[1].workers[WorkerId("w1")].region
+        slot = region.find(Copy(AT, 2, 1))
+        assert slot is not None
+        region.data(slot)[BLOCK + 100] ^= 1
+        with pytest.raises(CopyLost, match="digests differ") as lost:
+            heal(there, WorkerId("n"))
+        assert lost.value.keeper == nodes[1].name and nodes[1].stock.held() == () and len(nodes[0].stock.held()) == 1
+        assert "the copy of w1 at step 4 of generation 2 is damaged" in capfd.readouterr().out
+
+
+def test_a_copy_that_is_overwritten_or_gone_is_an_error_that_names_its_keeper() -> None:
+    with cluster(Layout(1, 2), 1) as (plan, nodes):
+        enter(plan, nodes)
+        holders = [holding for node in nodes for holding in node.stock.held()]
+        for home in (nodes[0].name, nodes[1].name):
+            there = later(plan, Layout(1, 1), [(WorkerId("n"), home)], nodes, [replace(each, version=Version(9, 2)) for each in holders])
+            with pytest.raises(CopyLost, match="not there any more"):
+                heal(there, WorkerId("n"))
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, holders)
+        nodes[1].stock.close()
+        with pytest.raises(CopyLost, match=r"the copy of w1 on node node1") as lost:
+            heal(there, WorkerId("n"))
+        assert lost.value.keeper == "node1"
+
+
+def test_a_buddy_has_what_its_node_lost() -> None:
+    """Two nodes, each the other's buddy; one is gone, with its copies and with those it kept for the other."""
+    with cluster(Layout(1, 2), 1, slots=4) as (plan, nodes):
+        plan = replace(plan, buddy_every=1)
+        for one, other in ((0, 1), (1, 0)):
+            nodes[one].stock.pair(nodes[other].stock.address)
+        enter(plan, nodes)
+        copiers = [nodes[rank].workers[WorkerId(f"w{rank}")] for rank in range(2)]
+        await_buddied(copiers, AT.step)
+        for step in range(5, 9):
+            for rank, copier in enumerate(copiers):
+                copier.committed(outcome(step, copied=step - 1, buddied=step - 1), shard_of(Version(step, 2), 2, rank))
+            await_buddied(copiers, step)
+        assert {each.version.step for each in nodes[1].stock.held() if each.worker == "w0"} == {7, 8}
+        for lost, left in ((0, 1), (1, 0)):
+            holders = [each for each in nodes[left].stock.held() if each.version == Version(8, 2)]
+            assert {(each.worker, each.shard_index) for each in holders} == {("w0", 0), ("w1", 1)}, f"node {lost} is gone"
+            there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[left].name)], [nodes[left]], holders)
+            assert equal(heal(there, WorkerId("n"))[0], shard_of(Version(8, 2), 1, 0))
+        nodes[1].stock.release(Version(8, 2), Version(8, 2))
+        assert {each.version.step for each in nodes[1].stock.held() if each.worker == "w0"} == {7, 8}, "the newest is what it is kept for"
+        nodes[1].stock.release(Version(1, 3), Version(1, 3))
+        assert {each.worker for each in nodes[1].stock.held()} == {"w1"}
+
+
+def await_buddied(copiers: Sequence[Copier], step: int) -> None:
+    deadline = time.monotonic() + 10
+    while any(copier.settle() != (step, step) for copier in copiers):
+        assert time.monotonic() < deadline, [copier.settle() for copier in copiers]
+        time.sleep(0.01)
+
+
+def test_what_a_dead_worker_left_stays_until_it_is_released() -> None:
+    with cluster(Layout(1, 2), 2) as (plan, nodes):
+        enter(plan, nodes)
+        stock = nodes[0].stock
+        stock.ended(WorkerId("w1"))
+        stock.release(AT, AT)
+        assert {each.worker for each in stock.held()} == {"w0", "w1"}, "of this very version"
+        stock.release(Version(0, 3), Version(0, 3))
+        assert {each.worker for each in stock.held()} == {"w0"}, "the living keep theirs"
+
+
+def test_digests_are_of_blocks_and_see_every_byte() -> None:
+    data = torch.arange(3 * BLOCK + 10, dtype=torch.int64).to(torch.uint8)
+    whole = digests(data)
+    assert len(whole) == 4
+    for at, block in ((0, 0), (BLOCK - 1, 0), (BLOCK, 1), (3 * BLOCK + 9, 3)):
+        bent = data.clone()
+        bent[at] += 1
+        assert [bool(x) for x in digests(bent) != whole] == [i == block for i in range(4)]
+    assert torch.equal(digests(data[BLOCK : 2 * BLOCK]), whole[1:2]) and len(digests(data[:0])) == 0
+    assert torch.equal(digests(data.view(torch.int16)), whole), "whatever the type"

@@ -1,0 +1,88 @@
+"""A region outlives its writer, and a slot holds a version complete or nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic.control.copying import Copy
+from elastic.copies.region import ALIGNED, BLOCK, Region, frame
+from elastic.errors import StateMissing
+from elastic.ids import Version
+from storage.slices import Tensor
+
+pytestmark = pytest.mark.fast
+
+HELD = Copy(Version(7, 2), 4, 3)
+WRITER = """
+import os, sys
+from elastic.control.copying import Copy
+from elastic.copies.region import Region
+from elastic.ids import Version
+region = Region.create(2, 5000, 1)
+region.data(1)[:] = bytes(range(250)) * 20
+region.digests(1)[0] = 42
+region.begin(1)
+if sys.argv[1] == "whole":
+    region.finish(1, Copy(Version(7, 2), 4, 3), 5000)
+print(region.descriptor, flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("how", ["whole", "torn"])
+def test_what_was_written_outlives_the_writer(how: str) -> None:
+    """Opened while it lived, read after its SIGKILL; a copy that was under way holds nothing."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    region = Region.of_process(writer.pid, int(writer.stdout.readline()))
+    writer.kill()
+    writer.communicate()
+    assert region.held(0) is None
+    assert region.held(1) == (HELD if how == "whole" else None)
+    assert bytes(region.data(1)) == bytes(range(250)) * 20 and region.digests(1)[0] == 42
+    assert region.find(HELD) == (1 if how == "whole" else None) and region.find(replace(HELD, index=2)) is None
+    region.close()
+
+
+def test_slots_do_not_touch_each_other() -> None:
+    region = Region.create(3, 10_000, 700)
+    for slot in range(3):
+        region.data(slot)[:] = bytes([slot + 1]) * 10_000
+        region.digests(slot)[:] = memoryview(bytes([slot + 1]) * 5600).cast("q")
+        region.finish(slot, Copy(Version(slot, 1), 1, 0), 10_000)
+    for slot in range(3):
+        assert bytes(region.data(slot)) == bytes([slot + 1]) * 10_000
+        assert bytes(region.digests(slot).cast("B")) == bytes([slot + 1]) * 5600
+        assert (region.held(slot), region.filled(slot)) == (Copy(Version(slot, 1), 1, 0), 10_000)
+    region.begin(1)
+    assert [region.held(slot) is None for slot in range(3)] == [False, True, False]
+    assert region.version("safe") is None
+    region.set_version("safe", Version(4, 2))
+    assert region.version("safe") == Version(4, 2) and region.version("buddied") is None
+    region.close()
+
+
+def test_what_is_no_region_is_refused(tmp_path: Path) -> None:
+    for size in (0, 100_000):
+        (tmp_path / "other").write_bytes(bytes(size))
+        with pytest.raises(StateMissing):
+            Region(os.open(tmp_path / "other", os.O_RDWR))
+
+
+def test_a_frame_has_every_byte_of_the_shard_once() -> None:
+    tensors = (Tensor("a", "parameter", "F32", (10, 3)), Tensor("b", "parameter", "BF16", (BLOCK, 5)), Tensor("n", "scalar", "F32", ()))
+    whole, shards = frame(tensors, 1, 0), [frame(tensors, 4, index) for index in range(4)]
+    for tensor in tensors[:2]:
+        assert sum(shard.places[tensor].bytes for shard in shards) == whole.places[tensor].bytes
+    assert all(shard.places[tensors[2]].bytes == 4 for shard in shards), "a scalar is whole in every shard"
+    for shape in (whole, *shards):
+        ends = [0, *(place.offset + place.bytes for place in shape.places.values())]
+        assert all(place.offset >= end and place.offset % ALIGNED == 0 for place, end in zip(shape.places.values(), ends, strict=False))
+        assert shape.bytes >= ends[-1] and shape.blocks == sum(place.blocks for place in shape.places.values())
+    assert whole.bytes >= max(shard.bytes for shard in shards) and whole.blocks >= shards[0].blocks

@@ -54,12 +54,9 @@ class WorldBroken(ElasticError):
 class CopyLost(WorldBroken):
     """What the plan takes from the copies of ``keeper`` cannot be had there; a later plan takes it elsewhere."""
 
-    def __init__(self, message: str, keeper: str) -> None:
+    def __init__(self, message: str, keeper: str = "") -> None:
         super().__init__(message)
         self.keeper = keeper
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.keeper)
 
 
 class FencedOff(ElasticError):

@@ -1,1 +1,1 @@
-"""A worker's shard in host memory: copied there while it steps, held by its keeper and a buddy's, read again by those who heal.  No Ray."""
+"""Copies in host memory that outlive their workers: where they lie, who holds them, how they travel.  No Ray."""

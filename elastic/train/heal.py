@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from elastic.copies.read import read
 from elastic.engine.world import World
 from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
 from elastic.imports import load
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Move, missing, moves
+from elastic.train.from_hosts import read
 from elastic.train.state import DTYPES, Shard, State
 from elastic.train.step import Session
 from storage.checkpoints import Checkpoints

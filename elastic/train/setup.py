@@ -15,7 +15,6 @@ import torch
 import elastic
 from elastic.control.builds import Build
 from elastic.control.copying import slots_for
-from elastic.copies.copier import Copier
 from elastic.copies.region import Region, frame
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
@@ -23,6 +22,7 @@ from elastic.errors import DataError, ElasticError
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
 from elastic.plan.layout import table
+from elastic.train.copier import Copier
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.step import Session

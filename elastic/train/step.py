@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from elastic.control.commit import HEADER, MAGIC, CommitShape, Outcome, conclude
-from elastic.copies.copier import NEVER, Copier
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.fold import squared_norm
 from elastic.engine.world import TO_HOST, World, all_gather
 from elastic.job import Job
 from elastic.plan.batch import active, rounds
+from elastic.train.copier import NEVER, Copier
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.gate import Gate

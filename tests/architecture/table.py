@@ -33,6 +33,8 @@ IMPORTS = {
     "elastic.control": Row(("elastic.control.*", "elastic.plan.*", "elastic.ids")),
     "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.plan.*", "elastic.ids")),
     "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.copies": Row(("elastic.copies.*", "elastic.control.copying", "elastic.plan.*", *NAMES)),
+    "elastic.copies.digest": Row(("elastic.copies.region",), ("torch",)),
     "elastic.settings": Row(("elastic.errors",), ("pydantic", "tyro")),
     "elastic.job": Row(
         (
@@ -61,7 +63,7 @@ IMPORTS = {
         (
             "elastic",
             *("elastic.train.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*", "elastic.control.*", "elastic.plan.*"),
-            *("elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
+            *("elastic.copies.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
             *NAMES,
         ),
         ("numpy", "torch"),
@@ -95,6 +97,7 @@ ENVIRONMENT = {
 BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
+    "elastic/train/copier.py": "a copy that fails ends the thread that makes it, never the step",
     "elastic/train/checkpoint.py": "whatever ends the thread that saves goes to the coordinator, which waits for its part",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",

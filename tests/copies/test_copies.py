@@ -13,9 +13,7 @@ import torch
 
 from elastic.control.commit import Outcome
 from elastic.control.copying import Copy
-from elastic.copies.copier import Copier
 from elastic.copies.digest import digests
-from elastic.copies.read import read
 from elastic.copies.region import BLOCK, Region, frame
 from elastic.copies.stock import Stock
 from elastic.errors import CopyLost
@@ -23,6 +21,8 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding, moves
+from elastic.train.copier import Copier
+from elastic.train.from_hosts import read
 from elastic.train.state import DTYPES, Shard
 from storage.slices import Tensor, shard_slice
 
@@ -104,10 +104,8 @@ def enter(plan: Plan, nodes: Sequence[Node]) -> None:
             assert copier.settle() == (AT.step, -1)
 
 
-def later(
-    plan: Plan, layout: Layout, survivors: Sequence[tuple[WorkerId, NodeId]], nodes: Sequence[Node], holders: Sequence[Holding]
-) -> Plan:
-    members, homes = zip(*survivors, strict=True)
+def later(plan: Plan, layout: Layout, homes: Sequence[tuple[WorkerId, NodeId]], nodes: Sequence[Node], holders: Sequence[Holding]) -> Plan:
+    members, places = zip(*homes, strict=True)
     hosts = tuple((node.name, node.stock.address) for node in nodes)
     new = replace(plan, generation=3, layout=layout, members=members, nodes=places, tier="host", holders=tuple(holders), hosts=hosts)
     return replace(new, version=holders[0].version)

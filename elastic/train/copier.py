@@ -146,8 +146,8 @@ class _Streamed:
 
     def __init__(self, copier: Copier, device: torch.device) -> None:
         self.copier, self.device = copier, device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
+        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._header = torch.zeros(len(SLOT), dtype=torch.int64, device=device)
         self._under_way = False
         self._pinning = threading.Thread(target=self._pin, name="pin", daemon=True)
@@ -158,7 +158,7 @@ class _Streamed:
         began, region, start = time.monotonic(), self.copier.region, 0
         for slot in range(region.slots):
             end = region.data_at(slot) + region.slot_bytes
-            code = torch.cuda.cudart().cudaHostRegister(self.copier.memory[start:end].data_ptr(), end - start, 0)  # type: ignore[no-untyped-call]
+            code = torch.cuda.cudart().cudaHostRegister(self.copier.memory[start:end].data_ptr(), end - start, 0)
             if int(code):
                 print(
                     f"only {slot} of {region.slots} slots are pinned, copies to others are slow: cudaHostRegister said {code}",

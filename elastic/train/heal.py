@@ -6,8 +6,10 @@ slices.  What a member holds already it copies from its own memory.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -29,27 +31,37 @@ def nothing() -> None:
     """Nobody looks on."""
 
 
-def heal(
-    state: State,
-    plan: Plan,
-    worker: WorkerId,
-    held: list[Shard],
-    checkpoints: Checkpoints,
-    session: Session,
-    hook: Callable[[], None] = nothing,
-) -> None:
-    """Fill ``state.shard``.  ``held``: what this worker still has, any version, any layout.  ``hook`` is called half way."""
-    if plan.tier == "init":
-        initialise(state, hook)
-        return
-    todo = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
-    counters = session.counters
-    if plan.tier == "host":
-        counters["healed_host_bytes"] += read(state.shard, state.tensors, plan, worker, todo, session.secret)
-    counters["healed_live_bytes"] += from_members(state, plan, worker, held, todo, hook)
-    if plan.tier == "bucket":
-        wanted = (shard_slice(tensor, state.shard.count, state.shard.index) for tensor in state.tensors)
-        counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, missing(state.tensors, plan.holders, wanted), hook)
+class Healing:
+    """Begins with what needs no group: the slices from keepers' copies are read on a thread, while the members still find each other."""
+
+    def __init__(self, state: State, plan: Plan, worker: WorkerId, session: Session) -> None:
+        self.state, self.plan, self.worker, self.session = state, plan, worker, session
+        self.moves: tuple[Move, ...] = ()
+        self._reading: Future[int] = Future()
+        if plan.tier != "init":
+            self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
+        if any(move.keeper and move.destination == worker for move in self.moves):
+            threading.Thread(target=self._read, name="copies", daemon=True).start()
+        else:
+            self._reading.set_result(0)
+
+    def _read(self) -> None:
+        try:
+            self._reading.set_result(read(self.state.shard, self.state.tensors, self.plan, self.worker, self.moves, self.session.secret))
+        except Exception as error:  # raised where it is waited for
+            self._reading.set_exception(error)
+
+    def finish(self, held: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> None:
+        """Fill the rest of the shard.  ``held``: what this worker still has, any version, any layout.  ``hook`` is called half way."""
+        state, plan, counters = self.state, self.plan, self.session.counters
+        if plan.tier == "init":
+            initialise(state, hook)
+            return
+        counters["healed_live_bytes"] += from_members(state, plan, self.worker, held, self.moves, hook)
+        counters["healed_host_bytes"] += self._reading.result()
+        if plan.tier == "bucket":
+            wanted = (shard_slice(tensor, state.shard.count, state.shard.index) for tensor in state.tensors)
+            counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, missing(state.tensors, plan.holders, wanted), hook)
 
 
 @torch.no_grad()

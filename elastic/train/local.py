@@ -28,7 +28,7 @@ from elastic.runs import Run, SavedShard
 from elastic.train.checkpoint import Saver
 from elastic.train.counters import Counters
 from elastic.train.gate import Gate
-from elastic.train.heal import heal
+from elastic.train.heal import Healing
 from elastic.train.setup import make_session, prepare_process
 from elastic.train.state import State
 from elastic.train.step import Session, run_step
@@ -96,7 +96,7 @@ class _Local:
             self._show_sentence(f"one worker in this process, from {version} ({self.plan.tier})")
             state = State(self.session.job, self.world, version)
             try:
-                heal(state, self.plan, WORKER, [], self.run.checkpoints, self.session)
+                Healing(state, self.plan, WORKER, self.session).finish([], self.run.checkpoints)
             except Damaged as error:
                 self.saved.remove(version)
                 before = f"the one of {max(self.saved)} takes its place" if self.saved else "there is none before it"

@@ -30,7 +30,7 @@ from elastic.train.blame import classify, touch
 from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
-from elastic.train.heal import heal
+from elastic.train.heal import Healing
 from elastic.train.state import State
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
@@ -235,10 +235,11 @@ class Trainer:
         if self._abort is not None:
             self._abort.join()
         built = time.monotonic()
+        healing = Healing(state, plan, self.worker, self.session)
         world.connect(self._form_s, RUN_TIMEOUT_S)
         formed = time.monotonic()
         strike = partial(self.session.faults.strike, "healing", plan.version.step + 1, world)
-        heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session, strike)
+        healing.finish(self.gate.shards, self.checkpoints, strike)
         world.finish()
         if self.gate.fenced >= plan.generation:  # whoever aborted since then has made what came from it look complete
             raise FencedOff(f"generation {plan.generation} was fenced while it was healed")

@@ -97,6 +97,7 @@ ENVIRONMENT = {
 BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
+    "elastic/train/heal.py": "whatever ends the thread that reads copies is raised where it is waited for",
     "elastic/train/copier.py": "a copy that fails ends the thread that makes it, never the step",
     "elastic/train/checkpoint.py": "whatever ends the thread that saves goes to the coordinator, which waits for its part",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -221,8 +221,9 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
 def assert_survived(chaos: Trial, reference: Trial | Any, *, worlds: Sequence[int], tiers: Sequence[str]) -> None:
     """The six assertions, for the faults of the job.
 
-    ``worlds``: members of each generation that was to be formed, the first one's first; ``tiers``: where each began from.  A world
-    that begins from the bucket may do 2 × ``save_every`` committed steps again, any other none.
+    ``worlds``: members of each generation that was to be formed, the first one's first; ``tiers``: where each began from.  Committed
+    steps may be done again: 2 × ``save_every`` by a world that begins from the bucket, one by one that begins from copies of every step
+    (the one that is under way dies with its worker); by any other none.
     """
     job, witness = chaos.job, chaos.witness
     records = Run.open(job).records()
@@ -294,19 +295,30 @@ def assert_exceptions(job: Job, witness: Witness, generations: Sequence[Formed],
     assert not [event for event in lost_saves if event["version"] in saved]
 
 
+REDONE: Mapping[str, Callable[[Job], int]] = {
+    "init": lambda job: 0,
+    "live": lambda job: 0,
+    "host": lambda job: 1,
+    "bucket": lambda job: 2 * job.checkpoint.save_every,
+}
+"""How many committed steps a world that begins from each tier may do again; copies are of every step."""
+
+
 def assert_work(job: Job, work: int, generations: Sequence[Formed]) -> None:
     """Microbatches of all workers, dead ones too: of each step, of those done again by the journal, of the one in flight at a fault."""
     for each in generations:
-        assert each.redone <= (2 * job.checkpoint.save_every if each.tier == "bucket" else 0), each
+        assert each.redone <= REDONE[each.tier](job), each
     undisturbed, again = job.steps * job.microbatches, sum(each.redone for each in generations)
     assert undisturbed <= work <= undisturbed + (again + len(job.faults)) * job.microbatches, (work, undisturbed, again)
 
 
 def assert_bytes(witness: Witness, generations: Sequence[Formed]) -> None:
-    """Healed bytes, counted where they arrived: none from the bucket where a world held the state, some from its peers for a newcomer."""
-    live, bucket = witness.total("healed_live_bytes"), witness.total("healed_bucket_bytes")
+    """Healed bytes, counted where they arrived: none from the bucket nor from copies where a world held the state, none from the bucket
+    where copies had it, some from its peers for a newcomer."""
+    live, host, bucket = (witness.total(f"healed_{tier}_bytes") for tier in ("live", "host", "bucket"))
     grew = any(len(after.members) > len(before.members) and after.tier == "live" for before, after in pairwise(generations))
     assert (bucket > 0) == any(each.tier == "bucket" for each in generations), bucket
+    assert (host > 0) == any(each.tier == "host" for each in generations), host
     assert not grew or live > 0, live
 
 

@@ -84,7 +84,7 @@ class Script:
         members = self.worlds[-1]
         replicas = {"replicate": members, "shard": 1, "2x2": members // 2 if members == 4 else 1}[self.layout]
         kept = kind == "exception" and point != "in_update"
-        return "live" if kept or replicas > 1 else "bucket"
+        return "live" if kept or replicas > 1 else "host"
 
     def job(self, bucket: Path, name: str, **changes: Any) -> Job:
         cursor = Cursor(SAMPLES, 16, 0, "permutation")
@@ -184,7 +184,7 @@ def again_and_again(layout: str, point: str) -> Script:
             # the newcomer holds nothing yet; who dies of the others takes the only copy along, where there is one
             rank = 0 if kind == "SIGSEGV" and (layout == "replicate" or point == "forming") else full - 1
             script.fault(point, kind, rank)
-            script.form(full - 1, "bucket" if rank == 0 and layout != "replicate" else "live")
+            script.form(full - 1, "host" if rank == 0 and layout != "replicate" else "live")
         step += 8
     if point in BETWEEN_WORLDS:
         script.growth.append(Grow(script.generation, step + 4))

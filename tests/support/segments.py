@@ -21,7 +21,7 @@ from elastic.runs import Run
 from elastic.train.checkpoint import Saver
 from elastic.train.counters import Counters
 from elastic.train.gate import Gate
-from elastic.train.heal import heal
+from elastic.train.heal import Healing
 from elastic.train.setup import make_session
 from elastic.train.state import Shard, State
 from elastic.train.step import Session, run_step
@@ -88,7 +88,7 @@ def member(
         try:
             gate.enter(world.generation)
             state = State(job, world, version)
-            heal(state, plan, gate.worker, gate.shards, checkpoints, session)
+            Healing(state, plan, gate.worker, session).finish(gate.shards, checkpoints)
             gate.hold([*gate.shards, state.shard])
             session.faults.watch(state.model, world)
             shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.size)

@@ -40,6 +40,11 @@ from tests.support.chaos import Trial, Witness, trial
 from tests.support.mischief import STEP
 
 SIZES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "model": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256},
+        "seq_len": 4096,
+        "steps": 24,
+    },
     "large": {"model": {"dim": 2048, "layers": 20, "heads": 16}, "seq_len": 2048, "steps": 120},  # 1.07 B parameters
     "medium": {"model": {"dim": 768, "layers": 12, "heads": 12}, "seq_len": 1024, "steps": 120},  # 0.09 B
     "tiny": {"model": {"dim": 64, "layers": 3, "heads": 2}, "seq_len": 64, "steps": 60},
@@ -117,7 +122,9 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
     last, half = world - 1, max(world // 2, 1)
     replicas = {"parallel": {"dp_replicate": "auto", "min_shard": half}}
     shards = {"parallel": {"dp_replicate": 1}}
-    saves = {"checkpoint": {"save_every": max(steps // 4, 1)}}
+    none = {"copies": {"copy_every": 0}}
+    saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
+    spare = {"workers": {"min": 1, "max": max(last, 1), "spares": 1}}
     seldom = {"deadlines": DEADLINES | {"stall_s": 5, "fence_s": 3}}
     early, late = steps // 4 + 4, steps - 5
 
@@ -141,6 +148,12 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
         "fewer": Scenario(f"{max(last, 1)} of {world} workers, nothing happens", {"workers": {"min": max(last, 1), "max": max(last, 1)}}),
         "replicas": Scenario(f"2×{half}, SIGKILL, healed live, and back", replicas, Killer(world, kills, 5, late)),
         "shards": Scenario(f"1×{world}, SIGKILL, healed from the bucket, and back", shards | saves, Killer(world, kills, early, late)),
+        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", shards),
+        "uncopied": Scenario(f"1×{world}, nothing happens, no copies", shards | none),
+        "host": Scenario(f"1×{world}, SIGKILL, healed from copies in host memory, and back", shards, Killer(world, kills, 5, late)),
+        "spare": Scenario(
+            f"1×{max(last, 1)} and a spare, SIGKILL, healed from host memory", shards | spare, Killer(max(last, 1), kills, 5, late)
+        ),
         "freeze": Scenario(f"2×{half}, SIGSTOP", replicas | seldom, Killer(world, min(kills, 2), 5, late, signal.SIGSTOP)),
         "points": Scenario(
             "one fault in each of eight generations",
@@ -293,6 +306,7 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
         "generations": done.witness.generation,
         "microbatches_done_again": work - job.steps * job.microbatches,
         "healed_live_gb": done.witness.total("healed_live_bytes") / 1e9,
+        "healed_host_gb": done.witness.total("healed_host_bytes") / 1e9,
         "healed_bucket_gb": done.witness.total("healed_bucket_bytes") / 1e9,
         "growth_s": [each.committed_at - each.known_at for each in changes[1:] if each.planned],
         "fence_answers": [(each["generation"], each["worker"], each["seconds"]) for each in answers],

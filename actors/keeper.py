@@ -20,6 +20,7 @@ import ray
 from actors.processes import Process, describe, end_on_sigterm, log_file, log_folder, sweep
 from elastic.control.events import STOPPED, Beat, Kept, Progress
 from elastic.copies.stock import Stock
+from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
 from elastic.train.counters import OPERATIONS, Counters, segment
@@ -99,7 +100,10 @@ class Keeper:
         counters = Counters(segment(self.run, worker), create=False)
         self.workers[worker] = (Process(counters["pid"]), counters)
         if counters["copies"]:
-            self.stock.adopt(worker, counters["pid"], counters["copies"])
+            try:
+                self.stock.adopt(worker, counters["pid"], counters["copies"])
+            except (OSError, StateMissing) as error:  # the worker sees that nobody holds its copies, and says so in every commit
+                print(f"keeper of {self.node[:8]}: the copies of {worker} cannot be held here: {error}", flush=True)
 
     def address(self) -> str:
         """Where its copies are to be had."""

@@ -27,7 +27,15 @@ VERSIONS = ("send", "buddied", "safe")
 at every member's buddy."""
 BLOCK = 2**18
 """Bytes of one digest."""
-HEADER = ("magic", "slots", "slot_bytes", "slot_blocks", *(f"{name}_{part}" for name in VERSIONS for part in ("step", "generation")))
+HEADER = (
+    "magic",
+    "slots",
+    "slot_bytes",
+    "slot_blocks",
+    "keeper",
+    *(f"{name}_{part}" for name in VERSIONS for part in ("step", "generation")),
+)
+"""``keeper``: the process that has it open too, 0 before there is one: until then nothing outlives the worker."""
 SLOT = ("complete", "step", "generation", "count", "index", "bytes")
 WORD = 8
 
@@ -88,7 +96,7 @@ class Region:
         os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks))
         with mmap.mmap(descriptor, PAGE) as first:
             words = memoryview(first).cast("q")
-            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, *[-1] * 2 * len(VERSIONS))).cast("q")
+            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, 0, *[-1] * 2 * len(VERSIONS))).cast("q")
             words.release()
         return cls(descriptor)
 

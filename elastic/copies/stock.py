@@ -42,6 +42,7 @@ class Stock:
     def adopt(self, worker: WorkerId, pid: int, descriptor: int) -> None:
         """The worker lives, and this is its region.  Raises :class:`StateMissing` or OSError where it cannot be opened."""
         region = Region.of_process(pid, descriptor)
+        region["keeper"] = os.getpid()
         with self._lock:
             self._own[worker] = region
             self._dead.discard(worker)

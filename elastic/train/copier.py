@@ -85,7 +85,7 @@ class Copier:
         self._way.settle()
         buddied = self.region.version("buddied")
         return (
-            self.made.step if self.made else NEVER,
+            self.made.step if self.made and self.region["keeper"] else NEVER,
             buddied.step if self.copies and buddied and self.copies.is_of_this_world(buddied) else NEVER,
         )
 

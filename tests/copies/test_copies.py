@@ -248,3 +248,16 @@ def test_digests_are_of_blocks_and_see_every_byte() -> None:
         assert [bool(x) for x in digests(bent) != whole] == [i == block for i in range(4)]
     assert torch.equal(digests(data[BLOCK : 2 * BLOCK]), whole[1:2]) and len(digests(data[:0])) == 0
     assert torch.equal(digests(data.view(torch.int16)), whole), "whatever the type"
+
+
+def test_a_copy_that_no_keeper_holds_is_none() -> None:
+    """It would die with its worker: nobody is told that it is there."""
+    region = Region.create(2, frame(TENSORS, 1, 0).bytes, frame(TENSORS, 1, 0).blocks)
+    copier = Copier(region, TENSORS, torch.device("cpu"))
+    plan = Plan(1, 2, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)
+    copier.enter(plan, WorkerId("w0"), shard_of(AT, 1, 0))
+    assert copier.settle() == (-1, -1)
+    stock = Stock(NodeId("n"), "127.0.0.1", SECRET)
+    stock.adopt(WorkerId("w0"), os.getpid(), region.descriptor)
+    assert copier.settle() == (AT.step, -1) and [each.version for each in stock.held()] == [AT]
+    stock.close()

@@ -28,14 +28,16 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
 SYSTEMS = ("elastic", "ray-train", "torchft")
 EVENTS = ("process", "node")
+OWN_EVENTS = ("process, shards", "node, shards", "process, spare", "process, shards, spare", "hang")
+"""What the others cannot do: ``peers/ours.py`` says what they are."""
 
 
-def make(name: str, folder: Path) -> Any:
+def make(name: str, folder: Path, event: str) -> Any:
     """The system; imports only what that system needs."""
     if name == "elastic":
         from tests.benchmarks.peers.ours import Ours
 
-        return Ours(folder)
+        return Ours(folder, event)
     if name == "ray-train":
         from tests.benchmarks.peers.ray_train import RayTrain
 
@@ -50,11 +52,11 @@ def measure(name: str, event: str, kills: int, target: Path) -> None:
     from tests.benchmarks.peers import drive
 
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        system = make(name, Path(folder))
+        system = make(name, Path(folder), event)
         system.start()
         try:
             load = os.getloadavg()[0]
-            rows = (drive.process_kills if event == "process" else drive.node_kills)(system, kills)
+            rows = (drive.node_kills if event.startswith("node") else drive.process_kills)(system, kills)
             steps = {f"step_s_of_{world}": drive.step_s(system, world) for world in (1, 2)}
             found = {"settings": system.settings, "load_before": load, **steps, "kills": rows, **where()}
             target.write_text(json.dumps(found))
@@ -110,7 +112,7 @@ def table(everything: dict[str, Any]) -> str:
     """Markdown: one line a system and event; seconds, median (worst)."""
     heads = ("first microbatch", "next commit", "lost steps", "growth: pause", "growth: lost steps", "growth: joined")
     lines = [f"| event | system | n | {' | '.join(heads)} | step s, 2 and 1 workers |", "|---" * (len(heads) + 4) + "|"]
-    for event in EVENTS:
+    for event in (*EVENTS, *OWN_EVENTS):
         for name in SYSTEMS:
             found = everything.get(name, {}).get(event)
             if found is None:
@@ -126,14 +128,15 @@ def table(everything: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def phases(found: dict[str, Any]) -> str:
-    """Markdown: where the time of ours went."""
+PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s", "first_microbatch_s", "next_commit_s")
+
+
+def phases(event: str, found: dict[str, Any]) -> str:
+    """Markdown: where the time of ours went, median (worst) seconds."""
     rows = found["kills"]
-    lines = ["| phase | median s | worst s |", "|---|---|---|"]
-    for name in ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s", "first_microbatch_s", "next_commit_s"):
-        values = [row[name] for row in rows]
-        lines.append(f"| {name.removesuffix('_s')} | {statistics.median(values):.3f} | {max(values):.3f} |")
-    return "\n".join(lines)
+    cells = [f"{statistics.median(values):.2f} ({max(values):.2f})" for values in ([row[name] for row in rows] for name in PHASES)]
+    tiers = "/".join(sorted({row.get("tier", "live") for row in rows}))
+    return f"| {event} | {tiers} | {len(rows)} | {' | '.join(cells)} | {spread(rows, 'lost_steps')} | {spread(rows, 'growth', 'pause_s')} |"
 
 
 def main() -> None:
@@ -141,7 +144,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=9, help="of Elastic, for each event")
     parser.add_argument("--peer-kills", type=int, default=3, help="of each of the others")
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--events", nargs="+", choices=EVENTS, default=list(EVENTS))
+    parser.add_argument("--events", nargs="+", choices=(*EVENTS, *OWN_EVENTS), default=[*EVENTS, *OWN_EVENTS])
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -153,13 +156,19 @@ def main() -> None:
     for name in arguments.only:
         for event in arguments.events:
             ours = name == "elastic"
+            if not ours and event in OWN_EVENTS:
+                continue
             print(f"=== {name}, {event}; load {os.getloadavg()[0]:.1f}", flush=True)
             child(sys.executable if ours else arguments.peers_python, name, event, arguments.kills if ours else arguments.peer_kills)
     everything = stored()
     print(table(everything))
-    for event in EVENTS:
+    print(
+        f"\n| fault | tier | n | {' | '.join(each.removesuffix('_s').replace('_', ' ') for each in PHASES)} | lost steps | growth pause |"
+    )
+    print("|---" * (len(PHASES) + 5) + "|")
+    for event in (*EVENTS, *OWN_EVENTS):
         if "kills" in everything.get("elastic", {}).get(event, {}):
-            print(f"\nElastic, {event}:\n{phases(everything['elastic'][event])}")
+            print(phases(event, everything["elastic"][event]))
 
 
 if __name__ == "__main__":

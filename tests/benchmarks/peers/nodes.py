@@ -10,7 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors import cluster
-from tests.support.processes import frozen, wait_gone
+from tests.support.processes import frozen, kill_all, wait_gone
 
 HEALTH = {
     "health_check_initial_delay_ms": 0,
@@ -66,12 +66,11 @@ def end(node: Any) -> None:
     """SIGKILL the raylet and everything below it, then what else belongs to the node."""
     (raylet,) = node.all_processes["raylet"]
     tree = frozen(raylet.process.pid)
-    for each in tree:
-        each.kill(signal.SIGKILL)
+    kill_all(tree)
     raylet.process.wait()
     wait_gone(tree, 10)
     node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+def kill(pid: int, how: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(pid, how)

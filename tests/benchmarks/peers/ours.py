@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,34 +21,45 @@ from tests.benchmarks.peers.nodes import Nodes, kill
 from tests.benchmarks.peers.toy import MICROBATCHES, MODEL, READ_S, SAVE_EVERY, WORKERS, Mark
 from tests.support.toys import toy_job
 
+SHARDS = {"parallel": {"dp_replicate": 1}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "process": {},
+    "node": {},
+    "process, shards": SHARDS,
+    "node, shards": SHARDS | {"copies": {"buddy_every": 1}},
+    "process, spare": {"workers": {"min": 1, "max": WORKERS, "spares": 1}},
+    "process, shards, spare": SHARDS | {"workers": {"min": 1, "max": WORKERS, "spares": 1}},
+    "hang": {"deadlines": {"grow_debounce_s": 1, "stall_s": 5}},
+}
+"""What happens, and the settings for it.  Two replicas heal from each other; of shards a keeper has a copy, the dead worker's own or a
+buddy's; a spare waits on a third node."""
 PHASES = ("decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s")
 
 
 class Ours:
     """Commits are the coordinator's word, the first microbatch of a world its members' own in shared memory."""
 
-    settings = f"grow_debounce_s = 1, save_every = {SAVE_EVERY}"
-
-    def __init__(self, folder: Path) -> None:
-        self.nodes = Nodes()
-        self.job = toy_job(
-            folder / "bucket",
-            name="recovery",
-            steps=100_000,
-            model_args=MODEL,
-            global_batch=2 * MICROBATCHES,
-            data={"dataset": "tests.support.toys:Sums", "args": {"read_s": READ_S}},
-            schedule={"kind": "constant"},
-            workers={"min": 1, "max": WORKERS},
-            checkpoint={"save_every": SAVE_EVERY},
-            deadlines={"grow_debounce_s": 1},
-        )
+    def __init__(self, folder: Path, event: str) -> None:
+        self.nodes, self.how = Nodes(), signal.SIGSTOP if event == "hang" else signal.SIGKILL
+        values: dict[str, Any] = {
+            "name": "recovery",
+            "steps": 100_000,
+            "model_args": MODEL,
+            "global_batch": 2 * MICROBATCHES,
+            "data": {"dataset": "tests.support.toys:Sums", "args": {"read_s": READ_S}},
+            "schedule": {"kind": "constant"},
+            "workers": {"min": 1, "max": WORKERS},
+            "checkpoint": {"save_every": SAVE_EVERY},
+            "deadlines": {"grow_debounce_s": 1},
+        }
+        self.job = toy_job(folder / "bucket", **(values | CHANGES[event]))
+        self.settings = f"grow_debounce_s = 1, save_every = {SAVE_EVERY}, {CHANGES[event]}"
         self.lines: list[Line] = []
         self.begun: list[Mark] = []
         self.done = threading.Event()
 
     def start(self) -> None:
-        for _ in range(WORKERS):
+        for _ in range(WORKERS + self.job.workers.spares):
             self.nodes.add()
         self.run = threading.Thread(target=lambda: launch(self.job, show=self.show), daemon=True)
         self.run.start()
@@ -83,10 +95,11 @@ class Ours:
         return ray.get(self.coordinator.view.remote(10**9))
 
     def kill_process(self) -> None:
-        """The newest worker."""
+        """The newest member."""
         view = self.view()
-        victim = max(view.workers, key=lambda name: int(name[1:]))
-        kill(Counters(segment(view.token, victim), create=False)["pid"])
+        mapped = {worker: Counters(segment(view.token, worker), create=False) for worker in view.workers}
+        members = [worker for worker, counters in mapped.items() if counters["generation"] == view.generation]
+        kill(mapped[max(members, key=lambda name: int(name[1:]))]["pid"], self.how)
 
     def kill_node(self) -> None:
         """One that does not hold the coordinator, which is not redundant yet."""
@@ -98,7 +111,7 @@ class Ours:
     def add_node(self) -> None:
         self.nodes.add()
 
-    def phases(self, killed_at: float) -> dict[str, float]:
+    def phases(self, killed_at: float) -> dict[str, Any]:
         """From the journal."""
 
         def look() -> Recovery | None:
@@ -106,7 +119,13 @@ class Ours:
             return next((each for each in changes if not each.planned and each.known_at >= killed_at), None)
 
         found = until(look, "the recovery in the journal")
-        return {"detect_s": found.known_at - killed_at, **{name: value for name, value in asdict(found).items() if name in PHASES}}
+        plans = [action["plan"] for record in Run.open(self.job).records() for action in record["actions"] if action["$"] == "Form"]
+        tier = next(plan["tier"] for plan in plans if plan["generation"] == found.generation)
+        return {
+            "tier": tier,
+            "detect_s": found.known_at - killed_at,
+            **{name: value for name, value in asdict(found).items() if name in PHASES},
+        }
 
     def close(self) -> None:
         self.done.set()

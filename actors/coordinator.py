@@ -28,7 +28,6 @@ from actors.processes import end_on_sigterm, log_folder
 from elastic.control import codec
 from elastic.control.builds import Build
 from elastic.control.events import (
-    Beat,
     Capacity,
     Event,
     Joined,
@@ -86,13 +85,6 @@ class Lease:
 
     granted: bool
     recorded_step: int
-
-
-def worth_recording(event: Event, before: RunState, transition: Transition) -> bool:
-    """Heartbeats and the passing of time only count when something comes of them; what they changed goes with the next record."""
-    if isinstance(event, Beat | Tick | Renewed | Capacity):
-        return bool(transition.actions) or transition.run.state is not before.state
-    return transition.run is not before or bool(transition.actions)
 
 
 def signature(event: Event, error: Exception) -> str:
@@ -286,15 +278,15 @@ class Coordinator:
         before = self.state
         transition = advance(before, event, now, self.rules)
         self.state = transition.run
-        if worth_recording(event, before, transition):
-            self._record(now, event, transition)
+        if codec.worth_recording(event, before, transition):
+            self._record(now, event, before, transition)
         for action in transition.actions:
             self.group.perform(action)
         self._tell(now, event, before, transition.reason)
 
-    def _record(self, now: float, event: Event, transition: Transition) -> None:
+    def _record(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
         run, durable = transition.run, transition.durable
-        record = codec.record(self.journal.next, now, event, self.recorded, transition)
+        record = codec.record(self.journal.next, now, event, before, transition, self.recorded)
         self.recorded = run
         self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
         if durable and (why := self.copies.secure(run)):
@@ -311,10 +303,12 @@ class Coordinator:
     # ---- what nobody reports by itself
 
     def _watch_cluster(self) -> None:
+        placed: frozenset[WorkerId] = frozenset()
         while not self.over.wait(CLUSTER_S):
             with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the world steps on, ask again
                 self._keep(cluster.nodes())
-                self.post_local(Capacity(cluster.slots(self.job.workers, self.state.refused)))
+                before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # what is free trails by a moment
+                self.post_local(Capacity(cluster.slots(self.job.workers, self.state.refused), tuple(sorted(before & placed))))
             if not self.state.stop and self.audience.left_alone(time.monotonic()):
                 self.post_local(StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s"))
 

@@ -174,6 +174,10 @@ class Group:
             self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {_why_not_made(error)}"))
         self.post(StartFailed(worker, _why_not_made(error)))
 
+    def on_their_way(self, run: RunState) -> dict[WorkerId, Any]:
+        """Who is being started."""
+        return {worker: self.workers[worker] for worker in run.starting if worker in self.workers}
+
     def _when_done(self, ref: Any, then: Callable[[BaseException | None], None]) -> None:
         def done(future: Future[Any]) -> None:
             then(future.exception())

@@ -98,7 +98,7 @@ class Run:
         The newest manifest says which generations committed which steps; what is not on that line was abandoned.
         """
         last = self._last_recorded()
-        generation, next_worker = (last.generation, last.next_worker) if last is not None else (0, 1)
+        generation, next_worker = (max(last.generation, last.unread), last.next_worker) if last is not None else (0, 1)
         listed = self.checkpoints.versions()
         whole = [(each.version, each.manifest) for each in listed if each.manifest is not None]
         if not whole:

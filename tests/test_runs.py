@@ -137,7 +137,6 @@ def test_the_second_was_the_first_to_record_anything(tmp_path: Path) -> None:
     play.run = replace(play.run, incarnation=0)
     second = Life(run, tmp_path, play)
     play.tell(Recovered(second.incarnation, tuple(play.run.workers), play.run.keepers))
-    second.recorded = replace(play.run, incarnation=0)
     second.step(1)
     assert recovered(second, tails.local(tmp_path)) == play.run
 

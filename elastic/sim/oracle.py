@@ -61,6 +61,10 @@ class Oracle:
         self.parent: dict[Version, Version] = {}
         self.first_commit_at: dict[int, float] = {}
         self.plans: dict[int, Plan] = {}
+        self.unread: dict[int, Plan] = {}
+        """Begun by coordinators of whose records those that came after found nothing."""
+        self.headless: set[int] = set()
+        """Generations whose coordinator was followed by another: what the first was told last, only it may know."""
         self.plan: Plan | None = None
         self.joined: set[WorkerId] = set()
         self.lost: set[WorkerId] = set()
@@ -167,8 +171,16 @@ class Oracle:
                 self.stumbles[event.what] += 1
             case Recovered():
                 self.startups += 1
+                self.headless.add(before.generation)
                 self.here.clear()  # what was said to the one before is said again, or lost
+                if not event.whole:
+                    self._forget_the_unread(before, event)
                 self.expelled |= self.joined - set(event.workers)
+            case Attached() if (
+                event.plan is not None and event.plan.generation in self.unread and event.plan.generation > before.generation
+            ):
+                self.plan = self.plans[event.plan.generation] = self.unread.pop(event.plan.generation)
+                self._forget_what_was_said(event.plan.generation, before)
             case StepDone() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
                 self.evidence[event.generation][event.outcome.step] = event.outcome
@@ -181,6 +193,22 @@ class Oracle:
                 self.occasions["a manifest comes in for a version given up"] += 1
             case StopRequested():
                 self.stop_asked = True
+
+    def _forget_the_unread(self, run: RunState, event: Recovered) -> None:
+        """What another coordinator was told and decided is known no more, as far as nobody can read it.  It happened all the same."""
+        self.unread |= {generation: plan for generation, plan in self.plans.items() if generation > run.generation}
+        self.plans = {generation: plan for generation, plan in self.plans.items() if generation <= run.generation}
+        self.plan = self.plans.get(run.generation) if run.generation else None
+        self.counting &= set(run.saved)
+        self.expelled -= set(event.workers) & run.workers.keys()
+        if run.plan is not None:
+            self._forget_what_was_said(run.generation, run)
+
+    def _forget_what_was_said(self, generation: int, run: RunState) -> None:
+        known = {step for step, by in enumerate(expanded(run.lineage), 1) if by == generation}
+        self.evidence[generation] = {step: o for step, o in self.evidence[generation].items() if step in known}
+        self.settlements.pop(generation, None)
+        self.settled.discard(generation)
 
     def _judge_action(self, before: RunState, after: RunState, action: Action, settle: Settle | None, reason: str) -> None:
         match action:
@@ -239,7 +267,7 @@ class Oracle:
         if plan == self.plan:
             return  # said again, by a coordinator that took over
         rules, members = self.sim.rules, set(plan.members)
-        if plan.generation <= max(self.plans, default=0):
+        if plan.generation <= max((*self.plans, *self.unread), default=0):
             raise Violation(f"generation {plan.generation} is begun twice")
         if not len(members) == len(plan.members) == plan.layout.world or not rules.min_workers <= len(members) <= rules.max_workers:
             raise Violation(f"a world of {plan.layout} with members {plan.members}")
@@ -254,6 +282,8 @@ class Oracle:
             if held and self.plan.generation not in self.settled:
                 raise Violation(f"generation {self.plan.generation} was not settled")
             self.settled.add(self.plan.generation)
+        for other in self.unread.values():
+            self._cannot_commit(other)
         self._judge_version(before, after, plan, settle, reason)
 
     def _cannot_commit(self, plan: Plan) -> None:
@@ -365,11 +395,14 @@ class Oracle:
         if self.startups > 3 or max(self.stumbles.values(), default=0) >= 3:
             return True
         again = len(raised) > 1 and (alone or len(set(raised)) > 1)
-        fruitless = 0
-        for generation in sorted(self.plans, reverse=True):
-            if self.evidence[generation]:
-                break
-            fruitless += 1
+        fruitless = furthest = 0
+        for generation in sorted(self.plans):
+            reached = max(self.evidence[generation], default=0)
+            if reached > furthest and generation not in self.headless:
+                fruitless = 0
+            elif reached in (0, furthest) or generation in self.headless:
+                fruitless += 1
+            furthest = max(furthest, reached)
         waited_s = 0.0 if self.waiting_since is None else self.sim.clock.now - self.waiting_since
         rules, misfits = self.sim.rules, self.sim.cluster.misfits
         enough_s = rules.refused_s if misfits and not self.begun else rules.wait_s

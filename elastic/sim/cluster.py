@@ -11,7 +11,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 from elastic.sim.faults import Kind
 from elastic.sim.network import Way
-from elastic.sim.oracle import covers
+from elastic.sim.truth import covers
 from elastic.sim.worker import Worker
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ judges: coverage of shards, for one, is found row by row.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle
@@ -34,6 +33,7 @@ from elastic.control.events import (
 from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
+from elastic.sim.truth import base_of, covers, expanded, fruitless_at_the_end
 
 if TYPE_CHECKING:
     from elastic.control.machine import Transition
@@ -47,12 +47,6 @@ ORIGIN = Version(0, 0)
 
 class Violation(AssertionError):
     """A promise was broken.  ``simulate`` adds seed, time and the end of the story."""
-
-
-@lru_cache(maxsize=4096)
-def covers(shards: frozenset[tuple[int, int]], rows: tuple[int, ...]) -> bool:
-    """Whether shards (count, index) together hold every row, looked at one by one (torch's chunk rule)."""
-    return all(any(row // -(-length // count) == index for count, index in shards) for length in rows for row in range(length))
 
 
 class Oracle:
@@ -395,28 +389,9 @@ class Oracle:
         if self.startups > 3 or max(self.stumbles.values(), default=0) >= 3:
             return True
         again = len(raised) > 1 and (alone or len(set(raised)) > 1)
-        fruitless = furthest = 0
-        for generation in sorted(self.plans):
-            reached = max(self.evidence[generation], default=0)
-            if reached > furthest and generation not in self.headless:
-                fruitless = 0
-            elif reached in (0, furthest) or generation in self.headless:
-                fruitless += 1
-            furthest = max(furthest, reached)
+        reached = [(max(self.evidence[generation], default=0), generation not in self.headless) for generation in sorted(self.plans)]
+        fruitless = fruitless_at_the_end(reached)
         waited_s = 0.0 if self.waiting_since is None else self.sim.clock.now - self.waiting_since
         rules, misfits = self.sim.rules, self.sim.cluster.misfits
         enough_s = rules.refused_s if misfits and not self.begun else rules.wait_s
         return again or fruitless > rules.max_fruitless or waited_s >= enough_s
-
-
-def base_of(plan: Plan, step: int) -> Version:
-    """What the world of ``plan`` applies ``step`` to."""
-    return plan.version if step == plan.version.step + 1 else Version(step - 1, plan.generation)
-
-
-def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
-    """((generation, last step), ...) as the generation of each step."""
-    generations: list[int] = []
-    for generation, last_step in lineage:
-        generations += [generation] * (last_step - len(generations))
-    return generations

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from elastic.errors import JobError, PlatformGaveUp
-from elastic.ids import NodeId
+from elastic.ids import NodeId, WorkerId
 from elastic.job import Workers
 
 NAMESPACE = "elastic"
@@ -181,6 +181,21 @@ def node_of(actor: Any) -> NodeId | None:
         return None
     address = actors(actor._actor_id.hex()).get("Address", {})
     return NodeId(address["NodeID"]) if address.get("NodeID") else None
+
+
+def is_this_process(actor: Any) -> bool:
+    """Does Ray's head say that ``actor`` lives, and is this process?"""
+    try:
+        from ray._private.state import actors
+    except ImportError:  # a private call
+        return False
+    known = actors(actor._actor_id.hex()) or {}
+    return (known.get("State"), known.get("Pid"), known.get("Address", {}).get("NodeID")) == ("ALIVE", os.getpid(), here())
+
+
+def placed(actors: Mapping[WorkerId, Any]) -> frozenset[WorkerId]:
+    """Those of ``actors`` that have a node by now."""
+    return frozenset(worker for worker, actor in actors.items() if node_of(actor) is not None)
 
 
 def pid_of(actor: Any) -> int | None:

@@ -12,8 +12,9 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,11 +25,11 @@ from actors.audience import Audience
 from actors.copies import Copies
 from actors.group import Group
 from actors.left import Left, find
+from actors.mandate import Mandate
 from actors.processes import end_on_sigterm, log_folder
 from elastic.control import codec
 from elastic.control.builds import Build
 from elastic.control.events import (
-    Beat,
     Capacity,
     Event,
     Joined,
@@ -88,13 +89,6 @@ class Lease:
     recorded_step: int
 
 
-def worth_recording(event: Event, before: RunState, transition: Transition) -> bool:
-    """Heartbeats and the passing of time only count when something comes of them; what they changed goes with the next record."""
-    if isinstance(event, Beat | Tick | Renewed | Capacity):
-        return bool(transition.actions) or transition.run.state is not before.state
-    return transition.run is not before or bool(transition.actions)
-
-
 def signature(event: Event, error: Exception) -> str:
     """What went wrong with an event, in the same words each time."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -134,9 +128,10 @@ class Coordinator:
         context = ray.get_runtime_context()
         try:
             self.run = Run.open(self.job)
-            before = self.run.claims(life)
-            self.incarnation = self.run.claim(context.gcs_address, life)
-            self._find_out(reference, min([*before, self.incarnation]), life)
+            before, asked_at = self.run.claims(life), time.monotonic()
+            self.incarnation = self.run.claim(context.gcs_address, life, cluster.here())
+            self.mandate = Mandate(self.run, self.incarnation, self.rules.mandate_s, asked_at)
+            self._find_out(reference, before, life)
             self.group = Group(
                 self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local
             )
@@ -144,22 +139,43 @@ class Coordinator:
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise
             return False
-        self.copies = Copies(self.journal, self.incarnation, self.group.keepers, self.state)
+        self.copies = Copies(self.journal, self.mandate, self.group.keepers, self.state)
+        self.group.ship = self.journal.ship
         return True
 
-    def _find_out(self, reference: Build, first: int, life: str) -> None:
+    def _find_out(self, reference: Build, before: Mapping[int, NodeId], life: str) -> None:
         """Where the run stands: by its bucket, or, when coordinators of this life have died, by what they have left."""
+        first = min([*before, self.incarnation])
         self.again = first < self.incarnation
         self.token = f"{self.job.name}-{first:04d}-{life}"
         folder = log_folder(self.token)
-        local = folder / f"journal-{self.incarnation:06d}.jsonl"
-        self.left = find(self.token, self.incarnation) if self.again else Left()
-        found = self.run.recover(first, local, [*tails.local(folder), *self.left.tails]) if self.again else None
+        local = tails.file_of(folder, self.incarnation)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        local.touch()  # it was here, should it be looked for
+        self.left, self.whole = Left(), True
+        found = self.run.recover(first, local, self._look_back(before, folder)) if self.again else None
         if found is None:
             state = replace(self.run.standing(0 if self.again else self.incarnation, self.clock()), reference=reference)
             found = state, self.run.journal(local, codec.snapshot(state, elastic.__version__, self.rules))
         self.state, self.journal = found
         self.recorded = self.state
+
+    def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[tails.Written]:
+        """What is to be read of those before; where that may not be all, then when none of them acts any more.
+
+        It is all where each of them was on this node, and so has ended, or where none finds a majority of the keepers any more.
+        """
+        until = time.monotonic() + self.rules.mandate_over_s
+        here = all(node == cluster.here() and tails.file_of(folder, number).exists() for number, node in before.items())
+        while True:
+            self.left = find(self.token, self.incarnation)
+            found = [*tails.local(folder), *self.left.tails]
+            known = self.run.read(min(before), found)
+            self.whole = here or (known is not None and self.left.half_of(known.keepers))
+            left_s = until - time.monotonic()
+            if self.whole or left_s <= 0:
+                return found
+            time.sleep(left_s)
 
     # ---- inbox
 
@@ -175,7 +191,7 @@ class Coordinator:
     def renew(self, worker: WorkerId, generation: int) -> Lease:
         """A member asks for its lease on ``generation``."""
         state = self.recorded
-        granted = worker in state.workers and state.grants_lease(generation)
+        granted = worker in state.workers and state.grants_lease(generation) and self.mandate.holds
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
         return Lease(granted, self.copies.safe.recorded_step)
@@ -226,6 +242,7 @@ class Coordinator:
 
     def _run(self) -> None:
         """Until the run is over and nothing of it is left, then not even this actor."""
+        threading.Thread(target=self.mandate.keep, args=(self.over,), name="mandate", daemon=True).start()
         try:
             if self.again:
                 self._take_over()
@@ -250,10 +267,12 @@ class Coordinator:
         self.group.adopt(self.left, self.state)
         if isinstance(self.state.state, TERMINAL):
             self.reason = getattr(self.state.state, "reason", f"finished at step {self.state.step}")
-        self._handle(Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers)), None)
+        self._handle(Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers), self.whole), None)
         self.group.attach(tuple(each.version for each in self.state.saves if each.asked))
 
     def _take(self) -> None:
+        if self.mandate.deposed:
+            raise Deposed(self.mandate.deposed)
         try:
             event, shard = self.inbox.get(timeout=TICK_S)
         except queue.Empty:
@@ -286,19 +305,22 @@ class Coordinator:
         before = self.state
         transition = advance(before, event, now, self.rules)
         self.state = transition.run
-        if worth_recording(event, before, transition):
-            self._record(now, event, transition)
+        if codec.worth_recording(event, before, transition):
+            self._record(now, event, before, transition)
         for action in transition.actions:
             self.group.perform(action)
         self._tell(now, event, before, transition.reason)
 
-    def _record(self, now: float, event: Event, transition: Transition) -> None:
+    def _record(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
         run, durable = transition.run, transition.durable
-        record = codec.record(self.journal.next, now, event, self.recorded, transition)
+        record = codec.record(self.journal.next, now, event, before, transition, self.recorded)
         self.recorded = run
         self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
-        if durable and (why := self.copies.secure(run)):
-            self.story.say(now, why)
+        self.copies.note(run)
+        if isinstance(event, Recovered):  # whoever was before finds the next segment written, and leaves
+            self.copies.by_bucket(run, lambda why: self.story.say(now, why))
+        elif durable:
+            self.copies.secure(run, lambda why: self.story.say(now, why))
 
     def _tell(self, now: float, event: Event, before: RunState, reason: str) -> None:
         if isinstance(event, StepDone) and self.state.version.step == event.outcome.step:
@@ -311,10 +333,13 @@ class Coordinator:
     # ---- what nobody reports by itself
 
     def _watch_cluster(self) -> None:
+        placed: frozenset[WorkerId] = frozenset()
         while not self.over.wait(CLUSTER_S):
             with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the world steps on, ask again
+                self.mandate.ask_head(self.group.coordinator)
                 self._keep(cluster.nodes())
-                self.post_local(Capacity(cluster.slots(self.job.workers, self.state.refused)))
+                before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # what is free trails by a moment
+                self.post_local(Capacity(cluster.slots(self.job.workers, self.state.refused), tuple(sorted(before & placed))))
             if not self.state.stop and self.audience.left_alone(time.monotonic()):
                 self.post_local(StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s"))
 

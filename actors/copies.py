@@ -1,18 +1,20 @@
 """The journal's tail, on the keepers: a decision that must be durable is on a majority of them before it is performed.
 
-A keeper that does not answer within ``COPY_S`` is not waited for again until it does.  Where no majority can be had the run goes on all the
-same, and says so: the record is on the coordinator's own disk, and soon in the bucket.  Should that disk be lost first, the next
-coordinator finds members in a later generation than its journal knows, fences that one, and goes on from what they hold.
+Of every list of keepers since the last time, that is: those that are given up meanwhile may be the ones that another coordinator hears, and
+half of a list is enough for it to be sure that this one finds no majority any more.  Where no majority can be had, or the mandate
+(``mandate.py``) is over, the bucket will do, if nobody has claimed the run since.  With neither the coordinator stands still: what it began
+might never be known.  A keeper that does not answer within ``COPY_S`` is not waited for again until it does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
+from actors.mandate import Mandate
 from elastic.control.states import RunState
 from elastic.ids import NodeId
 from storage.errors import Deposed
@@ -20,6 +22,8 @@ from storage.journal import Journal
 from storage.tails import DEPOSED
 
 COPY_S = 1.0
+SHIP_S = 2.0
+"""For the bucket, before the keepers are heard again."""
 MARKS = 64
 """The newest one takes the place of the one before it when there are more: a majority may be out of reach for long."""
 
@@ -27,10 +31,10 @@ MARKS = 64
 class Copies:
     """Used by the coordinator's loop alone.  ``keepers``: changes as nodes come and go."""
 
-    def __init__(self, journal: Journal, incarnation: int, keepers: Mapping[NodeId, Any], run: RunState) -> None:
-        self.journal, self.incarnation, self.keepers = journal, incarnation, keepers
+    def __init__(self, journal: Journal, mandate: Mandate, keepers: Mapping[NodeId, Any], run: RunState) -> None:
+        self.journal, self.mandate, self.keepers = journal, mandate, keepers
         self.safe = run
-        """As far as a majority of the keepers could tell it."""
+        """As far as a majority of the keepers could tell it, or the bucket."""
         self._held: dict[NodeId, int] = {}
         """Where each one's copy ends."""
         self._asked: dict[Any, NodeId] = {}
@@ -39,6 +43,13 @@ class Copies:
         """Who did not answer in time, or at all: not waited for until it does."""
         self._marks: list[tuple[int, RunState]] = []
         """Where the journal ended when it told this much."""
+        self._lists: list[tuple[int, tuple[NodeId, ...]]] = [(0, run.keepers)]
+        """Every list of keepers since ``safe``, and where the journal ended when it first told of it."""
+
+    def note(self, run: RunState) -> None:
+        """A record was appended that says this."""
+        if run.keepers != self._lists[-1][1]:
+            self._lists.append((self.journal.end, run.keepers))
 
     def send(self, run: RunState) -> None:
         """What the journal tells by now, up to ``run``, to every keeper that is up; and hear what they have."""
@@ -46,8 +57,27 @@ class Copies:
         self._send(run)
         self._listen(0.0)
 
-    def secure(self, run: RunState) -> str:
-        """Wait until a majority has all that the journal tells.  "", or what could be had in its place."""
+    def secure(self, run: RunState, say: Callable[[str], None]) -> None:
+        """Wait until a majority has all that the journal tells, or the bucket.  ``say``: what could not be had."""
+        if not (self._by_keepers(run) and self.mandate.holds):
+            have = sum(self._held.get(node, -1) >= self.journal.end for node in run.keepers)
+            place = self.by_bucket(run, say)
+            say(f"{have} of {len(run.keepers)} keepers took a copy of the journal, which is {place}")
+
+    def by_bucket(self, run: RunState, say: Callable[[str], None]) -> str:
+        """Wait until the bucket has all that the journal tells, or the keepers after all: which.  Raises :class:`Deposed`."""
+        self._mark(run)
+        still = False
+        while not (self.journal.ship(SHIP_S) and self.mandate.ask_bucket()):
+            if self._by_keepers(run) and self.mandate.holds:
+                return "on a majority of the keepers by now"
+            if not still:
+                say("neither a majority of the keepers nor the bucket takes the journal: nothing is begun or ended until one of them does")
+            still = True
+        self._all_safe(self.journal.end, run)
+        return "in the bucket"
+
+    def _by_keepers(self, run: RunState) -> bool:
         self._mark(run)
         deadline = time.monotonic() + COPY_S
         while self.safe is not run:
@@ -58,10 +88,9 @@ class Copies:
             left_s = deadline - time.monotonic()
             if not set(self._asked.values()) - self._late or left_s <= 0:
                 self._late |= set(self._asked.values())
-                have = sum(self._held.get(node, -1) >= self.journal.end for node in run.keepers)
-                return f"{have} of {len(run.keepers)} keepers took a copy of the journal, which is on this node's disk"
+                return False
             self._listen(left_s)
-        return ""
+        return True
 
     def _mark(self, run: RunState) -> None:
         if run is not self.safe and not (self._marks and self._marks[-1][1] is run):
@@ -73,7 +102,7 @@ class Copies:
             held = self._held.get(node, 0)
             if node in self.keepers and node not in self._asked.values() and held < self.journal.end:
                 tail = self.journal.tail(held)
-                self._asked[self.keepers[node].copy.remote(self.incarnation, *tail)] = node
+                self._asked[self.keepers[node].copy.remote(self.mandate.incarnation, *tail)] = node
 
     def _listen(self, timeout_s: float) -> None:
         """Take the answers that are there; wait for one."""
@@ -86,11 +115,17 @@ class Copies:
                 self._held[node] = 0
                 self._late.add(node)
             if self._held[node] == DEPOSED:
-                raise Deposed(f"the journal of coordinator {self.incarnation}")
-        held = [(end, run) for end, run in self._marks if self._has_majority(end, run)]
+                raise Deposed(f"the journal of coordinator {self.mandate.incarnation}")
+        held = [(end, run) for end, run in self._marks if self._has_majority(end)]
         if held:
-            self.safe = held[-1][1]
-            self._marks = [mark for mark in self._marks if mark[0] > held[-1][0]]
+            self._all_safe(*held[-1])
 
-    def _has_majority(self, end: int, run: RunState) -> bool:
-        return not run.keepers or 2 * sum(self._held.get(node, -1) >= end for node in run.keepers) > len(run.keepers)
+    def _all_safe(self, end: int, run: RunState) -> None:
+        self.safe = run
+        self._marks = [mark for mark in self._marks if mark[0] > end]
+        before = [keepers for at, keepers in self._lists if at <= end]
+        self._lists = [(end, before[-1]), *(each for each in self._lists if each[0] > end)]
+
+    def _has_majority(self, end: int) -> bool:
+        having = {node for node, held in self._held.items() if held >= end}
+        return all(2 * len(having.intersection(keepers)) > len(keepers) for _, keepers in self._lists if keepers)

@@ -42,9 +42,10 @@ from elastic.job import Job
 from elastic.probe import COORDINATOR, Probe
 from elastic.runs import Run, SavedShard
 from storage.documents import digest_of
-from storage.errors import StorageError
+from storage.errors import StorageError, Unavailable
 
 STORE_DEADLINE_S = 10
+SHIP_S = 10.0
 PROBE_DEADLINE_S = 60
 KEPT_CHECKPOINTS = 4
 NODE_DIED = "its node died"
@@ -73,6 +74,8 @@ class Group:
         self.shards: dict[Version, dict[WorkerId, SavedShard]] = {}
         self._lives: list[Any] = []
         """A call to each actor that ends when it does."""
+        self.ship: Callable[[float], bool] = lambda timeout_s: True
+        """Have the journal in the bucket, as far as it goes."""
         self._closing = False
         self.probe = Probe(run.store, job.name, token)
         self.probe.leave(COORDINATOR)
@@ -173,6 +176,10 @@ class Group:
         if node is not None:
             self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {_why_not_made(error)}"))
         self.post(StartFailed(worker, _why_not_made(error)))
+
+    def on_their_way(self, run: RunState) -> dict[WorkerId, Any]:
+        """Who is being started."""
+        return {worker: self.workers[worker] for worker in run.starting if worker in self.workers}
 
     def _when_done(self, ref: Any, then: Callable[[BaseException | None], None]) -> None:
         def done(future: Future[Any]) -> None:
@@ -291,6 +298,8 @@ class Group:
     def _commit(self, version: Version, lineage: tuple[tuple[int, int], ...]) -> None:
         """From the shards of the latest world that wrote this version: an earlier one may have been cut off half way."""
         try:
+            if not self.ship(SHIP_S):
+                raise Unavailable(f"the journal of {self.job.name}", "and no checkpoint is to be found without the steps that made it")
             shards = list(self.shards[version].values())
             latest = max(shard.generation for shard in shards)
             written = [shard for shard in shards if shard.generation == latest]

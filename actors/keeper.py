@@ -55,10 +55,10 @@ class Keeper:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
-    def attach(self, incarnation: int) -> bytes:
-        """A coordinator has taken over: what earlier ones left here of the journal.  They are heard no more."""
+    def attach(self, incarnation: int) -> tuple[int, bytes]:
+        """A coordinator has taken over: what earlier ones left here of the journal, and which of them.  They are heard no more."""
         self._heed(incarnation)
-        return bytes(self.tail.data)
+        return self.tail.incarnation, bytes(self.tail.data)
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def copy(self, incarnation: int, begin: int, at: int, data: bytes) -> int:

@@ -10,6 +10,7 @@ import ray
 
 from actors import cluster
 from elastic.ids import NodeId, WorkerId
+from storage.tails import Written
 
 KEEPERS_S = 5.0
 """For the keepers to say what they have; those that are silent are asked no more."""
@@ -17,11 +18,17 @@ KEEPERS_S = 5.0
 
 @dataclass
 class Left:
-    """``tails``: what the keepers hold of the journal."""
+    """``tails``: what the keepers hold of the journal; ``attached``: which of them have held any, and heed nobody else."""
 
     workers: dict[WorkerId, Any] = field(default_factory=dict)
     keepers: dict[NodeId, Any] = field(default_factory=dict)
-    tails: list[bytes] = field(default_factory=list)
+    tails: list[Written] = field(default_factory=list)
+    attached: set[NodeId] = field(default_factory=set)
+
+    def half_of(self, keepers: tuple[NodeId, ...]) -> bool:
+        """Are so many of ``keepers`` attached that no earlier coordinator finds a majority of them?"""
+        there = len(self.attached.intersection(keepers))
+        return there > 0 and 2 * there >= len(keepers)
 
 
 def find(token: str, incarnation: int) -> Left:
@@ -33,9 +40,11 @@ def find(token: str, incarnation: int) -> Left:
             left.keepers |= dict.fromkeys(home, actor)
         else:
             left.workers[WorkerId(name)] = actor
-    asked = [actor.attach.remote(incarnation) for actor in left.keepers.values()]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=KEEPERS_S) if asked else ([], [])
+    asked = {actor.attach.remote(incarnation): node for node, actor in left.keepers.items()}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=KEEPERS_S) if asked else ([], [])
     for ref in answered:
         with contextlib.suppress(ray.exceptions.RayActorError):
-            left.tails.append(ray.get(ref))
+            by, tail = ray.get(ref)
+            left.tails.append((by, tail))
+            left.attached |= {asked[ref]} if by else set()
     return left

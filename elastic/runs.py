@@ -14,16 +14,16 @@ import elastic
 from elastic.control import codec
 from elastic.control.states import RunState
 from elastic.errors import JobError
-from elastic.ids import Version
+from elastic.ids import NodeId, Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.documents import seal, unseal
 from storage.errors import Deposed, Exists
-from storage.journal import Journal, claim_owner, owners
+from storage.journal import Journal, claim_owner, latest_claim, owners
 from storage.objects import ObjectStore
-from storage.tails import furthest
+from storage.tails import Segment, Written, furthest
 
 Lineage = tuple[tuple[int, int], ...]
 """Who committed what, oldest first: (generation, last step it committed)."""
@@ -72,20 +72,25 @@ class Run:
                     f"give this run another name, or the data it was begun on"
                 ) from None
 
-    def claim(self, address: str, life: str = "") -> int:
+    def claim(self, address: str, life: str = "", node: str = "") -> int:
         """The next incarnation, claimed by a create-only write before its first action.
 
-        ``life``: common to the coordinators that follow one another on one cluster, where workers outlive them.
+        ``life``: common to the coordinators that follow one another on one cluster, where workers outlive them.  ``node``: of that cluster.
         """
-        return claim_owner(self.store, self.job.name, {"address": address, "host": platform.node(), "life": life})
+        return claim_owner(self.store, self.job.name, {"address": address, "host": platform.node(), "life": life, "node": node})
 
-    def claims(self, life: str) -> list[int]:
-        """The incarnations of ``life``, oldest first.  Raises :class:`Deposed` when another one has claimed the run since."""
+    def claims(self, life: str) -> dict[int, NodeId]:
+        """The incarnations of ``life``, oldest first, and their nodes.  Raises :class:`Deposed` when another life has claimed the run."""
         claims = owners(self.store, self.job.name)
-        ours = [number for number, claim in sorted(claims.items()) if claim.get("life") == life]
-        if ours and max(claims) != ours[-1]:
-            raise Deposed(f"{self.store.url}/{self.job.name}/owner/{max(claims):06d}.json")
+        ours = {number: NodeId(claim.get("node", "")) for number, claim in sorted(claims.items()) if claim.get("life") == life}
+        if ours:
+            self.is_latest(max(ours))
         return ours
+
+    def is_latest(self, incarnation: int) -> None:
+        """Raises :class:`Deposed` where the run has been claimed since."""
+        if (latest := latest_claim(self.store, self.job.name)) > incarnation:
+            raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
 
     def owner(self) -> dict[str, Any] | None:
         """Who claimed the run last."""
@@ -98,7 +103,7 @@ class Run:
         The newest manifest says which generations committed which steps; what is not on that line was abandoned.
         """
         last = self._last_recorded()
-        generation, next_worker = (last.generation, last.next_worker) if last is not None else (0, 1)
+        generation, next_worker = (max(last.generation, last.unread), last.next_worker) if last is not None else (0, 1)
         listed = self.checkpoints.versions()
         whole = [(each.version, each.manifest) for each in listed if each.manifest is not None]
         if not whole:
@@ -118,15 +123,25 @@ class Run:
         written = journal.newest(self.store, self.job.name)
         return Journal(self.store, self.job.name, local, written[1][-1]["n"] + 1 if written else 0, snapshot)
 
-    def recover(self, first: int, local: Path, tails: Iterable[bytes]) -> tuple[RunState, Journal] | None:
+    def read(self, first: int, tails: Iterable[Written]) -> RunState | None:
+        """As :meth:`recover`, and nothing is begun."""
+        _, segments = self._left(tails)
+        run = codec.fold(*segments[-1]) if segments else None
+        return run if run is not None and run.incarnation >= first else None
+
+    def _left(self, tails: Iterable[Written]) -> tuple[int, list[Segment]]:
+        """Where the bucket ends; the last segments of the journal, wherever they are."""
+        written = journal.newest(self.store, self.job.name)
+        end, by = (written[1][-1]["n"] + 1, codec.fold(*written).incarnation) if written else (0, 0)
+        return end, furthest(end, by, tails) or ([written] if written else [])
+
+    def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:
         """What a coordinator that died has left: the run as its journal says, and the journal to go on with.
 
         ``first``: the first incarnation of its life; ``tails``: of what the bucket does not have yet, see :mod:`storage.tails`.  None when
         nothing was recorded in that life.
         """
-        written = journal.newest(self.store, self.job.name)
-        end = written[1][-1]["n"] + 1 if written else 0
-        segments = furthest(end, tails) or ([written] if written else [])
+        end, segments = self._left(tails)
         if not segments or codec.fold(*segments[-1]).incarnation < first:
             return None
         known, ahead = segments[0][0], []

@@ -82,7 +82,22 @@ class Journal:
             self._open.end, self._open.records = self._size, self._open.records + 1
             if self._open.records == SEGMENT_RECORDS:
                 self._cut(self._open)
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def ship(self, timeout_s: float) -> bool:
+        """Have all that was appended in the bucket now, not in a while.  False where it was not within ``timeout_s``.  Raises
+        :class:`Deposed`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            if self._open is not None:
+                self._cut(self._open)
+            last = self._queue[-1] if self._queue else None
+            self._changed.notify_all()
+            while last in self._queue and not self.deposed and (left_s := deadline - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            if self.deposed:
+                raise Deposed(self.deposed)
+            return last not in self._queue
 
     @property
     def end(self) -> int:
@@ -101,7 +116,7 @@ class Journal:
         """Write what is left to the bucket and end; after ``timeout_s`` it stays in the local file, and :attr:`behind` says why."""
         with self._changed:
             self._closed_s = time.monotonic() + timeout_s
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self.behind = self.behind or "the store does not answer"
@@ -123,10 +138,12 @@ class Journal:
             if self._ship(segment):
                 with self._changed:
                     self._queue.popleft()
+                    self._changed.notify_all()
             elif self.deposed or not self._retry():
                 break
         with self._changed:
             self._file.close()
+            self._changed.notify_all()
 
     def _oldest(self) -> _Segment | None:
         """The segment to be copied next, once there is one; None when the journal is closed and all is copied."""
@@ -214,7 +231,7 @@ def parse(lines: bytes) -> list[tuple[Json, list[Json]]]:
 
 def claim_owner(store: ObjectStore, run: str, information: Json) -> int:
     """The next incarnation: the first number that nobody has claimed, taken by a create-only write."""
-    number = max(_claims(store, run), default=0) + 1
+    number = latest_claim(store, run) + 1
     while True:
         try:
             store.put_if_absent(_claim(run, number), seal({"format": 1, "incarnation": number, **information}))
@@ -231,6 +248,11 @@ def owners(store: ObjectStore, run: str) -> dict[int, Json]:
         key = _claim(run, number)
         found[number] = unseal(store.get(key), store.full_name(key), 1)
     return found
+
+
+def latest_claim(store: ObjectStore, run: str) -> int:
+    """The highest incarnation that anybody has claimed."""
+    return max(_claims(store, run), default=0)
 
 
 def _claims(store: ObjectStore, run: str) -> list[int]:

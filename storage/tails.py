@@ -1,7 +1,8 @@
 """The end of a journal, before the bucket has it: what other nodes hold of it, and what is read back when its writer has died.
 
 A tail is a part of the writer's local file: segments, each a snapshot and the records after it, a line each.  Copies grow by what the
-writer sends, in order, and let go of what is in the bucket.  Who recovers takes the one that reaches furthest from where the bucket ends.
+writer sends, in order, and let go of what is in the bucket.  Who recovers takes the latest writer's, of several the one that reaches
+furthest from where the bucket ends: an earlier writer may have been cut off and have written on, and nothing came of it.
 """
 
 from __future__ import annotations
@@ -58,22 +59,28 @@ def segments_of(tail: bytes) -> list[Segment]:
     return [(snapshot, records) for snapshot, records in parse(tail[: tail.rfind(b"\n") + 1]) if records]
 
 
-def local(folder: Path) -> list[bytes]:
+Written = tuple[int, bytes]
+"""A tail, and the incarnation that wrote it."""
+
+
+def file_of(folder: Path, incarnation: int) -> Path:
+    """Where a coordinator writes on its node."""
+    return folder / f"journal-{incarnation:06d}.jsonl"
+
+
+def local(folder: Path) -> list[Written]:
     """The files of all incarnations that wrote on this node."""
-    return [path.read_bytes() for path in sorted(folder.glob("journal-*.jsonl"))]
+    return [(int(path.stem.removeprefix("journal-")), path.read_bytes()) for path in sorted(folder.glob("journal-*.jsonl"))]
 
 
-def furthest(written: int, tails: Iterable[bytes]) -> list[Segment]:
-    """Of the tails that go on without a gap where the bucket ends (``written``: its next record), the one that reaches furthest.
+def furthest(written: int, by: int, tails: Iterable[Written]) -> list[Segment]:
+    """Of the tails that go on without a gap where the bucket ends (``written``: its next record; ``by``: who wrote the last one there).
 
     Empty where none goes further than the bucket.
     """
-    best: list[Segment] = []
-    reached = written
-    for segments in map(segments_of, tails):
-        if segments and _first(segments) <= written and _last(segments) >= reached:
-            best, reached = segments, _last(segments) + 1
-    return best
+    found = [(incarnation, segments_of(data)) for incarnation, data in tails if incarnation >= by]
+    further = [(each, segments) for each, segments in found if segments and _first(segments) <= written <= _last(segments)]
+    return max(further, key=lambda tail: (tail[0], _last(tail[1])), default=(0, []))[1]
 
 
 def _first(segments: list[Segment]) -> int:

@@ -4,8 +4,9 @@ A dataclass becomes an object with its name under ``$``; tuples become arrays; f
 comes back is bit for bit what went in (JSON readers round, and know neither infinity nor NaN).  Reading follows the types that the
 dataclasses declare, and refuses by name what it does not know: a journal of another version is an error, not a guess.
 
-A record holds an event and the decision: the state, actions and reason, and the fields of ``RunState`` that it ``changed``.
-Recovery folds these; it does not decide again, so a journal stays readable when the rules have changed since.
+A record holds an event and the decision: the state, actions and reason, and the fields of ``RunState`` that it ``changed``; before
+them, what unrecorded events had changed ``meanwhile``, so that everything a decision was made from is in the journal.  Recovery folds
+these; it does not decide again, so a journal stays readable when the rules have changed since.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from elastic.control.actions import Action
-from elastic.control.events import Event
+from elastic.control.events import Beat, Capacity, Event, Renewed, Tick
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
 from elastic.control.turn import Transition
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""In format 1 ``changed`` counts from the record before: what unrecorded events had changed is in it where the decision left it so."""
 
 Json = Any
 
@@ -39,12 +42,23 @@ def snapshot(run: RunState, code: str = "", rules: Rules | None = None) -> dict[
     return {"format": FORMAT, "code": code, "rules": encode(rules), "run": encode(run)}
 
 
-def record(number: int, at: float, event: Event, before: RunState, transition: Transition) -> dict[str, Json]:
-    """One decision.  ``before``: the run as the record before left it (transitions between may go unrecorded)."""
+def worth_recording(event: Event, before: RunState, transition: Transition) -> bool:
+    """Heartbeats and the passing of time only count when something comes of them; what they changed goes with the next record."""
+    if isinstance(event, Beat | Tick | Renewed | Capacity):
+        return bool(transition.actions) or transition.run.state is not before.state
+    return transition.run is not before or bool(transition.actions)
+
+
+def record(
+    number: int, at: float, event: Event, before: RunState, transition: Transition, recorded: RunState | None = None
+) -> dict[str, Json]:
+    """One decision, made from ``before``.  ``recorded``: the run as the record before left it, where unrecorded ones came between."""
+    meanwhile = changes(recorded, before) if recorded is not None else {}
     return {
         "n": number,
         "at": at,
         "event": encode(event),
+        **({"meanwhile": meanwhile} if meanwhile else {}),
         "state": type(transition.run.state).__name__,
         "changed": changes(before, transition.run),
         "actions": encode(transition.actions),
@@ -60,8 +74,8 @@ def changes(before: RunState, after: RunState) -> dict[str, Json]:
 
 def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) -> RunState:
     """The run as the last of ``records`` left it; they follow ``snapshot`` without a gap."""
-    if snapshot["format"] != FORMAT:
-        raise UnknownFormat(f"the journal has format {snapshot['format']}, this version reads {FORMAT}")
+    if snapshot["format"] not in READABLE:
+        raise UnknownFormat(f"the journal has format {snapshot['format']}, this version reads {' and '.join(map(str, READABLE))}")
     for each in records:
         snapshot = after(snapshot, each)
     return decode_run(snapshot["run"])
@@ -69,7 +83,7 @@ def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) ->
 
 def after(snapshot: Mapping[str, Json], record: Mapping[str, Json]) -> dict[str, Json]:
     """What the next segment begins with."""
-    return {**snapshot, "run": {**snapshot["run"], **record["changed"]}}
+    return {**snapshot, "run": {**snapshot["run"], **record.get("meanwhile", {}), **record["changed"]}}
 
 
 # ---- values

@@ -103,9 +103,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Capacity:
-    """So many more workers the cluster could start now."""
+    """So many more workers the cluster could start when it was looked at.
+
+    ``placed``: of those being started, who had taken its room by then; that of the others is still among ``slots``.  None: all had.
+    """
 
     slots: int
+    placed: tuple[WorkerId, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -240,12 +244,13 @@ class Recovered:
     """A coordinator has taken over what the one before it left.  Its first event; the run before it was folded from the journal.
 
     ``workers``, ``keepers``: whose actors it has found.  Each worker will say where it stands: ``Attached``, and again all that it has
-    said before and that may be lost.
+    said before and that may be lost.  Not ``whole``: earlier coordinators may have begun what no journal says that could be read.
     """
 
     incarnation: int
     workers: tuple[WorkerId, ...]
     keepers: tuple[NodeId, ...]
+    whole: bool = True
 
 
 @dataclass(frozen=True)

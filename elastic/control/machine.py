@@ -83,7 +83,7 @@ def _take(turn: Turn, event: Event) -> None:
         case KeeperLost():
             _keeper_lost(turn, event)
         case Capacity():
-            turn.know(slots=event.slots)
+            membership.capacity(turn, event)
         case Here():
             forming.here(turn, event)
         case Ready():

@@ -7,7 +7,7 @@ from dataclasses import replace
 from elastic.control import growing, saving
 from elastic.control.actions import Kill, StartWorkers
 from elastic.control.builds import difference
-from elastic.control.events import Joined, NodeRefused, StartFailed
+from elastic.control.events import Capacity, Joined, NodeRefused, StartFailed
 from elastic.control.states import Finishing, Home, Refusal, Worker
 from elastic.control.turn import Turn, count, names
 from elastic.ids import NodeId, WorkerId
@@ -103,6 +103,12 @@ def start_failed(turn: Turn, event: StartFailed) -> None:
 
 def _start_is_over(turn: Turn, worker: WorkerId) -> None:
     turn.know(starting={each: asked_at for each, asked_at in turn.run.starting.items() if each != worker})
+
+
+def capacity(turn: Turn, event: Capacity) -> None:
+    """Room is free for nobody twice: a worker that is on its way, and has not taken its place yet, will."""
+    coming = 0 if event.placed is None else len(turn.run.starting.keys() - frozenset(event.placed))
+    turn.know(slots=max(0, event.slots - coming))
 
 
 def start_workers(turn: Turn) -> None:

@@ -5,7 +5,8 @@ more: every action is safe to do twice.  Whatever was told to the dead one, and 
 nothing ends because of a coordinator's death: a world that steps is still that world.
 
 Where the journal itself ends too early (its disk and the keepers are gone), a member in a later generation proves it: that generation
-is fenced, and what its members hold says where the run stands.
+is fenced, and what its members hold says where the run stands.  There may be such a generation of which nobody can say anything, cut off
+together with its coordinator: until its leases have run out none is begun, and the next one gets a number that it cannot have.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from elastic.plan.plan import Plan
 
 MAX_DEATHS = 3
 """Of coordinators by one and the same event, or before anything came of their start."""
+UNREAD = 100
+"""More generations, and workers, than coordinators begin where no later one finds a trace of it."""
 
 
 def recovered(turn: Turn, event: Recovered) -> None:
@@ -32,10 +35,13 @@ def recovered(turn: Turn, event: Recovered) -> None:
     if event.incarnation <= run.incarnation:
         return turn.refuse(f"incarnation {event.incarnation} comes after {run.incarnation} in name only")
     turn.know(incarnation=event.incarnation, startups=run.startups + 1, slots=0)
+    turn.durable = True
     turn.say(f"coordinator {event.incarnation} takes over at step {run.step}")
     _forgive_the_silence(turn)
     _settle_again(turn, frozenset(event.workers))
     _forget_who_is_gone(turn, event)
+    if not event.whole:
+        _expect_the_unread(turn)
     _say_again(turn)
     if turn.run.startups > MAX_DEATHS:
         give_up(turn, f"{MAX_DEATHS} coordinators in a row died before anything came of their start")
@@ -46,7 +52,8 @@ def _forgive_the_silence(turn: Turn) -> None:
     run, now, rules = turn.run, turn.now, turn.rules
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s)
     saves = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves)  # the writers have what a manifest is made of
-    turn.know(watch=watch, saves=saves, lease_until=now + rules.lease_over_s if run.plan is not None else run.lease_until)
+    lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.lease_until
+    turn.know(watch=watch, saves=saves, lease_until=lease_until)
     match run.state:
         case Forming():
             turn.amend(deadline=now + rules.form_s)
@@ -75,6 +82,20 @@ def _forget_who_is_gone(turn: Turn, event: Recovered) -> None:
     if strangers:
         turn.do(Kill(strangers, "nobody waits for them"))
     turn.know(next_worker=max([run.next_worker, *(membership.number_of(worker) + 1 for worker in strangers)]))
+
+
+def _expect_the_unread(turn: Turn) -> None:
+    """Others may have gone on, where nobody can be reached: no world goes on beside theirs, and none is begun under a number of theirs."""
+    run = turn.run
+    blind_until = turn.now + turn.rules.lease_over_s
+    turn.know(blind_until=blind_until, unread=max(run.generation, run.unread) + UNREAD, next_worker=run.next_worker + UNREAD)
+    why = "what other coordinators began may be nowhere to be read"
+    match run.state:
+        case Forming() | Running() | Finishing():
+            stopping.stop(turn, why)
+        case Stopping(planned=True):
+            stopping.give_up_the_boundary(turn)
+    turn.say(f"{why}: no world is begun for {turn.rules.lease_over_s:g} s")
 
 
 def _settle_again(turn: Turn, there: Collection[WorkerId]) -> None:

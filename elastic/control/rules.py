@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from elastic.plan.layout import LayoutRule
 
+SLOWEST = 1.05
+"""A clock somewhere else may be a twentieth slower."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -29,7 +32,7 @@ class Rules:
     stop_s: float = 60.0
     """For a last save, without any part of it arriving."""
     max_fruitless: int = 5
-    """Generations in a row that may end without one commit."""
+    """Generations in a row that may end without the commit of a new step."""
     grow_debounce_s: float = 2.0
     """How long to wait for other newcomers after one joined, and before starting again after a start failed."""
     spares: int = 0
@@ -45,5 +48,15 @@ class Rules:
 
     @property
     def lease_over_s(self) -> float:
-        """After so long a lease has run out for certain: a member counts it by a clock of its own, which may be a twentieth slower."""
-        return 1.05 * self.lease_s
+        """After so long a lease has run out for certain: a member counts it by a clock of its own."""
+        return SLOWEST * self.lease_s
+
+    @property
+    def mandate_s(self) -> float:
+        """How long a coordinator may act on what its keepers hold, after it last knew that no other had followed it."""
+        return self.lease_s / 2
+
+    @property
+    def mandate_over_s(self) -> float:
+        """After so long an earlier coordinator that nobody can reach acts no more."""
+        return SLOWEST * self.mandate_s

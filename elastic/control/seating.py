@@ -64,7 +64,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     store = _store_node(run, members)
     return Plan(
         run.incarnation,
-        run.generation + 1,
+        max(run.generation, run.unread) + 1,
         layout,
         members,
         source.version,

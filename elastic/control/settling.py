@@ -14,7 +14,7 @@ from elastic.control.forming import form
 from elastic.control.health import stall
 from elastic.control.outcome import Settlement, newest, settle
 from elastic.control.seating import candidates
-from elastic.control.states import Failed, Finished, Finishing, Stopped, Stopping, Waiting
+from elastic.control.states import Failed, Finished, Finishing, RunState, Stopped, Stopping, Waiting
 from elastic.control.stepping import expecting, finish
 from elastic.control.stopping import stop, unblock
 from elastic.control.turn import Turn, count, names
@@ -31,11 +31,11 @@ def waiting(turn: Turn, state: Waiting) -> None:
         end(turn, *_stopped(turn))
     elif not run.seats and (split := [refusal.why for refusal in run.refused.values() if refusal.shared]):
         end(turn, Failed(split[0]), "nothing has run yet, so nothing is run")
-    elif not (fresh and (expecting(turn, there) or _looking(turn, state))):
+    elif turn.now >= run.blind_until and not (fresh and (expecting(turn, there) or _looking(turn, state))):
         form(turn)
     if not isinstance(turn.run.state, Waiting):
         return
-    if turn.now - state.since >= rules.wait_s:
+    if turn.now - max(state.since, run.blind_until) >= rules.wait_s:
         end(turn, Failed(f"waited {rules.wait_s:g} s for workers: {_have(turn, there)}"))
     elif not run.seats and _only_refused_are_left(turn, state):
         end(turn, Failed(f"no room for workers that may be members: {_have(turn, there)}"))
@@ -92,8 +92,8 @@ def stopping(turn: Turn, state: Stopping) -> None:
 
 
 def _certain(turn: Turn, state: Stopping) -> bool:
-    """Can the generation commit no more?  Where nobody can be reached, only once every lease has run out."""
-    return bool(state.answers or state.lost) or turn.now >= turn.run.lease_until
+    """Can the generation commit no more, nor one that nobody knows of?  Where nobody can be reached, only once every lease has run out."""
+    return turn.now >= turn.run.blind_until and (bool(state.answers or state.lost) or turn.now >= turn.run.lease_until)
 
 
 def _expel_the_silent(turn: Turn, state: Stopping) -> Stopping:
@@ -128,8 +128,13 @@ def _settle(turn: Turn, state: Stopping) -> None:
     _say_outcome(turn, settlement, {answer.prepared for answer in answers if answer.prepared})
     unusable = tuple(worker for worker in survivors if run.workers[worker].unfit)
     membership.expel(turn, unusable, "its process is unusable")
-    if run.version.generation != plan.generation:
+    if run.version.generation != plan.generation or (not state.planned and _as_far_as_another(run, plan.generation)):
         turn.know(fruitless=run.fruitless + 1)
+
+
+def _as_far_as_another(run: RunState, generation: int) -> bool:
+    """Has it done again all that was given up, and come no further than the one that did it first?"""
+    return run.version.step >= run.furthest.step and run.furthest.generation != generation
 
 
 def _say_outcome(turn: Turn, settlement: Settlement, prepared: set[int]) -> None:
@@ -150,7 +155,7 @@ def _next(turn: Turn, state: Stopping) -> None:
     elif run.stop:
         end(turn, *_stopped(turn))
     elif run.fruitless > rules.max_fruitless:
-        budget = f"{run.fruitless} generations in a row ended without a commit, {rules.max_fruitless} may"
+        budget = f"{run.fruitless} generations in a row ended without a commit of a new step, {rules.max_fruitless} may"
         end(turn, Failed(f"{budget}; the last one: {state.cause}"))
     else:
         form(turn)

@@ -198,13 +198,19 @@ class RunState:
     saves: Saves = ()
     last: Outcome | None = None
     """The newest commit."""
+    blind_until: float = 0.0
+    """Until then a world may commit of which no journal says anything that could be read."""
+    unread: int = 0
+    """The next generation is later than this one: so many may have been begun by coordinators whose journal could not be read."""
     untold: tuple[int, ...] = ()
     """Steps that the present generation committed and nobody has said what they consumed: they were told to a coordinator that died."""
     watch: Watch = field(default_factory=Watch)
     lease_until: float = 0.0
     """When the last lease on the generation has run out: silent members have stopped of their own accord."""
+    furthest: Version = field(default_factory=lambda: Version(0, 0))
+    """The greatest step ever committed, also if it was given up since, and by whom first."""
     fruitless: int = 0
-    """Generations in a row that ended without a commit."""
+    """Generations in a row that ended without a commit, or where one has ended before."""
     homes: dict[NodeId, Home] = field(default_factory=dict)
     """Nodes that workers have joined from."""
     stays: dict[str, float] = field(default_factory=dict)

@@ -37,10 +37,11 @@ def committed(turn: Turn, outcome: Outcome) -> None:
         lineage=lineage.extended(run.lineage, version),
         last=outcome,
         untold=(*run.untold, *range(run.version.step + 1, outcome.step)),
-        fruitless=0,
         failures=tuple(failure for failure in run.failures if failure.step > outcome.step),
         watch=stepped(run.watch, turn.now),
     )
+    if version.step > run.furthest.step:
+        turn.know(furthest=version, fruitless=0)
     if due(outcome.step, turn.rules.save_every, turn.rules.target_step) or outcome.boundary == SAVE_AND_PAUSE:
         checkpoints.begin(turn, version, plan.members)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elastic.control.actions import Action, Form, Settle, StartWorkers
+from elastic.control.actions import Action, Form, Go, Settle, StartWorkers
 from elastic.control.rules import Rules
 from elastic.control.states import ALLOWED, RunState, State
 from elastic.ids import WorkerId
@@ -28,7 +28,8 @@ class Transition:
     actions: tuple[Action, ...]
     reason: str
     durable: bool = False
-    """It begins a generation, settles the outcome of a step, names workers, says that a checkpoint counts, or ends the run."""
+    """It begins a generation or lets it step, settles the outcome of a step, names workers, says that a checkpoint counts, takes over from
+    another coordinator, or ends the run."""
 
 
 class Turn:
@@ -65,7 +66,7 @@ class Turn:
 
     def do(self, action: Action) -> None:
         self.actions.append(action)
-        self.durable |= isinstance(action, Form | Settle | StartWorkers)
+        self.durable |= isinstance(action, Form | Go | Settle | StartWorkers)
 
     def say(self, sentence: str) -> None:
         self.reasons.append(sentence)

@@ -5,8 +5,8 @@ edge, actions, reason.  ``differences`` calls ``advance`` from what was known be
 and actions must be the same, so a kept journal is a regression test of every decision in it.  Sentences are compared only with what
 the same version and the same rules would say: another version may word them better.
 
-Beats, ticks, renewals and capacities are recorded only where something came of them; what they changed goes with the next record.
-So those fields are taken from the record itself before it is decided again.
+Beats, ticks, renewals and capacities are recorded only where something came of them; the next record says what they had changed by then.
+Records of format 1 say only what of that the decision left as it was, so there those fields are taken from what it changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Json = Mapping[str, Any]
 Segment = tuple[Json, Sequence[Json]]
 
 QUIET = ("watch", "slots", "lease_until")
-"""The fields of ``RunState`` that unrecorded events change."""
+"""The fields of ``RunState`` that unrecorded events change, in format 1."""
 SHOWN_MEMBERS = 8
 
 
@@ -154,7 +154,8 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, senten
     known = dict(snapshot["run"])
     codec.fold(snapshot, ())  # refuses a format that is not ours
     for record in records:
-        known.update({name: value for name, value in record["changed"].items() if name in QUIET})
+        quiet = {name: value for name, value in record["changed"].items() if name in QUIET}
+        known.update(quiet if snapshot["format"] == 1 else record.get("meanwhile", {}))
         decided = advance(codec.decode_run(known), codec.decode_event(record["event"]), record["at"], rules)
         state = type(decided.run.state).__name__
         if state != record["state"]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Lost, NodeFound, NodeRefused, StartFailed
+from elastic.control.states import RunState
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 from elastic.sim.faults import Kind
 from elastic.sim.network import Way
-from elastic.sim.oracle import covers
+from elastic.sim.truth import covers
 from elastic.sim.worker import Worker
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ class Node:
     frozen_until: float = 0.0
     alive: bool = True
     declared_dead: bool = False
+    heeds: int = 0
+    """The highest incarnation that its keeper has heard."""
+    tail: tuple[int, int, RunState] | None = None
+    """What its keeper holds of the journal: see ``journals.py``."""
+
+    def heed(self, incarnation: int) -> None:
+        """What coordinators before this one write is taken no more."""
+        self.heeds = max(self.heeds, incarnation)
 
 
 class Bucket:
@@ -107,7 +116,7 @@ class Cluster:
             self.say_surely(node.name, KeeperUp(node.name))
 
     def keeper_dies(self, node: Node, down_s: float) -> None:
-        node.keeper = False
+        node.keeper, node.heeds, node.tail = False, 0, None
         self.say_surely(node.name, KeeperLost(node.name, "its process died"))
         self.clock.after(down_s, self.keeper_up, node)
 
@@ -194,7 +203,7 @@ class Cluster:
         self.taken = max(0, self.taken + number)
 
     def _offer(self) -> None:
-        self.sim.tell_coordinator(Capacity(max(0, self.free)))
+        self.sim.tell_coordinator(Capacity(max(0, self.free), tuple(w.name for w in self.running if not w.joined)))
         self.clock.after(CAPACITY_S, self._offer)
 
     def die(self, worker: Worker, why: str) -> None:

@@ -69,28 +69,24 @@ def simulate_trace(trace: Path, seeds: range, pace: float, say: Say) -> int:
 
 
 def _one(seed: int, scenario: Scenario, say: Say) -> int:
-    try:
-        report = simulate(seed, scenario)
-    except Violation as violation:
-        say(str(violation))
-        return 1
-    say(f"seed {seed}: {report.end} after {report.virtual_s:.0f} s, {report.generations} generations, {report.events} events")
-    return 0
+    said, kept = tried(seed, scenario)
+    say(said)
+    return 0 if kept else 1
 
 
 def explain(seed: int, say: Say) -> None:
     """The violation of ``seed`` by as few faults as show one, as a script."""
     scenario = Scenario.drawn(seed)
-    faults = minimised(scenario.faults, lambda part: violation_of(seed, replace(scenario, faults=part)) != "")
-    say(violation_of(seed, replace(scenario, faults=faults)))
+    faults = minimised(scenario.faults, lambda part: not tried(seed, replace(scenario, faults=part))[1])
+    say(tried(seed, replace(scenario, faults=faults))[0])
     say(f"{len(faults)} of {len(scenario.faults)} faults are enough: simulate --seeds {seed}..{seed + 1} --script with")
     say(to_json(faults))
 
 
-def violation_of(seed: int, scenario: Scenario) -> str:
-    """ "" when there is none."""
+def tried(seed: int, scenario: Scenario) -> tuple[str, bool]:
+    """How it ended, or which promise was broken; and whether all were kept."""
     try:
-        simulate(seed, scenario)
+        report = simulate(seed, scenario)
     except Violation as violation:
-        return str(violation)
-    return ""
+        return str(violation), False
+    return f"seed {seed}: {report.end} after {report.virtual_s:.0f} s, {report.generations} generations, {report.events} events", True

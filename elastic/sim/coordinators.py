@@ -1,7 +1,7 @@
 """The coordinators of a run, one after the other and sometimes two at once: inbox -> advance -> journal -> perform, as in production.
 
 A coordinator that dies or is taken for dead is followed by one of the next incarnation, which reads what the journal still says.  The
-one before may not know it: frozen or cut off, it acts on, until somebody refuses what it says.
+one before may not know it: frozen or cut off, alone or together with nodes, it acts on as long as ``journals.py`` lets it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from elastic.control import actions as do
 from elastic.control import codec, lineage
-from elastic.control.events import Attached, Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Stumbled, Tick
+from elastic.control.events import Attached, Beat, Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Stumbled, Tick
 from elastic.control.machine import Transition
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.sim.faults import Kind
+from elastic.sim.journals import Journal
 from elastic.sim.network import Way
 from elastic.sim.worker import Worker
 
@@ -28,25 +29,30 @@ Advance = Callable[[RunState, Event, float, Rules], Transition]
 TICK_S = 1.0
 STUMBLES = 0.3
 """Share of the coordinators that die because they could not handle an event, and still say so."""
+AGAIN_S = 0.5
+"""How often something is tried again that could not be had."""
 ATTACH_S = 0.5
 """How often a coordinator that took over calls a worker that has not answered."""
 
 
 class Coordinator:
-    """One incarnation.  ``on_disk``: the run as the last record of its journal says it."""
+    """One incarnation."""
 
-    def __init__(self, sim: Simulation, advance: Advance, run: RunState, ahead_s: float = 0.0) -> None:
-        self.sim, self.advance, self.run = sim, advance, run
+    def __init__(self, sim: Simulation, advance: Advance, run: RunState, incarnation: int, ahead_s: float = 0.0) -> None:
+        self.sim, self.advance, self.run, self.incarnation = sim, advance, run, incarnation
         self.ahead_s = ahead_s
         """Of its clock before the true time."""
-        self.incarnation = run.incarnation
         self.alive, self.frozen_until, self.cut_until = True, 0.0, 0.0
-        self.on_disk = run
-        self.copied = [run]
-        """What the keepers may have: as of the last record that had to be durable, and of those after it."""
+        self.side: frozenset[NodeId] = frozenset()
+        """The nodes that are cut off together with it."""
+        self.journal = Journal(sim, self, run)
+        self.whole = True
+        """It has read all that the ones before it may have acted on."""
         self.attached: set[WorkerId] = set()
         """Who has answered it."""
         self._backlog: list[Event] = []
+        self._decided: tuple[RunState, Event, Transition] | None = None
+        """What may not be performed yet: its record lies nowhere where the next coordinator would find it."""
 
     @property
     def now(self) -> float:
@@ -57,54 +63,72 @@ class Coordinator:
     def acts(self) -> bool:
         return self.alive and self.frozen_until <= self.sim.clock.now and not self.run.over
 
+    @property
+    def cut(self) -> bool:
+        """Off from the cluster's head, and from all nodes that are not on its side."""
+        return self.cut_until > self.sim.clock.now
+
+    def reaches(self, node: NodeId) -> bool:
+        """Directly: no coordinator reaches the nodes that another one has on its side of a cut."""
+        others = (each for each in self.sim.coordinators.all if each is not self and each.cut)
+        return not any(node in each.side for each in others) and not (self.cut and self.side and node not in self.side)
+
     def receive(self, event: Event) -> str:
         if not self.alive or (self.run.over and self is not self.sim.coordinators.present):
             return ""
         sim, before, now = self.sim, self.run, self.sim.clock.now
-        if self.frozen_until > now:
+        if self.frozen_until > now or self._decided is not None:
             self._backlog.append(event)
             return ""
         if isinstance(event, Attached):
             self.attached.add(event.worker)
-        coordinators = sim.coordinators
-        state = type(before.state).__name__
         transition = self.advance(before, event, self.now, sim.rules)
         sim.lines.append((now, event, transition.reason))
-        if transition.durable and not coordinators.may_record(self):
-            return self.depose()
+        if codec.worth_recording(event, before, transition):
+            self.journal.append(transition.run)
+        self._decided = before, event, transition
+        self._go_through_with_it()
+        return transition.reason
+
+    def _go_through_with_it(self) -> None:
+        """Perform what was decided, as soon as that may be."""
+        if self._decided is None or not self.alive or self.frozen_until > self.sim.clock.now:
+            return
+        before, event, transition = self._decided
+        if transition.durable and not self.journal.secured():
+            self.sim.oracle.occasions["a coordinator stands still, for nobody would know what it did"] += self.alive
+            return self.sim.clock.after(AGAIN_S, self._go_through_with_it)
+        self._decided, self.run = None, transition.run
+        sim, coordinators = self.sim, self.sim.coordinators
         coordinators.events += 1
-        coordinators.visited[state, type(event).__name__] += 1
-        self.run = transition.run
+        coordinators.visited[type(before.state).__name__, type(event).__name__] += 1
         sim.oracle.judge(before, event, transition, self)
-        self._record(transition)
         for action in transition.actions:
             self.perform(action)
         if transition.run.state is not before.state:
             sim.strikes.entered(type(transition.run.state).__name__)
         if transition.run.last is not before.last:
             sim.strikes.recovered()
-        return transition.reason
+        self._catch_up()
 
-    def _record(self, transition: Transition) -> None:
-        if transition.run is self.on_disk:
-            return
-        if self is not self.sim.coordinators.present:  # the keepers will refuse it, once it reaches them again
-            self.sim.clock.after(max(0.0, self.cut_until - self.sim.clock.now) + self.sim.rng.random(), self.depose)
-        self.on_disk = transition.run
-        if transition.durable:
-            self.copied = []
-        self.copied.append(transition.run)
+    def is_read(self) -> None:
+        """By the one after it, to the last record: what it had decided and not performed is decided."""
+        if self._decided is not None:
+            self.sim.oracle.judge(*self._decided, self)
 
-    def depose(self) -> str:
+    def depose(self) -> None:
         """Somebody holds its journal: it is followed by another, and leaves."""
-        if not self.alive:
-            return ""
-        self.alive = False
-        self.sim.oracle.occasions["a coordinator finds itself deposed"] += 1
-        self.sim.tell(f"coordinator {self.incarnation} is deposed")
-        return ""
+        if self.alive:
+            self.alive = False
+            self.sim.oracle.occasions["a coordinator finds itself deposed"] += 1
+            self.sim.tell(f"coordinator {self.incarnation} is deposed")
 
     def thaw(self) -> None:
+        self._go_through_with_it()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """What has come meanwhile."""
         backlog, self._backlog = self._backlog, []
         for event in backlog:
             self.receive(event)
@@ -117,12 +141,13 @@ class Coordinator:
 
     # -- taking over ------------------------------------------------------------------------------------------------
 
-    def take_over(self) -> None:
+    def take_over(self, whole: bool) -> None:
         """Its first event: whose actors it has found."""
+        self.whole = whole
         cluster = self.sim.cluster
         found = tuple(worker.name for worker in cluster.running if worker.node not in cluster.given_up)
         keepers = tuple(sorted(node.name for node in cluster.nodes.values() if node.keeper and not node.declared_dead))
-        self.receive(Recovered(self.incarnation, found, keepers))
+        self.receive(Recovered(self.incarnation, found, keepers, whole))
         for name in found:
             self.attach(cluster.workers[name])
         for node in keepers:
@@ -134,27 +159,29 @@ class Coordinator:
     def attach(self, worker: Worker) -> None:
         """Again and again, until it answers, or somebody else decides."""
         if self.acts and worker.alive and worker.name not in self.attached:
-            self.sim.network.send(Way.TO, worker.node, worker.receive, worker.order, self.incarnation, worker.attached)
+            if self.reaches(worker.node):
+                self.sim.network.send(Way.TO, worker.node, worker.receive, worker.order, self.incarnation, worker.attached)
             self.sim.clock.after(ATTACH_S, self.attach, worker)
 
     # -- performing -------------------------------------------------------------------------------------------------
 
     def renew(self, worker: Worker, generation: int, asked_at: float) -> None:
         """A lease runs from the moment it was asked for, so that the member's end is never later than the coordinator's."""
-        granted = worker.name in self.on_disk.workers and self.on_disk.grants_lease(generation)
+        known = self.journal.run
+        granted = worker.name in known.workers and known.grants_lease(generation) and self.journal.mandated()
         if granted:
             self.receive(Renewed(worker.name, generation))
-        self._tell(worker, worker.answered, generation, asked_at, granted, self.copied[0].recorded_step)
+        self._tell(worker, worker.answered, generation, asked_at, granted, self.journal.safe.recorded_step)
 
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
-        if self.cut_until > self.sim.clock.now and self.sim.rng.random() < 0.5:
+        if not self.reaches(worker.node) or (self.cut and self.sim.rng.random() < 0.5):
             return
         self.sim.network.send(Way.TO, worker.node, worker.receive, worker.order, self.incarnation, call, *args)
 
     def perform(self, action: do.Action) -> None:
         cluster = self.sim.cluster
         match action:
-            case do.StartWorkers() | do.Kill() if self.cut_until > self.sim.clock.now:
+            case do.StartWorkers() | do.Kill() if self.cut:
                 pass
             case do.StartWorkers():
                 cluster.start(action.workers, action.avoid)
@@ -182,7 +209,7 @@ class Coordinator:
 
     def _commit_manifest(self, version: Version) -> None:
         """The manifest of a coordinator that is gone may still come to be; nobody is told, and it counts for nothing."""
-        done = self.sim.cluster.commit_manifest(version)
+        done = self.journal.reaches_bucket and self.sim.cluster.commit_manifest(version)
         self.receive(Saved(version, f"digest of {version}") if done else SaveFailed(version, "store unavailable"))
 
 
@@ -195,36 +222,44 @@ class Coordinators:
         self.visited: Counter[tuple[str, str]] = Counter()
         self.disk_lost = False
         self.ahead_s = 0.0
-        self.all = [Coordinator(sim, advance, RunState.begin(1, 0.0))]
+        self.all: list[Coordinator] = []
+        self.claimed = 1
+        """The highest incarnation in the bucket."""
+        self.written: tuple[int, int, RunState] = (0, 0, RunState.begin(0, 0.0))
+        """The journal in the bucket: whose record is the last, how many of its own it is, and what it says."""
+        self.all.append(Coordinator(sim, advance, RunState.begin(1, 0.0), 1))
 
     @property
     def present(self) -> Coordinator:
         return self.all[-1]
 
-    def may_record(self, coordinator: Coordinator) -> bool:
-        """Do the keepers still take its records?  Not once a later one has spoken to them."""
-        return coordinator is self.present
-
     def hear(self, worker: Worker, event: Event) -> None:
         """A worker's word; with the worker dies what had not quite left it.  Who is cut off still hears those that know no other."""
         if worker.alive or self.sim.rng.random() < 0.5:
             for each in self._heard_by(worker):
-                each.receive(event)
+                if each.reaches(worker.node):
+                    each.receive(event)
+                else:  # it is on the other side of a cut; what a worker says it says again
+                    self.sim.clock.after(AGAIN_S, self.hear, worker, event)
 
     def renew(self, worker: Worker, generation: int, asked_at: float) -> None:
         for each in self._heard_by(worker):
-            if each.alive and each.frozen_until <= self.sim.clock.now:
+            if each.alive and each.frozen_until <= self.sim.clock.now and each.reaches(worker.node):
                 each.renew(worker, generation, asked_at)
 
     def _heard_by(self, worker: Worker) -> list[Coordinator]:
         """Whom the worker means: the one it has heard last, as long as that lives."""
         known = [each for each in self.all[:-1] if each.acts and each.incarnation == max(worker.incarnation, 1)]
-        return known or [self.present]
+        beside = [each for each in self.all[:-1] if each.acts and each.cut and worker.node in each.side]
+        return known or beside or [self.present]
 
     def tell(self, event: Event) -> None:
         """What the cluster tells everybody who asks."""
         for each in self.all:
-            if each.cut_until <= self.sim.clock.now or each is self.present:
+            if isinstance(event, Beat | KeeperUp) and not each.reaches(event.node):
+                if each is self.present and isinstance(event, KeeperUp):  # said again, until it is heard
+                    self.sim.clock.after(AGAIN_S, self.tell, event)
+            elif not each.cut or each is self.present:
                 each.receive(event)
 
     # -- what happens to them -----------------------------------------------------------------------------------------
@@ -245,33 +280,60 @@ class Coordinators:
                 if self.sim.rng.random() < STUMBLES:
                     present.receive(Stumbled(f"{self.sim.rng.choice(('Beat', 'Joined', 'Tick'))}: KeyError at cluster.py:7"))
                 present.alive = False
-                self.sim.clock.after(duration_s, self.follow, present)
+                self.sim.clock.after(duration_s, self.follow, present, not self.disk_lost)
+                self.disk_lost = False
             case Kind.COORDINATOR_FREEZE:
+                present.journal.mandated()
                 present.frozen_until = max(present.frozen_until, now + duration_s)
                 self.sim.clock.after(duration_s * self.sim.rng.random(), self.follow, present)
                 self.sim.clock.after(duration_s, present.thaw)
             case Kind.COORDINATOR_CUT:
-                present.cut_until = now + duration_s
+                self._cut(present, now + duration_s, amount)
                 self.sim.clock.after(0.3 * duration_s * self.sim.rng.random(), self.follow, present)
 
-    def follow(self, before: Coordinator) -> None:
-        """The next incarnation, unless there is one."""
+    def _cut(self, present: Coordinator, until: float, share: float) -> None:
+        """Off from the head, and together with so many of the nodes from all others: perhaps with its whole world."""
+        cluster, rng = self.sim.cluster, self.sim.rng
+        there = [node for node in cluster.nodes.values() if not node.declared_dead]
+        beside = rng.sample(there, round(share * len(there)))
+        present.journal.cut_off(until, rng.random() < 0.5)
+        present.cut_until, present.side = until, frozenset(node.name for node in beside)
+        for node in beside:
+            cluster.silent(node, until - self.sim.clock.now)
+        if len(beside) == len(there):
+            cluster.add_node()  # so that there is somewhere to go on
+
+    def follow(self, before: Coordinator, disk: bool = False, claimed_at: float | None = None) -> None:
+        """The next incarnation, unless there is one.  ``disk``: it is made where the one before has ended, and finds what that has written.
+
+        While that one may still act on what no other can read, it is waited for: it will not for long.
+        """
         if before is not self.present:
             return
-        run = self.sim.rng.choice(before.copied) if self.disk_lost else before.on_disk
-        self.sim.oracle.occasions["a coordinator takes over" + (" with what the keepers have" if self.disk_lost else "")] += 1
-        self.disk_lost = False
-        run = codec.decode_run(codec.encode(run))
-        self._begin(run, before.incarnation + 1)
-        self.present.take_over()
+        if self.sim.cluster.bucket_fails():
+            return self.sim.clock.after(AGAIN_S, self.follow, before, disk, claimed_at)
+        if claimed_at is None:
+            claimed_at, self.claimed = self.sim.clock.now, self.claimed + 1
+        run, whole = before.journal.left(self.claimed, disk)
+        wait_s = claimed_at + self.sim.rules.mandate_over_s - self.sim.clock.now
+        if not whole and wait_s > 0:
+            return self.sim.clock.after(wait_s, self.follow, before, disk, claimed_at)
+        if run is before.journal.run:
+            before.is_read()
+        how = "" if disk else " with what the keepers have" if whole else " without what was written last"
+        self.sim.oracle.occasions[f"a coordinator takes over{how}"] += 1
+        self._begin(codec.decode_run(codec.encode(run)), self.claimed)
+        return self.present.take_over(whole)
 
     def resume(self) -> None:
         """The same command after a stop: it knows what the newest manifest says, and which numbers were used."""
         sim, run = self.sim, self.present.run
         version = run.saved[-1] if run.saved else Version(0, 0)
         known = lineage.cut(run.lineage, version)
-        incarnation = self.present.incarnation + 1
-        begun = RunState.begin(incarnation, sim.clock.now + self.ahead_s, run.saved, known, run.generation, run.next_worker)
+        incarnation = self.claimed = self.claimed + 1
+        begun = RunState.begin(
+            incarnation, sim.clock.now + self.ahead_s, run.saved, known, max(run.generation, run.unread), run.next_worker
+        )
         self._begin(begun, incarnation)
         sim.oracle.resumed()
         for node in sim.cluster.nodes.values():
@@ -280,8 +342,8 @@ class Coordinators:
         sim.cluster.look_at_misfits()
 
     def _begin(self, run: RunState, incarnation: int) -> None:
-        coordinator = Coordinator(self.sim, self.advance, run, self.ahead_s)
-        coordinator.incarnation = incarnation
+        coordinator = Coordinator(self.sim, self.advance, run, incarnation, self.ahead_s)
         self.all.append(coordinator)
+        self.written = (incarnation, 0, run)  # before it does anything
         self.sim.tell(f"coordinator {incarnation} begins")
         self.sim.clock.after(0.0, coordinator.tick)  # its first event is another

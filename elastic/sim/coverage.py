@@ -9,11 +9,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import get_args
 
-from elastic.control import machine
 from elastic.control.events import Event
 from elastic.control.states import State
 from elastic.sim import faults
-from elastic.sim.coordinators import Advance
 from elastic.sim.faults import Kind
 from elastic.sim.oracle import Violation
 from elastic.sim.simulation import Report, simulate
@@ -67,17 +65,8 @@ class Coverage:
             mine.update(theirs)  # type: ignore[arg-type]
 
 
-def run_many(seeds: Iterable[int], advance: Advance = machine.advance) -> Coverage:
-    """Every seed with its own scenario; stops at the first :class:`Violation`."""
-    coverage = Coverage()
-    for seed in seeds:
-        coverage.add(simulate(seed, advance=advance))
-    return coverage
-
-
-def run_chunk(seeds: Iterable[int]) -> tuple[Coverage, int | None]:
-    """As ``run_many``; and the seed that broke a promise, after which the others are left out."""
-    gc.set_threshold(100_000)  # a run is a cycle of some thousand objects: looking for such after every 700 took a seventh of the time
+def run_many(seeds: Iterable[int]) -> tuple[Coverage, int | None]:
+    """Every seed with its own scenario; and the seed that broke a promise, after which the others are left out."""
     coverage = Coverage()
     for seed in seeds:
         try:
@@ -91,8 +80,9 @@ def run_in_processes(seeds: range, jobs: int) -> tuple[Coverage, int | None]:
     """Over ``jobs`` processes, until one seed of a chunk has broken a promise: which."""
     coverage = Coverage()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-    with ProcessPoolExecutor(jobs) as pool:
-        for part, broken in pool.map(run_chunk, chunks):
+    rarely = 100_000  # a run is a cycle of some thousand objects: looking for such after every 700 took a seventh of the time
+    with ProcessPoolExecutor(jobs, initializer=gc.set_threshold, initargs=(rarely,)) as pool:
+        for part, broken in pool.map(run_many, chunks):
             coverage.merge(part)
             if broken is not None:
                 pool.shutdown(cancel_futures=True)

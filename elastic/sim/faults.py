@@ -83,7 +83,8 @@ class Kind(StrEnum):
     COORDINATOR_FREEZE = "coordinator_freeze"
     """It stands still, is taken for dead and replaced, and goes on after the duration: two coordinators."""
     COORDINATOR_CUT = "coordinator_cut"
-    """As COORDINATOR_FREEZE, but it is cut off and acts on meanwhile: two coordinators at once."""
+    """As COORDINATOR_FREEZE, but it is cut off and acts on meanwhile: two coordinators at once.  ``amount``: the share of the nodes that
+    are cut off together with it (0: it alone, and only from the cluster's head)."""
     COORDINATOR_CLOCK = "coordinator_clock"
     """The clock of the next coordinator is ``amount`` seconds ahead of this one's."""
     DISK_LOSS = "disk_loss"
@@ -224,6 +225,7 @@ AMOUNTS: Mapping[Kind, tuple[float, float]] = {
     Kind.KILL_LOST: (0.5, 1.0),
     Kind.BUCKET_DOWN: (0.3, 1.2),
     Kind.START_FAILURE: (0.3, 1.0),
+    Kind.COORDINATOR_CUT: (0.0, 1.0),
     Kind.COORDINATOR_CLOCK: (-20.0, 20.0),
 }
 """The kinds that know more or less, and how much of it :func:`draw` gives them."""

@@ -8,7 +8,6 @@ judges: coverage of shards, for one, is found row by row.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle
@@ -34,6 +33,7 @@ from elastic.control.events import (
 from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
+from elastic.sim.truth import base_of, covers, expanded, fruitless_at_the_end
 
 if TYPE_CHECKING:
     from elastic.control.machine import Transition
@@ -49,18 +49,16 @@ class Violation(AssertionError):
     """A promise was broken.  ``simulate`` adds seed, time and the end of the story."""
 
 
-@lru_cache(maxsize=4096)
-def covers(shards: frozenset[tuple[int, int]], rows: tuple[int, ...]) -> bool:
-    """Whether shards (count, index) together hold every row, looked at one by one (torch's chunk rule)."""
-    return all(any(row // -(-length // count) == index for count, index in shards) for length in rows for row in range(length))
-
-
 class Oracle:
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self.parent: dict[Version, Version] = {}
         self.first_commit_at: dict[int, float] = {}
         self.plans: dict[int, Plan] = {}
+        self.unread: dict[int, Plan] = {}
+        """Begun by coordinators of whose records those that came after found nothing."""
+        self.headless: set[int] = set()
+        """Generations whose coordinator was followed by another: what the first was told last, only it may know."""
         self.plan: Plan | None = None
         self.joined: set[WorkerId] = set()
         self.lost: set[WorkerId] = set()
@@ -167,8 +165,16 @@ class Oracle:
                 self.stumbles[event.what] += 1
             case Recovered():
                 self.startups += 1
+                self.headless.add(before.generation)
                 self.here.clear()  # what was said to the one before is said again, or lost
+                if not event.whole:
+                    self._forget_the_unread(before, event)
                 self.expelled |= self.joined - set(event.workers)
+            case Attached() if (
+                event.plan is not None and event.plan.generation in self.unread and event.plan.generation > before.generation
+            ):
+                self.plan = self.plans[event.plan.generation] = self.unread.pop(event.plan.generation)
+                self._forget_what_was_said(event.plan.generation, before)
             case StepDone() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
                 self.evidence[event.generation][event.outcome.step] = event.outcome
@@ -181,6 +187,22 @@ class Oracle:
                 self.occasions["a manifest comes in for a version given up"] += 1
             case StopRequested():
                 self.stop_asked = True
+
+    def _forget_the_unread(self, run: RunState, event: Recovered) -> None:
+        """What another coordinator was told and decided is known no more, as far as nobody can read it.  It happened all the same."""
+        self.unread |= {generation: plan for generation, plan in self.plans.items() if generation > run.generation}
+        self.plans = {generation: plan for generation, plan in self.plans.items() if generation <= run.generation}
+        self.plan = self.plans.get(run.generation) if run.generation else None
+        self.counting &= set(run.saved)
+        self.expelled -= set(event.workers) & run.workers.keys()
+        if run.plan is not None:
+            self._forget_what_was_said(run.generation, run)
+
+    def _forget_what_was_said(self, generation: int, run: RunState) -> None:
+        known = {step for step, by in enumerate(expanded(run.lineage), 1) if by == generation}
+        self.evidence[generation] = {step: o for step, o in self.evidence[generation].items() if step in known}
+        self.settlements.pop(generation, None)
+        self.settled.discard(generation)
 
     def _judge_action(self, before: RunState, after: RunState, action: Action, settle: Settle | None, reason: str) -> None:
         match action:
@@ -239,7 +261,7 @@ class Oracle:
         if plan == self.plan:
             return  # said again, by a coordinator that took over
         rules, members = self.sim.rules, set(plan.members)
-        if plan.generation <= max(self.plans, default=0):
+        if plan.generation <= max((*self.plans, *self.unread), default=0):
             raise Violation(f"generation {plan.generation} is begun twice")
         if not len(members) == len(plan.members) == plan.layout.world or not rules.min_workers <= len(members) <= rules.max_workers:
             raise Violation(f"a world of {plan.layout} with members {plan.members}")
@@ -254,6 +276,8 @@ class Oracle:
             if held and self.plan.generation not in self.settled:
                 raise Violation(f"generation {self.plan.generation} was not settled")
             self.settled.add(self.plan.generation)
+        for other in self.unread.values():
+            self._cannot_commit(other)
         self._judge_version(before, after, plan, settle, reason)
 
     def _cannot_commit(self, plan: Plan) -> None:
@@ -365,25 +389,9 @@ class Oracle:
         if self.startups > 3 or max(self.stumbles.values(), default=0) >= 3:
             return True
         again = len(raised) > 1 and (alone or len(set(raised)) > 1)
-        fruitless = 0
-        for generation in sorted(self.plans, reverse=True):
-            if self.evidence[generation]:
-                break
-            fruitless += 1
+        reached = [(max(self.evidence[generation], default=0), generation not in self.headless) for generation in sorted(self.plans)]
+        fruitless = fruitless_at_the_end(reached)
         waited_s = 0.0 if self.waiting_since is None else self.sim.clock.now - self.waiting_since
         rules, misfits = self.sim.rules, self.sim.cluster.misfits
         enough_s = rules.refused_s if misfits and not self.begun else rules.wait_s
         return again or fruitless > rules.max_fruitless or waited_s >= enough_s
-
-
-def base_of(plan: Plan, step: int) -> Version:
-    """What the world of ``plan`` applies ``step`` to."""
-    return plan.version if step == plan.version.step + 1 else Version(step - 1, plan.generation)
-
-
-def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
-    """((generation, last step), ...) as the generation of each step."""
-    generations: list[int] = []
-    for generation, last_step in lineage:
-        generations += [generation] * (last_step - len(generations))
-    return generations

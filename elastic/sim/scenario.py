@@ -56,6 +56,8 @@ class Scenario:
     """Step at which the user's code raises, on whoever has the microbatch ..."""
     error_once: bool = True
     """... the first time only, or each time."""
+    dry_step: int | None = None
+    """Step whose samples never come: whoever reads them hangs."""
     patience_s: float = 150.0
     """Every run must have ended so long after its last fault did."""
 

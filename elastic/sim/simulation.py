@@ -113,9 +113,11 @@ class Simulation:
             if clock.now > (last_s := max(strikes.calm_at, begun) + self.scenario.patience_s):
                 raise Violation(f"no end after {last_s:.0f} s: {coordinators.present.run.state}")
             clock.step()
-        end, until_s = coordinators.present.run.state, clock.now + EPILOGUE_S
+        end, until_s, present = coordinators.present.run.state, clock.now + EPILOGUE_S, coordinators.present
         while clock.now < until_s:
             clock.step()
+            if not coordinators.present.whole and coordinators.present is not present:
+                return self._until_the_end()  # where nobody could read of it, there was none
             if coordinators.present.run.state != end:
                 raise Violation(f"{end} was not the end: {coordinators.present.run.state}")
 

@@ -207,6 +207,8 @@ class Worker(Process):
             return
         self.phase = Phase.COMPUTING
         self._count(version.step + 1, 0, 0)
+        if version.step + 1 == self.sim.scenario.dry_step:
+            return
         point = Point.FORWARD if self.sim.rng.random() < 0.5 else Point.BACKWARD
         self.work(0.4 + 0.4 * self.sim.rng.random(), point, self._computed, version.step + 1)
 

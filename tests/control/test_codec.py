@@ -84,8 +84,8 @@ def test_what_a_later_version_wrote_is_refused_by_name() -> None:
         decode_event({**line, "mood": 1, "colour": 2})
     with pytest.raises(UnknownFormat, match="'Here' where Outcome is expected"):
         decode_event({**line, "outcome": encode(Here(WorkerId("w1"), 1))})
-    with pytest.raises(UnknownFormat, match="format 2, this version reads 1"):
-        fold({"format": 2, "run": {}}, [])
+    with pytest.raises(UnknownFormat, match="format 3, this version reads 1 and 2"):
+        fold({"format": 3, "run": {}}, [])
 
 
 def test_a_field_with_a_default_may_be_missing() -> None:

@@ -258,7 +258,44 @@ def test_generations_without_a_commit_are_counted_and_a_commit_forgives() -> Non
             break
         reformed(play)
     assert isinstance(play.run.state, Failed)
-    assert play.last.reason.startswith("3 generations in a row ended without a commit, 2 may; the last one: w1 cannot go on (peer")
+    assert play.last.reason.startswith(
+        "3 generations in a row ended without a commit of a new step, 2 may; the last one: w1 cannot go on (peer"
+    )
+
+
+def test_doing_again_what_was_given_up_forgives_nothing() -> None:
+    """The data of step 6 never comes for the only worker there is: each replaces the one before, and gets as far."""
+    play = stepping(1, max_fruitless=2, save_every=4)
+    play.steps(1, 4)
+    play.save(Version(4, 1), "w1")
+    play.step(5)
+    for worker in ("w2", "w3", "w4"):
+        play.lose(play.plan.members[0])
+        play.tell(ev.Capacity(1))
+        play.join(worker)
+        reformed(play)
+        play.step(5)
+    play.lose("w4")
+    assert isinstance(play.run.state, Failed)
+    assert play.run.furthest == Version(5, 1) and play.generation == 4
+    assert "3 generations in a row ended without a commit of a new step, 2 may" in play.run.state.reason
+
+
+def test_a_generation_that_ends_on_the_way_to_where_another_was_is_not_counted() -> None:
+    """In hard weather a run falls back to its checkpoint and gets less far than before: that is no sign that it never will."""
+    play = stepping(1, max_fruitless=0, save_every=4)
+    play.steps(1, 4)
+    play.save(Version(4, 1), "w1")
+    play.steps(5, 7)
+    for worker in ("w2", "w3"):
+        play.lose(play.plan.members[0])
+        play.tell(ev.Capacity(1))
+        play.join(worker)
+        reformed(play)
+        play.steps(5, 6)
+        assert play.run.fruitless == 0 and play.run.furthest == Version(7, 1)
+    play.steps(7, 8)
+    assert play.run.fruitless == 0 and play.run.furthest == Version(8, 3)
 
 
 def test_a_run_resumes_from_what_the_bucket_says() -> None:

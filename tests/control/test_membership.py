@@ -302,3 +302,17 @@ def test_what_is_known_of_nodes_is_in_the_journal() -> None:
     joins(play, "w1", "n1", build=replace(THERE, ray="2.59.0"))
     assert decode_run(encode(play.run)) == play.run
     assert play.run.nodes == {"n1": True, "n2": True} and play.run.reference == REFERENCE
+
+
+def test_room_is_free_for_nobody_twice() -> None:
+    """A worker that was asked for and is not placed yet will take its room; looks that came before it was asked for do not know of it."""
+    play = Play(rules(max_workers=4))
+    play.tell(ev.Capacity(2, ()))
+    assert [action.workers for action in play.did(StartWorkers)] == [("w1", "w2")]
+    for placed in ((), ("w1",), ("w1", "w2")):
+        play.tell(ev.Capacity(2 - len(placed), tuple(WorkerId(each) for each in placed)))
+        assert play.did(StartWorkers) == [] and list(play.run.starting) == ["w1", "w2"]
+    play.tell(ev.Capacity(1, (WorkerId("w1"), WorkerId("w2"))))
+    assert [action.workers for action in play.did(StartWorkers)] == [("w3",)], "more room, once a node came"
+    play.join("w1", "w2", "w3")
+    assert play.tell(ev.Capacity(0, ())) == "" and not play.run.starting

@@ -336,9 +336,9 @@ def test_deadlines_count_from_the_take_over() -> None:
 
 
 def test_leases_that_nobody_knows_of_are_waited_for() -> None:
-    """The dead one may have granted them up to its last moment."""
+    """The one before may have granted them up to its last moment; cut off, it acts on for a while."""
     again = take_over(at_step(3))
-    assert again.run.lease_until == again.now + again.rules.lease_over_s
+    assert again.run.lease_until == again.now + again.rules.mandate_over_s + again.rules.lease_over_s
 
 
 def test_a_manifest_is_asked_for_again() -> None:

@@ -71,6 +71,17 @@ def usurpers(seed: int) -> Scenario:
     return replace(interregnum(seed), faults=(Fault(0.0, Kind.KILL_LOST, duration_s=40.0, amount=1.0), *freezes, *deaths))
 
 
+def severed(seed: int) -> Scenario:
+    """A coordinator is cut off together with all nodes that there are, or most, and so are its followers; workers die on both sides."""
+    rng = random.Random(seed)
+    cuts = draw(rng, rng.randint(1, 3), 30.0, (Kind.COORDINATOR_CUT,), doubles=0.0)
+    cuts = tuple(replace(cut, amount=rng.choice((0.6, 1.0, 1.0)), duration_s=rng.uniform(4.0, 25.0)) for cut in cuts)
+    deaths = draw(rng, 12, 45.0, (Kind.SIGKILL, Kind.SIGKILL, Kind.EXCEPTION, Kind.KEEPER_KILL, Kind.SIGSTOP), doubles=0.5)
+    scenario = Scenario.drawn(seed)
+    rules = replace(scenario.rules, target_step=rng.randint(20, 40), save_every=rng.choice((2, 5, 50)), min_workers=1, max_fruitless=20)
+    return replace(scenario, faults=(*cuts, *deaths), rules=rules, stop_at_s=None, error_step=None)
+
+
 def skewed(seed: int) -> Scenario:
     """Every member's clock is slow."""
     scenario = isolation(seed)
@@ -85,7 +96,10 @@ def isolated_interregnum(seed: int) -> Scenario:
     return replace(scenario, faults=(*scenario.faults, *deaths))
 
 
-ALL = {each.__name__: each for each in (drawn, poor, storm, barren, edge, isolation, interregnum, usurpers, skewed, isolated_interregnum)}
+ALL = {
+    each.__name__: each
+    for each in (drawn, poor, storm, barren, edge, isolation, interregnum, usurpers, severed, skewed, isolated_interregnum)
+}
 
 
 def flapping(seed: int, stay_s: float) -> Scenario:

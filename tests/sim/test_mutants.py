@@ -9,8 +9,11 @@ from __future__ import annotations
 import pytest
 
 from elastic.control.machine import advance
+from elastic.control.rules import Rules
 from elastic.sim import Violation, simulate
-from elastic.sim.coordinators import Advance, Coordinators
+from elastic.sim.cluster import Node
+from elastic.sim.coordinators import Advance
+from elastic.sim.journals import Journal
 from elastic.sim.process import Process
 from elastic.sim.worker import Worker
 from tests.sim.mutants import Edit, Mutant
@@ -104,7 +107,7 @@ def test_leaving_a_world_unsettled_is_noticed() -> None:
 
 
 def test_failing_with_the_budget_unspent_is_noticed() -> None:
-    edit = Edit("stepping", "        fruitless=0,\n", "")
+    edit = Edit("stepping", "furthest=version, fruitless=0", "furthest=version")
     assert "budget unspent" in killed_by("gloomy", edit, scenario="poor")
 
 
@@ -144,7 +147,11 @@ def test_a_lease_that_is_too_short_is_noticed() -> None:
 
 
 def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> None:
-    edit = Edit("recovery", "lease_until=now + rules.lease_over_s if run.plan is not None else run.lease_until", "lease_until=0.0")
+    edit = Edit(
+        "recovery",
+        "lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.lease_until",
+        "lease_until = 0.0",
+    )
     assert "nobody is out and a lease runs" in killed_by("usurping", edit, scenario="isolated_interregnum")
 
 
@@ -155,18 +162,18 @@ def test_dropping_here_is_noticed() -> None:
 
 
 def test_an_outcome_that_is_not_in_the_journal_is_noticed() -> None:
-    edit = Edit("turn", "Form | Settle | StartWorkers", "Form | StartWorkers")
+    edit = Edit("turn", "Form | Go | Settle | StartWorkers", "Form | Go | StartWorkers")
     assert killed_by("forgetful_of_outcomes", edit, scenario="interregnum")
 
 
 def test_a_generation_that_is_not_in_the_journal_is_noticed() -> None:
-    edit = Edit("turn", "Form | Settle | StartWorkers", "Settle | StartWorkers")
+    edit = Edit("turn", "Form | Go | Settle | StartWorkers", "Go | Settle | StartWorkers")
     assert killed_by("forgetful_of_generations", edit, scenario="interregnum")
 
 
 def test_giving_a_name_twice_is_noticed() -> None:
     """The rule is kept twice: names are durable before there are processes of that name, and a stranger's name is passed over."""
-    journal = Edit("turn", "Form | Settle | StartWorkers", "Form | Settle")
+    journal = Edit("turn", "Form | Go | Settle | StartWorkers", "Form | Go | Settle")
     known = "        turn.know(next_worker=number_of(event.worker) + 1)  # another coordinator has given it its name\n"
     assert "members that cannot act" in killed_by("forgetful_of_names", journal, Edit("membership", known, ""), scenario="usurpers")
 
@@ -185,16 +192,53 @@ def test_beginning_anew_after_a_coordinators_death_is_noticed() -> None:
 # ---- the other side of each rule is kept by workers and keepers: here the model of them is broken
 
 
+FOLLOWED = "that was followed by another performs"
+
+
+def test_acting_on_what_nobody_else_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its own disk is not enough: neither a majority of the keepers nor the bucket."""
+    monkeypatch.setattr(Journal, "secured", lambda _: True)
+    assert FOLLOWED in first_violation(advance, "severed")
+
+
 def test_keepers_that_take_records_of_an_older_incarnation_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Coordinators, "may_record", lambda *_: True)
-    assert "that was followed by another performs" in first_violation(advance, "interregnum")
+    monkeypatch.setattr(Node, "heed", lambda *_: None)
+    assert first_violation(advance, "interregnum")
 
 
 def test_workers_that_obey_an_older_incarnation_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the keepers refuse to record is never ordered, which covers most of it; without both there are two deciders."""
     monkeypatch.setattr(Process, "refuses", lambda *_: False)
-    monkeypatch.setattr(Coordinators, "may_record", lambda *_: True)
+    monkeypatch.setattr(Node, "heed", lambda *_: None)
     assert first_violation(advance, "interregnum")
+
+
+def test_a_mandate_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that is cut off with all its keepers goes on for ever."""
+    monkeypatch.setattr(Rules, "mandate_s", property(lambda _: float("inf")))
+    monkeypatch.setattr(Rules, "mandate_over_s", property(lambda rules: 0.5 * rules.lease_s))
+    assert FOLLOWED in first_violation(advance, "severed")
+
+
+def test_taking_what_could_be_read_for_all_there_is_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Journal.left
+    monkeypatch.setattr(Journal, "left", lambda *arguments: (left(*arguments)[0], True))
+    assert FOLLOWED in first_violation(advance, "severed")
+
+
+def test_a_majority_of_the_latest_keepers_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a coordinator has given up may be the ones that the next one hears."""
+    monkeypatch.setattr(Journal, "_majority", lambda journal, holds: journal.majority_of(holds, journal.run.keepers))
+    assert first_violation(advance, "severed")
+
+
+def test_a_number_that_may_be_taken_is_noticed() -> None:
+    assert "is begun twice" in killed_by("thrifty", Edit("recovery", "UNREAD = 100\n", "UNREAD = 0\n"), scenario="severed")
+
+
+def test_not_waiting_for_the_leases_of_an_unknown_world_is_noticed() -> None:
+    edit = Edit("recovery", "    blind_until = turn.now + turn.rules.lease_over_s\n", "    blind_until = 0.0\n")
+    assert "nobody is out and a lease runs" in killed_by("blind", edit, scenario="severed")
 
 
 def test_a_member_that_goes_on_after_its_fence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

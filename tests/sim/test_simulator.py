@@ -19,8 +19,8 @@ from elastic.sim import Coverage, Violation, run_many, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import STATES as STATES_WITH_FAULTS
 from elastic.sim.faults import Fault, Kind, Point, draw
-from elastic.sim.oracle import covers
 from elastic.sim.scenario import ROWS
+from elastic.sim.truth import covers
 from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, storm
 
@@ -50,8 +50,9 @@ OCCASIONS = (
 
 @pytest.fixture(scope="module")
 def seen() -> Coverage:
-    """Every promise is asserted on the way: a :class:`Violation` fails all that use this."""
-    coverage = run_many(SEEDS)
+    """Every promise is judged on the way: one that is broken fails all that use this."""
+    coverage, broken = run_many(SEEDS)
+    assert broken is None, simulate(broken)
     for seed in range(120):
         for scenario in (storm(seed), edge(seed), barren(seed), interregnum(seed), replace(CALM, stop_at_s=8.0 + 0.1 * seed)):
             coverage.add(simulate(seed, scenario))
@@ -110,6 +111,15 @@ def test_an_error_that_is_the_jobs_own_fails_after_one_retry() -> None:
 def test_an_error_that_does_not_come_back_is_recovered_from() -> None:
     """R20: a random one-off."""
     assert simulate(1, replace(CALM, error_step=5, error_once=True)).end == "Finished"
+
+
+def test_data_that_never_comes_ends_the_run() -> None:
+    """Each worker is replaced by another, which comes as far from the checkpoint and no further."""
+    rules = replace(CALM.rules, min_workers=1, max_workers=1, save_every=3, layout=replace(CALM.rules.layout, min_shard=1))
+    for seed in range(5):
+        report = simulate(seed, replace(CALM, rules=rules, dry_step=6))
+        assert report.end == "Failed" and report.occasions["a world starts from tier bucket"] > 2
+        assert "ended without a commit of a new step" in report.story()
 
 
 def test_a_stop_that_is_asked_for_in_calm_weather_loses_nothing() -> None:

@@ -247,3 +247,29 @@ def test_a_damaged_claim_is_named_and_stays_claimed(store: Moody) -> None:
     assert claim_owner(store, "run", {}) == 2
     with pytest.raises(Exists):
         store.put_if_absent(key, b"")
+
+
+def test_what_was_appended_is_shipped_at_once_where_that_is_asked_for(store: Moody, start: Callable[..., Journal]) -> None:
+    """Not in an hour, when the segment would be full of age."""
+    journal = start()
+    assert journal.ship(0.0), "there is nothing yet"
+    write(journal, 3)
+    assert journal.ship(10.0)
+    write(journal, 2)
+    assert journal.ship(10.0) and journal.ship(0.0)
+    assert [len(found) for _, found in read(store, "run")] == [3, 2]
+    store.up.clear()
+    write(journal, 1)
+    assert not journal.ship(0.05), "the store is down"
+    store.up.set()
+    assert journal.ship(10.0) and len(records(store, "run")) == 6
+
+
+def test_who_is_deposed_learns_it_when_it_ships(store: Moody, start: Callable[..., Journal]) -> None:
+    first, second = start(), start()
+    write(first, 1)
+    write(second, 1)
+    second.append({"n": 1, "mine": True}, lambda: {"sum": 0}, durable=True)
+    assert first.ship(10.0)
+    with pytest.raises(Deposed):
+        second.ship(10.0)

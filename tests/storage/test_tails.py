@@ -58,11 +58,19 @@ def numbers(found: list[tuple[object, list[dict[str, int]]]]) -> list[int]:
 
 
 def test_the_tail_that_reaches_furthest_without_a_gap() -> None:
-    tails = [lines(4, 7), lines(4, 9) + lines(10, 12), lines(6, 20), lines(0, 3)]
-    assert numbers(furthest(5, tails)) == list(range(4, 13)), "6 to 20 would leave a gap"
-    assert numbers(furthest(6, tails)) == list(range(6, 21))
-    assert furthest(21, tails) == [], "the bucket has them all"
-    assert furthest(0, []) == []
+    tails = [(1, lines(4, 7)), (1, lines(4, 9) + lines(10, 12)), (1, lines(6, 20)), (1, lines(0, 3))]
+    assert numbers(furthest(5, 1, tails)) == list(range(4, 13)), "6 to 20 would leave a gap"
+    assert numbers(furthest(6, 1, tails)) == list(range(6, 21))
+    assert furthest(21, 1, tails) == [], "the bucket has them all"
+    assert furthest(0, 0, []) == []
+
+
+def test_what_an_earlier_writer_has_written_on_its_own_is_nothing() -> None:
+    """Cut off with some keepers: the next one has gone on from where both knew."""
+    tails = [(1, lines(4, 20)), (2, lines(4, 9)), (1, lines(4, 7))]
+    assert numbers(furthest(5, 1, tails)) == list(range(4, 10))
+    assert furthest(10, 2, tails) == [], "the bucket has all that the later one wrote, and takes no more from the earlier one"
+    assert numbers(furthest(10, 1, tails)) == list(range(4, 21)), "had nobody followed it"
 
 
 def test_a_writer_s_tail_goes_on_where_its_bucket_ends(tmp_path: Path) -> None:
@@ -77,8 +85,8 @@ def test_a_writer_s_tail_goes_on_where_its_bucket_ends(tmp_path: Path) -> None:
             assert held == journal.end
             written = read(store, "run")
             end = written[-1][1][-1]["n"] + 1 if written else 0
-            ahead = furthest(end, [bytes(tail.data)])
+            ahead = furthest(end, 1, [(1, bytes(tail.data))])
             assert not ahead or numbers(ahead)[-1] == n
             assert ahead or end == n + 1
-    assert numbers(furthest(0, local(tmp_path))) == list(range(600))
+    assert numbers(furthest(0, 1, local(tmp_path))) == list(range(600))
     journal.close()

@@ -1,0 +1,40 @@
+"""what follows from what happened, found row by row and step by step; it shares no code with the machine that is judged"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from elastic.ids import Version
+from elastic.plan.plan import Plan
+
+
+@lru_cache(maxsize=4096)
+def covers(shards: frozenset[tuple[int, int]], rows: tuple[int, ...]) -> bool:
+    """Whether shards (count, index) together hold every row, looked at one by one (torch's chunk rule)."""
+    return all(any(row // -(-length // count) == index for count, index in shards) for length in rows for row in range(length))
+
+
+def base_of(plan: Plan, step: int) -> Version:
+    """What the world of ``plan`` applies ``step`` to."""
+    return plan.version if step == plan.version.step + 1 else Version(step - 1, plan.generation)
+
+
+def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
+    """((generation, last step), ...) as the generation of each step."""
+    generations: list[int] = []
+    for generation, last_step in lineage:
+        generations += [generation] * (last_step - len(generations))
+    return generations
+
+
+def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:
+    """Of each: the greatest step that it committed (0: none), and whether that is sure.  How many of the last came no further."""
+    fruitless = furthest = 0
+    for reached, sure in generations:
+        if reached > furthest and sure:
+            fruitless = 0
+        elif reached in (0, furthest) or not sure:
+            fruitless += 1
+        furthest = max(furthest, reached)
+    return fruitless

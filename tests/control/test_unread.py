@@ -1,0 +1,105 @@
+"""A coordinator takes over where the one before may have begun what it cannot read of: cut off with all its keepers, or dead with them.
+
+Until the leases of whatever that is have run out nothing is begun or settled, and then under a number that it cannot have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from elastic.control import events as ev
+from elastic.control.actions import Fence, Form, Settle
+from elastic.control.recovery import UNREAD
+from elastic.control.states import Failed, Forming, Running, Stopped, Stopping, Waiting
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.plan import Plan
+from tests.control.play import Play, reformed, started, stepping
+from tests.control.test_recovery import at_step, pausing, waiting
+
+pytestmark = pytest.mark.fast
+
+
+def usurped(play: Play, *gone: str) -> Play:
+    """Another coordinator takes over on another node, and reads less than was written; it does not find those ``gone``."""
+    play.now += 10.0
+    alive = tuple(worker for worker in (*play.run.workers, *play.run.starting) if worker not in gone)
+    play.tell(ev.Recovered(play.run.incarnation + 1, alive, (NodeId("n1"),), whole=False))
+    return play
+
+
+@pytest.mark.parametrize("play", [lambda: at_step(3), lambda: started(2), pausing, lambda: at_step(20, target_step=20)])
+def test_the_world_that_is_known_of_goes_on_no_more(play: Callable[[], Play]) -> None:
+    """Its members may be the ones that another world begins without."""
+    again = usurped(play())
+    assert isinstance(again.run.state, Stopping) and not again.run.state.planned
+    (fence,) = again.did(Fence)
+    assert fence.members == ("w1", "w2")
+    assert "no world is begun for 63 s" in again.last.reason
+
+
+def test_nothing_is_settled_or_begun_before_unknown_leases_have_run_out() -> None:
+    again = usurped(at_step(3))
+    began = again.now
+    again.answer("w1", Version(3, 1))
+    again.answer("w2", Version(3, 1))
+    while again.now < began + again.rules.lease_over_s:
+        assert isinstance(again.run.state, Stopping) and not again.did(Settle) and not again.did(Form)
+        again.later(9.0)
+    (form,) = again.did(Form)
+    assert again.did(Settle) and form.plan.generation == 1 + UNREAD + 1 and form.plan.version == Version(3, 1)
+    reformed(again)
+    again.lose("w1")
+    again.answer("w2", Version(3, 1))
+    assert again.generation == 1 + UNREAD + 2, "one after the other from there"
+
+
+def test_a_run_that_waits_begins_nothing_either_and_does_not_fail_meanwhile() -> None:
+    again = usurped(waiting(), "w1")
+    assert isinstance(again.run.state, Waiting)
+    again.tell(ev.Capacity(2))
+    assert list(again.run.starting) == ["w2", f"w{3 + UNREAD}"], "the next name may be taken, too"
+    again.join(*again.run.starting)
+    assert isinstance(again.run.state, Waiting)
+    again.later(again.rules.lease_over_s)
+    assert again.did(Form)[0].plan.generation == UNREAD + 1
+
+
+def test_a_user_may_stop_it_meanwhile() -> None:
+    again = usurped(waiting())
+    again.tell(ev.StopRequested("Ctrl-C"))
+    assert isinstance(again.run.state, Stopped)
+
+
+def test_waiting_counts_from_when_it_could_have_begun() -> None:
+    again = usurped(waiting(), "w1")
+    again.later(again.rules.wait_s)
+    assert isinstance(again.run.state, Waiting)
+    again.later(again.rules.lease_over_s)
+    assert isinstance(again.run.state, Failed)
+
+
+def test_a_member_of_a_later_generation_says_so() -> None:
+    """It is in one that no record was found of: that one is fenced and waited for, and followed by one whose number is free."""
+    play = stepping(2)
+    plan = play.plan
+    later = Plan(1, 3, plan.layout, plan.members, Version(5, 2), "live", (), plan.store_node)
+    again = usurped(play)
+    again.tell(ev.Attached(WorkerId("w1"), later, stepping=True))
+    assert isinstance(again.run.state, Stopping) and again.generation == 3
+    for worker in ("w1", "w2"):
+        again.answer(worker, Version(5, 2))
+    assert isinstance(again.run.state, Stopping)
+    again.later(again.rules.lease_over_s)
+    assert isinstance(again.run.state, Forming) and again.plan.generation == 1 + UNREAD + 1 and again.plan.version == Version(5, 2)
+
+
+def test_one_that_has_read_everything_goes_on_at_once() -> None:
+    """The control."""
+    play = at_step(3)
+    play.tell(ev.Recovered(2, ("w1", "w2"), ("n1", "n2")))
+    assert isinstance(play.run.state, Running)
+    play.lose("w1")
+    play.answer("w2", Version(3, 1))
+    assert play.did(Form)[0].plan.generation == 2

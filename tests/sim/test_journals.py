@@ -1,0 +1,73 @@
+"""What simulated coordinators would have written, as production writes it: this version decides every record of it again, the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from elastic.control import codec, machine
+from elastic.control.events import Event
+from elastic.control.machine import Transition
+from elastic.control.rules import Rules
+from elastic.control.states import RunState
+from elastic.report.replay import Difference, differences
+from elastic.sim.simulation import simulate
+from tests.sim.scenarios import ALL
+
+CODE = "this version"
+
+
+class Scribe:
+    """An ``advance`` that keeps the journal of each coordinator: it is known by the run that it left the last time."""
+
+    def __init__(self, *, meanwhile: bool = True) -> None:
+        self.meanwhile = meanwhile
+        self.journals: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+        self._open: dict[int, tuple[RunState, RunState, int]] = {}
+        """By the identity of the run: the run itself, what of it is recorded, which journal."""
+
+    def __call__(self, run: RunState, event: Event, now: float, rules: Rules) -> Transition:
+        transition = machine.advance(run, event, now, rules)
+        _, recorded, number = self._open.pop(id(run), (run, run, len(self.journals)))
+        if number == len(self.journals):
+            self.journals.append((codec.snapshot(run, CODE, rules), []))
+        if codec.worth_recording(event, run, transition):
+            records = self.journals[number][1]
+            records.append(codec.record(len(records), now, event, run, transition, recorded if self.meanwhile else None))
+            recorded = transition.run
+        self._open[id(transition.run)] = (transition.run, recorded, number)
+        return transition
+
+    def differences(self) -> list[Difference]:
+        return list(differences(json.loads(json.dumps(self.journals)), CODE))
+
+
+def journals_of(scenario: str, seeds: range, *, meanwhile: bool = True) -> list[Difference]:
+    found = []
+    for seed in seeds:
+        scribe = Scribe(meanwhile=meanwhile)
+        simulate(seed, ALL[scenario](seed), scribe)
+        assert sum(len(records) for _, records in scribe.journals) > 5
+        found += scribe.differences()
+    return found
+
+
+@pytest.mark.parametrize(("scenario", "seeds"), [("drawn", range(3)), ("interregnum", range(4))])
+def test_every_decision_was_made_from_what_is_in_the_journal(scenario: str, seeds: range) -> None:
+    """Also those of coordinators that took over: states, actions and sentences."""
+    assert journals_of(scenario, seeds) == []
+
+
+def test_what_unrecorded_events_changed_is_needed() -> None:
+    """The control: room that was heard of in between is what workers are started from later."""
+    found = journals_of("drawn", range(1), meanwhile=False)
+    assert any(each.what == "actions" and "StartWorkers" in each.recorded for each in found)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", list(ALL))
+def test_every_decision_of_many_journals_was_made_from_what_is_in_them(scenario: str) -> None:
+    assert journals_of(scenario, range(60)) == []

@@ -302,10 +302,12 @@ def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_p
 
 
 class Amnesia(Killer):
-    """The keeper dies too: nobody is left who knows of the world."""
+    """The keeper dies too, and of the journal nothing is in the bucket: nobody is left who knows of the world."""
 
     def lose(self, view: View) -> None:
         super().lose(view)
+        for path in self.bucket.glob("*/journal/*.jsonl"):  # it may have taken five seconds to start the workers
+            path.unlink()
         (keeper,) = cluster.named(f"{view.token}/keeper-").values()
         ray.kill(keeper, no_restart=True)
 

@@ -58,7 +58,8 @@ class World:
     def _complete(self, step: int, boundary: int) -> None:
         rng, clock = self.sim.rng, self.sim.clock
         mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
-        self.outcomes[step] = Outcome(step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary)
+        behind = self.sim.cluster.bucket_fails()
+        self.outcomes[step] = Outcome(step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, behind)
         self.completed_at[step] = clock.now
         for name in self.plan.members:
             delay_s = 0.02 + (0.05 if rng.random() < 0.8 else 0.6) * rng.random()

@@ -319,7 +319,10 @@ def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undist
     killer = Amnesia(tmp_path, [running(3)], disks_lost=(0,))
     chaos = trial(job_of(tmp_path, "amnesia"), killer)
     assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
-    assert chaos.witness.generation > 1 and [each.generation for each in formed(Run.open(chaos.job).records())] != [1]
+    assert {seen.worker for seen in chaos.witness.killed()} == {"w1", "w2"}, "nobody knows what they were for"
+    (world,) = formed(Run.open(chaos.job).records())
+    assert {*world.members} == {"w3", "w4"} and world.tier == "init", world
+    assert chaos.witness.total("microbatches_run") > STEPS * chaos.job.microbatches
     assert_nothing_left(chaos)
 
 

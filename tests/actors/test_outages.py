@@ -106,6 +106,7 @@ def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, 
     job = job_of(f"{swift_bucket.url}/{uuid.uuid4().hex}", gate, f"outage-{way.name.lower()}", parallel=layouts[layout])
     act = Outage(job, gate, door, way)
     chaos = trial(job, act)
+    assert chaos.result.state == "Finished", (chaos.result, told(chaos))
     assert act.chaos is not None
     down, kill = act.chaos.performed
     assert down.victim == f"the bucket, which {way}" and door.met[way] > 0

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ __all__ = ["undisturbed"]
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 DOWN_STEPS = 5
 DEADLINE_S = 60.0
+STARTER = ThreadPoolExecutor(1)
+"""Ray's processes die with the *thread* that started them (PR_SET_PDEATHSIG): this one stays, a witness does not."""
 AHEAD = """
 import time
 wall, wall_ns = time.time, time.time_ns
@@ -78,7 +81,7 @@ class HeadDown:
                 coordinator.kill()
                 self.ends.append(coordinator.wait(10))
                 self._let_them_step(witness)
-            head.start_gcs_server()
+            STARTER.submit(head.start_gcs_server).result()
         return False
 
     def _let_them_step(self, witness: Witness) -> None:

@@ -59,7 +59,7 @@ def job_of(bucket: str, gate: Path, name: str, **changes: Any) -> Job:
         "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(gate)}}},
         "workers": {"min": 1, "max": 2},
         "checkpoint": {"save_every": SAVE_EVERY},
-        "deadlines": {"grow_debounce_s": 8, "stall_s": 5},
+        "deadlines": {"grow_debounce_s": 8, "stall_s": 40},
     }
     return toy_job(bucket, **(values | changes))
 

@@ -19,6 +19,7 @@ from typing import Protocol, Self
 
 from actors.coordinator import View
 from elastic.sim.faults import Fault
+from tests.support.processes import free_ports
 
 HEAD = b"\r\n\r\n"
 LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
@@ -61,7 +62,7 @@ class Door:
         self._server, self._behind = server, (host, int(port))
         self._listener = socket.socket()
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("127.0.0.1", 0))
+        self._listener.bind(("127.0.0.1", *free_ports(1)))  # a number that we chose stays ours while nobody listens
         self._open = threading.Event()
         """Set while all may pass."""
         self._closed = threading.Event()
@@ -98,7 +99,7 @@ class Door:
         self._way, self._shuts = way, self._shuts + 1
         self._open.clear()
         if way is Way.REFUSED:
-            self._listener.shutdown(socket.SHUT_RDWR)  # it stays bound: nobody else gets the port
+            self._listener.shutdown(socket.SHUT_RDWR)
             try:
                 socket.create_connection(self._listener.getsockname(), 1).close()
             except ConnectionRefusedError:

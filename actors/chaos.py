@@ -31,6 +31,7 @@ from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.sim.faults import VICTIM, Fault, Kind
 from elastic.train.counters import Counters, segment
+from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore
 
 POLL_S = 0.005
@@ -39,8 +40,10 @@ SUFFER_S = 2.0
 BEAT_S = 0.05
 """Of a slowed process: it stands still for a part of each."""
 SIGNALS = (Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.SIGSTOP)
-SUFFERED = (Kind.EXCEPTION, Kind.EXIT, Kind.HELD_GIL, Kind.MEMORY_HOG)
-PERFORMED = (*SIGNALS, *SUFFERED, Kind.SLOW, Kind.NODE_KILL, Kind.NODE_FREEZE, Kind.KEEPER_KILL, Kind.STORE_LOSS, Kind.COORDINATOR_KILL)
+SUFFERED = (Kind.EXCEPTION, Kind.EXIT, Kind.HELD_GIL, Kind.MEMORY_HOG, Kind.CLOCK_SKEW)
+HARMLESS = (*SIGNALS, *SUFFERED, Kind.SLOW, Kind.NODE_KILL, Kind.NODE_FREEZE, Kind.KEEPER_KILL, Kind.STORE_LOSS, Kind.COORDINATOR_KILL)
+"""To what is stored: no bit of the bucket is changed."""
+PERFORMED = (*HARMLESS, Kind.BUCKET_DAMAGE)
 """What this module can do by itself."""
 
 
@@ -240,12 +243,14 @@ class Chaos:
             ray.get(hand.slow.remote(pid, fault.amount, fault.duration_s), timeout=CALL_S)
         else:
             actor = ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE)
-            told = actor.suffer.remote(str(fault.kind), str(fault.point or ""), fault.duration_s or 0.0)
+            told = actor.suffer.remote(str(fault.kind), str(fault.point or ""), fault.duration_s or 0.0, fault.amount)
             ray.get(told, timeout=SUFFER_S)
             self._raised_at = view.step + 1 if fault.kind is Kind.EXCEPTION else self._raised_at
 
     def _elsewhere(self, fault: Fault, view: View) -> tuple[str, int]:
-        """A node, a keeper, a store, the coordinator."""
+        """A node, a keeper, a store, the coordinator, the bucket."""
+        if fault.kind is Kind.BUCKET_DAMAGE:
+            return self._damage(), 0
         if fault.kind is Kind.COORDINATOR_KILL:
             coordinator = attach(self.job.name)
             return "the coordinator", self._end(coordinator)
@@ -272,6 +277,18 @@ class Chaos:
             return "", 0
         home = sorted(keepers)[fault.target % len(keepers)]
         return f"the keeper of node {home[:8]}", self._end(keepers[home])
+
+    def _damage(self) -> str:
+        """One bit of the newest checkpoint is another."""
+        checkpoints = Checkpoints(self._store, self.job.name)
+        version = checkpoints.latest_good()
+        if version is None:
+            return ""
+        key = f"{checkpoints.folder(version)}/{checkpoints.manifest(version).files[0].name}"
+        data = bytearray(self._store.get(key))
+        data[-1] ^= 1
+        self._store.put(key, data)
+        return f"the checkpoint of {version}"
 
     def _end(self, actor: Any) -> int:
         """SIGKILL to the process of an actor; its pid."""

@@ -101,7 +101,7 @@ def _add_faults(commands: Any) -> None:
     chaos.add_argument("--seed", type=int, default=0)
     chaos.add_argument("--faults", type=int, default=10)
     chaos.add_argument("--span", type=float, metavar="SECONDS", default=60.0, help="in which they happen (default: 60)")
-    chaos.add_argument("--kinds", nargs="+", metavar="KIND", help="default: all that can be performed")
+    chaos.add_argument("--kinds", nargs="+", metavar="KIND", help="default: all but bucket_damage, of those that can be performed")
     chaos.add_argument("--script", type=Path, help="faults as JSON, instead of drawn ones")
     chaos.set_defaults(perform=_chaos)
 
@@ -200,13 +200,13 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _chaos(known: argparse.Namespace, _: list[str]) -> int:
-    from actors.chaos import PERFORMED, Chaos
+    from actors.chaos import HARMLESS, Chaos
     from actors.tending import coordinator_of
     from elastic.sim.faults import Kind, draw, from_json
 
     job = Job.load(known.job, [])
     try:
-        kinds = [Kind(kind) for kind in known.kinds or PERFORMED]
+        kinds = [Kind(kind) for kind in known.kinds or HARMLESS]
         faults = from_json(known.script.read_text()) if known.script else draw(known.seed, known.faults, known.span, kinds)
         if coordinator_of(job) is None:
             return 0

@@ -161,13 +161,15 @@ class Worker:
             self.trainer.attach()
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def suffer(self, kind: str, point: str, duration_s: float) -> None:
+    def suffer(self, kind: str, point: str, duration_s: float, amount: float) -> None:
         """What chaos cannot do from outside (``actors/chaos.py``): at once, or where the training thread next comes to ``point``."""
         from elastic.train import faults
 
         match kind:
             case "held_gil":
                 threading.Thread(target=faults.hold_the_gil, args=(duration_s,)).start()
+            case "clock_skew":
+                faults.skew(amount)
             case "memory_hog":
                 threading.Thread(target=faults.hog).start()
             case _:

@@ -5,7 +5,7 @@ on any backend and can be filled in on the accelerator.  The collective complete
 complete: having seen it *is* the commit.  An aborted collective can look complete over garbage, so each record names whom it
 is from and carries a checksum; one wrong record and there is no outcome.
 
-    [MAGIC, incarnation, generation, step, world rank, boundary, finite, squared norm, copied_through, buddied_through]
+    [MAGIC, incarnation, generation, step, world rank, boundary (+ BEHIND), finite, squared norm, copied_through, buddied_through]
     then for each of the member's rounds   [loss sum, token count, sample ids ...]
     then the checksum: the wrapping 64-bit sum of everything before it, word i as a bit pattern times 2i + 1, so that order counts
 """
@@ -19,6 +19,8 @@ from elastic.plan.batch import microbatch_of, rounds
 
 GO_ON, PAUSE, SAVE_AND_PAUSE = 0, 1, 2
 """What a member asks for at the boundary after this step; the greatest of all members counts."""
+BEHIND = 4
+"""Added to it by a member whose save before is still on its way to the bucket, where one is due after this step."""
 
 MAGIC = 20260721.0
 HEADER = 10
@@ -32,6 +34,7 @@ class Outcome:
     by microbatch, in order; ``samples`` the ids each microbatch read (the ledger).  ``finite`` False: the update is skipped.
     ``copied_through``: the newest step of this generation of which every member had a complete copy in host memory when it prepared
     this one (-1: none); ``buddied_through``: a complete copy at its buddy.
+    ``behind``: a member still writes the save before.
     """
 
     step: int
@@ -44,6 +47,7 @@ class Outcome:
     boundary: int = GO_ON
     copied_through: int = -1
     buddied_through: int = -1
+    behind: bool = False
 
     @property
     def tokens(self) -> int:
@@ -112,9 +116,10 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
         counts=tuple(int(part[1]) for part in ordered),
         samples=tuple(tuple(int(i) for i in part[2:]) for part in ordered),
         finite=all(record[6] == 1.0 for record in records),
-        boundary=int(max(record[5] for record in records)),
+        boundary=max(int(record[5]) % BEHIND for record in records),
         copied_through=int(min(record[8] for record in records)),
         buddied_through=int(min(record[9] for record in records)),
+        behind=any(record[5] >= BEHIND for record in records),
     )
 
 

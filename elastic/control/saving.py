@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from elastic.control.commit import SAVE_AND_PAUSE, Outcome
 from elastic.ids import Version, WorkerId
 
 
 def due(step: int, save_every: int, target_step: int) -> bool:
-    """Is the state after ``step`` saved to the bucket?"""
+    """Is the state after ``step`` to be saved to the bucket?"""
     return step > 0 and (step % save_every == 0 or step == target_step)
+
+
+def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
+    """Is it?  Where a member still writes the save before, only if it is the last one, or asked for: a bucket that is down stops nobody."""
+    if outcome.boundary == SAVE_AND_PAUSE or outcome.step == target_step:
+        return True
+    return due(outcome.step, save_every, target_step) and not outcome.behind
 
 
 def copy_due(step: int, copy_every: int) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from elastic.control import checkpoints, growing, lineage, membership
 from elastic.control.actions import Pause
-from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
+from elastic.control.commit import GO_ON, Outcome
 from elastic.control.events import Fenced, StepDone
 from elastic.control.health import stall, stepped
-from elastic.control.saving import due
+from elastic.control.saving import begins, due
 from elastic.control.seating import candidates, layout_of
 from elastic.control.states import Finishing, Forming, Running, Stopping
 from elastic.control.stopping import pause, stop, unblock
@@ -42,8 +42,10 @@ def committed(turn: Turn, outcome: Outcome) -> None:
     )
     if version.step > run.furthest.step:
         turn.know(furthest=version, fruitless=0)
-    if due(outcome.step, turn.rules.save_every, turn.rules.target_step) or outcome.boundary == SAVE_AND_PAUSE:
+    if begins(outcome, turn.rules.save_every, turn.rules.target_step):
         checkpoints.begin(turn, version, plan.members)
+    elif due(outcome.step, turn.rules.save_every, turn.rules.target_step):
+        turn.say("the bucket does not keep up: steps go on, and saves are left out until the one before has been written")
 
 
 def running(turn: Turn, state: Running) -> None:

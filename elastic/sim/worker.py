@@ -17,7 +17,7 @@ from elastic.control.actions import Settle
 from elastic.control.builds import Build
 from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
 from elastic.control.events import Attached, Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
-from elastic.control.saving import due
+from elastic.control.saving import begins
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
@@ -252,7 +252,7 @@ class Worker(Process):
         version = Version(outcome.step, outcome.generation)
         self.held, self.prepared = {(version, *self.shard)}, None
         self._count(outcome.step + 1, 0, 0)
-        if due(outcome.step, self.sim.rules.save_every, self.sim.rules.target_step) or outcome.boundary == SAVE_AND_PAUSE:
+        if begins(outcome, self.sim.rules.save_every, self.sim.rules.target_step):
             self._save(version)
 
     def _applied(self, outcome: Outcome) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from elastic.control.commit import GO_ON, Outcome
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
+from elastic.sim.faults import Kind
 
 if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
@@ -58,7 +59,8 @@ class World:
     def _complete(self, step: int, boundary: int) -> None:
         rng, clock = self.sim.rng, self.sim.clock
         mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
-        self.outcomes[step] = Outcome(step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary)
+        behind = self.sim.network.level(Kind.BUCKET_DOWN) >= 1.0
+        self.outcomes[step] = Outcome(step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, behind)
         self.completed_at[step] = clock.now
         for name in self.plan.members:
             delay_s = 0.02 + (0.05 if rng.random() < 0.8 else 0.6) * rng.random()

@@ -1,7 +1,7 @@
 """Saving: every member writes its part of each checkpoint once, in the background, while the next step runs.
 
-The part is copied aside at the step boundary; what is uploaded can therefore not change.  One save is in flight at a time: the next
-one waits for it, so memory stays bounded and a store that is slow slows saving down, visibly, instead of filling the host.
+The part is copied aside at the step boundary; what is uploaded can therefore not change.  One save is in flight at a time, so memory
+stays bounded: where the store does not keep up saves are left out, by all members the same (``Outcome.behind``), and steps go on.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Saver:
         self.told: deque[tuple[ShardSaved | SaveFailed, SavedShard | None]] = deque(maxlen=KEPT_REPORTS)
         """The latest reports: what a manifest is made of dies with the coordinator that it was reported to."""
         self._thread: threading.Thread | None = None
+        self._awaited: threading.Thread | None = None
 
     def save(self, state: State) -> None:
         """Begin to save the version that ``state`` holds; waits for the save before it."""
@@ -74,6 +75,14 @@ class Saver:
             return
         self._thread = threading.Thread(target=self._write_behind, args=(taken, state.world), name="saver", daemon=True)
         self._thread.start()
+
+    def done(self, patience_s: float) -> bool:
+        """Has the save before been written?  It is waited for, but only once."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            thread.join(0.0 if thread is self._awaited else patience_s)
+            self._awaited = thread
+        return thread is None or not thread.is_alive()
 
     def wait(self) -> None:
         if self._thread is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from typing import NamedTuple, Protocol
 
 import torch
@@ -111,6 +112,12 @@ def perform(kind: str) -> None:
 def hold_the_gil(duration_s: float) -> None:
     """As a C extension that computes: no thread of this process runs Python meanwhile."""
     ctypes.PyDLL(None).usleep(int(duration_s * 1e6))
+
+
+def skew(amount: float) -> None:
+    """From now on the clock of this process, where Python reads it, and by which its lease is counted, runs ``amount`` too fast."""
+    true, since = time.monotonic, time.monotonic()
+    time.monotonic = lambda: since + (true() - since) * (1 + amount)
 
 
 def hog() -> None:

@@ -19,9 +19,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic.control.commit import GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
+from elastic.control.commit import BEHIND, GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
 from elastic.control.events import Attached, Broken, Event, Here, Ready, StepDone
-from elastic.control.saving import due
+from elastic.control.saving import begins, due
 from elastic.engine.world import World
 from elastic.errors import FencedOff
 from elastic.ids import WorkerId
@@ -37,6 +37,9 @@ from storage.checkpoints import Checkpoints
 
 SLOW_S = 5.0
 """From a settlement until it is strange that the generation is not left."""
+SAVE_S = 5.0
+"""A save that takes longer than from one to the next is waited for so long, once: checkpoints that are far apart cost steps, and so does
+waiting for a bucket that is down."""
 RUN_TIMEOUT_S = 24 * 3600.0
 """Of collectives: never the way a loss is noticed."""
 
@@ -286,19 +289,22 @@ class Trainer:
             self.saver.save(state)
         while step < job.steps:
             step += 1
-            outcome = run_step(self.session, state, self.gate, shape, step, lambda: self._asked(plan.generation))
+            outcome = run_step(self.session, state, self.gate, shape, step, partial(self._asked, plan.generation, step))
             if world.rank == 0:
                 self.report(StepDone(self.worker, plan.generation, outcome))
             if copier is not None:
                 copier.committed(outcome, state.shard)
-            if due(step, job.checkpoint.save_every, job.steps) or outcome.boundary == SAVE_AND_PAUSE:
+            if begins(outcome, job.checkpoint.save_every, job.steps):
                 self.saver.save(state)
             if outcome.boundary != GO_ON:
                 self.report(self.gate.fence(plan.generation))  # not ``fence``: if this is being settled already, that waits for us to leave
                 return
 
-    def _asked(self, generation: int) -> int:
-        return self._boundary[1] if self._boundary[0] == generation else GO_ON
+    def _asked(self, generation: int, step: int) -> int:
+        job = self.session.job
+        patience_s = min(SAVE_S, job.deadlines.stall_s / 2)
+        behind = due(step, job.checkpoint.save_every, job.steps) and not self.saver.done(patience_s)
+        return (self._boundary[1] if self._boundary[0] == generation else GO_ON) + BEHIND * behind
 
     def _tell(self, plan: Plan, error: Exception) -> None:
         if isinstance(error, FencedOff) and not error.lease:

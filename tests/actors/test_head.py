@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ __all__ = ["undisturbed"]
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 DOWN_STEPS = 5
 DEADLINE_S = 60.0
+STARTER = ThreadPoolExecutor(1)
+"""Ray's processes die with the *thread* that started them (PR_SET_PDEATHSIG): this one stays, a witness does not."""
+AHEAD = """
+import time
+wall, wall_ns = time.time, time.time_ns
+time.time = lambda: wall() + {ahead_s}
+time.time_ns = lambda: wall_ns() + {ahead_s} * 10**9
+"""
+"""``sitecustomize.py`` of a node: there is one wall clock a machine, so Python is told another."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +81,7 @@ class HeadDown:
                 coordinator.kill()
                 self.ends.append(coordinator.wait(10))
                 self._let_them_step(witness)
-            head.start_gcs_server()
+            STARTER.submit(head.start_gcs_server).result()
         return False
 
     def _let_them_step(self, witness: Witness) -> None:
@@ -107,17 +117,25 @@ class PowerCut:
         return True
 
 
-def test_the_node_of_the_coordinator_dies(tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
+def test_the_node_of_the_coordinator_dies(tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch, ahead_s: int) -> None:
+    """R6: and its clock was an hour behind the next one's, or ahead of it (``coordinator_clock``)."""
     own_disk = Path(tempfile.gettempdir()) / "elastic"
     own_disk.mkdir(exist_ok=True)
-    with joined(tmp_path, Node("first", 0, empty=(own_disk,)), Node("second", 0)) as nodes:
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(AHEAD.format(ahead_s=ahead_s))
+    first = Node("first", 0, empty=(own_disk,), environment={"PYTHONPATH": f"{tmp_path / 'clock'}{os.pathsep}{ROOT}"})
+    with joined(tmp_path, first, Node("second", 0)) as nodes:
         monkeypatch.setattr(cluster, "on_this_node", lambda: {"ray.io/node-id": nodes["first"]})
         act = PowerCut(tmp_path, nodes)
         chaos = trial(job_of(tmp_path, "power"), act)
         assert {end.signal for end in act.ends} == {signal.SIGKILL}
         assert take_overs(chaos.job) == ["Running"], "it was where the power was cut"
+        records = Run.open(chaos.job).records()
+        (recovered,) = (number for number, record in enumerate(records) if record["event"]["$"] == "Recovered")
+        assert abs(records[recovered - 1]["at"] - records[recovered]["at"] - ahead_s) < 60, "each had its own clock"
         assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
-        assert [len(each.members) for each in formed(Run.open(chaos.job).records())] == [2], "no worker was there, so no world ends"
+        assert [len(each.members) for each in formed(records)] == [2], "no worker was there, so no world ends"
         assert samples(chaos.ledger) == samples(undisturbed.ledger)
         assert chaos.witness.total("microbatches_run") == STEPS * chaos.job.microbatches
         assert_nothing_left(chaos)

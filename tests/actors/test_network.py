@@ -5,6 +5,7 @@ Whoever is cut off commits nothing and is gone when the network is back; who is 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,6 +106,8 @@ class Cut:
         self.before_mending: dict[str, dict[str, int]] = {}
         self.alive: set[str] = set()
         """Whose processes lived at that moment, by the word of the kernel."""
+        self.clocks: set[str] = set()
+        """Of the workers, and of this process."""
 
     def __call__(self, witness: Witness, view: View) -> bool:
         getattr(self, self.phase)(witness, view)
@@ -115,6 +118,7 @@ class Cut:
         if view.step >= 12 and len(witness.seen) == len(view.workers) == 2:
             self.homes = {host: worker for worker, node in view.workers.items() for host, each in self.nodes.items() if each == node}
             home = cluster.node_of(attach(self.name))
+            self.clocks = {os.readlink(f"/proc/{pid}/ns/time") for pid in ("self", *(seen.process.pid for seen in witness.seen.values()))}
             self.victim = next(host for host in (2, 1) if self.nodes[host] != home)
             self.cut(self.victim)
             self.at, self.then, self.phase = view.step, counters(witness), "dark"
@@ -150,6 +154,7 @@ def test_the_side_without_the_coordinator_commits_nothing_and_ends(tmp_path: Pat
     script = Cut(hosts, tmp_path / "calm", lose, lambda view: view.generation == 2 and view.step >= script.at + 6)
     chaos = trial(job_of(tmp_path, way), script)
     assert_same(chaos, reference)
+    assert len(script.clocks) == 3, "no two hosts have the same monotonic clock"
     zombie, other = (chaos.witness.seen[script.homes[host]] for host in (script.victim, 3 - script.victim))
     worlds = formed(Run.open(chaos.job).records())
     assert [(len(each.members), each.tier, each.redone) for each in worlds] == [(2, "init", 0), (1, "live", 0), (2, "live", 0)]

@@ -11,15 +11,20 @@ import ray
 
 from actors.chaos import Chaos
 from actors.cli import main
+from actors.coordinator import View
 from actors.launch import attach, launch
+from elastic.data.cursor import Cursor
+from elastic.ids import Version
+from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.sim.faults import Fault, Kind, to_json
 from elastic.train.local import run_local
 from storage.objects import ObjectStore
-from tests.support.chaos import exported_hash
+from tests.support.chaos import Witness, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.toys import toy_job
 
-STEPS = 60
+STEPS, GATE = 60, 20
+SAMPLES = 16 * STEPS
 
 
 def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +69,50 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
     assert told[2]["victim"] in [each["worker"] for each in events if each["$"] == "Lost"]
     assert main(["chaos", str(tmp_path / "job.toml")]) == 0, "it is over: that is said, and nothing is struck"
     assert "struck is not running" in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: Path) -> None:
+    """R11: shards have only the bucket; what cannot be read there is put away, and the save before it taken: ``bucket_damage``.  Meanwhile
+    the lease of one is counted by a clock that is too fast, of the other by one that is too slow: ``clock_skew``."""
+    gates = {str(Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)[0]): str(tmp_path / "gate")}
+    args = {"samples": SAMPLES, "read_s": 0.02, "gates": gates}
+    job = toy_job(
+        tmp_path,
+        name="damaged",
+        steps=STEPS,
+        data={"dataset": "tests.support.toys:Sums", "args": args},
+        parallel={"dp_replicate": 1},
+        workers={"min": 1, "max": 2},
+        checkpoint={"save_every": 6},
+        deadlines={"grow_debounce_s": 8, "lease_s": 6},
+    )
+    reference = toy_job(tmp_path / "alone", name="local", steps=STEPS, data={"dataset": "tests.support.toys:Sums", "args": args})
+    faults = [Fault(0.0, Kind.CLOCK_SKEW, 0, amount=0.02), Fault(0.0, Kind.CLOCK_SKEW, 1, amount=-0.02)]
+    chaos = Chaos(job, [*faults, Fault(0.0, Kind.BUCKET_DAMAGE), Fault(0.0, Kind.SIGKILL, 1)])
+    run = Run.open(job)
+
+    def act(witness: Witness, view: View) -> bool:
+        if view.state == "Running" and view.step >= GATE - 1 and GATE - 2 in [each.step for each in run.standing(0, 0.0).saved]:
+            chaos.heed(view)
+        if not chaos.pending:
+            (tmp_path / "gate").touch()
+        return not chaos.pending
+
+    struck = trial(job, act)
+    chaos.close()
+    assert run_local(reference, lambda line: None)[0] == "Finished"
+    assert [each.fault["kind"] for each in chaos.performed] == ["clock_skew", "clock_skew", "bucket_damage", "SIGKILL"], chaos.strikes
+    damaged = Version(GATE - 2, 1)
+    assert chaos.performed[2].victim == f"the checkpoint of {damaged}"
+    told = [line.text for line in struck.lines if isinstance(line, Sentence)]
+    assert [text for text in told if f"the checkpoint of {damaged} is damaged" in text and "takes its place" in text], told
+    assert (struck.result.state, struck.hash) == ("Finished", exported_hash(reference))
+    assert [(each.tier, each.step) for each in formed(run.records())][1] == ("bucket", damaged.step)
+    assert GATE - 8 in [each.step for each in formed(run.records())]
+    assert [step for step, _ in samples(struck.ledger)] == list(range(1, STEPS + 1))
+    assert_nothing_left(struck)
 
 
 def until_it_steps(name: str) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic.control import events as ev
 from elastic.control.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle
 from elastic.control.commit import PAUSE, SAVE_AND_PAUSE
-from elastic.control.saving import due
+from elastic.control.saving import begins, due
 from elastic.control.states import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
-from tests.control.play import ROWS, Play, reformed, rules, started, stepping
+from tests.control.play import ROWS, Play, outcome, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
 W1, W2 = WorkerId("w1"), WorkerId("w2")
@@ -19,6 +21,19 @@ W1, W2 = WorkerId("w1"), WorkerId("w2")
 
 def test_when_to_save() -> None:
     assert [step for step in range(0, 12) if due(step, 5, 11)] == [5, 10, 11]
+
+
+def test_no_save_begins_while_the_one_before_is_on_its_way() -> None:
+    """R11: steps go on; the last state, and what a stop asks for, is saved all the same."""
+    assert [step for step in range(1, 12) if begins(replace(outcome(step, 1), behind=step > 5), 5, 11)] == [5, 11]
+    assert begins(replace(outcome(7, 1, SAVE_AND_PAUSE), behind=True), 5, 11)
+    play = stepping(2, save_every=5)
+    play.steps(1, 9)
+    said = play.tell(ev.StepDone(W1, 1, replace(outcome(10, 1), behind=True)))
+    assert said == "the bucket does not keep up: steps go on, and saves are left out until the one before has been written"
+    assert [each.version.step for each in play.run.saves] == [5]
+    play.steps(11, 15)
+    assert [each.version.step for each in play.run.saves] == [5, 15]
 
 
 def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:

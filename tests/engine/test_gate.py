@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from elastic.control.commit import Outcome
 from elastic.control.events import Fenced
 from elastic.errors import FencedOff
 from elastic.ids import Version, WorkerId
+from elastic.train.faults import skew
 from elastic.train.gate import Gate
 from elastic.train.state import Shard
 
@@ -171,3 +173,16 @@ def test_outcomes_are_kept_until_they_are_acknowledged_and_the_newest_always() -
     assert found.fence(GENERATION).outcomes == (OUTCOME, later)
     found.acknowledge(STEP + 1)
     assert found.fence(GENERATION).outcomes == (later,)
+
+
+@pytest.mark.parametrize("amount", [1.0, 0.02, -0.02])
+def test_a_clock_that_is_skewed_runs_so_much_too_fast(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
+    """The fault ``clock_skew``: against a clock that it does not touch, read before and after."""
+    monkeypatch.setattr(time, "monotonic", time.monotonic)  # put back afterwards
+    before = time.perf_counter()
+    skew(amount)
+    began, after = time.monotonic(), time.perf_counter()
+    while (inner := time.perf_counter()) < after + 0.01:
+        pass
+    skewed, outer = time.monotonic() - began, time.perf_counter()
+    assert (inner - after) * (1 + amount) <= skewed <= (outer - before) * (1 + amount)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,11 +11,11 @@ import torch
 from elastic.control.events import Event, SaveFailed, ShardSaved
 from elastic.engine.world import World
 from elastic.ids import Version, WorkerId
-from elastic.job import Fault
+from elastic.job import Fault, Job
 from elastic.train.checkpoint import Saver
 from elastic.train.faults import Faults
 from elastic.train.state import State
-from storage.checkpoints import Checkpoints
+from storage.checkpoints import Checkpoints, Part, ShardReceipt
 from storage.objects import ObjectStore
 from tests.support.toys import toy_job
 
@@ -34,3 +36,34 @@ def test_a_save_that_raises_is_reported_and_the_next_one_is_written(tmp_path: Pa
     failed, saved = told
     assert isinstance(failed, SaveFailed) and failed.version.step == 4 and "InjectedError" in failed.reason
     assert saved == ShardSaved(WorkerId("w1"), Version(8, 1))
+
+
+class Down(Checkpoints):
+    """In a bucket that does not answer for a while."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(ObjectStore.open(job.bucket), job.name)
+        self.back = threading.Event()
+
+    def write_shard(self, version: Version, name: str, parts: Sequence[Part], *more: object, **named: object) -> ShardReceipt:
+        self.back.wait(60)
+        return super().write_shard(version, name, parts, *more, **named)  # type: ignore[arg-type]
+
+
+def test_who_still_writes_the_save_before_says_so_and_waits_for_it_once(tmp_path: Path) -> None:
+    """R11: a step is not to wait for the bucket; who asks for the next save nevertheless waits for this one."""
+    job, told = toy_job(tmp_path), list[Event]()
+    checkpoints = Down(job)
+    saver = Saver(checkpoints, WorkerId("w1"), lambda event, shard=None: told.append(event), Faults(()))
+    world = World.alone(torch.device("cpu"))
+    try:
+        assert saver.done(60)
+        saver.save(State(job, world, Version(4, 1)))
+        assert not saver.done(0.01)
+        assert not saver.done(3600), "it was waited for already"
+        checkpoints.back.set()
+        saver.save(State(job, world, Version(8, 1)))
+        assert saver.done(60)
+    finally:
+        world.close()
+    assert told == [ShardSaved(WorkerId("w1"), Version(step, 1)) for step in (4, 8)]

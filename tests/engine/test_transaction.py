@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control.commit import BadRecord, CommitShape, Outcome, conclude
+from elastic.control.commit import BEHIND, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Outcome, conclude
 from elastic.engine.world import World
 from elastic.errors import FencedOff
 from elastic.ids import Version
@@ -127,7 +127,7 @@ SIZE = SHAPE.fields * 8
 
 
 @cache
-def gathered(step: int) -> bytes:
+def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0)) -> bytes:
     """The records of all members, as ``commit`` gathers them."""
     draw = torch.Generator().manual_seed(step)
     norm = torch.rand((), generator=draw, dtype=torch.float64)
@@ -139,7 +139,7 @@ def gathered(step: int) -> bytes:
             share.losses.append(torch.rand((), generator=draw))
             share.counts.append(torch.tensor(32 - rank))
             share.samples.append(() if index is None else (step * 100 + 2 * index, step * 100 + 2 * index + 1))
-        records.append(fill_record(blank_record(SHAPE, rank, step, 0, share), share, norm))
+        records.append(fill_record(blank_record(SHAPE, rank, step, asked[rank], share), share, norm))
     return torch.cat(records).numpy().tobytes()
 
 
@@ -160,6 +160,13 @@ def test_what_was_gathered_says_what_was_put_in() -> None:
     assert outcome.counts == tuple(32 - i % 3 for i in range(8))
     assert (outcome.step, outcome.generation, outcome.finite) == (7, 5, True)
     assert conclude(SHAPE, 6, gathered(6)) != outcome
+
+
+def test_what_one_member_asks_for_all_do_and_who_is_behind_is_waited_for_by_all() -> None:
+    outcomes = [
+        conclude(SHAPE, 7, gathered(7, asked)) for asked in ((0, BEHIND, PAUSE), (SAVE_AND_PAUSE, 0, PAUSE), (0, 0, PAUSE + BEHIND))
+    ]
+    assert [(each.boundary, each.behind) for each in outcomes] == [(PAUSE, True), (SAVE_AND_PAUSE, False), (PAUSE, True)]
 
 
 @given(st.integers(0, 2), st.integers(0, SHAPE.fields - 1), st.integers(0, SHAPE.fields - 1))

@@ -207,7 +207,8 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
     for record in records:
         event = record["event"]
         seen = [event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ())
-        reached = max([reached, *(each["step"] for each in seen)])
+        latest = found[-1].generation if found else 1
+        reached = max([reached, *(each["step"] for each in seen if each["generation"] == latest)])  # of earlier worlds all was said
         for action in record["actions"]:
             plan = action.get("plan")
             if action["$"] == "Form" and plan["generation"] not in [each.generation for each in found]:  # a coordinator may say it again

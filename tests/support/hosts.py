@@ -1,4 +1,5 @@
-"""Hosts with a network between them that can be cut: raylets of one cluster, each in a network namespace of its own.
+"""Hosts with a network between them that can be cut: raylets of one cluster, each in a network namespace of its own, and with a monotonic
+clock of its own: machines were not all started at the same time.
 
 Host 0 is this one: the tests' process, the head and with it the coordinator.  The others are joined to it, and to each other, by
 ``tests/support/wire.py`` alone.  Disk and shared memory are common to all, as is the bucket, which no cut reaches.  Needs to be root,
@@ -29,6 +30,8 @@ from tests.support.commands import ROOT
 from tests.support.processes import Watched, frozen, processes
 
 MTU = 9000
+UPTIME_S = 1_000_000
+"""By how much each host's clock is ahead of that of the one before it."""
 DEADLINE_S = 60.0
 MARK = "HOST_OF_TEST"
 
@@ -150,7 +153,9 @@ class Hosts:
             self._until(lambda host=host: self.node(host) is not None)  # type: ignore[misc]
 
     def _ray(self, host: int, *arguments: str) -> None:
-        inside = ["ip", "netns", "exec", self.names[host]] if host else []
+        ahead = str(UPTIME_S * host)
+        clock = ["unshare", "--time", "--fork", "--monotonic", ahead, "--boottime", ahead]
+        inside = ["ip", "netns", "exec", self.names[host], *clock] if host else []
         ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--object-store-memory=80000000"]
         places = [f"--node-ip-address={self.address(host)}", f"--temp-dir={self.folder}/{host}"]
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -243,3 +243,12 @@ def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
     if point != "save":
         script.form(3, script.after(point, "exception"))
     return script
+
+
+def down_again(script: Script) -> Script:
+    """3→2→1, for a ``down_and_up`` of replicas: the second of the three dies between commit and update, then the second of two in a save."""
+    script.cramps.append(Cramp(script.generation, 31, victims=2))
+    for point, step in (("before_update", 34), ("save", 36)):
+        script.fault(point, "SIGKILL", 1, step)
+        script.form(script.worlds[-1] - 1, script.after(point, "SIGKILL"))
+    return script

@@ -1,0 +1,126 @@
+"""R11: the bucket fails for twenty seconds, by the fault that the simulator knows (``bucket_down``), while the run saves and a worker dies.
+
+The bucket is on a real S3 server, and every process of the run but the driver, which is this one, reaches it through a door
+(``tests/support/door.py``) that chaos shuts in one of four ways.  Nothing is lost or read that does not count, and the bits are the same.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.chaos import Chaos
+from actors.coordinator import View
+from elastic.data.cursor import Cursor
+from elastic.job import Job
+from elastic.report.story import Sentence
+from elastic.runs import Run
+from elastic.sim.faults import Fault, Kind
+from storage.objects import ObjectStore
+from storage.s3 import S3
+from tests.support.buckets import allow, enter
+from tests.support.chaos import Trial, Witness, alone, assert_survived, formed, trial
+from tests.support.door import WAYS, Door, Way
+from tests.support.swift import Swift
+from tests.support.toys import toy_job
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+STEPS, GATE, DOWN_AT, OUTAGE_S, SAVE_EVERY = 40, 22, 9, 20.0, 4
+SAMPLES = 16 * STEPS
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "gate").touch()
+    return alone(job_of(str(folder), folder / "gate", "local"))
+
+
+@pytest.fixture
+def door(swift: Swift, aws_config: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    """The only way to the server for the processes of the cluster."""
+    enter(monkeypatch, swift)
+    with Door(swift) as door:
+        allow(aws_config, door)
+        yield door
+        aws_config.unlink()
+
+
+def job_of(bucket: str, gate: Path, name: str, **changes: Any) -> Job:
+    ids = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)
+    values: dict[str, Any] = {
+        "name": name,
+        "steps": STEPS,
+        "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(gate)}}},
+        "workers": {"min": 1, "max": 2},
+        "checkpoint": {"save_every": SAVE_EVERY},
+        "deadlines": {"grow_debounce_s": 8, "stall_s": 40},
+    }
+    return toy_job(bucket, **(values | changes))
+
+
+class Outage:
+    """Shuts the door at step ``DOWN_AT``, a second before a worker is killed; when it is open again, and the journal has arrived, the run
+    may pass the gate.  ``dark``: where the run stood when the door was opened."""
+
+    def __init__(self, job: Job, gate: Path, door: Door, way: Way) -> None:
+        faults = [Fault(0.0, Kind.BUCKET_DOWN, WAYS.index(way), OUTAGE_S, 1.0), Fault(1.0, Kind.SIGKILL, 1)]
+        self.faults, self.job, self.gate, self.door = faults, job, gate, door
+        self.store = ObjectStore.open(job.bucket)
+        self.chaos: Chaos | None = None
+        self.journal: list[str] = []
+        self.dark: View | None = None
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if self.chaos is None and view.state == "Running" and view.step >= DOWN_AT and self.segments():
+            self.chaos = Chaos(self.job, self.faults, also={Kind.BUCKET_DOWN: self.door.perform})
+            self.journal = self.segments()
+        if self.chaos is not None and self.chaos.pending:
+            self.chaos.heed(view)
+        elif self.chaos is not None and self.door.is_open:
+            self.dark = self.dark or view
+            if self.segments() != self.journal:
+                self.gate.touch()
+                return True
+        return False
+
+    def segments(self) -> list[str]:
+        return self.store.list(f"{self.job.name}/journal/")
+
+
+def told(chaos: Trial) -> list[str]:
+    return [line.text for line in chaos.lines if isinstance(line, Sentence)]
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("layout", ["replicate", "shard"])
+def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, door: Door, reference: Any, layout: str, way: Way) -> None:
+    """Of replicas none loses a step; shards wait for the bucket and go on from its newest checkpoint that counts."""
+    gate = tmp_path / "gate"
+    layouts: dict[str, dict[str, Any]] = {"replicate": {}, "shard": {"dp_replicate": 1}}
+    job = job_of(f"{swift_bucket.url}/{uuid.uuid4().hex}", gate, f"outage-{way.name.lower()}", parallel=layouts[layout])
+    act = Outage(job, gate, door, way)
+    chaos = trial(job, act)
+    assert chaos.result.state == "Finished", (chaos.result, told(chaos))
+    assert act.chaos is not None
+    down, kill = act.chaos.performed
+    assert down.victim == f"the bucket, which {way}" and door.met[way] > 0
+    assert act.dark is not None and act.dark.generation >= 2, "the world was another one before the bucket came back"
+    worlds = formed(Run.open(job).records())
+    struck = {"point": "forward", "kind": "SIGKILL", "world_rank": worlds[0].members.index(kill.victim)}  # from outside
+    tier = "live" if layout == "replicate" else "bucket"
+    assert_survived(replace(chaos, job=job.replace(faults=[struck])), reference, worlds=(2, 1, 2), tiers=("init", tier, "live"))
+    assert not [text for text in told(chaos) if "no member moved" in text], told(chaos)
+    # what is whole counts, and what counts is whole
+    run = Run.open(job)
+    listed = run.checkpoints.versions()
+    saved = run.standing(0, 0.0).saved
+    assert STEPS in [version.step for version in saved]
+    assert all(run.checkpoints.verify(version).good for version in saved)
+    assert not [each for each in listed if each.damaged]
+    assert worlds[1].tier == "live" or (worlds[1].step, 1) in [(version.step, version.generation) for version in saved]

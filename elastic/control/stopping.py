@@ -39,8 +39,8 @@ def stop(turn: Turn, cause: str, *, expelled: tuple[WorkerId, ...] = (), job_err
 
 
 def expel(turn: Turn, workers: tuple[WorkerId, ...], cause: str) -> None:
-    """End ``workers``, and with them the generation."""
-    membership.expel(turn, workers, cause)
+    """End ``workers``, who stand still, and with them the generation."""
+    membership.expel(turn, workers, cause, examine=True)
     stop(turn, f"{cause}: expel {names(workers)}", expelled=workers)
 
 
@@ -79,7 +79,7 @@ def unblock(turn: Turn, stalled: Stall) -> None:
     culprit = (stalled.culprit,) if stalled.culprit else ()
     if not isinstance(state, Stopping):
         return expel(turn, culprit, stalled.sentence) if culprit else stop(turn, stalled.sentence)
-    membership.expel(turn, culprit, stalled.sentence)
+    membership.expel(turn, culprit, stalled.sentence, examine=True)
     pending = tuple(worker for worker in state.pending if worker not in culprit)
     turn.amend(pending=pending, expelled=(*state.expelled, *culprit))
     turn.say(stalled.sentence)

@@ -72,6 +72,16 @@ def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Any, p
         assert f"{victim.worker} has completed least (step {STEP - 1}, " in blamed[0] and "it is stopped" in blamed[0]
     else:  # its counters are those of the others, who wait for it: the fence tells
         assert [text for text in told(chaos) if f"expel {victim.worker}" in text or f"{victim.worker} did not answer" in text], told(chaos)
+    assert_said_where_it_stood(chaos, victim.worker, "raise_signal" if kind == "SIGSTOP" else "hold_the_gil")
+
+
+def assert_said_where_it_stood(chaos: Trial, worker: str, where: str) -> None:
+    """The story names the file, and the file the function."""
+    (said,) = [text for text in told(chaos) if text.startswith(f"where {worker} stood is in ")]
+    log = Path(said.removeprefix(f"where {worker} stood is in "))
+    head, spied, *lines = log.read_text().splitlines()
+    assert "killed by signal 9 (SIGKILL)" in head and spied == "# where it stood, by py-spy:"
+    assert [line for line in lines if "elastic/train/faults.py" in line and ("perform" in line or where in line)], lines
 
 
 @pytest.mark.full

@@ -54,7 +54,7 @@ def test_whoever_does_not_take_the_plan_is_expelled() -> None:
     assert play.later(29.0) == ""
     assert play.later(1.0).startswith("w2 did not take the plan within 30 s: expel w2: stop generation 1 of 3 workers")
     assert play.last.actions == (
-        Kill((WorkerId("w2"),), "w2 did not take the plan within 30 s"),
+        Kill((WorkerId("w2"),), "w2 did not take the plan within 30 s", examine=True),
         Fence(1, (WorkerId("w1"), WorkerId("w3"))),
     )
 

@@ -10,11 +10,9 @@ from elastic.control import checkpoints, membership
 from elastic.control.actions import Fence, Pause
 from elastic.control.events import Broken, StopRequested
 from elastic.control.health import Stall
-from elastic.control.states import Finishing, JobFailure, Running, Stopping, Waiting
+from elastic.control.states import NEVER, Finishing, JobFailure, Running, Stopping, Waiting
 from elastic.control.turn import Turn, count, names
 from elastic.ids import WorkerId
-
-NEVER = float("inf")
 
 
 def pause(turn: Turn, cause: str, *, save: bool) -> None:

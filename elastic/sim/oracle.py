@@ -169,6 +169,7 @@ class Oracle:
                 self.startups += 1
                 self.here.clear()  # what was said to the one before is said again, or lost
                 self.expelled |= self.joined - set(event.workers)
+                self.expelled -= set(event.workers) & before.workers.keys()  # if one was to be killed, nothing that counts came of it
             case StepDone() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
                 self.evidence[event.generation][event.outcome.step] = event.outcome

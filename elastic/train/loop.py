@@ -237,8 +237,7 @@ class Trainer:
         built = time.monotonic()
         world.connect(self._form_s, RUN_TIMEOUT_S)
         formed = time.monotonic()
-        strike = partial(self.session.faults.strike, "healing", plan.version.step + 1, world)
-        heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session, strike)
+        heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session, partial(self._half_way, plan, world))
         world.finish()
         if self.gate.fenced >= plan.generation:  # whoever aborted since then has made what came from it look complete
             raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
@@ -252,6 +251,12 @@ class Trainer:
         )
         self._say(Ready(self.worker, plan.generation, formed - began, now - formed))
         return state
+
+    def _half_way(self, plan: Plan, world: World) -> None:
+        """Between two slices.  Who reads them from the bucket is not freed by an abort, and leaves here."""
+        if self.gate.fenced >= plan.generation:
+            raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
+        self.session.faults.strike("healing", plan.version.step + 1, world)
 
     @property
     def _form_s(self) -> float:

@@ -17,6 +17,11 @@ from elastic.control.turn import Turn, count, names
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
 
+SLOW_BYTES_S = 50e6
+"""Half of what the slowest network in use brings, 1 Gbit/s."""
+TELLING_BYTES = 64 * 2**20
+"""Less takes no time anywhere."""
+
 
 def form(turn: Turn) -> None:
     """Begin the next generation with whoever is there, or wait."""
@@ -69,9 +74,22 @@ def here(turn: Turn, event: Here) -> None:
         turn.amend(here=(*state.here, event.worker), here_at=min(state.here_at, turn.now))
 
 
+def slow_network(event: Ready) -> str:
+    """A sentence where state came so slowly that it was hardly over the network that was meant."""
+    if event.heal_bytes < TELLING_BYTES or event.heal_s * SLOW_BYTES_S < event.heal_bytes:
+        return ""
+    mb, mb_s = event.heal_bytes / 1e6, event.heal_bytes / 1e6 / event.heal_s
+    return (
+        f"{event.worker} got {mb:,.0f} MB at {mb_s:.1f} MB/s over interface {event.interface or '(chosen by the libraries)'}: "
+        f"if its node has a quicker one, name it as network.interface"
+    )
+
+
 def ready(turn: Turn, event: Ready) -> None:
     state = turn.run.state
     if isinstance(state, Forming) and event.worker not in state.ready:
+        if why := slow_network(event):
+            turn.say(why)
         here = state.here if event.worker in state.here else (*state.here, event.worker)
         turn.amend(here=here, ready=(*state.ready, event.worker), here_at=min(state.here_at, turn.now))
 

@@ -31,6 +31,7 @@ from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
 from elastic.train.heal import heal
+from elastic.train.setup import interface
 from elastic.train.state import State
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
@@ -236,7 +237,7 @@ class Trainer:
             self._abort.join()
         built = time.monotonic()
         world.connect(self._form_s, RUN_TIMEOUT_S)
-        formed = time.monotonic()
+        formed, before = time.monotonic(), self._received
         heal(state, plan, self.worker, self.gate.shards, self.checkpoints, self.session, partial(self._half_way, plan, world))
         world.finish()
         if self.gate.fenced >= plan.generation:  # whoever aborted since then has made what came from it look complete
@@ -249,8 +250,13 @@ class Trainer:
             f"connected in {formed - built:.3f} s, slices in {now - formed:.3f} s",
             flush=True,
         )
-        self._say(Ready(self.worker, plan.generation, formed - began, now - formed))
+        self._say(Ready(self.worker, plan.generation, formed - began, now - formed, self._received - before, interface()))
         return state
+
+    @property
+    def _received(self) -> int:
+        """Bytes of state, from members and keepers."""
+        return self.session.counters["healed_live_bytes"] + self.session.counters["healed_host_bytes"]
 
     def _half_way(self, plan: Plan, world: World) -> None:
         """Between two slices.  Who reads them from the bucket is not freed by an abort, and leaves here."""

@@ -292,3 +292,15 @@ def test_lost_while_forming_stops_at_once() -> None:
     play.answer("w3", None)
     assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w3")
     assert play.run.fruitless == 1
+
+
+def test_state_that_comes_at_a_crawl_is_said_with_the_interface() -> None:
+    """And only then: little state takes no time anywhere, and a disk or a busy peer is no network."""
+    play = started(2)
+    crawl = ev.Ready(WorkerId("w1"), 1, heal_s=100.0, heal_bytes=10**9, interface="eth0")
+    assert play.tell(crawl) == (
+        "w1 got 1,000 MB at 10.0 MB/s over interface eth0: if its node has a quicker one, name it as network.interface"
+    )
+    assert play.tell(crawl) == "", "said once"
+    for heal_s, heal_bytes in ((10.0, 10**9), (100.0, 10**6), (0.0, 0)):
+        assert "interface" not in started(2).tell(ev.Ready(WorkerId("w1"), 1, heal_s=heal_s, heal_bytes=heal_bytes, interface="eth0"))

@@ -135,6 +135,7 @@ class Coordinator:
             self.group = Group(
                 self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local
             )
+            self.group.tell = lambda sentence: self.story.say(self.clock(), sentence)
         except (Unavailable, OSError):
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise

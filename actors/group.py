@@ -7,6 +7,7 @@ address, the bucket) runs on a small pool and reports back as an event, so that 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import cluster
 from actors.keeper import Keeper
 from actors.left import Left
+from actors.logs import EXAMINE_S
 from actors.worker import Worker
 from elastic.control.actions import (
     Action,
@@ -77,6 +79,8 @@ class Group:
         self.ship: Callable[[float], bool] = lambda timeout_s: True
         """Have the journal in the bucket, as far as it goes."""
         self._closing = False
+        self.tell: Callable[[str], None] = lambda sentence: None
+        """For the run's story: what was found out, and decides nothing."""
         self.probe = Probe(run.store, job.name, token)
         self.probe.leave(COORDINATOR)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
@@ -98,9 +102,9 @@ class Group:
                 self._send(members, "settle", generation, outcome)
                 for keeper in self.keepers.values():
                     keeper.close_store.remote(self.incarnation, generation)
-            case Kill(workers, _):
+            case Kill(workers, _, examine):
                 for worker in workers:
-                    self._kill(worker)
+                    self._examine(worker) if examine else self._kill(worker)
             case CommitManifest(version, lineage):
                 self._pool.submit(self._commit, version, lineage)
             case Quarantine(version, reason):
@@ -200,6 +204,21 @@ class Group:
         keeper = self.keepers.get(self.joined.get(worker, NodeId("")))
         if keeper is not None:
             keeper.kill.remote(self.incarnation, worker)
+
+    def _examine(self, worker: WorkerId) -> None:
+        """Its keeper finds out where it stands and ends it; what does not come of that comes of us, a little later."""
+        keeper = self.keepers.get(self.joined.get(worker, NodeId("")))
+        if keeper is None:
+            return self._kill(worker)
+
+        def done(future: Future[Any]) -> None:
+            if future.exception() is None and (key := future.result()):
+                self.tell(f"where {worker} stood is in {self.job.bucket}/{key}")
+
+        keeper.examine.remote(self.incarnation, worker).future().add_done_callback(done)
+        late = threading.Timer(EXAMINE_S, self._kill, (worker,))
+        late.daemon = True
+        late.start()
 
     def _send(self, workers: tuple[WorkerId, ...], order: str, *arguments: object) -> None:
         for worker in workers:

@@ -1,7 +1,8 @@
 """One keeper a node: no accelerator, no training.  It hosts the store in which a generation meets, watches the node's workers, and
 keeps what a dead one printed, and the end of the journal for when the coordinator is dead.
 
-Its heartbeat has a thread of its own, so that nothing it does can make it look dead.
+Heartbeat and watch have threads of their own, so that nothing it does can make it look dead; a beat that is late all the same is
+said in its log.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +19,8 @@ from typing import Any
 
 import ray
 
-from actors.processes import Process, describe, end_on_sigterm, log_file, log_folder, sweep
+from actors.logs import Logs
+from actors.processes import Process, describe, end_on_sigterm, log_folder, sweep
 from elastic.control.events import STOPPED, Beat, Kept, Progress
 from elastic.copies.stock import Stock
 from elastic.errors import StateMissing
@@ -29,7 +32,8 @@ from storage.objects import ObjectStore
 from storage.tails import DEPOSED, Tail
 
 BEAT_S = 0.5
-LOG_LINES = 200
+SWITCH_S = 0.0005
+"""How long a thread of a keeper computes before another one may; the beat waits for each of those that do."""
 
 
 class Keeper:
@@ -39,17 +43,20 @@ class Keeper:
         end_on_sigterm()
         self.incarnation = 0
         """The highest that was heard."""
-        self.logs = f"{name}/logs/{run.removeprefix(f'{name}-')}"
         sweep(name)
         self.store = ObjectStore.open(bucket)
         self.node = NodeId(ray.get_runtime_context().get_node_id())
         self.probe = Probe(self.store, name, run)
         self.stock = Stock(self.node, ray.util.get_node_ip_address(), secret)
+        self.logs = Logs(self.store, f"{name}/logs/{run.removeprefix(f'{name}-')}", run, self.node)
+        self.late_s = 0.0
+        """The most that a beat was late."""
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
         self.stores: dict[int, Any] = {}
         self.tail = Tail()
         self._beats = coordinator.post.options(max_task_retries=0)  # what one that died did not hear is old when the next one does
         self._closed = threading.Event()
+        sys.setswitchinterval(SWITCH_S)
         threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while worlds wait
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -128,9 +135,26 @@ class Keeper:
         if worker in self.workers:
             self.workers[worker][0].kill()
 
+    def examine(self, incarnation: int, worker: WorkerId) -> str:
+        """It stands still and is to be ended: find out where, then end it.  Where that can be read; "" when it is not here."""
+        self._heed(incarnation)
+        if worker not in self.workers:
+            return ""
+        process, _ = self.workers[worker]
+        key = self.logs.examine(worker, process)
+        process.kill()
+        return key
+
+    def _note_lateness(self, late_s: float) -> None:
+        if late_s > max(self.late_s, BEAT_S):
+            print(f"keeper of {self.node[:8]}: a beat was late by {late_s:.3f} s", flush=True)
+        self.late_s = max(self.late_s, late_s)
+
     def _beat(self) -> None:
-        heard_at, asked = time.monotonic(), None
-        while not self._closed.wait(BEAT_S):
+        heard_at, asked, due = time.monotonic(), None, time.monotonic() + BEAT_S
+        while not self._closed.wait(max(due - time.monotonic(), 0.0)):
+            self._note_lateness(time.monotonic() - due)
+            due = time.monotonic() + BEAT_S
             progress = tuple(
                 Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"], self._operation(process, c))
                 for worker, (process, c) in sorted(self.workers.items())
@@ -157,16 +181,7 @@ class Keeper:
                     time.sleep(0.05)  # until its parent has reaped it: only then does the kernel tell the status
                     del self.workers[worker]
                     self.stock.ended(worker)
-                    self._keep_log(worker, describe(process.status()))
-
-    def _keep_log(self, worker: WorkerId, how: str) -> None:
-        path = log_file(self.run, worker)
-        lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
-        text = "\n".join([f"# {worker} on node {self.node[:8]}: {how}", *lines, ""])
-        try:
-            self.store.put(f"{self.logs}/{worker}.log", text.encode())
-        except (StorageError, OSError) as error:
-            print(f"the log of {worker} could not be kept: {error}", flush=True)
+                    self.logs.keep(worker, describe(process.status()))
 
     def close(self, incarnation: int) -> None:
         """The run is over: keep the logs of those that left in good order, and leave nothing on the node."""
@@ -177,7 +192,8 @@ class Keeper:
             while not process.ended() and time.monotonic() < deadline:
                 time.sleep(0.01)
             process.kill()
-            self._keep_log(worker, describe(process.status()) if process.ended() else "ended by its keeper")
+            self.logs.keep(worker, describe(process.status()) if process.ended() else "ended by its keeper")
+        self.logs.close()
         self.workers.clear()
         self.stores.clear()
         self.stock.close()

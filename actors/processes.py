@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -88,6 +89,11 @@ class Process:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         except ProcessLookupError:
             return
+
+    def dump_stack(self) -> None:
+        """Ask it to write where its threads stand: see ``actors/worker.py``."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGUSR1)
 
     def status(self) -> int | None:
         """The wait status of the ended process, from the kernel (Linux 6.15 and later tell it to others than the parent); else None."""

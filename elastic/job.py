@@ -142,6 +142,13 @@ class Copies(Part):
     buddy_every: Annotated[int, Field(ge=0)] | Auto = "auto"
 
 
+class Network(Part):
+    """Between the workers.  Sockets of NCCL and gloo use one interface of each node."""
+
+    interface: Annotated[str, Field(pattern=r"^[^/\s]{1,15}$")] = "auto"
+    """auto: the one that has the address by which Ray's other nodes reach this one."""
+
+
 class Deadlines(Part):
     """Seconds.  Deadlines are the last resort: what somebody knows is acted on at once."""
 
@@ -208,6 +215,7 @@ class Job(Part):
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     copies: Copies = Copies()
+    network: Network = Network()
     deadlines: Deadlines = Deadlines()
     faults: tuple[Fault, ...] = ()
     """For chaos tests."""
@@ -305,9 +313,10 @@ class Job(Part):
         return []
 
 
-_SECTIONS = ("data", "optim", "schedule", "parallel", "workers", "checkpoint", "copies", "deadlines")
+_SECTIONS = ("data", "optim", "schedule", "parallel", "workers", "checkpoint", "copies", "network", "deadlines")
 _NOT_THE_TRAJECTORY: Any = {
-    **dict.fromkeys(("name", "bucket", "workers", "parallel", "deadlines", "checkpoint", "copies", "faults", "on_driver_exit"), True),
+    **dict.fromkeys(("name", "bucket", "workers", "parallel", "deadlines", "checkpoint", "copies", "network"), True),
+    **dict.fromkeys(("faults", "on_driver_exit"), True),
     "data": {"prefetch", "args"},  # what args select is known by its fingerprint: Run.trains_on
 }
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from elastic.control.rules import Rules
 from elastic.errors import JobError
-from elastic.job import Checkpoint, Copies, Data, Deadlines, Fault, Job, Optim, Parallel, Schedule, Workers
+from elastic.job import Checkpoint, Copies, Data, Deadlines, Fault, Job, Network, Optim, Parallel, Schedule, Workers
 from elastic.settings import leaves, nearest, print_help
 
 pytestmark = pytest.mark.fast
@@ -304,6 +304,7 @@ CLUSTER = {
     "parallel": Parallel(dp_shard=2, min_shard=2, use="fit"),
     "checkpoint": Checkpoint(save_every=1),
     "copies": Copies(copy_every=3, buddy_every=9),
+    "network": Network(interface="eth1"),
     "deadlines": Deadlines(form_s=1, fence_s=1, stall_s=1, lease_s=1, wait_s=1, stop_s=1),
     "faults": (Fault(point="save", step=1),),
     "data": Data(prefetch=7, args={"path": "/moved"}),

@@ -60,10 +60,14 @@ class Settle:
 
 @dataclass(frozen=True)
 class Kill:
-    """End these processes.  A wish: only ``Lost`` says that it came true."""
+    """End these processes.  A wish: only ``Lost`` says that it came true.
+
+    ``examine``: they stand still, so it is found out where before they end.
+    """
 
     workers: tuple[WorkerId, ...]
     reason: str
+    examine: bool = False
 
 
 @dataclass(frozen=True)

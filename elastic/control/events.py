@@ -124,13 +124,16 @@ class Here:
 class Ready:
     """Groups formed, state healed: the worker holds its shard of the plan's version in the plan's layout.
 
-    ``form_s``, ``heal_s``: how long the two took here (for the report; decides nothing).
+    ``form_s``, ``heal_s``: how long the two took here; ``heal_bytes``: so many came from other nodes and members, over ``interface``.
+    For the report; they decide nothing.
     """
 
     worker: WorkerId
     generation: int
     form_s: float = 0.0
     heal_s: float = 0.0
+    heal_bytes: int = 0
+    interface: str = ""
 
 
 @dataclass(frozen=True)

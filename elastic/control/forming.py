@@ -14,7 +14,13 @@ from elastic.control.states import Forming, Running, Waiting
 from elastic.control.stepping import finish
 from elastic.control.stopping import expel, stop
 from elastic.control.turn import Turn, count, names
+from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
+
+SLOW_BYTES_S = 50e6
+"""Half of what the slowest network in use brings, 1 Gbit/s."""
+TELLING_BYTES = 64 * 2**20
+"""Less takes no time anywhere."""
 
 
 def form(turn: Turn) -> None:
@@ -65,14 +71,27 @@ def _shortage(turn: Turn) -> str:
 def here(turn: Turn, event: Here) -> None:
     state = turn.run.state
     if isinstance(state, Forming) and event.worker not in state.here:
-        turn.amend(here=(*state.here, event.worker))
+        turn.amend(here=(*state.here, event.worker), here_at=min(state.here_at, turn.now))
+
+
+def slow_network(event: Ready) -> str:
+    """A sentence where state came so slowly that it was hardly over the network that was meant."""
+    if event.heal_bytes < TELLING_BYTES or event.heal_s * SLOW_BYTES_S < event.heal_bytes:
+        return ""
+    mb, mb_s = event.heal_bytes / 1e6, event.heal_bytes / 1e6 / event.heal_s
+    return (
+        f"{event.worker} got {mb:,.0f} MB at {mb_s:.1f} MB/s over interface {event.interface or '(chosen by the libraries)'}: "
+        f"if its node has a quicker one, name it as network.interface"
+    )
 
 
 def ready(turn: Turn, event: Ready) -> None:
     state = turn.run.state
     if isinstance(state, Forming) and event.worker not in state.ready:
+        if why := slow_network(event):
+            turn.say(why)
         here = state.here if event.worker in state.here else (*state.here, event.worker)
-        turn.amend(here=here, ready=(*state.ready, event.worker))
+        turn.amend(here=here, ready=(*state.ready, event.worker), here_at=min(state.here_at, turn.now))
 
 
 def forming(turn: Turn, state: Forming) -> None:
@@ -81,12 +100,18 @@ def forming(turn: Turn, state: Forming) -> None:
         go(turn, plan)
     elif turn.run.stop and (plan.tier == "init" or plan.version in turn.run.saved):
         stop(turn, f"stop asked for ({turn.run.stop}) with nothing to save")
+    elif there < len(plan.members) and turn.now >= state.here_at + turn.rules.leave_s:
+        expel(turn, _absent(state), f"{names(_absent(state))} did not take the plan within {turn.rules.leave_s:g} s of the others")
     elif turn.now >= state.deadline and there < len(plan.members):
-        arrived = frozenset(state.here)
-        absent = tuple(worker for worker in plan.members if worker not in arrived)
-        expel(turn, absent, f"{names(absent)} did not take the plan within {turn.rules.form_s:g} s")
+        expel(turn, _absent(state), f"{names(_absent(state))} did not take the plan within {turn.rules.form_s:g} s")
     elif turn.now >= state.deadline:
         _blame_the_store(turn, state)
+
+
+def _absent(state: Forming) -> tuple[WorkerId, ...]:
+    """To take a plan is the work of a moment, once the world before is left."""
+    arrived = frozenset(state.here)
+    return tuple(worker for worker in state.plan.members if worker not in arrived)
 
 
 def _blame_the_store(turn: Turn, state: Forming) -> None:

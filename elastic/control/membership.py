@@ -145,10 +145,10 @@ def remove(turn: Turn, workers: tuple[WorkerId, ...]) -> None:
     turn.know(workers=kept, saves=saving.survivors(turn.run.saves, workers))
 
 
-def expel(turn: Turn, workers: tuple[WorkerId, ...], why: str) -> None:
-    """End them.  A kill is a wish: whatever they say from now on is refused."""
+def expel(turn: Turn, workers: tuple[WorkerId, ...], why: str, *, examine: bool = False) -> None:
+    """End them.  A kill is a wish: whatever they say from now on is refused.  ``examine``: because they stand still."""
     if workers:
-        turn.do(Kill(workers, why))
+        turn.do(Kill(workers, why, examine))
         remove(turn, workers)
 
 

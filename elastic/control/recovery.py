@@ -19,7 +19,7 @@ from elastic.control.actions import Fence, Form, Go, Kill, Pause
 from elastic.control.events import Attached, Beat, Capacity, Event, Recovered, Renewed, StartFailed, Stumbled, Tick
 from elastic.control.forming import go
 from elastic.control.health import Watch
-from elastic.control.states import Finishing, Forming, Running, Stopping
+from elastic.control.states import NEVER, Finishing, Forming, Running, Stopping
 from elastic.control.turn import Turn, count, names
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
@@ -56,7 +56,7 @@ def _forgive_the_silence(turn: Turn) -> None:
     turn.know(watch=watch, saves=saves, lease_until=lease_until)
     match run.state:
         case Forming():
-            turn.amend(deadline=now + rules.form_s)
+            turn.amend(deadline=now + rules.form_s, here_at=now if run.state.here else NEVER)
         case Stopping(planned=False):
             turn.amend(deadline=now + rules.fence_s)
         case Finishing():

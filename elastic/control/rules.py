@@ -47,6 +47,11 @@ class Rules:
     """Workers of one kind only: others do not give equal bits."""
 
     @property
+    def leave_s(self) -> float:
+        """From the first member that takes a plan until one that has not is expelled: it cannot leave the world before."""
+        return min(2 * self.fence_s, self.form_s)
+
+    @property
     def lease_over_s(self) -> float:
         """After so long a lease has run out for certain: a member counts it by a clock of its own."""
         return SLOWEST * self.lease_s

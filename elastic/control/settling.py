@@ -104,7 +104,7 @@ def _expel_the_silent(turn: Turn, state: Stopping) -> Stopping:
         turn.say(f"nobody of generation {generation} answers: ask again until the leases have run out")
     else:
         why = f"no answer to the fence of generation {generation} within {turn.rules.fence_s:g} s"
-        membership.expel(turn, silent, why)
+        membership.expel(turn, silent, why, examine=True)
         turn.amend(pending=(), expelled=(*state.expelled, *silent))
         turn.say(f"{why}: expel {names(silent)}")
     assert isinstance(turn.run.state, Stopping)

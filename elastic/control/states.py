@@ -25,6 +25,8 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
 
+NEVER = float("inf")
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -35,12 +37,13 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Forming:
-    """The plan is sent.  ``here``: it arrived; ``ready``: groups formed, state healed."""
+    """The plan is sent.  ``here``: it arrived; ``ready``: groups formed, state healed; ``here_at``: when the first was here."""
 
     plan: Plan
     deadline: float
     here: tuple[WorkerId, ...] = ()
     ready: tuple[WorkerId, ...] = ()
+    here_at: float = NEVER
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,9 @@ from elastic.control import checkpoints, membership
 from elastic.control.actions import Fence, Pause
 from elastic.control.events import Broken, StopRequested
 from elastic.control.health import Stall
-from elastic.control.states import Finishing, JobFailure, Running, Stopping, Waiting
+from elastic.control.states import NEVER, Finishing, JobFailure, Running, Stopping, Waiting
 from elastic.control.turn import Turn, count, names
 from elastic.ids import WorkerId
-
-NEVER = float("inf")
 
 
 def pause(turn: Turn, cause: str, *, save: bool) -> None:
@@ -39,8 +37,8 @@ def stop(turn: Turn, cause: str, *, expelled: tuple[WorkerId, ...] = (), job_err
 
 
 def expel(turn: Turn, workers: tuple[WorkerId, ...], cause: str) -> None:
-    """End ``workers``, and with them the generation."""
-    membership.expel(turn, workers, cause)
+    """End ``workers``, who stand still, and with them the generation."""
+    membership.expel(turn, workers, cause, examine=True)
     stop(turn, f"{cause}: expel {names(workers)}", expelled=workers)
 
 
@@ -79,7 +77,7 @@ def unblock(turn: Turn, stalled: Stall) -> None:
     culprit = (stalled.culprit,) if stalled.culprit else ()
     if not isinstance(state, Stopping):
         return expel(turn, culprit, stalled.sentence) if culprit else stop(turn, stalled.sentence)
-    membership.expel(turn, culprit, stalled.sentence)
+    membership.expel(turn, culprit, stalled.sentence, examine=True)
     pending = tuple(worker for worker in state.pending if worker not in culprit)
     turn.amend(pending=pending, expelled=(*state.expelled, *culprit))
     turn.say(stalled.sentence)

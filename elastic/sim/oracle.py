@@ -170,6 +170,7 @@ class Oracle:
                 if not event.whole:
                     self._forget_the_unread(before, event)
                 self.expelled |= self.joined - set(event.workers)
+                self.expelled -= set(event.workers) & before.workers.keys()  # if one was to be killed, nothing that counts came of it
             case Attached() if (
                 event.plan is not None and event.plan.generation in self.unread and event.plan.generation > before.generation
             ):

@@ -7,7 +7,7 @@ is that of a block.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -45,8 +45,13 @@ Chunk = tuple[Range, torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
-def read(shard: Shard, tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move], secret: bytes) -> int:
-    """Fill the parts of ``shard`` that ``moves`` take from keepers; returns the bytes used.  Raises :class:`CopyLost`."""
+def read(
+    shard: Shard, tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move], secret: bytes, hook: Callable[[], None]
+) -> int:
+    """Fill the parts of ``shard`` that ``moves`` take from keepers; returns the bytes used.  ``hook`` is called between two slices.
+
+    Raises :class:`CopyLost`.
+    """
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
     here = plan.nodes[plan.world_rank(worker)]
 
@@ -68,7 +73,7 @@ def read(shard: Shard, tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, 
             raise CopyLost(f"the copy of {holding.worker} on node {holding.keeper[:8]} cannot be had: {error}", holding.keeper) from error
         try:
             chunks = _local(wire, holding, ranges) if holding.keeper == here else _remote(wire, holding, ranges)
-            used += _fill(shard, holding, chunks)
+            used += _fill(shard, holding, chunks, hook)
         except _Spoilt as error:
             wire.send(_request("spoilt", holding))
             wire.head()
@@ -84,7 +89,7 @@ class _Spoilt(Exception):
     """Bytes that have not their digest."""
 
 
-def _fill(shard: Shard, holding: Holding, chunks: Iterator[Chunk]) -> int:
+def _fill(shard: Shard, holding: Holding, chunks: Iterator[Chunk], hook: Callable[[], None]) -> int:
     used, wrong = 0, None
     for part, sums, raw in chunks:
         room = shard.part(part.tensor, part.slice)
@@ -94,6 +99,7 @@ def _fill(shard: Shard, holding: Holding, chunks: Iterator[Chunk]) -> int:
         size = nbytes(part.tensor, part.slice)
         room.copy_(here[part.skip : part.skip + size].view(room.dtype).view(room.shape))
         used += size
+        hook()
     if wrong is not None and bool(wrong):
         raise _Spoilt(f"the copy of {holding.worker} on node {holding.keeper[:8]} at {holding.version} is damaged: its digests differ")
     return used

@@ -34,8 +34,9 @@ def nothing() -> None:
 class Healing:
     """Begins with what needs no group: the slices from keepers' copies are read on a thread, while the members still find each other."""
 
-    def __init__(self, state: State, plan: Plan, worker: WorkerId, session: Session) -> None:
-        self.state, self.plan, self.worker, self.session = state, plan, worker, session
+    def __init__(self, state: State, plan: Plan, worker: WorkerId, session: Session, leave_if_over: Callable[[], None] = nothing) -> None:
+        """``leave_if_over()`` raises once the healing has become pointless."""
+        self.state, self.plan, self.worker, self.session, self.leave_if_over = state, plan, worker, session, leave_if_over
         self.moves: tuple[Move, ...] = ()
         self._reading: Future[int] = Future()
         if plan.tier != "init":
@@ -47,7 +48,8 @@ class Healing:
 
     def _read(self) -> None:
         try:
-            self._reading.set_result(read(self.state.shard, self.state.tensors, self.plan, self.worker, self.moves, self.session.secret))
+            shard, tensors, secret = self.state.shard, self.state.tensors, self.session.secret
+            self._reading.set_result(read(shard, tensors, self.plan, self.worker, self.moves, secret, self.leave_if_over))
         except Exception as error:  # raised where it is waited for
             self._reading.set_exception(error)
 

@@ -31,6 +31,7 @@ from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
 from elastic.train.heal import Healing
+from elastic.train.setup import interface
 from elastic.train.state import State
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
@@ -238,11 +239,10 @@ class Trainer:
         if self._abort is not None:
             self._abort.join()
         built = time.monotonic()
-        healing = Healing(state, plan, self.worker, self.session)
+        healing = Healing(state, plan, self.worker, self.session, partial(self._leave_if_fenced, plan))
         world.connect(self._form_s, RUN_TIMEOUT_S)
-        formed = time.monotonic()
-        strike = partial(self.session.faults.strike, "healing", plan.version.step + 1, world)
-        healing.finish(self.gate.shards, self.checkpoints, strike)
+        formed, before = time.monotonic(), self._received
+        healing.finish(self.gate.shards, self.checkpoints, partial(self._half_way, plan, world))
         world.finish()
         if self.gate.fenced >= plan.generation:  # whoever aborted since then has made what came from it look complete
             raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
@@ -254,8 +254,23 @@ class Trainer:
             f"connected in {formed - built:.3f} s, slices in {now - formed:.3f} s",
             flush=True,
         )
-        self._say(Ready(self.worker, plan.generation, formed - began, now - formed))
+        self._say(Ready(self.worker, plan.generation, formed - began, now - formed, self._received - before, interface()))
         return state
+
+    @property
+    def _received(self) -> int:
+        """Bytes of state, from members and keepers."""
+        return self.session.counters["healed_live_bytes"] + self.session.counters["healed_host_bytes"]
+
+    def _leave_if_fenced(self, plan: Plan) -> None:
+        """Who reads slices from the bucket, or from a keeper, is not freed by an abort."""
+        if self.gate.fenced >= plan.generation:
+            raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
+
+    def _half_way(self, plan: Plan, world: World) -> None:
+        """Between two slices."""
+        self._leave_if_fenced(plan)
+        self.session.faults.strike("healing", plan.version.step + 1, world)
 
     @property
     def _form_s(self) -> float:

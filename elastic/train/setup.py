@@ -18,7 +18,7 @@ from elastic.control.copying import slots_for
 from elastic.copies.region import Region, frame
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
-from elastic.errors import DataError, ElasticError
+from elastic.errors import DataError, ElasticError, JobError
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
 from elastic.plan.layout import table
@@ -57,15 +57,38 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
     """Fix what would otherwise vary between processes; returns this worker's device.  ``address``: where other nodes reach this one."""
     torch.set_num_threads(job.workers.threads)
     os.environ |= NCCL | LAUNCHES
-    unless_set = ALLOCATOR | dict.fromkeys(SOCKETS, interface) if (interface := interface_of(address)) else ALLOCATOR
-    for variable, value in unless_set.items():
+    for variable, value in ALLOCATOR.items():
         os.environ.setdefault(variable, value)
+    _choose_interface(job.network.interface, address)
     if job.reproducible:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
     return device
+
+
+def _choose_interface(wanted: str, address: str) -> None:
+    """For the sockets of this process: what the job names, else what this machine's environment does, else the one of ``address``.
+
+    Raises :class:`JobError` for one that this machine has not.
+    """
+    there = [name for _, name in socket.if_nameindex()]
+    if wanted != "auto" and wanted not in there:
+        raise JobError(f"network.interface = {wanted!r}: this node has {', '.join(there)}; name one that every node has, or leave it out")
+    found = interface_of(address) if wanted == "auto" else wanted
+    for variable in SOCKETS:
+        if wanted != "auto":
+            os.environ[variable] = wanted
+        elif found:
+            os.environ.setdefault(variable, found)
+    if address:
+        print(f"sockets use interface {interface() or 'that the libraries choose'}; other nodes reach this one at {address}", flush=True)
+
+
+def interface() -> str:
+    """That the sockets of this process use; "" where nobody has chosen."""
+    return os.environ.get(SOCKETS[0], "")
 
 
 def interface_of(address: str) -> str:

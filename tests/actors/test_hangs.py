@@ -5,15 +5,21 @@ Nothing here ends by a timeout of a collective: those last a day.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
+from actors.coordinator import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.story import Sentence
-from tests.support.chaos import Trial, alone, assert_survived, trial
+from elastic.runs import Run
+from elastic.train.counters import OPERATIONS
+from tests.support.chaos import Trial, Witness, alone, assert_survived, formed, trial
+from tests.support.room import Room
 from tests.support.toys import toy_job
 
 STEPS, STEP = 60, 12
@@ -72,6 +78,16 @@ def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Any, p
         assert f"{victim.worker} has completed least (step {STEP - 1}, " in blamed[0] and "it is stopped" in blamed[0]
     else:  # its counters are those of the others, who wait for it: the fence tells
         assert [text for text in told(chaos) if f"expel {victim.worker}" in text or f"{victim.worker} did not answer" in text], told(chaos)
+    assert_said_where_it_stood(chaos, victim.worker, "perform (" if kind == "SIGSTOP" else "hold_the_gil (")
+
+
+def assert_said_where_it_stood(chaos: Trial, worker: str, where: str) -> None:
+    """The story names the file, and the file the function."""
+    (said,) = [text for text in told(chaos) if text.startswith(f"where {worker} stood is in ")]
+    log = Path(said.removeprefix(f"where {worker} stood is in "))
+    head, spied, *lines = log.read_text().splitlines()
+    assert "killed by signal 9 (SIGKILL)" in head and spied == "# where it stood, by py-spy:"
+    assert [line for line in lines if where in line], lines
 
 
 @pytest.mark.full
@@ -114,3 +130,56 @@ def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_
     assert f"{victim.worker} has completed least (step {LATE_STEP - 1}, " in blamed and "it reads data" in blamed
     (waiting,) = {"w1", "w2"} - {victim.worker}
     assert stuck.witness.seen[waiting].final["updates_applied"] == LATE_STEPS
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_whoever_cannot_leave_a_broken_world_is_replaced(tmp_path: Path) -> None:
+    """R1, R3: one of three is killed; another one answers the fence, but its training thread never comes back, whatever is aborted.  The
+    third waits no longer for it than two fences, and not until forming has failed; then it goes on alone, for there is no more room."""
+    steps = LATE_STEPS
+    reference = alone(job_of(tmp_path / "alone", "alone", 1, steps=steps, data=of_late(tmp_path / "none", 0.0, 0.0)))
+    job = job_of(
+        tmp_path,
+        "stuck",
+        3,
+        steps=steps,
+        data=of_late(tmp_path / "mark", 600.0, READ_S),
+        deadlines={"grow_debounce_s": 30, "stall_s": 120, "fence_s": 2, "form_s": 100},
+    )
+    room = Room()
+
+    def act(witness: Witness, view: View) -> bool:
+        """Once the late one has begun to wait, another one dies."""
+        if len(view.workers) == 3 and not queued:
+            room.take(ray.cluster_resources()["CPU"] - 3)
+            queued.extend(room.queue(1) for _ in range(2))
+        if not (tmp_path / "mark").exists():
+            return False
+        operations = {worker: seen.counters["operation"] for worker, seen in witness.seen.items()}
+        reading = [worker for worker, operation in operations.items() if OPERATIONS[operation] == "reads data"]
+        others = sorted(set(witness.seen) - set(reading))
+        if len(reading) != 1:
+            return False
+        stuck.extend(reading)
+        killed.append(others[0])
+        witness.seen[others[0]].process.kill()
+        return True
+
+    queued: list[Any] = []
+    stuck: list[str] = []
+    killed: list[str] = []
+    try:
+        chaos = trial(job, act)
+    finally:
+        room.close()
+    first = formed(Run.open(job).records())[0].members
+    strike = {"point": "forward", "kind": "SIGKILL", "generation": 1}  # from outside
+    victims = [{**strike, "world_rank": first.index(each)} for each in (*stuck, *killed)]
+    chaos = replace(chaos, job=chaos.job.replace(faults=victims))
+    assert_survived(chaos, reference, worlds=(3, 2, 1), tiers=("init", "live", "live"))
+    (left,) = {"w1", "w2", "w3"} - {*stuck, *killed}
+    blamed = f"{stuck[0]} did not take the plan within 4 s of the others: expel {stuck[0]}"
+    assert [text for text in told(chaos) if blamed in text], told(chaos)
+    assert chaos.witness.seen[left].final["updates_applied"] == steps
+    assert_said_where_it_stood(chaos, stuck[0], "elastic/data/loader.py")

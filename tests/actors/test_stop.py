@@ -23,9 +23,9 @@ from tests.support.toys import toy_job
 STEPS = 80
 
 
-def job_of(folder: Path, name: str, **changes: object) -> Job:
+def job_of(folder: Path, name: str, read_s: float = 0.02, **changes: object) -> Job:
     """Slow enough to be met on the way."""
-    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": read_s}}
     job = toy_job(folder / "bucket", name=name, steps=STEPS, data=data, **changes)
     (folder / "job.toml").write_text(job.to_toml())
     return job
@@ -123,7 +123,7 @@ def attached(command: Command) -> Callable[[], bool]:
 @pytest.mark.must_run_in_ci
 def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, undisturbed_hash: str, capsys: pytest.CaptureFixture[str]) -> None:
     """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first make them leave, and no more."""
-    job = job_of(tmp_path, "detached", on_driver_exit="detach")
+    job = job_of(tmp_path, "detached", read_s=0.08, on_driver_exit="detach")  # a second driver comes and goes meanwhile
     first = train(tmp_path)
     first.until(reached("detached", 1))
     assert "the run trains on when this command is gone; `elastic stop` with its job file stops it" in first.text
@@ -154,6 +154,7 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, undisturbed_hash
     assert_no_actor_left("detached")
     assert main(["stop", str(tmp_path / "job.toml")]) == 0
     assert f"is not running; newest good checkpoint: step {stopped_at}" in capsys.readouterr().out
+    job = job_of(tmp_path, "detached", read_s=0.0)
     assert run_local(job, lambda line: None)[0] == "Finished"
     assert exported_hash(job) == undisturbed_hash
 

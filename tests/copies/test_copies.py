@@ -23,6 +23,7 @@ from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding, moves
 from elastic.train.copier import Copier
 from elastic.train.from_hosts import read
+from elastic.train.heal import nothing
 from elastic.train.state import DTYPES, Shard
 from storage.slices import Tensor, shard_slice
 
@@ -115,7 +116,7 @@ def heal(plan: Plan, worker: WorkerId) -> tuple[Shard, int]:
     index = plan.layout.coordinates(plan.world_rank(worker))[1]
     shard = empty(plan.version, plan.layout.dp_shard, index)
     todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
-    return shard, read(shard, TENSORS, plan, worker, todo, SECRET)
+    return shard, read(shard, TENSORS, plan, worker, todo, SECRET, nothing)
 
 
 @pytest.mark.parametrize("new", [Layout(1, 1), Layout(1, 3), Layout(2, 2), Layout(1, 4)], ids=str)

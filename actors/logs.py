@@ -1,0 +1,116 @@
+"""What the workers of a node printed, and where those stood that hung: kept in the bucket once they have ended.
+
+By a thread of its own: the bucket may be slow, and neither the heartbeat nor the watch waits for it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from actors.processes import Process, log_file
+from elastic.ids import NodeId, WorkerId
+from storage.errors import StorageError
+from storage.objects import ObjectStore
+
+LINES = 200
+MOST_BYTES = 2**18
+"""Of a log, from its end."""
+EXAMINE_S = 3.0
+"""For finding out where a process stands, before it is ended all the same."""
+QUIET_S = 0.1
+"""A fault handler that has written nothing for so long has written all."""
+
+
+class Logs:
+    """``folder``: their prefix in ``store``; ``run``: the life of the run whose workers they are."""
+
+    def __init__(self, store: ObjectStore, folder: str, run: str, node: NodeId) -> None:
+        self.store, self.folder, self.run, self.node = store, folder, run, node
+        self._stood: dict[WorkerId, str] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="logs")
+
+    def key(self, worker: WorkerId) -> str:
+        return f"{self.folder}/{worker}.log"
+
+    def examine(self, worker: WorkerId, process: Process) -> str:
+        """Find out where ``process`` stands, for its log; where that will be.  Takes ``EXAMINE_S`` at most."""
+        self._stood[worker] = stack_of(process, log_file(self.run, worker), EXAMINE_S)
+        return self.key(worker)
+
+    def keep(self, worker: WorkerId, how: str) -> None:
+        """It has ended."""
+        self._thread.submit(self._keep, worker, how)
+
+    def _keep(self, worker: WorkerId, how: str) -> None:
+        stood = self._stood.pop(worker, "")
+        text = "\n".join([f"# {worker} on node {self.node[:8]}: {how}", *stood.splitlines(), *last_lines(log_file(self.run, worker)), ""])
+        try:
+            self.store.put(self.key(worker), text.encode())
+        except (StorageError, OSError) as error:
+            print(f"the log of {worker} could not be kept: {error}", flush=True)
+
+    def close(self) -> None:
+        """All are kept when this returns."""
+        self._thread.shutdown(wait=True)
+
+
+def last_lines(path: Path) -> list[str]:
+    """Of a file of any size; none where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(path.stat().st_size - MOST_BYTES, 0))
+            return file.read().decode(errors="replace").splitlines()[-LINES:]
+    except FileNotFoundError:
+        return []
+
+
+def stack_of(process: Process, log: Path, deadline_s: float, spy: str | None = None) -> str:
+    """Where every thread of ``process`` stands, as text; "" where it writes that into its ``log`` itself.
+
+    By py-spy, which reads the memory of a process that does not answer, is stopped, or holds its GIL; where that is not installed (``spy``
+    "") or not allowed, by the process's own fault handler.
+    """
+    until = time.monotonic() + deadline_s
+    spy = _spy() if spy is None else spy
+    if spy:
+        try:
+            seen = subprocess.run(
+                [spy, "dump", "--nonblocking", "--pid", str(process.pid)], capture_output=True, text=True, timeout=deadline_s, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = type(error).__name__
+        else:
+            if seen.returncode == 0 and not process.ended():
+                return f"# where it stood, by py-spy:\n{seen.stdout.strip()}"
+            why = seen.stderr.strip().partition("\n")[0]
+        missing = f"# py-spy could not tell where it stood: {why}"
+    else:
+        missing = ""
+    if process.stopped():
+        return missing or "# it was stopped by a signal, and py-spy, which could tell where, is not installed on this node"
+    _ask_fault_handler(process, log, until)
+    return missing
+
+
+def _spy() -> str:
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy") or ""
+
+
+def _ask_fault_handler(process: Process, log: Path, until: float) -> None:
+    """SIGUSR1, and wait while it writes."""
+    size, since = _size(log), float("inf")
+    process.dump_stack()
+    while time.monotonic() < min(until, since + QUIET_S) and not process.ended():
+        time.sleep(0.01)
+        if (now := _size(log)) != size:
+            size, since = now, time.monotonic()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -76,7 +76,15 @@ END_S = 600.0
 """From the last fault to the end of the run; never needed."""
 
 
-def job_of(folder: Path, name: str, faults: int, pace_s: float) -> Job:
+SHARDS: Mapping[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 1, "buddy_every": 1}}
+"""No replica: what a dead worker held is in its keeper's memory, what a dead node held in its buddy's."""
+SPARES = 1
+HOST_REDONE = 4
+"""Committed steps that a world which begins from copies may do again: one copy is under way, and one on its way to the buddy, each
+begun when the one before is known to be complete everywhere."""
+
+
+def job_of(folder: Path, name: str, faults: int, pace_s: float, *, shards: bool = False) -> Job:
     steps = STEPS_A_FAULT * faults
     return toy_job(
         folder / "bucket",
@@ -84,9 +92,10 @@ def job_of(folder: Path, name: str, faults: int, pace_s: float) -> Job:
         steps=steps,
         model_args={"vocab": 29, "dim": 16, "layers": 2, "heads": 2, "dropout": 0.1},
         data={"dataset": "tests.support.toys:Paced", "args": {"calm": str(folder / "calm"), "pace_s": pace_s, "samples": 16 * steps}},
-        workers={"min": 1, "max": WORKERS},
+        workers={"min": 1, "max": WORKERS, "spares": SPARES if shards else 0},
         checkpoint={"save_every": SAVE_EVERY},
         deadlines={"grow_debounce_s": 1, "stall_s": 4, "fence_s": 4, "form_s": 60},
+        **(SHARDS if shards else {}),
     )
 
 
@@ -114,14 +123,14 @@ def tell(strike: Strike) -> None:
     print(f"{time.strftime('%H:%M:%S')}     {strike}", flush=True)
 
 
-def rage(folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[str] = ()) -> Storm:
+def rage(folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[str] = (), *, shards: bool = False) -> Storm:
     """Train, and strike, by all kinds that are not ``spared``, until ``number`` faults were performed; to the end of the run."""
     from tests.benchmarks.peers.nodes import Nodes
 
-    nodes = Nodes()
+    nodes, room = Nodes(), WORKERS // NODES + (SPARES if shards else 0)
     for _ in range(NODES):
-        nodes.add(cpus=WORKERS // NODES)
-    job = job_of(folder, "storm", number, pace_s=0.17)
+        nodes.add(cpus=room)
+    job = job_of(folder, "storm", number, pace_s=0.17, shards=shards)
     kinds = [kind for kind, share in MIX.items() if kind not in spared for _ in range(share)]
     faults = list(draw(seed, 2 * number, 2.0 * number, kinds, states=STATES[:-1]))  # more than needed: some find nobody
     faults += [Fault(float(at), Kind.SIGKILL, -1) for at in range(ALL_DIE_EVERY, number, ALL_DIE_EVERY)]
@@ -134,12 +143,12 @@ def rage(folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[
         storm.witness.act = Strikes(chaos, number, limit_s)
         storm.witness.start()
         while storm.witness.act is not None and training.is_alive():
-            nodes.replace_the_dead(WORKERS // NODES)
+            nodes.replace_the_dead(room)
             time.sleep(0.1)
         (folder / "calm").touch()
         until = time.monotonic() + END_S
         while training.is_alive() and time.monotonic() < until:
-            nodes.replace_the_dead(WORKERS // NODES)
+            nodes.replace_the_dead(room)
             training.join(0.1)
         if training.is_alive():
             reap(job.name)
@@ -207,9 +216,10 @@ def judge(storm: Storm, reference: Job) -> dict[str, Any]:
         "a sample was not used exactly once": used == list(range(job.global_batch * job.steps)),
         f"work {work} beyond {bound}": job.steps * job.microbatches <= work <= bound,
         f"ends {ends}": all(ended == expected for ended, expected in ends),
-        "steps were done again without a bucket": all(
-            w.redone <= (2 * job.checkpoint.save_every if w.tier == "bucket" else 0) for w in worlds
+        "steps were done again that were held": all(
+            w.redone <= {"bucket": 2 * job.checkpoint.save_every, "host": HOST_REDONE}.get(w.tier, 0) for w in worlds
         ),
+        "bytes from copies that no world began from": (witness.total("healed_host_bytes") > 0) == any(w.tier == "host" for w in worlds),
         "bytes from a bucket that no world began from": (witness.total("healed_bucket_bytes") > 0) == bucket,
         "this version decides otherwise": not [each for each in differences(segments, "") if each.what != "reason"],
         "a process is left": all(not seen.process.running for seen in witness.seen.values()),
@@ -262,6 +272,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, metavar="SECONDS", default=3600.0, help="after which no more faults are performed")
     parser.add_argument("--spare", nargs="+", default=[], metavar="KIND", help="kinds that are left out")
     parser.add_argument("--keep", type=Path, help="where the journal goes")
+    parser.add_argument("--shards", action="store_true", help="fully sharded, with copies in host memory and a spare")
     parser.add_argument("--rehearsal", action="store_true", help="write no result")
     arguments = parser.parse_args()
     with TemporaryDirectory(prefix="storm-") as name:
@@ -269,7 +280,7 @@ def main() -> int:
         reference = job_of(folder, "calm", arguments.faults, pace_s=0.0)
         assert run_local(reference, lambda line: None)[0] == "Finished"
         began = time.monotonic()
-        storm = rage(folder, arguments.seed, arguments.faults, arguments.limit, arguments.spare)
+        storm = rage(folder, arguments.seed, arguments.faults, arguments.limit, arguments.spare, shards=arguments.shards)
         took = time.monotonic() - began
         found = {"seed": arguments.seed, "seconds": round(took), **judge(storm, reference), **where(), "python": platform.python_version()}
         if arguments.keep:
@@ -279,7 +290,7 @@ def main() -> int:
     if not arguments.rehearsal:
         told = [{**each.fault, "victim": each.victim, "state": each.state, "step": each.step} for each in storm.chaos.performed]
         found["strikes"] = [json.dumps(each) for each in told]
-        (RESULTS / f"storm-{arguments.seed}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / f"storm-{arguments.seed}{'-shards' if arguments.shards else ''}.json").write_text(json.dumps(found, indent=1) + "\n")
     return 1 if found["wrong"] else 0
 
 

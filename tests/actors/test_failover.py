@@ -26,7 +26,7 @@ from actors.coordinator import View
 from actors.launch import attach
 from actors.processes import log_folder
 from elastic.control.events import StepDone
-from elastic.control.recovery import MAX_DEATHS
+from elastic.control.recovery import MAX_DEATHS, UNREAD
 from elastic.data.cursor import Cursor
 from elastic.ids import WorkerId
 from elastic.job import Job
@@ -317,11 +317,13 @@ class Amnesia(Killer):
 def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undisturbed: Any) -> None:
     """The negative control: it is by the keeper's copy that the world is kept.  The run ends well all the same, in another world."""
     killer = Amnesia(tmp_path, [running(3)], disks_lost=(0,))
-    chaos = trial(job_of(tmp_path, "amnesia"), killer)
+    deadlines = {"grow_debounce_s": 8, "stall_s": 120, "lease_s": 12}  # which run out before another world is begun
+    chaos = trial(job_of(tmp_path, "amnesia", deadlines=deadlines), killer)
     assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
     assert {seen.worker for seen in chaos.witness.killed()} == {"w1", "w2"}, "nobody knows what they were for"
     (world,) = formed(Run.open(chaos.job).records())
-    assert {*world.members} == {"w3", "w4"} and world.tier == "init", world
+    assert {*world.members} == {f"w{UNREAD + 1}", f"w{UNREAD + 2}"} and world.tier == "init", world
+    assert world.generation == UNREAD + 1, "under a number that nobody can have given to another"
     assert chaos.witness.total("microbatches_run") > STEPS * chaos.job.microbatches
     assert_nothing_left(chaos)
 

@@ -38,7 +38,7 @@ def test_a_violation_is_explained_by_as_few_faults_as_show_it(monkeypatch: pytes
     """Leases that the coordinator does not wait out: of a dozen faults, the cut is left, and that no kill arrives."""
     monkeypatch.setattr(Rules, "lease_over_s", property(lambda rules: 0.5 * rules.lease_s))
     said: list[str] = []
-    assert command.simulate_seeds(range(3000), 1, said.append) == 1
+    assert command.simulate_seeds(range(82, 90), 1, said.append) == 1
     script = from_json(said[-1])
     found = re.search(r"(\d+) of (\d+) faults are enough: simulate --seeds (\d+)", said[-2])
     assert found and int(found[1]) == len(script) < int(found[2])

@@ -1,0 +1,148 @@
+"""What must not be forgotten: on a majority of the keepers, or in the bucket, before it is acted on; by whom nobody has followed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.copies import Copies
+from actors.mandate import Mandate
+from elastic.control import codec
+from elastic.control.events import Tick
+from elastic.control.states import RunState
+from elastic.control.turn import Transition
+from elastic.ids import NodeId
+from elastic.runs import Run
+from storage import journal
+from storage.errors import Deposed, Unavailable
+from storage.objects import Data, ObjectStore
+from storage.tails import DEPOSED, Tail
+from tests.support.toys import toy_job
+
+DEADLINE_S = 30.0
+IN_BUCKET = "1 of 3 keepers took a copy of the journal, which is in the bucket"
+
+
+class Shelf:
+    """A keeper, as far as the journal goes."""
+
+    def __init__(self) -> None:
+        self.tail, self.incarnation = Tail(), 0
+
+    def attach(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+
+    def copy(self, incarnation: int, begin: int, at: int, data: bytes) -> int:
+        return DEPOSED if incarnation < self.incarnation else self.tail.extend(incarnation, begin, at, data)
+
+
+class Store(ObjectStore):
+    """One that is down when told to."""
+
+    up = True
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        if not self.up:
+            raise Unavailable(self.full_name(key), "503 slow down")
+        super().put_if_absent(key, data)
+
+
+class Desk:
+    """A coordinator's, with three keepers."""
+
+    def __init__(self, folder: Path, mandate_s: float = 600.0) -> None:
+        job = toy_job(folder / "bucket", name="copies")
+        opened = ObjectStore.open(job.bucket)
+        self.run = Run(job, Store(opened.filesystem, opened.root))
+        self.mandate = Mandate(self.run, self.run.claim("here", "one", "a"), mandate_s, time.monotonic())
+        self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
+        self.known = replace(RunState.begin(1, 0.0), keepers=tuple(self.keepers))
+        self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.known))
+        self.copies = Copies(self.journal, self.mandate, self.keepers, self.known)
+        self.said: list[str] = []
+
+    def lose(self, *names: str) -> None:
+        for name in names:
+            ray.kill(self.keepers.pop(NodeId(name)))
+
+    def decide(self, **changes: Any) -> list[str]:
+        """Something that must not be forgotten; what is said of it once it may be acted on."""
+        before, self.said = self.known, []
+        self.known = replace(before, next_worker=before.next_worker + 1, **changes)
+        record = codec.record(self.journal.next, 0.0, Tick(), before, Transition(self.known, (), "", True))
+        self.journal.append(record, lambda: codec.snapshot(self.known), durable=True)
+        self.copies.note(self.known)
+        self.copies.secure(self.known, self.said.append)
+        assert self.copies.safe is self.known
+        return self.said
+
+    @property
+    def shipped(self) -> int:
+        """Records in the bucket."""
+        return len(journal.records(self.run.store, "copies"))
+
+
+def test_a_majority_is_enough(tmp_path: Path) -> None:
+    """Nobody waits for the bucket then, also where somebody has claimed the run: whoever takes over asks the keepers first."""
+    desk = Desk(tmp_path)
+    assert desk.decide() == []
+    desk.lose("c")
+    desk.run.store.up = False  # type: ignore[attr-defined]
+    assert desk.decide() == [] and desk.shipped == 0
+    desk.run.store.up = True  # type: ignore[attr-defined]
+    desk.run.claim("elsewhere", "one", "b")
+    assert desk.decide() == []
+    ray.get([keeper.attach.remote(2) for keeper in desk.keepers.values()])
+    with pytest.raises(Deposed):
+        desk.decide()
+
+
+def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
+    """Of any list of keepers since the last time: whoever was given up may be heard by another coordinator."""
+    desk = Desk(tmp_path)
+    desk.lose("b", "c")
+    assert desk.decide() == [IN_BUCKET] and desk.shipped == 1
+    assert desk.decide(keepers=(NodeId("a"),)) == ["1 of 1 keepers took a copy of the journal, which is in the bucket"]
+    assert desk.decide() == [] and desk.shipped == 2, "from now on it is a majority of one"
+    desk.decide(keepers=(NodeId("a"), NodeId("b"), NodeId("c")))
+    desk.run.claim("elsewhere", "one", "b")
+    with pytest.raises(Deposed):
+        desk.decide()
+
+
+def test_keepers_alone_are_not_enough_for_whom_neither_head_nor_bucket_has_answered_for_long(tmp_path: Path) -> None:
+    """It may be cut off together with all of them, and followed by another."""
+    desk = Desk(tmp_path, mandate_s=0.0)
+    assert not desk.mandate.holds
+    assert desk.decide() == ["3 of 3 keepers took a copy of the journal, which is in the bucket"] and desk.shipped == 1
+    desk.run.claim("elsewhere", "one", "b")
+    with pytest.raises(Deposed):
+        desk.decide()
+    assert not Mandate(desk.run, 1, 600.0, time.monotonic() - 600.0).holds
+    assert Mandate(desk.run, 2, 600.0, time.monotonic() - 600.0).ask_bucket()
+
+
+def test_with_neither_it_stands_still_until_one_of_them_is_there(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    store: Any = desk.run.store
+    desk.lose("b", "c")
+    store.up = False
+    deciding = threading.Thread(target=desk.decide)
+    deciding.start()
+    deadline = time.monotonic() + DEADLINE_S
+    while not desk.said:
+        assert time.monotonic() < deadline
+        deciding.join(0.05)
+    assert desk.said == [
+        "neither a majority of the keepers nor the bucket takes the journal: nothing is begun or ended until one of them does"
+    ]
+    assert deciding.is_alive() and desk.shipped == 0
+    store.up = True
+    deciding.join(DEADLINE_S)
+    assert desk.said[1:] == [IN_BUCKET] and desk.shipped == 1

@@ -246,7 +246,7 @@ def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
 
 
 def down_again(script: Script) -> Script:
-    """3→2→1, for a ``down_and_up`` of replicas: the second of the three dies between commit and update, then one of two in a save."""
+    """3→2→1, for a ``down_and_up`` of replicas: the second of three dies between commit and update, of two in a save."""
     script.cramps.append(Cramp(script.generation, 31, victims=2))
     for point, step in (("before_update", 34), ("save", 36)):
         script.fault(point, "SIGKILL", 1, step)

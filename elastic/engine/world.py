@@ -39,6 +39,8 @@ Endpoint = tuple[str, int]
 
 POLL_S = 0.0002
 TO_HOST = "to host"
+FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""That of NCCL, where this torch has it; else that of the other backends (torch 2.13)."""
 
 
 class Staging:
@@ -77,6 +79,7 @@ class World:
     groups: tuple[dist.ProcessGroup, ...] = field(init=False)
     """All of them, that of all members first."""
     staging: Staging = field(default_factory=lambda: Staging())
+    formed_ns: int = field(default_factory=time.time_ns)
 
     def __post_init__(self) -> None:
         everyone = dist.group.WORLD
@@ -214,6 +217,17 @@ class World:
         except OSError:
             return False
         return here[1] in self.listening or (_plain(there[0]), there[1]) in self.peers
+
+    def in_flight(self) -> list[str]:
+        """Collectives that have begun here and not ended, as torch's flight recorder has them; none where it does not record.
+
+        It asks the device for what has ended, and never waits for it.  What it says of worlds that were aborted is passed over.
+        """
+        known = (getattr(torch._C._distributed_c10d, name, None) for name in FLIGHT_RECORDERS)
+        dump = next((each for each in known if each is not None), None)
+        entries = json.loads(dump()).get("entries", ()) if dump is not None else ()
+        ours = [each for each in entries if not each["retired"] and each["time_created_ns"] >= self.formed_ns]
+        return [f"{each['profiling_name']} #{each['collective_seq_id']} of {each['input_sizes']}" for each in ours]
 
     def close(self) -> None:
         """Forget the groups.  After ``abort``, or when no collective is under way."""

@@ -41,6 +41,9 @@ SLOW_S = 5.0
 SAVE_S = 5.0
 """A save that takes longer than from one to the next is waited for so long, once: checkpoints that are far apart cost steps, and so does
 waiting for a bucket that is down."""
+WITNESS_S = 0.05
+"""For the flight recorder to say what is in flight, before it is aborted."""
+SHOWN = 8
 RUN_TIMEOUT_S = 24 * 3600.0
 """Of collectives: never the way a loss is noticed."""
 
@@ -143,9 +146,17 @@ class Trainer:
 
     def _aborts(self, world: World) -> None:
         """Beside the control thread, which has the next plan to hear, and the training thread, which has it to build."""
+        witness = threading.Thread(target=self._tell_what_hangs, args=(world,), daemon=True)
+        witness.start()
+        witness.join(WITNESS_S)
         began = time.monotonic()
         world.abort()
         print(f"{self.worker}: generation {world.generation} aborted in {time.monotonic() - began:.3f} s", flush=True)
+
+    def _tell_what_hangs(self, world: World) -> None:
+        """For whoever reads the log of a hang; beside the abort, which does not depend on it."""
+        if hanging := world.in_flight():
+            print(f"{self.worker}: in flight: {'; '.join(hanging[-SHOWN:])}", flush=True)
 
     def exit(self) -> None:
         self.orders.put(None)

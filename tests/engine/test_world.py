@@ -79,6 +79,8 @@ class Freed:
     """Sockets that the abort shut down."""
     bystanders: bool
     store: bool
+    hanging: list[str]
+    """What torch's flight recorder said was in flight before the abort, and in the next world."""
     next_sum: float
     """Of an all-reduce of ones in the next world of the same processes."""
 
@@ -99,16 +101,17 @@ def survive(world: World, collective: str, victim: int, how: str, port: int) -> 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(0.3)
-    stuck, began = thread.is_alive(), time.monotonic()
+    stuck, hanging, began = thread.is_alive(), world.in_flight(), time.monotonic()
     shut = world.abort()
     thread.join(FREED_S)
-    found = Freed(stuck, not thread.is_alive(), time.monotonic() - began, "".join(errors), shut, bystanders.alive(), False, 0.0)
+    found = Freed(stuck, not thread.is_alive(), time.monotonic() - began, "".join(errors), shut, bystanders.alive(), False, hanging, 0.0)
     found.store = world.store.get("listening/0") is not None
     world.close()
     following = another(world, port, Layout(world.size - 1, 1))
     one = torch.ones(())
     dist.all_reduce(one)
     found.next_sum, found.bystanders = one.item(), found.bystanders and bystanders.alive()
+    found.hanging += [each for each in following.in_flight() if "all_reduce" not in each]  # the last one may be written down a moment later
     following.close()
     bystanders.close()
     return found
@@ -148,6 +151,7 @@ def test_a_member_that_never_comes(own: Ranks) -> None:
     found = [own.answer(0), own.answer(1)]
     later.set("survivors are free", "")
     assert own.answer(2) is None
+    assert [each.hanging for each in found] == [["gloo:all_to_all #2 of [[3000]]"]] * 2, "#1 was that of connect()"
     for each in found:
         assert_freed(each)
         assert each.shut > 0

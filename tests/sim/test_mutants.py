@@ -93,7 +93,7 @@ def test_counting_a_zombies_manifest_is_noticed() -> None:
     """The rule is kept twice: by the lineage, and by what was asked for."""
     lineage = Edit("checkpoints", "if not lineage.contains(run.lineage, version):", "if False:")
     asked = Edit("checkpoints", "if known is None or not known.asked:", "if False:")
-    assert "given up" in killed_by("haunted", lineage, asked)
+    assert "given up" in killed_by("haunted", lineage, asked, scenario="storm")
 
 
 def test_a_lineage_that_is_not_cut_is_noticed() -> None:
@@ -157,7 +157,7 @@ def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> N
 
 def test_dropping_here_is_noticed() -> None:
     """Those who were there are blamed for those who were not."""
-    edit = Edit("forming", "        turn.amend(here=(*state.here, event.worker))", "        pass")
+    edit = Edit("forming", "        turn.amend(here=(*state.here, event.worker), here_at=min(state.here_at, turn.now))", "        pass")
     assert "said Here and is expelled" in killed_by("deaf", edit)
 
 

@@ -275,6 +275,7 @@ Event = (
     | NodeRefused
     | KeeperUp
     | KeeperLost
+    | Kept
     | Capacity
     | Here
     | Ready

@@ -5,7 +5,7 @@ One absent member lets *every* member's group formation time out, so whoever is 
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, lineage, membership
+from elastic.control import checkpoints, lineage, membership, stock
 from elastic.control.actions import Form, Go
 from elastic.control.events import Here, Ready
 from elastic.control.health import Watch
@@ -25,8 +25,13 @@ def form(turn: Turn) -> None:
             turn.to(Waiting(turn.now))
             turn.say(f"wait: {_shortage(turn)}")
         return
+    if keepers := stock.awaited(turn, plan):
+        if not isinstance(run.state, Waiting):
+            turn.to(Waiting(turn.now))
+            turn.say(f"wait: what {count(len(keepers), 'keeper')} of {len(run.keepers)} hold may be newer than step {plan.version.step}")
+        return
     given_up = lineage.abandoned(run.lineage, plan.version)
-    kept = lineage.cut(run.lineage, plan.version)
+    kept = stock.line_of(run, plan.version)
     turn.know(
         generation=plan.generation,
         lineage=kept,
@@ -36,7 +41,13 @@ def form(turn: Turn) -> None:
         seats=plan.members,
         kind=run.workers[plan.members[0]].kind,
         lease_until=0.0,
+        copied=None,
+        buddied=None,
+        protected=(plan.protected, plan.buddied),
+        silent=0,
     )
+    if not lineage.contains(run.lineage, plan.version):
+        turn.know(fruitless=0)
     kinds = sorted({run.workers[member].kind for member in plan.members})
     if len(kinds) > 1:
         turn.know(mixed=(*run.mixed, plan.generation))
@@ -107,6 +118,7 @@ def go(turn: Turn, plan: Plan) -> None:
     membership.hold(turn, {worker: () for worker in plan.members})
     watch = Watch(moved_at=turn.now, stepped_at=turn.now)
     turn.know(watch=watch, blamed=(), lease_until=turn.now + turn.rules.lease_over_s)
+    stock.pair(turn, plan)
     turn.do(Go(plan.generation, plan.members))
     turn.say(f"generation {plan.generation} runs")
     if plan.version.step >= turn.rules.target_step:

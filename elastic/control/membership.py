@@ -7,8 +7,8 @@ from dataclasses import replace
 from elastic.control import saving
 from elastic.control.actions import Kill, StartWorkers
 from elastic.control.builds import difference
-from elastic.control.events import Joined, NodeRefused, StartFailed
-from elastic.control.states import Finishing, Refusal, Worker
+from elastic.control.events import Joined, KeeperUp, NodeRefused, StartFailed
+from elastic.control.states import Finishing, Host, Refusal, Worker
 from elastic.control.turn import Turn, count, names
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import Holding
@@ -155,10 +155,16 @@ def unfit(turn: Turn, worker: WorkerId, why: str) -> None:
     turn.know(workers={**turn.run.workers, worker: replace(turn.run.workers[worker], unfit=why)})
 
 
-def keeper_up(turn: Turn, node: NodeId) -> None:
-    if node not in turn.run.keepers:
-        turn.know(keepers=tuple(sorted((*turn.run.keepers, node))), nodes={**turn.run.nodes, node: True})
+def keeper_up(turn: Turn, event: KeeperUp) -> None:
+    run, node = turn.run, event.node
+    if node not in run.keepers:
+        turn.know(keepers=tuple(sorted((*run.keepers, node))), nodes={**run.nodes, node: True})
+    known = run.hosts.get(node, Host())
+    if node not in run.hosts or (known.address, known.zone) != (event.address, event.zone):
+        turn.know(hosts={**run.hosts, node: replace(known, address=event.address, zone=event.zone)})
 
 
 def keeper_lost(turn: Turn, node: NodeId) -> None:
+    """And all copies in its memory."""
     turn.know(keepers=tuple(keeper for keeper in turn.run.keepers if keeper != node))
+    turn.know(hosts={keeper: host for keeper, host in turn.run.hosts.items() if keeper != node})

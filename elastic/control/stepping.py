@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, lineage, membership
+from elastic.control import checkpoints, lineage, membership, stock
 from elastic.control.actions import Pause
 from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
 from elastic.control.events import Fenced, StepDone
@@ -41,6 +41,7 @@ def committed(turn: Turn, outcome: Outcome) -> None:
         failures=tuple(failure for failure in run.failures if failure.step > outcome.step),
         watch=stepped(run.watch, turn.now),
     )
+    stock.committed(turn, outcome)
     if due(outcome.step, turn.rules.save_every, turn.rules.target_step) or outcome.boundary == SAVE_AND_PAUSE:
         checkpoints.begin(turn, version, plan.members)
 

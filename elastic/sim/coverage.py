@@ -15,8 +15,8 @@ from elastic.control.states import State
 from elastic.sim import faults
 from elastic.sim.coordinators import Advance
 from elastic.sim.faults import Kind
-from elastic.sim.oracle import Violation
 from elastic.sim.simulation import Report, simulate
+from elastic.sim.violation import Violation
 
 OVER = ("Finished", "Stopped", "Failed")
 STATES = tuple(state.__name__ for state in get_args(State))

@@ -19,8 +19,8 @@ from elastic.sim import Coverage, Violation, run_many, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import STATES as STATES_WITH_FAULTS
 from elastic.sim.faults import Fault, Kind, Point, draw
-from elastic.sim.oracle import covers
 from elastic.sim.scenario import ROWS
+from elastic.sim.violation import covers
 from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, storm
 

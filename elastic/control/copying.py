@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from elastic.control.commit import Outcome
 from elastic.control.saving import copy_due
@@ -26,13 +27,19 @@ def slots_for(buddy_every: int) -> int:
     return 4 if buddy_every else 2
 
 
-@dataclass(frozen=True)
-class Copy:
-    """What a slot's header says: shard ``index`` of ``count`` at ``version``."""
+def version_at(plan: Plan, step: int) -> Version | None:
+    """That of ``step`` in the generation of ``plan``, which began with a version of an earlier one; None for -1."""
+    if step < 0:
+        return None
+    return plan.version if step == plan.version.step else Version(step, plan.generation)
+
+
+class Copy(NamedTuple):
+    """What a slot's header says: shard ``shard_index`` of ``shard_count`` at ``version``."""
 
     version: Version
-    count: int
-    index: int
+    shard_count: int
+    shard_index: int
 
     @property
     def age(self) -> tuple[int, int]:
@@ -65,27 +72,30 @@ class Copies:
         def still(copy: Copy | None) -> Copy | None:
             return copy if copy is not None and copy.version <= plan.version else None
 
+        def known(version: Version | None, copy: Copy | None) -> Copy | None:
+            if version is None or (copy is not None and copy.version == version):
+                return copy
+            return next((each for each in slots if each is not None and each.version == version), None)
+
         copied, buddied = (still(before.copied), still(before.buddied)) if before else (None, None)
-        if plan.protected is not None and (copied is None or copied.version != plan.protected):
-            copied = next((each for each in slots if each is not None and each.version == plan.protected), None)
+        copied, buddied = known(plan.protected, copied), known(plan.buddied, buddied)
         shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(worker))[1])
         first = Copy(plan.version, *shard) if plan.copy_every else None
         return Copies(plan, shard, copied, buddied, first, first if plan.buddy_every else None)
 
     def after(self, outcome: Outcome) -> Copies:
         """Having seen the commit ``outcome``: its version is copied if it is ``begun`` now, and goes to the buddy if it is ``sent``."""
-        copied = self._of(outcome.copied_through) or self.copied
-        buddied = self._of(outcome.buddied_through) or self.buddied
-        new = replace(self, copied=copied, buddied=buddied)
-        if copy_due(outcome.step, self.plan.copy_every) and self.begun == copied:
+        copied, buddied = self._of(outcome.copied_through), self._of(outcome.buddied_through)
+        new = replace(self, copied=copied or self.copied, buddied=buddied or self.buddied)
+        if copy_due(outcome.step, self.plan.copy_every) and copied == self.begun:
             begun = self._of(outcome.step)
-            return replace(new, begun=begun, sent=begun if self._sends(outcome.step) and self.sent == buddied else self.sent)
+            return replace(new, begun=begun, sent=begun if self._sends(outcome.step) and buddied == self.sent else self.sent)
         return new
 
     def _of(self, step: int) -> Copy | None:
-        """This member's part of ``step`` of this generation, which began with the version of an earlier one."""
-        base = self.plan.version
-        return Copy(base if step == base.step else Version(step, self.plan.generation), *self.shard) if step >= 0 else None
+        """This member's part of ``step``."""
+        version = version_at(self.plan, step)
+        return Copy(version, *self.shard) if version is not None else None
 
     def is_of_this_world(self, version: Version) -> bool:
         """Is it the one that the generation began with, or of one of its own steps?"""

@@ -286,6 +286,7 @@ Event = (
     | NodeRefused
     | KeeperUp
     | KeeperLost
+    | Kept
     | Capacity
     | Here
     | Ready

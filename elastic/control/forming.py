@@ -5,7 +5,7 @@ One absent member lets *every* member's group formation time out, so whoever is 
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, lineage, membership
+from elastic.control import checkpoints, lineage, membership, stock
 from elastic.control.actions import Form, Go
 from elastic.control.events import Here, Ready
 from elastic.control.health import Watch
@@ -31,8 +31,13 @@ def form(turn: Turn) -> None:
             turn.to(Waiting(turn.now))
             turn.say(f"wait: {_shortage(turn)}")
         return
+    if keepers := stock.awaited(turn, plan):
+        if not isinstance(run.state, Waiting):
+            turn.to(Waiting(turn.now))
+            turn.say(f"wait: what {count(len(keepers), 'keeper')} of {len(run.keepers)} hold may be newer than step {plan.version.step}")
+        return
     given_up = lineage.abandoned(run.lineage, plan.version)
-    kept = lineage.cut(run.lineage, plan.version)
+    kept = stock.line_of(run, plan.version)
     turn.know(
         generation=plan.generation,
         lineage=kept,
@@ -42,7 +47,13 @@ def form(turn: Turn) -> None:
         seats=plan.members,
         kind=run.workers[plan.members[0]].kind,
         lease_until=0.0,
+        copied=None,
+        buddied=None,
+        protected=(plan.protected, plan.buddied),
+        silent=0,
     )
+    if not lineage.contains(run.lineage, plan.version):
+        turn.know(fruitless=0)
     kinds = sorted({run.workers[member].kind for member in plan.members})
     if len(kinds) > 1:
         turn.know(mixed=(*run.mixed, plan.generation))
@@ -135,6 +146,7 @@ def go(turn: Turn, plan: Plan) -> None:
         took_s = turn.now - (turn.run.state.deadline - turn.rules.form_s)
         turn.know(reform_s=(turn.run.reform_s + took_s) / 2 if turn.run.reform_s else took_s)
     turn.know(watch=watch, blamed=(), lease_until=turn.now + turn.rules.lease_over_s)
+    stock.pair(turn, plan)
     turn.do(Go(plan.generation, plan.members))
     turn.say(f"generation {plan.generation} runs")
     if plan.version.step >= turn.rules.target_step:

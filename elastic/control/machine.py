@@ -11,7 +11,7 @@ permit.  So nothing depends on which event it was that completed the picture, or
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, forming, membership, recovery, settling, stepping, stopping
+from elastic.control import checkpoints, forming, membership, recovery, settling, stepping, stock, stopping
 from elastic.control.actions import Exit
 from elastic.control.events import (
     Attached,
@@ -24,6 +24,7 @@ from elastic.control.events import (
     Joined,
     KeeperLost,
     KeeperUp,
+    Kept,
     Lost,
     NodeFound,
     NodeRefused,
@@ -79,9 +80,11 @@ def _take(turn: Turn, event: Event) -> None:
         case NodeRefused():
             membership.node_refused(turn, event)
         case KeeperUp():
-            membership.keeper_up(turn, event.node)
+            _keeper_up(turn, event)
         case KeeperLost():
             _keeper_lost(turn, event)
+        case Kept():
+            stock.kept(turn, event)
         case Capacity():
             membership.capacity(turn, event)
         case Here():
@@ -146,12 +149,26 @@ def _lost(turn: Turn, event: Lost) -> None:
     stopping.members_lost(turn, (event.worker,), f"{event.worker} is lost ({event.reason})", certain=event.certain)
 
 
+def _keeper_up(turn: Turn, event: KeeperUp) -> None:
+    new = event.node not in turn.run.keepers
+    membership.keeper_up(turn, event)
+    state = turn.run.state
+    if new:
+        stock.ask_again(turn, event.node)
+        if isinstance(state, Running):
+            stock.pair(turn, state.plan)
+
+
 def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
     membership.keeper_lost(turn, event.node, with_its_node=event.with_its_node)
     turn.say(f"the keeper of node {event.node[:8]} is lost ({event.reason})")
     state = turn.run.state
     if isinstance(state, Forming) and state.plan.store_node == event.node:
         stopping.stop(turn, "it hosts the store of the world that forms")
+    elif isinstance(state, Forming) and any(event.node == node for node, _ in state.plan.hosts):
+        stopping.stop(turn, "the world that forms takes copies from it")
+    elif isinstance(state, Running):
+        stock.pair(turn, state.plan)
 
 
 def _renewed(turn: Turn, event: Renewed) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from elastic.control import growing, saving
 from elastic.control.actions import Kill, StartWorkers
 from elastic.control.builds import difference
-from elastic.control.events import Capacity, Joined, NodeRefused, StartFailed
-from elastic.control.states import Finishing, Home, Refusal, Worker
+from elastic.control.events import Capacity, Joined, KeeperUp, NodeRefused, StartFailed
+from elastic.control.states import Finishing, Home, Host, Refusal, Worker
 from elastic.control.turn import Turn, count, names
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import Holding
@@ -165,14 +165,20 @@ def unfit(turn: Turn, worker: WorkerId, why: str) -> None:
     turn.know(workers={**turn.run.workers, worker: replace(turn.run.workers[worker], unfit=why)})
 
 
-def keeper_up(turn: Turn, node: NodeId) -> None:
-    if node not in turn.run.keepers:
-        turn.know(keepers=tuple(sorted((*turn.run.keepers, node))), nodes={**turn.run.nodes, node: True})
+def keeper_up(turn: Turn, event: KeeperUp) -> None:
+    run, node = turn.run, event.node
+    if node not in run.keepers:
+        turn.know(keepers=tuple(sorted((*run.keepers, node))), nodes={**run.nodes, node: True})
+    known = run.hosts.get(node, Host())
+    if node not in run.hosts or (known.address, known.zone) != (event.address, event.zone):
+        turn.know(hosts={**run.hosts, node: replace(known, address=event.address, zone=event.zone)})
 
 
 def keeper_lost(turn: Turn, node: NodeId, *, with_its_node: bool = False) -> None:
+    """And all copies in its memory."""
     run = turn.run
     turn.know(keepers=tuple(keeper for keeper in run.keepers if keeper != node))
+    turn.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})
     if with_its_node and (home := run.homes.get(node)) is not None:
         stays = growing.after_leaving(run.stays, home.host, turn.now - home.since)
         turn.know(stays=stays, homes={each: known for each, known in run.homes.items() if each != node})

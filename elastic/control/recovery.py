@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from elastic.control import lineage, membership, stopping
+from elastic.control import lineage, membership, stock, stopping
 from elastic.control.actions import Fence, Form, Go, Kill, Pause
-from elastic.control.events import Attached, Beat, Capacity, Event, Recovered, Renewed, StartFailed, Stumbled, Tick
+from elastic.control.events import Attached, Beat, Capacity, Event, Kept, Recovered, Renewed, StartFailed, Stumbled, Tick
 from elastic.control.forming import go
 from elastic.control.health import Watch
-from elastic.control.states import NEVER, Finishing, Forming, Running, Stopping
+from elastic.control.states import NEVER, Finishing, Forming, Running, Stopping, Waiting
 from elastic.control.turn import Turn, count, names
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
@@ -111,12 +111,17 @@ def _say_again(turn: Turn) -> None:
         case Forming(plan=plan):
             turn.do(Form(plan))
         case Running(plan=plan) | Finishing(plan=plan):
+            stock.pair(turn, plan)
             turn.do(Go(plan.generation, plan.members))
         case Stopping(plan=plan, planned=True):
             turn.do(Go(plan.generation, plan.members))
             turn.do(Pause(plan.generation, plan.members, state.save))
-        case Stopping(plan=plan, pending=pending) if pending and not any(isinstance(action, Fence) for action in turn.actions):
-            turn.do(Fence(plan.generation, pending))
+        case Stopping(plan=plan, pending=pending):
+            if pending and not any(isinstance(action, Fence) for action in turn.actions):
+                turn.do(Fence(plan.generation, pending))
+            stock.ask(turn)
+        case Waiting():
+            stock.ask(turn)
 
 
 def attached(turn: Turn, event: Attached) -> None:
@@ -149,6 +154,7 @@ def _catch_up(turn: Turn, plan: Plan) -> None:
     else:
         turn.to(state)
     turn.do(Fence(plan.generation, pending))
+    stock.ask(turn)
     turn.say(f"{cause}: stop it with {names(pending)}")
 
 
@@ -157,7 +163,7 @@ def _catch_up(turn: Turn, plan: Plan) -> None:
 
 def note_progress(turn: Turn, event: Event) -> None:
     """Something came of this coordinator's start."""
-    if turn.run.startups and not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity):
+    if turn.run.startups and not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept):
         turn.know(startups=0)
 
 

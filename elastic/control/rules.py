@@ -43,6 +43,8 @@ class Rules:
     """Steps from one copy of the state in host memory to the next (0: none) ..."""
     buddy_every: int = 0
     """... and from one copy at a buddy keeper to the next."""
+    cross_zone: bool = False
+    """Buddies are in other zones, not in the same one."""
     reproducible: bool = True
     """Workers of one kind only: others do not give equal bits."""
 

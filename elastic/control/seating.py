@@ -1,7 +1,7 @@
 """The next generation: who sits where, and which state it begins from.
 
 Survivors keep their order and come first, so most slices stay where they are.  The state is the newest version on the lineage that
-the chosen members hold completely, or that is in the bucket; never a mixture.
+the chosen members hold completely, together with the copies in keepers' memory, or that is in the bucket; never a mixture.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from elastic.control import lineage
+from elastic.control import lineage, stock
 from elastic.control.rules import Rules
 from elastic.control.states import RunState, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, choose
 from elastic.plan.plan import Plan
-from elastic.plan.transfer import Holding, covered, newest_covered
+from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     members = _choose_members(run, there, layout.world)
     source = newest_source(run, members)
     store = _store_node(run, members)
+    named = {holding.keeper for holding in source.holders} - {LIVE}
     return Plan(
         run.incarnation,
         max(run.generation, run.unread) + 1,
@@ -72,8 +73,11 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         source.holders,
         store_node=store,
         nodes=tuple(run.workers[member].node for member in members),
+        hosts=tuple((keeper, run.hosts[keeper].address) for keeper in sorted(named)),
         copy_every=rules.copy_every,
         buddy_every=rules.buddy_every,
+        protected=newest_covered(stock.copies(run), run.rows) or stock.complete_before(run, source.version)[0],
+        buddied=stock.complete_before(run, source.version)[1],
     )
 
 
@@ -88,26 +92,31 @@ def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
 
 
 def newest_source(run: RunState, members: Sequence[WorkerId]) -> Source:
-    """The newest version that ``members`` can begin from.  Live wins over the bucket where both have it."""
-    held = held_by(run, members)
+    """The newest version that ``members`` can begin from; of several places that have it the nearest."""
+    held, kept = held_by(run, members), stock.copies(run)
     live = newest_covered(held, run.rows)
+    host = newest_covered([*held, *kept], run.rows) if kept else live
     stored = run.saved[-1] if run.saved else None
-    version = max((each for each in (live, stored) if each is not None), default=None)
+    version = max((each for each in (live, host, stored) if each is not None), default=None)
     if version is None:
         return Source(Version(0, 0), "init", ())
-    return Source(version, "live" if version == live else "bucket", tuple(each for each in held if each.version == version))
+    tier = "live" if version == live else "host" if version == host else "bucket"
+    holders = held if tier == "live" else [*held, *kept]
+    return Source(version, tier, tuple(each for each in holders if each.version == version))
 
 
 def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int) -> tuple[WorkerId, ...]:
     """Leave out those that hold least, from the end, but nobody without whom the newest version is incomplete."""
-    members = list(there)
+    members, kept = list(there), stock.copies(run) if len(there) > world else []
     while len(members) > world:
         held = held_by(run, members)
         newest = newest_covered(held, run.rows)
+        if kept and newest != (with_copies := newest_covered([*held, *kept], run.rows)):
+            held, newest = [*held, *kept], with_copies
         copies = Counter((each.shard_count, each.shard_index) for each in held if each.version == newest)
         own: dict[WorkerId, list[tuple[int, int]]] = {worker: [] for worker in members}
         for each in held:
-            if each.version == newest:
+            if each.version == newest and each.keeper == LIVE:
                 own[each.worker].append((each.shard_count, each.shard_index))
         ranked = sorted(reversed(members), key=lambda worker: len(own[worker]))
         surplus, left_out = len(members) - world, set[WorkerId]()

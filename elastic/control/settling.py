@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.control import membership, saving
+from elastic.control import membership, saving, stock
 from elastic.control.actions import Exit, Fence, Kill, Settle
 from elastic.control.forming import form
 from elastic.control.health import stall
@@ -105,6 +105,7 @@ def _expel_the_silent(turn: Turn, state: Stopping) -> Stopping:
     else:
         why = f"no answer to the fence of generation {generation} within {turn.rules.fence_s:g} s"
         membership.expel(turn, silent, why, examine=True)
+        stock.ask(turn)
         turn.amend(pending=(), expelled=(*state.expelled, *silent))
         turn.say(f"{why}: expel {names(silent)}")
     assert isinstance(turn.run.state, Stopping)
@@ -128,6 +129,7 @@ def _settle(turn: Turn, state: Stopping) -> None:
     _say_outcome(turn, settlement, {answer.prepared for answer in answers if answer.prepared})
     unusable = tuple(worker for worker in survivors if run.workers[worker].unfit)
     membership.expel(turn, unusable, "its process is unusable")
+    turn.know(silent=0 if survivors else plan.generation)
     if run.version.generation != plan.generation or (not state.planned and _as_far_as_another(run, plan.generation)):
         turn.know(fruitless=run.fruitless + 1)
 

@@ -154,6 +154,16 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Host:
+    """A keeper as a place of copies.  ``kept``: what it said to hold, when it was ``asked`` about that generation."""
+
+    address: str = ""
+    zone: str = ""
+    kept: tuple[Holding, ...] = ()
+    asked: int = 0
+
+
+@dataclass(frozen=True)
 class JobFailure:
     """The user's code raised ``signature`` (exception type and frame) while ``step`` was computed."""
 
@@ -181,6 +191,22 @@ class RunState:
     """Those that were found, and whether their keepers came up: none of a node's workers is a member before."""
     refused: dict[NodeId, Refusal] = field(default_factory=dict)
     keepers: tuple[NodeId, ...] = ()
+    hosts: dict[NodeId, Host] = field(default_factory=dict)
+    """What is known of the keepers' copies."""
+    stock: int = 0
+    """The generation after which keepers were asked what they hold ..."""
+    stock_until: float = 0.0
+    """... and until when an answer is waited for."""
+    silent: int = 0
+    """The generation before, if none of its members is left that said what it had seen: its copies may know more."""
+    buddies: dict[NodeId, NodeId] = field(default_factory=dict)
+    """By node: the one whose keeper holds its copies."""
+    copied: Version | None = None
+    """The newest that is complete in all members' host memory since the generation began ..."""
+    buddied: Version | None = None
+    """... and at all their buddies."""
+    protected: tuple[Version | None, Version | None] = (None, None)
+    """The same of generations before."""
     slots: int = 0
     """Workers the cluster could still start, on nodes that are not refused."""
     start_after: float = 0.0
@@ -262,6 +288,12 @@ class RunState:
     def recorded_step(self) -> int:
         """Every commit up to it has been told, and need not be kept by those who have seen it."""
         return min(self.untold) - 1 if self.untold else self.step
+
+    @property
+    def unprotected_since(self) -> int | None:
+        """The step from which on nothing of the present world is complete in host memory, though it is to be."""
+        plan = self.plan
+        return plan.version.step if plan is not None and plan.copy_every and self.copied is None else None
 
     @property
     def plan(self) -> Plan | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, growing, lineage, membership
+from elastic.control import checkpoints, growing, lineage, membership, stock
 from elastic.control.actions import Pause
 from elastic.control.commit import GO_ON, Outcome
 from elastic.control.events import Fenced, StepDone
@@ -40,6 +40,7 @@ def committed(turn: Turn, outcome: Outcome) -> None:
         failures=tuple(failure for failure in run.failures if failure.step > outcome.step),
         watch=stepped(run.watch, turn.now),
     )
+    stock.committed(turn, outcome)
     if version.step > run.furthest.step:
         turn.know(furthest=version, fruitless=0)
     if begins(outcome, turn.rules.save_every, turn.rules.target_step):

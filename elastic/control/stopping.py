@@ -6,7 +6,7 @@ only then an abort.  Same state, same answers: a planned stop that meets a loss 
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, membership
+from elastic.control import checkpoints, membership, stock
 from elastic.control.actions import Fence, Pause
 from elastic.control.events import Broken, StopRequested
 from elastic.control.health import Stall
@@ -34,6 +34,7 @@ def stop(turn: Turn, cause: str, *, expelled: tuple[WorkerId, ...] = (), job_err
     if pending:
         turn.do(Fence(plan.generation, pending))
     turn.say(f"{cause}: stop generation {plan.generation} of {count(len(plan.members), 'worker')}")
+    stock.ask(turn)
 
 
 def expel(turn: Turn, workers: tuple[WorkerId, ...], cause: str) -> None:
@@ -48,6 +49,7 @@ def give_up_the_boundary(turn: Turn) -> None:
     state = turn.run.state
     if isinstance(state, Stopping) and state.pending:
         turn.do(Fence(state.plan.generation, state.pending))
+        stock.ask(turn)
         turn.say(f"generation {state.plan.generation} stops at once")
 
 

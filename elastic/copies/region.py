@@ -178,7 +178,7 @@ class Region:
 
 def fields_of(copy: Copy, size: int) -> tuple[int, ...]:
     """Of a slot that holds ``copy`` complete."""
-    return 1, copy.version.step, copy.version.generation, copy.count, copy.index, size
+    return 1, copy.version.step, copy.version.generation, copy.shard_count, copy.shard_index, size
 
 
 def _packed(*words: int) -> bytes:

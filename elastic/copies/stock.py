@@ -57,7 +57,7 @@ class Stock:
         with self._lock:
             regions = [*self._own.items(), *self._others.items()]
             copies = {(worker, copy) for worker, region in regions for copy in region.all_held() if copy}
-        found = (Holding(worker, copy.version, copy.count, copy.index, self.node) for worker, copy in copies)
+        found = (Holding(worker, copy.version, copy.shard_count, copy.shard_index, self.node) for worker, copy in copies)
         return tuple(sorted(found, key=lambda each: (each.worker, each.version, each.shard_count, each.shard_index)))
 
     def release(self, copied: Version, buddied: Version) -> None:
@@ -191,7 +191,13 @@ class Stock:
 
 def request(worker: WorkerId, copy: Copy) -> dict[str, Any]:
     """Which copy is meant, as it goes over the wire."""
-    return {"worker": worker, "step": copy.version.step, "generation": copy.version.generation, "count": copy.count, "index": copy.index}
+    return {
+        "worker": worker,
+        "step": copy.version.step,
+        "generation": copy.version.generation,
+        "count": copy.shard_count,
+        "index": copy.shard_index,
+    }
 
 
 def _wanted(head: dict[str, Any]) -> Copy:

@@ -36,7 +36,9 @@ class Plan:
     buddy_every: int = 0
     """... and every so many the copy goes on to a buddy keeper."""
     protected: Version | None = None
-    """The newest version that keepers' copies alone have complete, as far as was known: not to be overwritten before there is another."""
+    """The newest version that keepers' copies alone have complete, as far as is known: not to be overwritten before there is another ..."""
+    buddied: Version | None = None
+    """... and the newest one that was complete at all buddies."""
 
     def world_rank(self, worker: WorkerId) -> int:
         return self.members.index(worker)

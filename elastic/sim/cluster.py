@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Lost, NodeFound, NodeRefused, StartFailed
+from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Kept, Lost, NodeFound, NodeRefused, StartFailed
 from elastic.control.states import RunState
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 from elastic.sim.faults import Kind
+from elastic.sim.memory import Shelf, held_at
 from elastic.sim.network import Way
 from elastic.sim.truth import covers
 from elastic.sim.worker import Worker
@@ -37,6 +39,8 @@ class Node:
     """The highest incarnation that its keeper has heard."""
     tail: tuple[int, int, RunState] | None = None
     """What its keeper holds of the journal: see ``journals.py``."""
+    shelf: Shelf = field(default_factory=Shelf)
+    buddy: NodeId = NodeId("")  # noqa: RUF009 - a plain string
 
     def heed(self, incarnation: int) -> None:
         """What coordinators before this one write is taken no more."""
@@ -113,10 +117,14 @@ class Cluster:
     def keeper_up(self, node: Node) -> None:
         if node.alive and not node.declared_dead:
             node.keeper = True
-            self.say_surely(node.name, KeeperUp(node.name))
+            self.say_surely(node.name, self.introduction(node.name))
+
+    def introduction(self, node: NodeId) -> KeeperUp:
+        return KeeperUp(node, f"{node}:7")
 
     def keeper_dies(self, node: Node, down_s: float) -> None:
         node.keeper, node.heeds, node.tail = False, 0, None
+        node.shelf, node.buddy = Shelf(), NodeId("")
         self.say_surely(node.name, KeeperLost(node.name, "its process died"))
         self.clock.after(down_s, self.keeper_up, node)
 
@@ -162,6 +170,33 @@ class Cluster:
             self.sim.tell_coordinator(word)
         self.clock.after(until - self.clock.now + 2.0 * self.rng.random(), self.node_dies, node, "it was declared dead")
         self.clock.after(1.0 + 4.0 * self.rng.random(), self.add_node)
+
+    def shelf(self, node: NodeId) -> Shelf | None:
+        """The memory of its keeper, if that runs."""
+        there = self.nodes.get(node)
+        return there.shelf if there is not None and there.keeper and there.frozen_until <= self.clock.now else None
+
+    def order(self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any) -> None:
+        """To keepers, of a coordinator; they refuse one that has been followed by another."""
+        for node in nodes:
+            self.network.send(Way.TO, node, self._obey, incarnation, node, call, *args)
+
+    def _obey(self, incarnation: int, name: NodeId, call: Callable[..., None], *args: Any) -> None:
+        node = self.nodes.get(name)
+        if node is not None and self.shelf(name) is not None and incarnation >= node.heeds:
+            node.heed(incarnation)
+            call(node, *args)
+
+    def take_stock(self, node: Node, generation: int) -> None:
+        held = held_at(self, node.name)
+        self.sim.oracle.copies.answers(node.name, held)
+        self.network.send(Way.FROM, node.name, self.sim.tell_coordinator, Kept(node.name, generation, held))
+
+    def release(self, node: Node, copied: Version, buddied: Version) -> None:
+        self.sim.oracle.occasions["copies of the dead are released"] += bool(node.shelf.release(copied, buddied))
+
+    def pair(self, node: Node, buddy: NodeId) -> None:
+        node.buddy = buddy
 
     def store_answers(self, plan: Plan) -> bool:
         """The generation's store: it dies with its keeper, and may be out of the members' reach."""
@@ -214,6 +249,9 @@ class Cluster:
         self.zombies.discard(worker.name)
         if worker.world is not None:
             worker.world.gone(worker)
+        if (node := self.nodes.get(worker.node)) is not None and node.keeper:
+            node.shelf.left[worker.name] = worker.memory.slots
+            self.sim.oracle.occasions["a copy is torn by death"] += any(slot and not slot.complete for slot in worker.memory.slots)
         if worker.node in self.given_up:  # nobody looks any more
             return
         word = Lost if worker.joined else StartFailed
@@ -246,8 +284,9 @@ class Cluster:
             return "ok"
         if (plan.version, *worker.shard) in worker.held:
             return "ok"
-        holders = [self.workers[name] for name in {h.worker for h in plan.holders}]
+        holders = [self.workers[h.worker] for h in plan.holders if not h.keeper]
         near = frozenset(slot[1:] for w in holders if w.alive for slot in w.held if slot[0] == plan.version)
+        near |= frozenset((h.shard_count, h.shard_index) for h in plan.holders if h.keeper and h in held_at(self, h.keeper))
         if not self.peers_cut(plan.members) and covers(near, self.sim.scenario.rows):
             return "ok"
         if plan.version not in self.bucket.manifests:

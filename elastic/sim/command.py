@@ -10,10 +10,10 @@ from pathlib import Path
 from elastic.sim.coverage import Coverage, coverage_table, missing, run_in_processes
 from elastic.sim.faults import from_json, to_json
 from elastic.sim.minimise import minimised
-from elastic.sim.oracle import Violation
 from elastic.sim.scenario import Scenario
 from elastic.sim.simulation import simulate
 from elastic.sim.trace import scenario_of
+from elastic.sim.violation import Violation
 
 JUDGED_FROM = 20_000
 """So many seeds must cover every pair; of fewer it is only said what they did not."""

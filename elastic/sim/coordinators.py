@@ -151,7 +151,7 @@ class Coordinator:
         for name in found:
             self.attach(cluster.workers[name])
         for node in keepers:
-            cluster.say_surely(node, KeeperUp(node))
+            cluster.say_surely(node, cluster.introduction(node))
         cluster.look_at_misfits()
         if self.sim.stop_asked:
             self.receive(StopRequested("Ctrl-C"))
@@ -199,6 +199,13 @@ class Coordinator:
                 cluster.kill(action.workers)
             case do.CommitManifest():
                 self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._commit_manifest, action.version)
+            case do.TakeStock():
+                cluster.order(self.incarnation, action.keepers, cluster.take_stock, action.generation)
+            case do.Release():
+                cluster.order(self.incarnation, action.keepers, cluster.release, action.copied, action.buddied)
+            case do.Pair():
+                for node, buddy, _ in action.buddies:
+                    cluster.order(self.incarnation, (node,), cluster.pair, buddy)
             case do.Exit():
                 cluster.exit(action.workers)
 
@@ -338,7 +345,7 @@ class Coordinators:
         sim.oracle.resumed()
         for node in sim.cluster.nodes.values():
             if node.keeper:
-                sim.cluster.say_surely(node.name, KeeperUp(node.name))
+                sim.cluster.say_surely(node.name, sim.cluster.introduction(node.name))
         sim.cluster.look_at_misfits()
 
     def _begin(self, run: RunState, incarnation: int) -> None:

@@ -13,8 +13,8 @@ from elastic.control.events import Event
 from elastic.control.states import State
 from elastic.sim import faults
 from elastic.sim.faults import Kind
-from elastic.sim.oracle import Violation
 from elastic.sim.simulation import Report, simulate
+from elastic.sim.violation import Violation
 
 OVER = ("Finished", "Stopped", "Failed")
 STATES = tuple(state.__name__ for state in get_args(State))

@@ -20,6 +20,7 @@ from elastic.control.events import (
     Fenced,
     Here,
     Joined,
+    Kept,
     Lost,
     Ready,
     Recovered,
@@ -31,9 +32,11 @@ from elastic.control.events import (
     Tick,
 )
 from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
+from elastic.sim.copies import CopiesOracle
 from elastic.sim.truth import base_of, covers, expanded, fruitless_at_the_end
+from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
     from elastic.control.machine import Transition
@@ -45,13 +48,10 @@ if TYPE_CHECKING:
 ORIGIN = Version(0, 0)
 
 
-class Violation(AssertionError):
-    """A promise was broken.  ``simulate`` adds seed, time and the end of the story."""
-
-
 class Oracle:
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
+        self.copies = CopiesOracle(sim)
         self.parent: dict[Version, Version] = {}
         self.first_commit_at: dict[int, float] = {}
         self.plans: dict[int, Plan] = {}
@@ -71,6 +71,8 @@ class Oracle:
         self.here: dict[int, set[WorkerId]] = defaultdict(set)
         """By generation: who said that its plan has arrived."""
         self.settled: set[int] = set()
+        self.settle: Settle | None = None
+        """The latest: perhaps it has not reached everybody yet."""
         self.settlements: dict[int, Outcome | None] = {}
         self.counting: set[Version] = set()
         self.stop_asked = False
@@ -110,7 +112,7 @@ class Oracle:
         """What the plan says ``worker`` holds, it holds."""
         for holding in plan.holders:
             slot = (holding.version, holding.shard_count, holding.shard_index)
-            if holding.worker == worker.name and slot not in worker.held:
+            if holding.worker == worker.name and not holding.keeper and slot not in worker.held:
                 raise Violation(f"generation {plan.generation}: {worker.name} is said to hold {slot}, and holds {sorted(worker.held)}")
 
     def manifest(self, version: Version, shards: frozenset[tuple[int, int]]) -> None:
@@ -127,16 +129,16 @@ class Oracle:
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
         self._note(before, event)
+        self.copies.note(before, event, transition.reason.startswith("refused"))
         if isinstance(event, Here | Ready) and isinstance(before.state, Forming) and not transition.reason.startswith("refused"):
             self.here[event.generation].add(event.worker)
-        settle: Settle | None = None
         for action in transition.actions:
             if isinstance(action, Kill):
                 self._judge_kill(before, action)
                 self.expelled.update(action.workers)
         for action in transition.actions:
-            settle = action if isinstance(action, Settle) else settle
-            self._judge_action(before, after, action, settle, transition.reason)
+            self.settle = action if isinstance(action, Settle) else self.settle
+            self._judge_action(before, after, action, transition.reason)
         if after.state is not before.state:
             self._judge_end(after, transition.reason)
             self.waiting_since = (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
@@ -152,7 +154,7 @@ class Oracle:
             self.told.add((event.outcome.step, event.generation))
         elif isinstance(event, Fenced):
             self.told.update((each.step, each.generation) for each in event.outcomes)
-        if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity):
+        if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept):
             self.startups = 0
         match event:
             case Joined():
@@ -166,6 +168,8 @@ class Oracle:
             case Recovered():
                 self.startups += 1
                 self.headless.add(before.generation)
+                known = self.evidence[before.generation]
+                self.evidence[before.generation] = {step: known[step] for step in known if step <= before.step}  # or it is told again
                 self.here.clear()  # what was said to the one before is said again, or lost
                 if not event.whole:
                     self._forget_the_unread(before, event)
@@ -205,14 +209,15 @@ class Oracle:
         self.settlements.pop(generation, None)
         self.settled.discard(generation)
 
-    def _judge_action(self, before: RunState, after: RunState, action: Action, settle: Settle | None, reason: str) -> None:
+    def _judge_action(self, before: RunState, after: RunState, action: Action, reason: str) -> None:
+        self.copies.judge(before, action)
         match action:
             case Settle():
                 self._judge_settle(action)
             case Go():
                 self.went.add(action.generation)
             case Form():
-                self._judge_form(before, after, action.plan, settle, reason)
+                self._judge_form(before, after, action.plan, reason)
                 self.plans[action.plan.generation] = self.plan = action.plan
                 self.begun = True
             case Quarantine():
@@ -258,7 +263,7 @@ class Oracle:
             if not (member in self.lost or member in self.expelled or member in self.answered[plan.generation]):
                 raise Violation(f"generation {plan.generation} {what}, {member} has neither answered its fence nor been expelled")
 
-    def _judge_form(self, before: RunState, after: RunState, plan: Plan, settle: Settle | None, reason: str) -> None:
+    def _judge_form(self, before: RunState, after: RunState, plan: Plan, reason: str) -> None:
         if plan == self.plan:
             return  # said again, by a coordinator that took over
         rules, members = self.sim.rules, set(plan.members)
@@ -279,7 +284,7 @@ class Oracle:
             self.settled.add(self.plan.generation)
         for other in self.unread.values():
             self._cannot_commit(other)
-        self._judge_version(before, after, plan, settle, reason)
+        self._judge_version(before, after, plan, reason)
 
     def _cannot_commit(self, plan: Plan) -> None:
         """It was never told to go or has nothing left to do, one member is out for good, or no member has a lease left."""
@@ -292,14 +297,15 @@ class Oracle:
         if not (out or over):
             raise Violation(f"generation {plan.generation} may still commit: nobody is out and a lease runs")
 
-    def _judge_version(self, before: RunState, after: RunState, plan: Plan, settle: Settle | None, reason: str) -> None:
+    def _judge_version(self, before: RunState, after: RunState, plan: Plan, reason: str) -> None:
         version = plan.version
+        self.copies.judge_plan(before, after, plan)
         if not self.on_lineage(version):
             raise Violation(f"generation {plan.generation} starts from {version}, which was given up")
         claimed = frozenset((h.shard_count, h.shard_index) for h in plan.holders if h.version == version)
         if not (version == ORIGIN or version in self.counting or covers(claimed, self.sim.scenario.rows)):
             raise Violation(f"generation {plan.generation} starts from {version}, which nobody holds whole")
-        for better in self._held_whole(settle):
+        for better in self._held_whole(before, after.keepers):
             if better.step > version.step:
                 raise Violation(f"{better} is given up for {version} although every slice of it is held")
         lineage, truth = expanded(after.lineage), self.chain(version)
@@ -312,13 +318,15 @@ class Oracle:
         self.occasions[f"a world starts from tier {plan.tier}"] += 1
         self.occasions["shards are cut anew"] += any(count != plan.layout.dp_shard for count, _ in claimed)
 
-    def _held_whole(self, settle: Settle | None) -> list[Version]:
-        """Versions of the lineage that living, not expelled workers hold whole once ``settle`` is performed, or the bucket does."""
+    def _held_whole(self, before: RunState, keepers: tuple[NodeId, ...]) -> list[Version]:
+        """Versions of the lineage that living, not expelled workers hold whole once told of the settlement, with copies; or the bucket."""
         shards: dict[Version, set[tuple[int, int]]] = defaultdict(set)
+        for version, *shard in self.copies.known(before, keepers):
+            shards[version].add((shard[0], shard[1]))
         for name in self.joined - self.lost - self.expelled:
             worker = self.sim.cluster.workers[name]
             if worker.alive:
-                for version, *shard in worker.held_after(settle):
+                for version, *shard in worker.held_after(self.settle):
                     shards[version].add((shard[0], shard[1]))
         rows = self.sim.scenario.rows
         whole = [v for v, s in shards.items() if covers(frozenset(s), rows)]
@@ -328,6 +336,7 @@ class Oracle:
         """A new incarnation: of the workers there were, none is its own, and nobody has asked it to stop yet."""
         self.expelled |= self.joined
         self.stop_asked = self.begun = False
+        self.copies.forget()
         self.waiting_since = self.sim.clock.now
 
     # -- the truth ------------------------------------------------------------------------------------------------
@@ -347,7 +356,9 @@ class Oracle:
         if self.plan is None or version not in self.parent:
             return False
         if version.generation == self.plan.generation:
-            return version.step <= max(self.evidence[version.generation], default=0)
+            seen = max(self.evidence[version.generation], default=0)
+            silent = version.generation not in self.settlements
+            return version.step <= max(seen, self.copies.reported(version.generation) if silent else 0)
         tip = self.plan.version
         while tip.step > version.step:
             tip = self.parent[tip]

@@ -78,8 +78,12 @@ class Scenario:
         low = max(rng.choice((1, 1, 2)), layout.min_shard)
         high = rng.randint(max(low, 2), 5)
         target_step = rng.randint(6, 14)
+        copies = random.Random(f"copies {seed}")
+        rules = small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50)))
         return Scenario(
-            rules=replace(small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50))), spares=int(seed % 4 == 3)),
+            rules=replace(
+                rules, spares=int(seed % 4 == 3), copy_every=copies.choice((0, 1, 1, 2)), buddy_every=copies.choice((0, 0, 1, 3))
+            ),
             faults=tuple(sorted(faults, key=lambda fault: fault.at)),
             nodes=rng.randint(2, 4),
             slots=high + rng.randint(0, 1),

@@ -15,9 +15,10 @@ from elastic.sim.clock import Clock
 from elastic.sim.cluster import Cluster
 from elastic.sim.coordinators import Advance, Coordinators
 from elastic.sim.network import Network
-from elastic.sim.oracle import Oracle, Violation
+from elastic.sim.oracle import Oracle
 from elastic.sim.scenario import Scenario
 from elastic.sim.strikes import Strikes
+from elastic.sim.violation import Violation
 from elastic.sim.world import World
 
 Line = tuple[float, Event | None, str]

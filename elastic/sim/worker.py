@@ -22,9 +22,10 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
 from elastic.sim.faults import Kind, Point
+from elastic.sim.memory import Memory
 from elastic.sim.network import Way
-from elastic.sim.oracle import Violation
 from elastic.sim.process import Call, Process
+from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
@@ -65,6 +66,7 @@ class Worker(Process):
         """Its part of them is in the bucket."""
         self._planned_at = self._ready_at = 0.0
         self.progress: Progress | None = None
+        self.memory = Memory(self)
         self._deferred: list[Call] = []
 
     def end(self, why: str) -> None:
@@ -190,6 +192,7 @@ class Worker(Process):
         self._renew()  # at once: its Ready, from which the lease counts, may be long ago
         if version.step >= self.sim.rules.target_step:
             self._save(version)
+        self.memory.enter(self.world.plan)
         self._start_step()
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -226,7 +229,7 @@ class Worker(Process):
             return
         assert self.world is not None
         self.phase, self.prepared = Phase.PREPARED, step
-        self.world.contribute(self, step, self.boundary)
+        self.world.contribute(self, step, self.boundary, *self.memory.through())
 
     def commit_seen(self, outcome: Outcome) -> None:
         if self._stopped(Phase.PREPARED):
@@ -248,9 +251,10 @@ class Worker(Process):
         self.phase = Phase.APPLYING
         self.work(0.02 + 0.1 * self.sim.rng.random(), Point.IN_UPDATE, then, outcome)
 
-    def _update_done(self, outcome: Outcome) -> None:
+    def _update_done(self, outcome: Outcome, *, fenced: bool) -> None:
         version = Version(outcome.step, outcome.generation)
         self.held, self.prepared = {(version, *self.shard)}, None
+        self.memory.committed(outcome, fenced=fenced)
         self._count(outcome.step + 1, 0, 0)
         if begins(outcome, self.sim.rules.save_every, self.sim.rules.target_step):
             self._save(version)
@@ -258,7 +262,7 @@ class Worker(Process):
     def _applied(self, outcome: Outcome) -> None:
         if self.phase is not Phase.APPLYING:
             return
-        self._update_done(outcome)
+        self._update_done(outcome, fenced=self.fenced >= outcome.generation or bool(outcome.boundary))
         self.phase = Phase.DONE
         assert self.world is not None
         if self.world.plan.members[0] == self.name:
@@ -309,7 +313,7 @@ class Worker(Process):
 
     def _settled(self, outcome: Outcome) -> None:
         self.outcomes = (*(each for each in self.outcomes if each != outcome), outcome)
-        self._update_done(outcome)
+        self._update_done(outcome, fenced=True)
         self._leave()
 
     def _leave(self) -> None:
@@ -354,8 +358,8 @@ class Worker(Process):
             self._answer(self.planned)
 
     def _break(self, cause: str, detail: str, signature: str = "", version: Version | None = None) -> None:
-        self.phase = Phase.STANDING
-        self._complain(Broken(self.name, self.planned, self._at_step(), cause, detail, signature, version))
+        self.phase, step = Phase.STANDING, 0 if self.progress is None else self.progress.step
+        self._complain(Broken(self.name, self.planned, step, cause, detail, signature, version))
 
     def _complain(self, broken: Broken) -> None:
         """Again and again, for one message may be lost."""
@@ -365,7 +369,8 @@ class Worker(Process):
 
     def held_after(self, settle: Settle | None) -> set[tuple[Version, int, int]]:
         """What it will hold once ``settle`` has reached it."""
-        if settle is None or settle.outcome is None or self.name not in settle.members or self.prepared != settle.outcome.step:
+        told = settle is not None and self.name in settle.members and self._generation() == settle.generation
+        if settle is None or settle.outcome is None or not told or self.prepared != settle.outcome.step:
             return self.held
         return {(Version(settle.outcome.step, settle.generation), *self.shard)}
 
@@ -377,9 +382,6 @@ class Worker(Process):
     def _stopped(self, expected: Phase) -> bool:
         """It is fenced, or no longer doing what this was the end of."""
         return self.phase is not expected or self.fenced >= self.planned
-
-    def _at_step(self) -> int:
-        return 0 if self.progress is None else self.progress.step
 
     def _count(self, step: int, microbatch: int, collective: int) -> None:
         self.progress = Progress(self.name, self.planned, step, microbatch, collective)

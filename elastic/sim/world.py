@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic.control.commit import GO_ON, Outcome
+from elastic.control.commit import Outcome
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
 from elastic.sim.faults import Kind
@@ -27,8 +27,8 @@ class World:
         self.here: dict[WorkerId, Worker] = {}
         self.broken = False
         """A member died or left: nothing new completes."""
-        self.asked: dict[int, dict[WorkerId, int]] = {}
-        """By step: who contributed, and which boundary flag it asked for."""
+        self.asked: dict[int, dict[WorkerId, tuple[int, int, int]]] = {}
+        """By step: who contributed, which boundary flag it asked for, and what it has copied and brought to its buddy."""
         self.completed_at: dict[int, float] = {}
         self.outcomes: dict[int, Outcome] = {}
 
@@ -45,22 +45,23 @@ class World:
             worker = self.here[name]
             worker.later(0.1 * self.sim.rng.random(), worker.formed)
 
-    def contribute(self, worker: Worker, step: int, boundary: int) -> None:
+    def contribute(self, worker: Worker, step: int, boundary: int, copied: int, buddied: int) -> None:
         """The worker's record of ``step``.  The last one makes the commit."""
         asked = self.asked.setdefault(step, {})
-        asked[worker.name] = boundary
+        asked[worker.name] = (boundary, copied, buddied)
         if not self.broken and self.sim.cluster.peers_cut(self.plan.members):
             self.falls_apart()
         if self.broken:
             self._tell_of_loss(worker)
         elif len(asked) == len(self.plan.members):
-            self._complete(step, max(asked.values(), default=GO_ON))
+            self._complete(step, list(asked.values()))
 
-    def _complete(self, step: int, boundary: int) -> None:
+    def _complete(self, step: int, asked: list[tuple[int, int, int]]) -> None:
         rng, clock = self.sim.rng, self.sim.clock
         mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
+        boundary, copied, buddied = max(each[0] for each in asked), min(each[1] for each in asked), min(each[2] for each in asked)
         behind = self.sim.network.level(Kind.BUCKET_DOWN) >= 1.0
-        self.outcomes[step] = Outcome(step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, behind)
+        self.outcomes[step] = Outcome(step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, copied, buddied, behind)
         self.completed_at[step] = clock.now
         for name in self.plan.members:
             delay_s = 0.02 + (0.05 if rng.random() < 0.8 else 0.6) * rng.random()

@@ -20,7 +20,7 @@ from elastic.control import events as ev
 from elastic.control import saving
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
-from elastic.control.states import Finished, Finishing, Forming, Running, RunState, Stopped, Stopping, Waiting, Worker
+from elastic.control.states import Finished, Finishing, Forming, Host, Running, RunState, Stopped, Stopping, Waiting, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.plan import Plan
@@ -41,7 +41,7 @@ class Timed:
 
     def __init__(self, workers: int) -> None:
         layout = LayoutRule(dp_replicate=None, dp_shard=8, min_shard=8)
-        self.rules = Rules(8, workers, layout, target_step=6, save_every=2, lease_s=600.0, stall_s=600.0)
+        self.rules = Rules(8, workers, layout, target_step=6, save_every=2, lease_s=600.0, stall_s=600.0, copy_every=1, buddy_every=1)
         self.now = 0.0
         self.run = RunState.begin(1, 0.0)
         self.slowest: Slowest = defaultdict(float)
@@ -72,7 +72,8 @@ class Timed:
         between = {node: True for node in self.nodes[FEW:-FEW]}
         for node in (*self.nodes[:FEW], *self.nodes[-FEW:]):
             self.tell(ev.NodeFound(node), ev.KeeperUp(node))
-        self.run = replace(self.run, nodes={**self.run.nodes, **between}, keepers=tuple(sorted((*self.run.keepers, *between))))
+        keepers, hosts = tuple(sorted((*self.run.keepers, *between))), {node: Host(f"{node}:7") for node in between}
+        self.run = replace(self.run, nodes={**self.run.nodes, **between}, keepers=keepers, hosts={**hosts, **self.run.hosts})
         self.tell(ev.Capacity(len(self.names)))
         nodes = {name: self.nodes[i // PER_NODE] for i, name in enumerate(self.names)}
         self.tell(*(ev.Joined(name, nodes[name], "cuda", ROWS) for name in self.names[:FEW]))
@@ -116,6 +117,24 @@ class Timed:
         generation = self.plan.generation
         self.tell(*(ev.Beat(node, tuple(ev.Progress(name, generation, 3, 1, 7) for name in members)) for node, members in home.items()))
 
+    def keep(self, plan: Plan, *versions: Version) -> None:
+        """All keepers that are asked: each has copies of its own eight workers' shards, and of another node's."""
+        shards: dict[NodeId, list[tuple[WorkerId, int]]] = defaultdict(list)
+        for rank, (name, node) in enumerate(zip(plan.members, plan.nodes, strict=True)):
+            shards[node].append((name, plan.layout.coordinates(rank)[1]))
+            shards[self.nodes[(self.nodes.index(node) + 1) % len(self.nodes)] if rank % PER_NODE == 0 else node] += shards[node][-1:]
+        held = {
+            node: tuple(Holding(name, version, plan.layout.dp_shard, index, node) for name, index in found for version in versions)
+            for node, found in shards.items()
+        }
+        asked = self.run.stock
+        assert asked == plan.generation
+        some = [*self.nodes[:FEW], *self.nodes[-FEW:]]
+        self.tell(*(ev.Kept(node, asked, held[node]) for node in some[:FEW]))
+        hosts = {node: replace(host, kept=held[node], asked=asked) for node, host in self.run.hosts.items() if node not in some}
+        self.run = replace(self.run, hosts={**self.run.hosts, **hosts})
+        self.tell(*(ev.Kept(node, asked, held[node]) for node in some[FEW:]))
+
     def answer(self, version: Version) -> None:
         """The fence, from all that are pending."""
         state = self.run.state
@@ -149,6 +168,7 @@ def through_a_failure(workers: int) -> Slowest:
     timed.save(Version(2, 1))
     timed.beat()
     timed.tell(ev.Broken(timed.names[3], 1, 3, "peer", "connection closed"), ev.Lost(timed.names[5], "its process died"))
+    timed.keep(timed.plan, Version(1, 1), Version(2, 1))
     timed.answer(Version(2, 1))
     assert timed.run.generation == 2
     timed.form()
@@ -187,6 +207,22 @@ def through_silence(workers: int) -> Slowest:
     return {**timed.slowest, **{pair: max(s, timed.slowest.get(pair, 0.0)) for pair, s in again.slowest.items()}}
 
 
+def through_darkness(workers: int) -> Slowest:
+    """All workers are gone at once; others begin from the copies that are left."""
+    timed = Timed(workers)
+    timed.join()
+    timed.form()
+    timed.steps(1, 2)
+    plan = timed.plan
+    timed.tell(ev.Recovered(2, (), tuple(timed.nodes)))
+    assert isinstance(timed.run.state, Waiting), timed.run.state
+    timed.keep(plan, Version(1, 1), Version(2, 1))
+    timed.names = [WorkerId(f"w{workers + number}") for number in range(1, workers + 1)]
+    timed.join()
+    assert isinstance(timed.run.state, Forming) and timed.plan.tier == "host", timed.run.state
+    return timed.slowest
+
+
 def through_a_stop(workers: int) -> Slowest:
     """The user asks for it; a member is lost at the boundary."""
     timed = Timed(workers)
@@ -202,7 +238,7 @@ def through_a_stop(workers: int) -> Slowest:
 def measure(workers: int) -> Slowest:
     """The slowest call, in seconds, by (state, event)."""
     slowest: Slowest = defaultdict(float)
-    for each in (through_a_failure(workers), through_silence(workers), through_a_stop(workers)):
+    for each in (through_a_failure(workers), through_silence(workers), through_darkness(workers), through_a_stop(workers)):
         for pair, took_s in each.items():
             slowest[pair] = max(slowest[pair], took_s)
     return dict(slowest)

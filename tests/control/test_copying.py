@@ -73,6 +73,15 @@ def test_the_same_version_in_another_place_is_another_copy() -> None:
     assert later.copied == own(6, index=0) and later.slot([own(6), own(6, index=0)]) == 0
 
 
+def test_a_copy_of_the_generation_before_does_not_count_for_this_one() -> None:
+    """Who sits where it sat has it already, a newcomer has not: both go on with the next one after the same commit."""
+    before, stays = replace(first(), copied=own(6)), replace(LATER, members=(WorkerId("w4"), MEMBERS[1], MEMBERS[2]))
+    copies = Copies.begin(stays, MEMBERS[1], before)
+    assert copies.begun == copies.copied == own(6)
+    assert copies.after(outcome(7, generation=2)).begun == own(6)
+    assert copies.after(outcome(8, copied=6, generation=2)).begun == own(8, 2)
+
+
 def test_the_oldest_that_is_not_protected_gives_way() -> None:
     copies = replace(first(), copied=own(9, 2), begun=own(10, 2))
     assert copies.slot([own(9, 2), own(8, 2), own(12, 1), own(7, 2)]) == 2, "of an earlier generation is older, whatever its step"

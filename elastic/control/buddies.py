@@ -1,0 +1,72 @@
+"""Whose memory holds copies of whose: each node's buddy, in another failure domain.
+
+A buddy is another node of the same zone, for traffic between zones is slow and paid for; with ``cross_zone`` it is in another zone, where
+there is one.  Pairs stay as they are where they can, since another buddy begins with nothing; otherwise whoever has least to hold is taken,
+and of equals the next one round the ring, so that no two nodes end up as each other's only hope unless there are only two.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from elastic.ids import NodeId
+
+
+def choose(
+    homes: Sequence[NodeId], zones: Mapping[NodeId, str], before: Mapping[NodeId, NodeId], *, cross_zone: bool = False
+) -> dict[NodeId, NodeId]:
+    """The buddy of each node in ``homes``, which names it once for each worker there.
+
+    ``zones``: those of the nodes whose keepers are up ("": no label, all such are one zone).  A node for which there is none is left out.
+    """
+    weights = Counter(homes)
+    rings = _rings(zones, cross_zone)
+    members = {zone: frozenset(ring) for zone, ring in rings.items()}
+    fair = -(-len(homes) // max(len(zones), 1))
+    load: Counter[NodeId] = Counter()
+    chosen: dict[NodeId, NodeId] = {}
+    for node in sorted(weights):
+        old, zone = before.get(node), zones.get(node, "")
+        if old is not None and old != node and old in members.get(zone, ()) and load[old] + weights[node] <= max(fair, weights[node]):
+            chosen[node] = old
+            load[old] += weights[node]
+    skips: dict[str, dict[int, int]] = defaultdict(dict)
+    for node in sorted(weights.keys() - chosen.keys()):
+        zone = zones.get(node, "")
+        buddy = _next(node, rings.get(zone, []), skips[zone], load, fair)
+        if buddy is not None:
+            chosen[node] = buddy
+            load[buddy] += weights[node]
+    return dict(sorted(chosen.items()))
+
+
+def _rings(zones: Mapping[NodeId, str], cross_zone: bool) -> dict[str, list[NodeId]]:
+    """For the nodes of each zone: who may be their buddies, in order."""
+    near: dict[str, list[NodeId]] = {zone: [] for zone in zones.values()}
+    for node in sorted(zones):
+        near[zones[node]].append(node)
+    if not cross_zone or len(near) == 1:
+        return near
+    return {zone: [node for node in sorted(zones) if zones[node] != zone] for zone in near}
+
+
+def _next(node: NodeId, ring: list[NodeId], skips: dict[int, int], load: Mapping[NodeId, int], fair: int) -> NodeId | None:
+    """The first on the ring after ``node`` that has not its share yet, or simply the first.  ``skips``: where to go on from who has."""
+    if ring in ([], [node]):
+        return None
+    first = bisect_right(ring, node)
+    seen, place = [], first
+    while place < first + len(ring):
+        index = place % len(ring)
+        if ring[index] != node and load[ring[index]] < fair:
+            break
+        if ring[index] != node:
+            seen.append(index)
+        place += max(skips.get(index, 1), 1) if ring[index] != node else 1
+    else:
+        place = first
+    for index in seen:
+        skips[index] = (place - index) % len(ring) or 1
+    return ring[place % len(ring)]

@@ -1,0 +1,154 @@
+"""What must never happen to copies in host memory, judged from outside.
+
+A version that was complete everywhere is there until another one is; a keeper's word is true when it is given; a world begins from the
+newest version that is held, wherever it is, unless its keeper's answer did not come in time; nothing that is still needed is freed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from elastic.control.actions import Action, Release, TakeStock
+from elastic.control.events import Event, KeeperLost, Kept, Recovered
+from elastic.ids import NodeId, Version
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding
+from elastic.sim.memory import Memory, Slot, held_at, whole
+from elastic.sim.truth import covers
+from elastic.sim.violation import Violation
+
+if TYPE_CHECKING:
+    from elastic.control.states import RunState
+    from elastic.sim.simulation import Simulation
+    from elastic.sim.worker import Worker
+
+
+class CopiesOracle:
+    """``asked``: when keepers were asked after a generation; ``heard``: what they said, as the coordinator heard it."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.asked: dict[int, float] = {}
+        self.heard: dict[int, dict[NodeId, tuple[Holding, ...]]] = defaultdict(dict)
+
+    # -- what workers and keepers do --------------------------------------------------------------------------------
+
+    def overwritten(self, worker: Worker, old: Slot) -> None:
+        """``worker`` has begun a copy in the place of ``old``."""
+        world = worker.world
+        assert world is not None
+        known = next((each for _, each in sorted(world.outcomes.items(), reverse=True) if each.copied_through >= 0), None)
+        if known is None:
+            if old.complete and old.copy.version == world.plan.protected and not self._elsewhere(worker.memory, world.plan.protected):
+                raise Violation(f"{worker.name} overwrites {old.copy.version}, which generation {world.plan.generation} was to protect")
+            return
+        for name in world.plan.members:
+            member = self.sim.cluster.workers[name]
+            if member.alive and not self._has(member, world.plan, known.copied_through):
+                raise Violation(f"step {known.copied_through} was copied everywhere, and {name} has no complete copy any more")
+
+    def _elsewhere(self, memory: Memory, version: Version | None) -> bool:
+        return any(slot is not None and slot.complete and slot.copy.version == version for slot in memory.slots)
+
+    def _has(self, member: Worker, plan: Plan, step: int) -> bool:
+        version = plan.version if step == plan.version.step else Version(step, plan.generation)
+        return self._elsewhere(member.memory, version)
+
+    def answers(self, node: NodeId, held: tuple[Holding, ...]) -> None:
+        """A keeper says what it has complete."""
+        shelf = self.sim.cluster.nodes[node].shelf
+        for each in held:
+            worker = self.sim.cluster.workers[each.worker]
+            slots = [*worker.memory.slots, *shelf.left.get(each.worker, ()), *shelf.guests.get(each.worker, ())]
+            headers = [slot.copy for slot in slots if slot is not None and slot.complete]
+            if (each.version, each.shard_count, each.shard_index) not in headers:
+                raise Violation(f"the keeper of {node} says to hold {each}, and there is no such copy, or it is torn")
+
+    # -- what the coordinator is told and decides --------------------------------------------------------------------
+
+    def note(self, before: RunState, event: Event, refused: bool) -> None:
+        match event:
+            case Recovered():
+                self.forget()  # but for what the journal says
+                self.heard[before.stock] = {node: host.kept for node, host in before.hosts.items() if host.kept}
+            case KeeperLost():
+                for said in self.heard.values():
+                    said.pop(event.node, None)
+            case Kept() if not refused:
+                self.heard[event.generation][event.node] = event.held
+
+    def forget(self) -> None:
+        """What was said to a coordinator that is gone."""
+        self.asked.clear()
+        self.heard.clear()
+
+    def judge(self, before: RunState, action: Action) -> None:
+        match action:
+            case TakeStock() if set(action.keepers) >= set(before.keepers):
+                self.asked[action.generation] = self.sim.coordinators.present.now
+            case Release():
+                self._judge_release(before, action)
+
+    def _judge_release(self, before: RunState, release: Release) -> None:
+        plan = before.plan
+        assert plan is not None
+        for version in (release.copied, release.buddied):
+            if version.generation != plan.generation:
+                raise Violation(f"copies older than {version} are freed, which is not of generation {plan.generation}")
+        members = [member for name in plan.members if (member := self.sim.cluster.workers[name]).alive]
+        own = [{copy.version for copy in whole(member.memory.slots) if copy is not None} for member in members]
+        newest = max(set.intersection(*own), default=Version(0, 0)) if own else release.copied
+        if newest < release.copied:
+            raise Violation(f"copies older than {release.copied} are freed, and the newest that is complete everywhere is {newest}")
+        for member in members if plan.buddy_every else ():
+            if member.memory.buddied is None or member.memory.buddied.version < release.buddied:
+                raise Violation(f"copies older than {release.buddied} are freed, and no buddy has it of {member.name}")
+
+    def reported(self, generation: int) -> int:
+        """The newest step of ``generation`` that a copy has proven to be committed."""
+        held = [holding for kept in self.heard[generation].values() for holding in kept]
+        return max((each.version.step for each in held if each.version.generation == generation), default=0)
+
+    def known(self, before: RunState, keepers: tuple[NodeId, ...]) -> set[tuple[Version, int, int]]:
+        """All that ``keepers`` hold, and have said in time; where they still had time to answer, all that they hold."""
+        cluster, generation, held = self.sim.cluster, before.generation, set[tuple[Version, int, int]]()
+        if not self.sim.rules.copy_every or not before.seats:
+            return held
+        in_time = self.sim.coordinators.present.now < self.asked.get(generation, float("inf")) + self.sim.rules.fence_s
+        for node in keepers:
+            truth, said = held_at(cluster, node), self.heard[generation].get(node)
+            self.sim.oracle.occasions["a keeper's answer does not come in time"] += said is None and not in_time
+            if said is not None:
+                truth = tuple(each for each in truth if each in said)
+            elif not in_time:
+                continue
+            held |= {(each.version, each.shard_count, each.shard_index) for each in truth}
+        return held
+
+    def judge_plan(self, before: RunState, after: RunState, plan: Plan) -> None:
+        """No mixture; a keeper is named with where it is, and what it said to hold; what keepers alone have complete is protected."""
+        if mixed := {each.version for each in plan.holders} - {plan.version}:
+            raise Violation(f"generation {plan.generation} starts from {plan.version}, and its holders hold {sorted(mixed)}")
+        kept = [each for each in plan.holders if each.keeper]
+        if kept and plan.tier in ("init", "live"):
+            raise Violation(f"tier {plan.tier}, and {kept[0]} is a copy")
+        if wrong := [each for each in kept if each not in self.heard[before.generation].get(each.keeper, ())]:
+            raise Violation(f"generation {plan.generation}: nobody has said {wrong[0]}")
+        if lost := {each.keeper for each in kept} - set(after.keepers):
+            raise Violation(f"generation {plan.generation} takes copies from {sorted(lost)}, and no such keeper is there")
+        shards: dict[Version, set[tuple[int, int]]] = defaultdict(set)
+        for node, said in self.heard[before.generation].items():
+            for each in set(said) & set(held_at(self.sim.cluster, node)) if node in after.keepers else ():
+                shards[each.version].add((each.shard_count, each.shard_index))
+        whole_there = [v for v, found in shards.items() if v <= plan.version and covers(frozenset(found), self.sim.scenario.rows)]
+        newest = max((version for version in whole_there if self.sim.oracle.on_lineage(version)), default=None)
+        if newest is not None and (plan.protected is None or plan.protected < newest):
+            raise Violation(f"generation {plan.generation} protects {plan.protected}, and keepers have all of {newest}")
+        addresses = {node: self.sim.cluster.introduction(node).address for node in {each.keeper for each in kept}}
+        if addresses != dict(plan.hosts):
+            raise Violation(f"generation {plan.generation} takes copies from {addresses}, and is told of {plan.hosts}")
+        if plan.tier == "host":
+            homes = {name: worker.node for name, worker in self.sim.cluster.workers.items()}
+            self.sim.oracle.occasions["a copy at a buddy is used"] += any(each.keeper != homes[each.worker] for each in kept)
+            self.sim.oracle.occasions["a world starts from copies alone"] += len(kept) == len(plan.holders)

@@ -1,0 +1,7 @@
+"""A broken promise"""
+
+from __future__ import annotations
+
+
+class Violation(AssertionError):
+    """A promise was broken.  ``simulate`` adds seed, time and the end of the story."""

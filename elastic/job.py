@@ -131,6 +131,10 @@ class Checkpoint(Part):
     save_every: Positive = 50
 
 
+COPY_EVERY, BUDDY_EVERY = 1, 10
+"""What "auto" is."""
+
+
 class Copies(Part):
     """Copies of the state in the hosts' memory: what a dead worker held is read there again.  0: never.
 
@@ -296,6 +300,8 @@ class Job(Part):
             layout=self.layout_rule(),
             target_step=self.steps,
             save_every=self.checkpoint.save_every,
+            copy_every=COPY_EVERY if self.copies.copy_every == "auto" else self.copies.copy_every,
+            buddy_every=BUDDY_EVERY if self.copies.buddy_every == "auto" else self.copies.buddy_every,
             reproducible=self.reproducible,
             spares=self.workers.spares,
             **self.deadlines.model_dump(exclude={"driver_s"}),

@@ -62,6 +62,8 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     members = _choose_members(run, there, layout.world)
     source = newest_source(run, members)
     store = _store_node(run, members)
+    nodes = tuple(run.workers[member].node for member in members)
+    paired = rules.buddy_every and set(nodes) <= stock.buddies_of(run, rules, nodes).keys()
     named = {holding.keeper for holding in source.holders} - {LIVE}
     return Plan(
         run.incarnation,
@@ -72,10 +74,10 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         source.tier,
         source.holders,
         store_node=store,
-        nodes=tuple(run.workers[member].node for member in members),
+        nodes=nodes,
         hosts=tuple((keeper, run.hosts[keeper].address) for keeper in sorted(named)),
         copy_every=rules.copy_every,
-        buddy_every=rules.buddy_every,
+        buddy_every=rules.buddy_every if paired else 0,
         protected=newest_covered(stock.copies(run), run.rows) or stock.complete_before(run, source.version)[0],
         buddied=stock.complete_before(run, source.version)[1],
     )

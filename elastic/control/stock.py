@@ -10,6 +10,7 @@ came; where one has answered, that one's word is newer than any step that the ot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -19,6 +20,7 @@ from elastic.control.buddies import choose
 from elastic.control.commit import Outcome
 from elastic.control.copying import version_at
 from elastic.control.events import Kept
+from elastic.control.rules import Rules
 from elastic.control.states import Finishing, Host, Running, RunState, Stopping, Waiting
 from elastic.control.turn import Turn
 from elastic.ids import NodeId, Version
@@ -116,16 +118,21 @@ def _safe(plan: Plan, copied: Version | None, buddied: Version | None) -> Versio
     return version if version is not None and version.generation == plan.generation else None
 
 
+def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[NodeId, NodeId]:
+    """Of each of ``nodes`` that can have one; ``nodes`` names each once for every worker there."""
+    zones = {node: run.hosts[node].zone if node in run.hosts else "" for node in run.keepers}
+    return choose(nodes, zones, run.buddies, cross_zone=rules.cross_zone)
+
+
 def pair(turn: Turn, plan: Plan) -> None:
     """Each member's node with a buddy, as before where nothing speaks against it."""
     run = turn.run
-    if not plan.buddy_every:
+    if not turn.rules.buddy_every:
         return
-    zones = {node: run.hosts[node].zone if node in run.hosts else "" for node in run.keepers}
-    chosen = choose(plan.nodes, zones, run.buddies, cross_zone=turn.rules.cross_zone)
-    if chosen != run.buddies or not isinstance(run.state, Running | Finishing):
+    chosen = buddies_of(run, turn.rules, plan.nodes)
+    if alone := tuple(dict.fromkeys(node for node in plan.nodes if node not in chosen)):
+        turn.say(f"no other node of the zone can hold copies of node {', '.join(node[:8] for node in alone)}")
+    if plan.buddy_every and (chosen != run.buddies or not isinstance(run.state, Running | Finishing)):
         addresses = {node: host.address for node, host in run.hosts.items()}
         turn.know(buddies=chosen)
         turn.do(Pair(plan.generation, tuple((node, buddy, addresses.get(buddy, "")) for node, buddy in chosen.items()), plan.buddy_every))
-        if alone := tuple(dict.fromkeys(node for node in plan.nodes if node not in chosen)):
-            turn.say(f"no other node of the zone can hold copies of node {', '.join(node[:8] for node in alone)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def test_what_was_written_outlives_the_writer(how: str) -> None:
     assert region.held(0) is None
     assert region.held(1) == (HELD if how == "whole" else None)
     assert bytes(region.data(1)) == bytes(range(250)) * 20 and region.digests(1)[0] == 42
-    assert region.find(HELD) == (1 if how == "whole" else None) and region.find(replace(HELD, shard_index=2)) is None
+    assert region.find(HELD) == (1 if how == "whole" else None) and region.find(HELD._replace(shard_index=2)) is None
     region.close()
 
 

@@ -69,7 +69,7 @@ def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Any, p
         tmp_path, f"hang-{point}-{kind.lower()}", 3, faults=[fault], parallel=layout, checkpoint={"save_every": 1 if layout else 100}
     )
     chaos = trial(job)
-    tier = "bucket" if layout else "live"
+    tier = "host" if layout else "live"
     assert_survived(chaos, undisturbed, worlds=(3, 2, 3), tiers=("init", tier, "live"))
     (victim,) = chaos.witness.killed()
     blamed = [text for text in told(chaos) if "no member moved for" in text]

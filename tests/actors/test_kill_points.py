@@ -46,11 +46,12 @@ def test_replicas_one_after_another(tmp_path: Path, script_reference: Any) -> No
 
 
 @pytest.mark.must_run_in_ci
-def test_shards_one_after_another(tmp_path: Path, script_reference: Any) -> None:
-    """R1, R4, R14: 3→2→3→2→3→2→3, each time from the bucket: shards have nothing else until there are copies in host memory.  World
+@pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.full)], ids=["host", "bucket"])
+def test_shards_one_after_another(tmp_path: Path, script_reference: Any, copies: bool) -> None:
+    """R1, R4, R14: 3→2→3→2→3→2→3, each time from what the dead worker left in host memory; without copies, from the bucket.  World
     rank 0 is a victim too, so that what it alone could tell is told by the others; at last one raises."""
     strikes = [("forward", "SIGKILL", 1), ("save", "SIGKILL", 1), ("before_update", "SIGSEGV", 0), ("before_update", "exception", 1)]
-    survives(one_after_another("shard", 3, strikes), tmp_path, script_reference)
+    survives(one_after_another("shard", 3, strikes, copies=copies), tmp_path, script_reference)
 
 
 @pytest.mark.must_run_in_ci
@@ -127,7 +128,7 @@ def test_work_done_again_in_secret_is_seen(survived: tuple[Script, Trial]) -> No
 
 def test_a_run_that_begins_again_from_step_0_is_seen(tmp_path: Path, script_reference: Any) -> None:
     """Negative control: a single worker, and no save: the only copy is gone.  The bits are right all the same; the work is not."""
-    script = Script("shard", 1)
+    script = Script("shard", 1, copies=False)
     script.form(1, "init")
     script.fault("forward", "SIGKILL", 0, 9)
     script.form(1, "init")

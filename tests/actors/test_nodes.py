@@ -28,6 +28,7 @@ from tests.support.room import Room
 
 CPUS = 5
 """Of a worker: the head has 8."""
+BUDDY_EVERY = 2
 LONG = pytest.mark.full
 pytestmark = pytest.mark.timeout(200)
 
@@ -74,13 +75,22 @@ class PowerCuts:
 
 
 @pytest.mark.must_run_in_ci
-@pytest.mark.parametrize(("layout", "tier", "steps"), [("replicate", "live", (8,)), pytest.param("shard", "bucket", (8, 24), marks=LONG)])
+@pytest.mark.parametrize(
+    ("layout", "tier", "steps"),
+    [
+        ("shard", "host", (8,)),
+        pytest.param("shard", "host", (8, 24), marks=LONG),
+        pytest.param("replicate", "live", (8,), marks=LONG),
+        pytest.param("shard", "bucket", (8, 24), marks=LONG),
+    ],
+)
 def test_a_node_loses_its_power_and_one_comes_back(
     tmp_path: Path, script_reference: Any, layout: str, tier: str, steps: tuple[int, ...]
 ) -> None:
-    """R2, R4, H4: two of three workers and the keeper beside them die at once.  The replica on the head loses no step, of shards the
-    bucket has the last save; then a node with room for two joins."""
-    script = Script(layout, 3)
+    """R2, R4, H4: two of three workers and the keeper beside them die at once.  The replica on the head loses no step; shards are in the
+    memory of the keeper of the head, which is the buddy of the other's; without copies, the last save is in the bucket.  Then a node with
+    room for two joins."""
+    script = Script(layout, 3, copies=tier != "bucket")
     script.form(3, "init")
     for step in steps:
         script.growth.append(Grow(script.generation + 1, step + 8))
@@ -88,7 +98,8 @@ def test_a_node_loses_its_power_and_one_comes_back(
         script.form(3, "live")
     with ExitStack() as stack:
         act = PowerCuts(tmp_path, script, steps, stack)
-        chaos = trial(script.job(tmp_path, "nodes", workers={"min": 1, "max": 3, "cpus": CPUS}), act)
+        changes = {"copies": {"copy_every": 1, "buddy_every": BUDDY_EVERY}} if tier == "host" else {}
+        chaos = trial(script.job(tmp_path, "nodes", workers={"min": 1, "max": 3, "cpus": CPUS}, **changes), act)
     assert [len(each) for each in act.victims] == [2] * len(steps)
     assert {end.signal for end in act.ends} == {SIGKILL}, act.ends
     worlds = formed(Run.open(chaos.job).records())

@@ -103,7 +103,9 @@ def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, 
     """Of replicas none loses a step; shards wait for the bucket and go on from its newest checkpoint that counts."""
     gate = tmp_path / "gate"
     layouts: dict[str, dict[str, Any]] = {"replicate": {}, "shard": {"dp_replicate": 1}}
-    job = job_of(f"{swift_bucket.url}/{uuid.uuid4().hex}", gate, f"outage-{way.name.lower()}", parallel=layouts[layout])
+    job = job_of(
+        f"{swift_bucket.url}/{uuid.uuid4().hex}", gate, f"outage-{way.name.lower()}", parallel=layouts[layout], copies={"copy_every": 0}
+    )
     act = Outage(job, gate, door, way)
     chaos = trial(job, act)
     assert chaos.result.state == "Finished", (chaos.result, told(chaos))

@@ -86,6 +86,7 @@ def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: P
         steps=STEPS,
         data={"dataset": "tests.support.toys:Sums", "args": args},
         parallel={"dp_replicate": 1},
+        copies={"copy_every": 0},
         workers={"min": 1, "max": 2},
         checkpoint={"save_every": 6},
         deadlines={"grow_debounce_s": 8, "lease_s": 6},

@@ -50,10 +50,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 
 
 @pytest.mark.parametrize(
-    ("layout", "point", "tier"), [("replicate", "backward", "live"), ("replicate", "in_update", "live"), ("shard", "forward", "bucket")]
+    ("layout", "point", "tier"), [("replicate", "backward", "live"), ("replicate", "in_update", "live"), ("shard", "forward", "host")]
 )
 def test_a_device_is_lost(tmp_path: Path, undisturbed: Trial, layout: str, point: str, tier: str) -> None:
-    """Replicas lose nothing; shards what was committed since the last save.  Nobody is accused: one error is no job error."""
+    """Replicas lose nothing; shards a step at most.  Nobody is accused: one error is no job error."""
     fault = {"point": point, "kind": "device_assert", "step": 12, "world_rank": 1}
     parallel = {"dp_replicate": 1} if layout == "shard" else {}
     job = job_of(tmp_path, f"{layout}-{point}", faults=[fault], parallel=parallel)

@@ -62,6 +62,8 @@ class Script:
     growth: list[Grow] = field(default_factory=list)
     cramps: list[Cramp] = field(default_factory=list)
     """With any, the cluster has room for the first world only."""
+    copies: bool = True
+    """Host memory holds what died with a worker; without, the bucket does."""
 
     @property
     def generation(self) -> int:
@@ -84,7 +86,12 @@ class Script:
         members = self.worlds[-1]
         replicas = {"replicate": members, "shard": 1, "2x2": members // 2 if members == 4 else 1}[self.layout]
         kept = kind == "exception" and point != "in_update"
-        return "live" if kept or replicas > 1 else "host"
+        return "live" if kept or replicas > 1 else self.far
+
+    @property
+    def far(self) -> str:
+        """Where a world begins from when the only one who held a slice is gone."""
+        return "host" if self.copies else "bucket"
 
     def job(self, bucket: Path, name: str, **changes: Any) -> Job:
         cursor = Cursor(SAMPLES, 16, 0, "permutation")
@@ -98,6 +105,7 @@ class Script:
             "checkpoint": {"save_every": SAVE_EVERY[self.layout]},
             "deadlines": {"grow_debounce_s": 30, "stall_s": 120},
             "faults": self.faults,
+            "copies": {} if self.copies else {"copy_every": 0},
         }
         return toy_job(bucket, **(values | changes))
 
@@ -184,7 +192,7 @@ def again_and_again(layout: str, point: str) -> Script:
             # the newcomer holds nothing yet; who dies of the others takes the only copy along, where there is one
             rank = 0 if kind == "SIGSEGV" and (layout == "replicate" or point == "forming") else full - 1
             script.fault(point, kind, rank)
-            script.form(full - 1, "host" if rank == 0 and layout != "replicate" else "live")
+            script.form(full - 1, script.far if rank == 0 and layout != "replicate" else "live")
         step += 8
     if point in BETWEEN_WORLDS:
         script.growth.append(Grow(script.generation, step + 4))
@@ -198,9 +206,9 @@ def again_and_again(layout: str, point: str) -> Script:
     return script
 
 
-def one_after_another(layout: str, workers: int, strikes: Sequence[tuple[str, str, int]]) -> Script:
+def one_after_another(layout: str, workers: int, strikes: Sequence[tuple[str, str, int]], *, copies: bool = True) -> Script:
     """Each of ``strikes`` (point, kind, world rank) hits the full world, which takes in a newcomer for everyone it lost."""
-    script = Script(layout, workers)
+    script = Script(layout, workers, copies=copies)
     script.form(workers, "init")
     for step, (point, kind, rank) in zip(range(8, STEPS, 8), strikes, strict=False):
         script.fault(point, kind, rank, step)

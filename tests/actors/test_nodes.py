@@ -98,7 +98,7 @@ def test_a_node_loses_its_power_and_one_comes_back(
         script.form(3, "live")
     with ExitStack() as stack:
         act = PowerCuts(tmp_path, script, steps, stack)
-        changes = {"copies": {"copy_every": 1, "buddy_every": BUDDY_EVERY}} if tier == "host" else {}
+        changes = {"copies": {"copy_every": 1, "buddy_every": BUDDY_EVERY}, "checkpoint": {"save_every": 100}} if tier == "host" else {}
         chaos = trial(script.job(tmp_path, "nodes", workers={"min": 1, "max": 3, "cpus": CPUS}, **changes), act)
     assert [len(each) for each in act.victims] == [2] * len(steps)
     assert {end.signal for end in act.ends} == {SIGKILL}, act.ends

@@ -252,7 +252,9 @@ def _ends_of(witness: Witness, strike: Strike) -> Iterator[tuple[str, str]]:
     expected = ENDS[strike.fault["kind"]]
     for worker in strike.victim.split(","):
         seen = witness.seen.get(worker)
-        ended = seen.ended.signal if seen is not None and seen.ended is not None else None
+        if seen is None:  # it had just joined; that it is gone the journal says
+            continue
+        ended = seen.ended.signal if seen.ended is not None else None
         yield (expected.name if ended in (expected, signal.SIGKILL) else str(ended), expected.name)
 
 

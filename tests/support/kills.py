@@ -29,7 +29,7 @@ BETWEEN_WORLDS = ("forming", "healing")
 FATAL = ("SIGKILL", "SIGSEGV", "exit")
 LAYOUTS: Mapping[str, dict[str, Any]] = {"replicate": {}, "shard": {"dp_replicate": 1}, "2x2": {"min_shard": 2}}
 """Settings of ``parallel``.  "2x2": four workers are two replicas of two shards; fewer are one replica, and one alone has to wait."""
-SAVE_EVERY = {"replicate": 4, "shard": 1, "2x2": 1}
+SAVE_EVERY, RARELY = {"replicate": 4, "shard": 1, "2x2": 1}, 4
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Script:
             "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": gates}},
             "parallel": LAYOUTS[self.layout],
             "workers": {"min": 1, "max": self.workers},
-            "checkpoint": {"save_every": SAVE_EVERY[self.layout]},
+            "checkpoint": {"save_every": RARELY if self.copies else SAVE_EVERY[self.layout]},
             "deadlines": {"grow_debounce_s": 30, "stall_s": 120},
             "faults": self.faults,
             "copies": {} if self.copies else {"copy_every": 0},

@@ -319,7 +319,7 @@ class Coordinator:
         self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
         self.copies.note(run)
         if isinstance(event, Recovered):  # whoever was before finds the next segment written, and leaves
-            self.copies.by_bucket(run, lambda why: self.story.say(now, why))
+            self.copies.begin(run, lambda why: self.story.say(now, why))
         elif durable:
             self.copies.secure(run, lambda why: self.story.say(now, why))
 

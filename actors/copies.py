@@ -61,21 +61,34 @@ class Copies:
         """Wait until a majority has all that the journal tells, or the bucket.  ``say``: what could not be had."""
         if not (self._by_keepers(run) and self.mandate.holds):
             have = sum(self._held.get(node, -1) >= self.journal.end for node in run.keepers)
-            place = self.by_bucket(run, say)
+            place = self._by_bucket(run, say)
             say(f"{have} of {len(run.keepers)} keepers took a copy of the journal, which is {place}")
 
-    def by_bucket(self, run: RunState, say: Callable[[str], None]) -> str:
-        """Wait until the bucket has all that the journal tells, or the keepers after all: which.  Raises :class:`Deposed`."""
-        self._mark(run)
-        still = False
-        while not (self.journal.ship(SHIP_S) and self.mandate.ask_bucket()):
+    def begin(self, run: RunState, say: Callable[[str], None]) -> None:
+        """As :meth:`secure`, where one coordinator follows another: in the bucket, so that the other one can write no more there."""
+        said = False
+        while not self._ship(run):
+            if not said:
+                say("the bucket does not take the journal: nothing is begun or ended until it does")
+            said = True
+
+    def _by_bucket(self, run: RunState, say: Callable[[str], None]) -> str:
+        """Wait until the bucket has all that the journal tells, or the keepers after all: which."""
+        said = False
+        while not self._ship(run):
             if self._by_keepers(run) and self.mandate.holds:
                 return "on a majority of the keepers by now"
-            if not still:
+            if not said:
                 say("neither a majority of the keepers nor the bucket takes the journal: nothing is begun or ended until one of them does")
-            still = True
-        self._all_safe(self.journal.end, run)
+            said = True
         return "in the bucket"
+
+    def _ship(self, run: RunState) -> bool:
+        """Everything to the bucket, and nobody has claimed the run since.  Raises :class:`Deposed`."""
+        if not (self.journal.ship(SHIP_S) and self.mandate.ask_bucket()):
+            return False
+        self._all_safe(self.journal.end, run)
+        return True
 
     def _by_keepers(self, run: RunState) -> bool:
         self._mark(run)

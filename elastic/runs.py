@@ -12,6 +12,7 @@ from typing import Any
 
 import elastic
 from elastic.control import codec
+from elastic.control.recovery import UNREAD
 from elastic.control.states import RunState
 from elastic.errors import JobError
 from elastic.ids import NodeId, Version
@@ -100,10 +101,14 @@ class Run:
     def standing(self, incarnation: int, now: float) -> RunState:
         """Where the run stands by its bucket: waiting, with every good checkpoint of its newest lineage.
 
-        The newest manifest says which generations committed which steps; what is not on that line was abandoned.
+        The newest manifest says which generations committed which steps; what is not on that line was abandoned.  Where the journal there
+        does not end with the run's end, generations may have been begun that it says nothing of; ``incarnation`` (0: who only looks, or
+        takes over) begins later ones.
         """
         last = self._last_recorded()
         generation, next_worker = (max(last.generation, last.unread), last.next_worker) if last is not None else (0, 1)
+        if incarnation and last is not None and not last.over:
+            generation += UNREAD
         listed = self.checkpoints.versions()
         whole = [(each.version, each.manifest) for each in listed if each.manifest is not None]
         if not whole:

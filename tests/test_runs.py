@@ -10,7 +10,8 @@ import pytest
 
 from elastic.control import codec
 from elastic.control.events import Recovered, Tick
-from elastic.control.states import RunState
+from elastic.control.recovery import UNREAD
+from elastic.control.states import RunState, Stopped
 from elastic.job import Job
 from elastic.runs import Run
 from storage import tails
@@ -148,3 +149,20 @@ def test_who_was_followed_by_another_life_is_deposed(life: Life) -> None:
         life.run.claims("one")
     assert life.run.claims("two") == {2: ""}
     assert life.run.claims("three") == {}
+
+
+def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life: Life) -> None:
+    """Its last records are on disks that are gone: a generation that only they know of may have written parts of a checkpoint."""
+    assert life.run.standing(2, 0.0).generation == 0, "nothing is in the bucket yet"
+    life.journal.ship(10.0)
+    assert life.run.standing(2, 0.0).generation == life.play.run.generation + UNREAD
+    assert life.run.standing(0, 0.0).generation == life.play.run.generation, "who takes over, or only looks, counts by itself"
+
+
+def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:
+    """The control: the journal says that it is over, so it says all."""
+    life.play.run = replace(life.play.run, state=Stopped("Ctrl-C"))
+    record = codec.record(life.journal.next, 0.0, Tick(), life.recorded, replace(life.play.last, run=life.play.run))
+    life.journal.append(record, lambda: codec.snapshot(life.play.run), durable=True)
+    assert life.journal.ship(10.0)
+    assert life.run.standing(2, 0.0).generation == life.play.run.generation

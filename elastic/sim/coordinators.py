@@ -124,6 +124,7 @@ class Coordinator:
             self.sim.tell(f"coordinator {self.incarnation} is deposed")
 
     def thaw(self) -> None:
+        self.journal.thaw()
         self._go_through_with_it()
         self._catch_up()
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SHIP_S = 5.0
 """How old a record gets before the bucket has it."""
+ASKS_S = 1.0
+"""How often it asks whether another has followed it."""
 Copy = tuple[int, int, RunState]
 """Whose record is the last, how many of its own it is, and what it says."""
 
@@ -36,7 +38,7 @@ class Journal:
         """Every list of keepers since ``safe``."""
         self._known_at = sim.clock.now
         """When it last knew that no other had followed it, where it cannot know now."""
-        self._bucket_cut_until = 0.0
+        self._bucket_cut_until = self._asks_at = 0.0
         sim.clock.after(SHIP_S, self._ship_again)
 
     def append(self, run: RunState) -> None:
@@ -96,10 +98,15 @@ class Journal:
         self.mandated()
         self._bucket_cut_until = until if bucket else 0.0
 
+    def thaw(self) -> None:
+        """What it knew counts until it asks again."""
+        self._asks_at = self.sim.clock.now + ASKS_S * self.sim.rng.random()
+
     def mandated(self) -> bool:
         """Does it know, or did it a moment ago, that no other has followed it?  From the cluster's head, or by the claims in the bucket."""
         coordinator, now = self.coordinator, self.sim.clock.now
-        if not coordinator.cut or (self.reaches_bucket and not self.sim.cluster.bucket_fails()):
+        answered = not coordinator.cut or (self.reaches_bucket and not self.sim.cluster.bucket_fails())
+        if answered and now >= self._asks_at:
             if self.sim.coordinators.claimed > coordinator.incarnation:
                 coordinator.depose()
                 return False

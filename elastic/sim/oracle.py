@@ -35,7 +35,7 @@ from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
 from elastic.sim.copies import CopiesOracle
-from elastic.sim.truth import base_of, covers, expanded, fruitless_at_the_end
+from elastic.sim.truth import a_budget_is_spent, base_of, covers, expanded
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -388,22 +388,5 @@ class Oracle:
                     raise Violation(f"finished, and {final} is not in the bucket")
             case Stopped() if not self.stop_asked:
                 raise Violation("stopped, and nobody asked for it")
-            case Failed() if not self.may_fail():
+            case Failed() if not a_budget_is_spent(self):
                 raise Violation(f"failed with its budget unspent: {reason}")
-
-    def may_fail(self) -> bool:
-        """Whether a budget is spent, counted from what this oracle saw: the job's own error, fruitless generations, waiting.
-
-        At the start a little waiting is enough, where there are nodes that no worker may run on.
-        """
-        raised = [worker for _, worker in self.sim.cluster.errors_raised]
-        alone = self.plan is not None and len(self.plan.members) == 1
-        if self.startups > 3 or max(self.stumbles.values(), default=0) >= 3:
-            return True
-        again = len(raised) > 1 and (alone or len(set(raised)) > 1)
-        reached = [(max(self.evidence[generation], default=0), generation not in self.headless) for generation in sorted(self.plans)]
-        fruitless = fruitless_at_the_end(reached)
-        waited_s = 0.0 if self.waiting_since is None else self.sim.clock.now - self.waiting_since
-        rules, misfits = self.sim.rules, self.sim.cluster.misfits
-        enough_s = rules.refused_s if misfits and not self.begun else rules.wait_s
-        return again or fruitless > rules.max_fruitless or waited_s >= enough_s

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from elastic.ids import Version
 from elastic.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from elastic.sim.oracle import Oracle
 
 
 @lru_cache(maxsize=4096)
@@ -26,6 +30,23 @@ def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
     for generation, last_step in lineage:
         generations += [generation] * (last_step - len(generations))
     return generations
+
+
+def a_budget_is_spent(seen: Oracle) -> bool:
+    """May the run fail?  Counted from what the oracle saw: the job's own error, fruitless generations, waiting.
+
+    At the start a little waiting is enough, where there are nodes that no worker may run on.
+    """
+    raised = [worker for _, worker in seen.sim.cluster.errors_raised]
+    alone = seen.plan is not None and len(seen.plan.members) == 1
+    if seen.startups > 3 or max(seen.stumbles.values(), default=0) >= 3:
+        return True
+    again = len(raised) > 1 and (alone or len(set(raised)) > 1)
+    reached = [(max(seen.evidence[generation], default=0), generation not in seen.headless) for generation in sorted(seen.plans)]
+    waited_s = 0.0 if seen.waiting_since is None else seen.sim.clock.now - seen.waiting_since
+    rules, misfits = seen.sim.rules, seen.sim.cluster.misfits
+    enough_s = rules.refused_s if misfits and not seen.begun else rules.wait_s
+    return again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s >= enough_s
 
 
 def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:

@@ -210,10 +210,9 @@ class Worker(Process):
             return
         self.phase = Phase.COMPUTING
         self._count(version.step + 1, 0, 0)
-        if version.step + 1 == self.sim.scenario.dry_step:
-            return
         point = Point.FORWARD if self.sim.rng.random() < 0.5 else Point.BACKWARD
-        self.work(0.4 + 0.4 * self.sim.rng.random(), point, self._computed, version.step + 1)
+        if version.step + 1 != self.sim.scenario.dry_step:
+            self.work(0.4 + 0.4 * self.sim.rng.random(), point, self._computed, version.step + 1)
 
     def _computed(self, step: int) -> None:
         if self._stopped(Phase.COMPUTING):
@@ -373,8 +372,6 @@ class Worker(Process):
         if settle is None or settle.outcome is None or not told or self.prepared != settle.outcome.step:
             return self.held
         return {(Version(settle.outcome.step, settle.generation), *self.shard)}
-
-    # -- small things ---------------------------------------------------------------------------------------------
 
     def _generation(self) -> int:
         return 0 if self.world is None else self.world.generation

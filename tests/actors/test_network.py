@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from actors import cluster
 from actors.coordinator import View
 from actors.launch import attach
+from elastic.control.recovery import UNREAD
 from elastic.job import Job
 from elastic.report.story import Sentence
 from elastic.runs import Run
@@ -93,6 +95,11 @@ def assert_same(chaos: Trial, reference: str) -> None:
 class Cut:
     """What a trial calls at every look: cuts at step 12, mends when ``enough`` says so, takes the hosts back, lets it run."""
 
+    with_coordinator = False
+    """Whether the host is cut off that the coordinator is on, or another one."""
+    coordinator = 0
+    """Its process when the network was cut."""
+
     def __init__(self, hosts: Hosts, calm: Path, cut: Callable[[int], None], enough: Callable[[View], bool]) -> None:
         self.hosts, self.file, self.cut, self.enough = hosts, calm, cut, enough
         self.phase, self.at, self.name = "calm", 0, ""
@@ -119,7 +126,8 @@ class Cut:
             self.homes = {host: worker for worker, node in view.workers.items() for host, each in self.nodes.items() if each == node}
             home = cluster.node_of(attach(self.name))
             self.clocks = {os.readlink(f"/proc/{pid}/ns/time") for pid in ("self", *(seen.process.pid for seen in witness.seen.values()))}
-            self.victim = next(host for host in (2, 1) if self.nodes[host] != home)
+            self.victim = next(host for host in (2, 1) if (self.nodes[host] == home) is self.with_coordinator)
+            self.coordinator = view.pid
             self.cut(self.victim)
             self.at, self.then, self.phase = view.step, counters(witness), "dark"
 
@@ -217,6 +225,33 @@ def test_the_coordinator_is_cut_off_from_all(tmp_path: Path, hosts: Hosts, refer
     assert all(steps > 0 for steps in alone.values()), alone
     for worker in script.then:
         assert chaos.witness.seen[worker].final["updates_applied"] == script.before_mending[worker]["updates_applied"]
+
+
+@pytest.mark.full
+def test_the_coordinator_is_cut_off_with_a_worker(tmp_path: Path, hosts: Hosts, reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R6, R10: two coordinators, each with a worker that hears it alone.  The first finds no majority of the keepers any more, and in the
+    bucket that it was followed by another; it begins nothing, grants no lease, and is gone."""
+    monkeypatch.setattr(cluster, "on_this_node", lambda: {"ray.io/node-id": hosts.node(1)})
+    ended: list[bool] = []
+
+    def enough(view: View) -> bool:
+        return view.incarnation == 2 and view.generation >= 2 and view.step >= script.at + 6
+
+    def look(view: View) -> bool:
+        if enough(view):
+            ended.append(not psutil.pid_exists(script.coordinator))
+        return enough(view)
+
+    script = Cut(hosts, tmp_path / "calm", hosts.cut, look)
+    script.with_coordinator = True
+    chaos = trial(job_of(tmp_path, "two-coordinators"), script)
+    assert_same(chaos, reference)
+    assert ended == [True], "while it was still cut off"
+    zombie, other = (chaos.witness.seen[script.homes[host]] for host in (script.victim, 3 - script.victim))
+    records = Run.open(chaos.job).records()
+    assert [record["event"]["incarnation"] for record in records if record["event"]["$"] == "Recovered"] == [2]
+    assert all(each.generation < UNREAD for each in formed(records)), "it has read all that there was"
+    assert zombie.ended is not None and other.final["updates_applied"] == STEPS
 
 
 @pytest.mark.full

@@ -353,13 +353,12 @@ def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
         assert again.wait() == 0, again.text
         assert_all_given_back(others, "again")  # 6
         ray.shutdown()
-    # 2, R14: the bits, and each step once, as far as the journal of the dead cluster had reached the bucket
+    # 2, R14: the bits, and each step once: of what the manifest says the journal is in the bucket too
     steps = ledger(Run.open(job).records())
     assert exported_hash(job) == expected.hash
     assert {step: (outcome.loss, outcome.samples) for step, outcome in steps.items()} == {
-        step: (expected.losses[step - 1], expected.ledger[step].samples) for step in steps
+        step: (expected.losses[step - 1], expected.ledger[step].samples) for step in range(1, job.steps + 1)
     }
-    assert steps.keys() >= set(range(newest.step + 1, job.steps + 1))
     # 4, 5: one world on each cluster, the second one from the bucket
     worlds = [(len(each.members), each.tier, each.step) for each in formed(Run.open(job).records())]
     assert worlds == [(room, "init", 0), (1, "bucket", newest.step)] and room > 1, worlds

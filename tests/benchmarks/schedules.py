@@ -10,7 +10,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def load() -> tuple[Coverage, float]:
 
 
 def save(coverage: Coverage, seconds: float, jobs: int) -> None:
-    values = asdict(coverage)
+    values = {field.name: getattr(coverage, field.name) for field in fields(Coverage)}
     for name in ("visited", "struck", "overlaps"):
         values[name] = {"/".join(pair): number for pair, number in sorted(values[name].items())}
     totals = {"seconds": round(seconds, 1), "jobs": jobs, "violations": 0, "events_a_seed": round(coverage.events / coverage.seeds, 1)}

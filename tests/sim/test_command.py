@@ -13,6 +13,7 @@ from elastic.control.rules import Rules
 from elastic.sim import command, coverage
 from elastic.sim.faults import Fault, Kind, from_json, to_json
 from elastic.sim.trace import from_trace, scenario_of
+from tests.benchmarks import schedules
 
 TRACES = Path(__file__).parent / "traces"
 
@@ -32,6 +33,14 @@ def test_a_pair_that_never_met_fails_the_command_where_there_were_seeds_enough(m
     assert command.simulate_seeds(range(29), 1, said.append) == 0
     assert command.simulate_seeds(range(30), 1, said.append) == 1
     assert "pairs never met: " in said[-1]
+
+
+def test_what_is_recorded_goes_on_from_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(schedules, "RESULT", tmp_path / "schedules.json")
+    assert schedules.load() == (coverage.Coverage(), 0.0)
+    seen, _ = coverage.run_many(range(5))
+    schedules.save(seen, 12.34, 2)
+    assert schedules.load() == (seen, 12.3)
 
 
 def test_a_violation_is_explained_by_as_few_faults_as_show_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from actors.coordinator import View
 from actors.launch import attach, launch
 from elastic.data.cursor import Cursor
 from elastic.ids import Version
-from elastic.report.story import Sentence
+from elastic.report.story import Line, Sentence
 from elastic.runs import Run
 from elastic.sim.faults import Fault, Kind, to_json
 from elastic.train.local import run_local
@@ -45,7 +45,8 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
     reference = toy_job(tmp_path / "reference", name="local", steps=STEPS)
     assert run_local(reference, lambda line: None)[0] == "Finished"
     results: list[str] = []
-    training = threading.Thread(target=lambda: results.append(launch(job).state))
+    lines: list[Line] = []
+    training = threading.Thread(target=lambda: results.append(launch(job, show=lines.append).state))
     training.start()
     until_it_steps(job.name)
     (tmp_path / "job.toml").write_text(job.to_toml())
@@ -54,7 +55,8 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
     assert main(["chaos", str(tmp_path / "job.toml"), "--script", str(tmp_path / "script.json")]) == 0
     shown = capsys.readouterr().out
     training.join(120)
-    assert results == ["Finished"] and exported_hash(job) == exported_hash(reference)
+    assert results == ["Finished"], (lines[-20:], shown)
+    assert exported_hash(job) == exported_hash(reference)
     (key,) = ObjectStore.open(job.bucket).list(f"{job.name}/chaos/")
     told = [json.loads(line) for line in ObjectStore.open(job.bucket).get(key).splitlines()]
     assert [(each["fault"]["kind"], each["failed"], each["state"]) for each in told] == [

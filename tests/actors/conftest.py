@@ -1,13 +1,16 @@
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from actors import cluster
+from tests.support.chaos import alone
 from tests.support.commands import ROOT
 from tests.support.kills import undisturbed
+from tests.support.toys import toy_job
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,3 +36,11 @@ def local_cluster(no_cluster_is_left: None, aws_config: Path) -> Iterator[None]:
 def script_reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the scripts of ``tests/support/kills.py`` must end with."""
     return undisturbed(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="session")
+def sixty(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What ``toy_job`` ends with after sixty steps, an epoch, each sample in exactly one step; ``job``: the undisturbed one."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * 60}}
+    job = toy_job(tmp_path_factory.mktemp("sixty"), name="local", steps=60, data=data)
+    return SimpleNamespace(job=job, **vars(alone(job)))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.chaos import alone, trial
 from tests.support.toys import toy_job
 
 STEPS = 12
 
 
+@pytest.mark.full  # every other run here ends with those bits too
 def test_the_cluster_gives_the_bits_of_local(tmp_path: Path) -> None:
     """U9, B1: two workers under Ray, and one process without."""
     run = trial(toy_job(tmp_path, name="undisturbed", steps=STEPS, workers={"min": 2, "max": 2}))

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -30,7 +29,6 @@ from elastic.control.recovery import MAX_DEATHS, UNREAD
 from elastic.data.cursor import Cursor
 from elastic.ids import WorkerId
 from elastic.job import Job
-from elastic.report.story import StepLine
 from elastic.runs import Run
 from elastic.train.local import run_local
 from storage.journal import owners
@@ -155,18 +153,10 @@ def in_state(state: str, generation: int) -> When:
     return lambda view: (view.state, view.generation) == (state, generation)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One worker in this process, without Ray; the samples by the cursor alone."""
-    bucket = tmp_path_factory.mktemp("undisturbed")
-    (bucket / "gate").touch()
-    job, cursor = job_of(bucket, "undisturbed"), Cursor(SAMPLES, 16, 0, "permutation")
-    lines: list[Any] = []
-    assert run_local(job, lines.append)[0] == "Finished"
-    losses = [line.loss for line in lines if isinstance(line, StepLine)]
-    steps = {step: tuple(cursor.microbatch_ids(step, i, 2) for i in range(job.microbatches)) for step in range(1, STEPS + 1)}
-    ledger = {step: SimpleNamespace(samples=ids) for step, ids in steps.items()}
-    return SimpleNamespace(hash=exported_hash(job), losses=losses, ledger=ledger)
+@pytest.fixture
+def undisturbed(script_reference: Any) -> Any:
+    """The same job, but for gates and deadlines."""
+    return script_reference
 
 
 def take_overs(job: Job) -> list[str]:

@@ -40,10 +40,10 @@ def job_of(bucket: Path, name: str, workers: int, **changes: Any) -> Job:
     return toy_job(bucket, **(values | changes))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
-    return alone(job_of(tmp_path_factory.mktemp("undisturbed"), "undisturbed", 1, data=data))
+@pytest.fixture
+def undisturbed(sixty: Any) -> Any:
+    """The same job, but for deadlines and pace."""
+    return sixty
 
 
 def told(chaos: Trial) -> list[str]:

@@ -59,12 +59,10 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
     assert_nothing_left(chaos)
 
 
-def test_all_workers_die_at_once(tmp_path: Path) -> None:
+def test_all_workers_die_at_once(tmp_path: Path, sixty: Any) -> None:
     """H2, R14: the coordinator starts new ones, which go on from the bucket; nobody is asked."""
-    steps, save_every = 60, 4
-    reference = toy_job(tmp_path / "reference", name="local", steps=steps)
-    assert run_local(reference, lambda line: None)[0] == "Finished"
-    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.01}}
+    steps, save_every = sixty.job.steps, 4
+    data = {"dataset": "tests.support.toys:Sums", "args": {**sixty.job.data.args, "read_s": 0.01}}
     job = toy_job(tmp_path, name="all-die", steps=steps, data=data, checkpoint={"save_every": save_every})
 
     def kill_all(witness: Witness, view: View) -> bool:
@@ -77,7 +75,7 @@ def test_all_workers_die_at_once(tmp_path: Path) -> None:
         return True
 
     chaos = trial(job, kill_all)
-    assert (chaos.result.state, chaos.hash) == ("Finished", exported_hash(reference))
+    assert (chaos.result.state, chaos.hash) == ("Finished", sixty.hash)
     killed = {each.worker: each.final["step"] for each in chaos.witness.killed()}
     assert sorted(killed) == ["w1", "w2"]
     # world rank 0 reported step 11; the other may have been about to apply it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from actors.chaos import Chaos
 from actors.coordinator import View
 from elastic.data.cursor import Cursor
 from elastic.sim.faults import Fault, Kind
-from elastic.train.local import run_local
 from tests.benchmarks.storm import Storm, judge
 from tests.support.chaos import Witness, trial
 from tests.support.commands import ROOT
@@ -31,11 +31,8 @@ DOUBLES = (
 
 @pytest.mark.must_run_in_ci
 @pytest.mark.timeout(240)
-def test_second_faults_while_stopping_and_forming(tmp_path: Path) -> None:
+def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any) -> None:
     """R8: one of three dies, a second while its world stops, another while the next one forms, which loses its store too."""
-    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
-    reference = toy_job(tmp_path / "reference", name="local", steps=STEPS, data=data)
-    assert run_local(reference, lambda line: None)[0] == "Finished"
     gate = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE_STEP, 0, 2)[0]
     args = {"samples": SAMPLES, "read_s": 0.02, "gates": {str(gate): str(tmp_path / "gate")}}
     job = toy_job(
@@ -60,7 +57,7 @@ def test_second_faults_while_stopping_and_forming(tmp_path: Path) -> None:
         struck = trial(job, act)
     finally:
         chaos.close()
-    found = judge(Storm(job, chaos, struck.witness, len(DOUBLES), result=struck.result), reference)
+    found = judge(Storm(job, chaos, struck.witness, len(DOUBLES), result=struck.result), sixty.job)
     assert not found["wrong"], found
     assert struck.losses[-1] <= 0.8 * struck.losses[0]
     assert {strike.state for strike in chaos.performed} == {"Running", "Stopping", "Forming"}

@@ -44,6 +44,19 @@ def connect(address: str | None) -> None:
     _leave_deaths_to_the_story()
 
 
+def check_here(address: str) -> None:
+    """Raises :class:`PlatformGaveUp` on a machine that is no node of any cluster: Ray itself would wait a minute to say so."""
+    try:
+        from ray._private.services import find_node_ids
+    except ImportError:  # a private call
+        return
+    if not find_node_ids():
+        raise PlatformGaveUp(
+            f"the cluster at {address} answers, but this machine is none of its nodes: give the same line on one of them, or submit it "
+            f"(ray job submit --address http://HEAD:8265 --working-dir . -- elastic …)"
+        )
+
+
 def own() -> bool:
     """Whether this process started the cluster, which then ends with it."""
     from ray._private import worker

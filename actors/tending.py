@@ -29,6 +29,8 @@ def _connected(job: Job) -> bool:
     owner = Run.open(job).owner()
     if owner is None or owner["address"] == "local" or not cluster.reachable(owner["address"]):
         return False
+    if not ray.is_initialized():
+        cluster.check_here(owner["address"])
     cluster.connect(owner["address"])
     return True
 

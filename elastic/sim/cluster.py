@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from elastic.control.builds import Build
 from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Kept, Lost, NodeFound, NodeRefused, StartFailed
 from elastic.control.states import RunState
 from elastic.ids import NodeId, Version, WorkerId
@@ -13,7 +14,7 @@ from elastic.plan.plan import Plan
 from elastic.sim.faults import Kind
 from elastic.sim.memory import Shelf, held_at
 from elastic.sim.network import Way
-from elastic.sim.truth import covers
+from elastic.sim.truth import check_manifest, covers
 from elastic.sim.worker import Worker
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class Cluster:
         self.keeper_up(node)
         self.clock.after(0.1 + BEAT_S * self.rng.random(), self._beat, node)
 
-    def host_of(self, node: NodeId) -> str:
-        return self.nodes[node].host if node in self.nodes else node
+    def build_of(self, node: NodeId) -> Build:
+        return Build(self.nodes[node].host if node in self.nodes else node)
 
     def add_misfit(self) -> None:
         """Its keeper finds another bucket; until it has said so, workers may be started there."""
@@ -303,7 +304,7 @@ class Cluster:
         """True when it is in; False when the store refused."""
         if self.bucket_fails():
             return False
-        self.sim.oracle.manifest(version, frozenset(self.bucket.shards.get(version, ())))
+        check_manifest(version, frozenset(self.bucket.shards.get(version, ())), self.sim.scenario.rows)
         self.bucket.manifests.add(version)
         return True
 

@@ -103,22 +103,6 @@ class Oracle:
             if newer > generation and world.completed_at[step] > at:
                 raise Violation(f"two worlds commit: generation {generation} does, step {step}, after generation {newer} did")
 
-    def goes(self, worker: Worker) -> None:
-        """``worker`` begins to step: on what it was really given."""
-        if worker.held & worker.garbage:
-            raise Violation(f"{worker.name} steps on garbage of a collective that was aborted")
-
-    def plan_arrives(self, worker: Worker, plan: Plan) -> None:
-        """What the plan says ``worker`` holds, it holds."""
-        for holding in plan.holders:
-            slot = (holding.version, holding.shard_count, holding.shard_index)
-            if holding.worker == worker.name and not holding.keeper and slot not in worker.held:
-                raise Violation(f"generation {plan.generation}: {worker.name} is said to hold {slot}, and holds {sorted(worker.held)}")
-
-    def manifest(self, version: Version, shards: frozenset[tuple[int, int]]) -> None:
-        if not covers(shards, self.sim.scenario.rows):
-            raise Violation(f"manifest of {version} with shards {sorted(shards)} only")
-
     # -- what the coordinator is told, and what it decides ------------------------------------------------------------
 
     def judge(self, before: RunState, event: Event, transition: Transition, by: Coordinator) -> None:

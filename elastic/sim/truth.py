@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 from elastic.ids import Version
 from elastic.plan.plan import Plan
+from elastic.sim.violation import Violation
+
+if TYPE_CHECKING:
+    from elastic.sim.worker import Worker
 
 if TYPE_CHECKING:
     from elastic.sim.oracle import Oracle
@@ -59,3 +63,26 @@ def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:
             fruitless += 1
         furthest = max(furthest, reached)
     return fruitless
+
+
+# ---- what can be judged at the moment it happens
+
+
+def check_start(worker: Worker) -> None:
+    """It begins to step: on what it was really given."""
+    if worker.held & worker.garbage:
+        raise Violation(f"{worker.name} steps on garbage of a collective that was aborted")
+
+
+def check_plan(worker: Worker, plan: Plan) -> None:
+    """What the plan says ``worker`` holds, it holds."""
+    for holding in plan.holders:
+        slot = (holding.version, holding.shard_count, holding.shard_index)
+        if holding.worker == worker.name and not holding.keeper and slot not in worker.held:
+            raise Violation(f"generation {plan.generation}: {worker.name} is said to hold {slot}, and holds {sorted(worker.held)}")
+
+
+def check_manifest(version: Version, shards: frozenset[tuple[int, int]], rows: tuple[int, ...]) -> None:
+    """It speaks of a whole state."""
+    if not covers(shards, rows):
+        raise Violation(f"manifest of {version} with shards {sorted(shards)} only")

@@ -14,7 +14,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from elastic.control.actions import Settle
-from elastic.control.builds import Build
 from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
 from elastic.control.events import Attached, Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
 from elastic.control.saving import begins
@@ -25,6 +24,7 @@ from elastic.sim.faults import Kind, Point
 from elastic.sim.memory import Memory
 from elastic.sim.network import Way
 from elastic.sim.process import Call, Process
+from elastic.sim.truth import check_plan, check_start
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class Worker(Process):
 
     def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
         super().__init__(sim, name, node)
-        self.host = sim.cluster.host_of(node)
         self.joined = False
         self.phase = Phase.IDLE
         self.planned = self.fenced = 0  # highest generation it has begun / will apply nothing more of
@@ -84,7 +83,7 @@ class Worker(Process):
 
     @property
     def introduction(self) -> Joined:
-        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.rows, Build(host=self.host))
+        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.rows, self.sim.cluster.build_of(self.node))
 
     def attached(self) -> None:
         """A coordinator has taken over: where this worker stands, and all that may have been told to nobody."""
@@ -120,7 +119,7 @@ class Worker(Process):
         if self.world is not None:
             self._deferred.append((self.form, (plan,)))
             return
-        self.sim.oracle.plan_arrives(self, plan)
+        check_plan(self, plan)
         self.planned, self.world, self.phase = plan.generation, self.sim.world(plan), Phase.FORMING
         self._planned_at, self._went = self.sim.clock.now, False
         self.shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(self.name))[1])
@@ -187,7 +186,7 @@ class Worker(Process):
         assert self.world is not None
         version = self.world.plan.version
         self.held, self._went = {(version, *self.shard)}, True
-        self.sim.oracle.goes(self)
+        check_start(self)
         self.leased_at = max(self.leased_at, self._ready_at)  # from its own word, not from the answer to it
         self._renew()  # at once: its Ready, from which the lease counts, may be long ago
         if version.step >= self.sim.rules.target_step:

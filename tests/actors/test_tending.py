@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -23,7 +25,7 @@ from elastic.job import Job
 from elastic.runs import Run
 from elastic.train.counters import Counters, segment
 from elastic.train.preflight import preflight
-from tests.support.commands import assert_no_actor_left, view_of
+from tests.support.commands import ROOT, assert_no_actor_left, view_of
 from tests.support.processes import Watched
 from tests.support.toys import toy_job
 
@@ -123,6 +125,23 @@ def test_clean_by_force_ends_a_run_that_lives(tmp_path: Path, capsys: Shown) -> 
     assert main(["clean", str(tmp_path / "job.toml"), "--force"]) == 0
     assert "removed actor forced/coordinator" in capsys.readouterr().out
     assert_no_actor_left("forced")
+
+
+@pytest.mark.full
+def test_from_a_machine_that_is_no_node_it_is_said_what_to_do(tmp_path: Path) -> None:
+    """It reaches the cluster's head, and no process of the cluster runs there (a pid namespace of its own)."""
+    begun(tmp_path, "elsewhere", steps=10_000)
+    until(lambda: reached("elsewhere", 1))
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "elastic"]
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": str(ROOT)}
+    for command in ("stop", "status", "attach", "clean"):
+        done = subprocess.run(
+            [*alone, command, str(tmp_path / "job.toml")], env=ours, capture_output=True, text=True, timeout=50, check=False
+        )
+        assert done.returncode == 2 and "answers, but this machine is none of its nodes" in done.stdout, done
+    view = view_of("elsewhere")
+    assert view is not None and not view.stopping
+    assert main(["clean", str(tmp_path / "job.toml"), "--force"]) == 0
 
 
 def test_nothing_of_another_run_is_removed() -> None:

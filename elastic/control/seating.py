@@ -59,11 +59,13 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     layout = layout_of(len(there), rules)
     if layout is None or not run.keepers:
         return None
-    members = _choose_members(run, there, layout.world)
-    source = newest_source(run, members)
+    kept = stock.copies(run)
+    members = _choose_members(run, there, layout.world, kept)
+    source = newest_source(run, members, kept)
     store = _store_node(run, members)
     nodes = tuple(run.workers[member].node for member in members)
     paired = rules.buddy_every and set(nodes) <= stock.buddies_of(run, rules, nodes).keys()
+    copied, buddied = stock.complete_before(run, source.version)
     named = {holding.keeper for holding in source.holders} - {LIVE}
     return Plan(
         run.incarnation,
@@ -78,8 +80,8 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         hosts=tuple((keeper, run.hosts[keeper].address) for keeper in sorted(named)),
         copy_every=rules.copy_every,
         buddy_every=rules.buddy_every if paired else 0,
-        protected=newest_covered(stock.copies(run), run.rows) or stock.complete_before(run, source.version)[0],
-        buddied=stock.complete_before(run, source.version)[1],
+        protected=newest_covered(kept, run.rows) or copied,
+        buddied=buddied,
     )
 
 
@@ -93,9 +95,9 @@ def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
     return held
 
 
-def newest_source(run: RunState, members: Sequence[WorkerId]) -> Source:
-    """The newest version that ``members`` can begin from; of several places that have it the nearest."""
-    held, kept = held_by(run, members), stock.copies(run)
+def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Holding] = ()) -> Source:
+    """The newest version that ``members`` can begin from, also of the copies ``kept``; of several places that have it the nearest."""
+    held = held_by(run, members)
     live = newest_covered(held, run.rows)
     host = newest_covered([*held, *kept], run.rows) if kept else live
     stored = run.saved[-1] if run.saved else None
@@ -107,9 +109,9 @@ def newest_source(run: RunState, members: Sequence[WorkerId]) -> Source:
     return Source(version, tier, tuple(each for each in holders if each.version == version))
 
 
-def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int) -> tuple[WorkerId, ...]:
+def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept: Sequence[Holding] = ()) -> tuple[WorkerId, ...]:
     """Leave out those that hold least, from the end, but nobody without whom the newest version is incomplete."""
-    members, kept = list(there), stock.copies(run) if len(there) > world else []
+    members = list(there)
     while len(members) > world:
         held = held_by(run, members)
         newest = newest_covered(held, run.rows)

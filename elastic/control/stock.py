@@ -58,15 +58,11 @@ def copies(run: RunState) -> list[Holding]:
     if run.stock != run.generation:
         return []
     on_line = cache(partial(counts, run))
-    return [each for node in run.keepers if node in run.hosts for each in sorted(run.hosts[node].kept, key=_order) if on_line(each.version)]
+    return [each for node in run.keepers if node in run.hosts for each in run.hosts[node].kept if on_line(each.version)]
 
 
 def counts(run: RunState, version: Version) -> bool:
     return lineage.contains(run.lineage, version) or (version.generation == run.silent > 0 and version.step > run.step)
-
-
-def _order(holding: Holding) -> tuple[Version, int, int, str]:
-    return holding.version, holding.shard_count, holding.shard_index, holding.worker
 
 
 def line_of(run: RunState, version: Version) -> lineage.Lineage:

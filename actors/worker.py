@@ -82,6 +82,8 @@ class Worker:
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.worker, device, checkpoints, self.report)
         warm_up(session, device)
+        if session.copier is not None:
+            session.copier.ready()
         threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
         self._joined = Joined(self.worker, cluster.here(), kind_of(device), rows, build)
         self.report(self._joined)

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from elastic.control.commit import Outcome
-from elastic.control.copying import Copies, Copy
+from elastic.control.copying import Copies, Copy, slots_for
 from elastic.copies.digest import digests
 from elastic.copies.region import SLOT, Frame, Region, fields_of, frame
 from elastic.ids import Version, WorkerId
@@ -50,6 +50,7 @@ class Copier:
         self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
+        self._way.pin(slots_for(plan.buddy_every))
         self._copy(shard)
 
     def leave(self) -> None:
@@ -72,7 +73,7 @@ class Copier:
         for name, copy in (("send", copies.sent), ("safe", copies.buddied)):
             if copy is not None:
                 self.region.set_version(name, copy.version)
-        slot = copies.slot(self.region.all_held())
+        slot = copies.slot(self.region.all_held()[: slots_for(copies.plan.buddy_every)])
         if slot is None or copies.begun is None:
             return
         self._way.wait()
@@ -116,6 +117,9 @@ class _Threaded:
     def ready(self) -> None:
         """At once."""
 
+    def pin(self, slots: int) -> None:
+        """There is nothing to pin for."""
+
     def begin(self, slot: int, copy: Copy, shard: Shard) -> None:
         self._under_way = self._pool.submit(self._copy, slot, copy, self.copier.parts(slot, shard))
 
@@ -150,13 +154,22 @@ class _Streamed:
         self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._header = torch.zeros(len(SLOT), dtype=torch.int64, device=device)
         self._under_way = False
-        self._pinning = threading.Thread(target=self._pin, name="pin", daemon=True)
-        self._pinning.start()
+        self._pinned = 0
+        self._pinning = threading.Thread()
+        self.pin(slots_for(buddy_every=0))
 
-    def _pin(self) -> None:
-        """Once: headers and digests with the first slot, then slot by slot.  Copies to memory that is not pinned hold up the host."""
-        began, region, start = time.monotonic(), self.copier.region, 0
-        for slot in range(region.slots):
+    def pin(self, slots: int) -> None:
+        """So many slots, in the background: once, for it takes a second for every five gigabytes."""
+        if slots > self._pinned:
+            self._pinning = threading.Thread(target=self._pin, args=(self._pinned, slots), name="pin", daemon=True)
+            self._pinned = slots
+            self._pinning.start()
+
+    def _pin(self, first: int, last: int) -> None:
+        """Headers and digests with the first slot.  Copies to memory that is not pinned hold up the host."""
+        began, region = time.monotonic(), self.copier.region
+        start = region.data_at(first) if first else 0
+        for slot in range(first, last):
             end = region.data_at(slot) + region.slot_bytes
             code = torch.cuda.cudart().cudaHostRegister(self.copier.memory[start:end].data_ptr(), end - start, 0)
             if int(code):

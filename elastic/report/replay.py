@@ -6,7 +6,7 @@ and actions must be the same, so a kept journal is a regression test of every de
 the same version and the same rules would say: another version may word them better.
 
 Beats, ticks, renewals and capacities are recorded only where something came of them; the next record says what they had changed by then.
-Records of format 1 say only what of that the decision left as it was, so there those fields are taken from what it changed.
+Records of format 1 say only what of that the decision left, so there those fields are taken from what it changed.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, senten
     known = dict(snapshot["run"])
     codec.fold(snapshot, ())  # refuses a format that is not ours
     for record in records:
-        quiet = {name: value for name, value in record["changed"].items() if name in QUIET}
-        known.update(quiet if snapshot["format"] == 1 else record.get("meanwhile", {}))
-        decided = advance(codec.decode_run(known), codec.decode_event(record["event"]), record["at"], rules)
+        known.update(record.get("meanwhile", {}))
+        before = {**known, **_quiet(known, record)} if snapshot["format"] == 1 else known
+        decided = advance(codec.decode_run(before), codec.decode_event(record["event"]), record["at"], rules)
         state = type(decided.run.state).__name__
         if state != record["state"]:
             yield Difference(record["n"], "state", record["state"], state)
@@ -176,3 +176,10 @@ def _in_the_words_of(recorded: Any, ours: Any) -> Any:
     if isinstance(recorded, list) and isinstance(ours, list) and len(recorded) == len(ours):
         return [_in_the_words_of(*pair) for pair in zip(recorded, ours, strict=True)]
     return ours
+
+
+def _quiet(known: Json, record: Json) -> dict[str, Any]:
+    """What a record of format 1 tells of the quiet fields before its decision; the room that was there, less who was started, is left."""
+    started = sum(len(action["workers"]) for action in record["actions"] if action["$"] == "StartWorkers")
+    quiet = {name: value for name, value in record["changed"].items() if name in QUIET}
+    return {**quiet, "slots": quiet.get("slots", known["slots"]) + started}

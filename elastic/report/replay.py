@@ -182,4 +182,4 @@ def _quiet(known: Json, record: Json) -> dict[str, Any]:
     """What a record of format 1 tells of the quiet fields before its decision; the room that was there, less who was started, is left."""
     started = sum(len(action["workers"]) for action in record["actions"] if action["$"] == "StartWorkers")
     quiet = {name: value for name, value in record["changed"].items() if name in QUIET}
-    return {**quiet, "slots": quiet.get("slots", known["slots"]) + started}
+    return {**quiet, "slots": {**known, **quiet}["slots"] + started}

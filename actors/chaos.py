@@ -86,8 +86,10 @@ class Hand:
         self._thaw(frozen, duration_s)
 
     def _thaw(self, processes: list[int], after_s: float) -> None:
-        self._thaws.append((threading.Timer(after_s, _send, (processes, signal.SIGCONT)), processes))
-        self._thaws[-1][0].start()
+        timer = threading.Timer(after_s, _send, (processes, signal.SIGCONT))
+        timer.daemon = True
+        timer.start()
+        self._thaws.append((timer, processes))
 
     def rest(self) -> None:
         """Returns when all that it has stopped goes on again, or has ended."""

@@ -216,7 +216,7 @@ class Group:
                 self.tell(f"where {worker} stood is in {self.job.bucket}/{key}")
 
         keeper.examine.remote(self.incarnation, worker).future().add_done_callback(done)
-        late = threading.Timer(EXAMINE_S, self._kill, (worker,))
+        late = threading.Timer(EXAMINE_S + 1, self._kill, (worker,))
         late.daemon = True
         late.start()
 

@@ -20,7 +20,7 @@ from storage.objects import ObjectStore
 LINES = 200
 MOST_BYTES = 2**18
 """Of a log, from its end."""
-EXAMINE_S = 3.0
+EXAMINE_S = 6.0
 """For finding out where a process stands, before it is ended all the same."""
 QUIET_S = 0.1
 """A fault handler that has written nothing for so long has written all."""

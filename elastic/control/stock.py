@@ -42,6 +42,7 @@ def ask_again(turn: Turn, node: NodeId) -> None:
     """Of a keeper that has come up while the others are being asked: it finds its living workers' copies again."""
     run = turn.run
     if run.stock == run.generation > 0 and isinstance(run.state, Waiting | Stopping):
+        turn.know(stock_until=turn.now + turn.rules.fence_s)
         turn.do(TakeStock(run.generation, (node,)))
 
 

@@ -138,7 +138,7 @@ def test_mixing_versions_is_noticed() -> None:
 def test_taking_copies_from_a_keeper_that_is_lost_is_noticed() -> None:
     """The rule is kept twice: its copies are forgotten with it, and only keepers that are there are looked at."""
     forgotten = Edit("membership", "    turn.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})", "")
-    there = Edit("stock", "for node in run.keepers if node in run.hosts for", "for node in run.hosts for")
+    there = Edit("stock", "for node in run.keepers if node in run.hosts and", "for node in run.hosts if")
     assert "takes copies from" in killed_by("faithful", forgotten, there)
 
 

@@ -85,7 +85,7 @@ class CopiesOracle:
 
     def judge(self, before: RunState, action: Action) -> None:
         match action:
-            case TakeStock() if set(action.keepers) >= set(before.keepers):
+            case TakeStock() if action.generation not in self.asked or set(action.keepers) >= set(before.keepers):
                 self.asked[action.generation] = self.sim.coordinators.present.now
             case Release():
                 self._judge_release(before, action)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import threading
 import time
@@ -50,6 +51,9 @@ PERFORMED = (*HARMLESS, Kind.BUCKET_DAMAGE)
 class Hand:
     """On one node: what is to be done to processes there.  It outlives what it stops, to set it going again."""
 
+    def __init__(self) -> None:
+        self._thaws: list[tuple[threading.Timer, list[int]]] = []
+
     def stands(self, run: str, worker: str) -> tuple[int, int, int]:
         """(pid, generation, step completed) of a worker here; FileNotFoundError if it has gone."""
         counters = Counters(segment(run, worker), create=False)
@@ -62,7 +66,7 @@ class Hand:
         process = os.pidfd_open(pid)
         signal.pidfd_send_signal(process, signal.Signals[name])
         if thaw_after_s is not None:
-            threading.Timer(thaw_after_s, _send, ([process], signal.SIGCONT)).start()
+            self._thaw([process], thaw_after_s)
 
     def slow(self, pid: int, times: float, duration_s: float) -> None:
         """It works for one part in ``times`` of the duration."""
@@ -79,7 +83,19 @@ class Hand:
         """Every process of this node but this one stands still."""
         frozen = _others()
         _send(frozen, signal.SIGSTOP)
-        threading.Timer(duration_s, _send, (frozen, signal.SIGCONT)).start()
+        self._thaw(frozen, duration_s)
+
+    def _thaw(self, processes: list[int], after_s: float) -> None:
+        timer = threading.Timer(after_s, _send, (processes, signal.SIGCONT))
+        timer.daemon = True
+        timer.start()
+        self._thaws.append((timer, processes))
+
+    def rest(self) -> None:
+        """Returns when all that it has stopped goes on again, or has ended."""
+        for timer, processes in self._thaws:
+            while timer.is_alive() and len(select.select(processes, [], [], 0)[0]) < len(processes):
+                timer.join(POLL_S)
 
 
 def _send(processes: Iterable[int], number: signal.Signals) -> None:
@@ -316,7 +332,10 @@ class Chaos:
         return self._hands[node]
 
     def close(self) -> None:
-        """The hands let go."""
+        """The hands let go, once what they have stopped goes on: who lets go before leaves it so."""
+        longest_s = max((strike.fault.get("duration_s", 0.0) for strike in self.strikes), default=0.0)
+        resting = [hand.rest.remote() for hand in self._hands.values()]
+        ray.wait(resting, num_returns=len(resting), timeout=longest_s + CALL_S) if resting else None
         for hand in self._hands.values():
             ray.kill(hand)
 

@@ -185,7 +185,7 @@ class Broken:
 
     cause "peer": a collective failed; "job": the user's code raised (``signature``: exception type and user frame);
     "device": its process cannot use its device any more and is to be replaced (``signature``: what the device says); "damaged":
-    ``version`` in the bucket cannot be read; "lease": its lease ran out.
+    ``version`` in the bucket cannot be read; "copy": nor can a keeper's copy (``signature``: its node); "lease": its lease ran out.
     """
 
     worker: WorkerId

@@ -197,6 +197,8 @@ class RunState:
     """The generation after which keepers were asked what they hold ..."""
     stock_until: float = 0.0
     """... and until when an answer is waited for."""
+    unreadable: tuple[NodeId, ...] = ()
+    """Keepers from whose copies a member could not take what it was to, since the last commit."""
     silent: int = 0
     """The generation before, if none of its members is left that said what it had seen: its copies may know more."""
     buddies: dict[NodeId, NodeId] = field(default_factory=dict)

@@ -42,6 +42,7 @@ def ask_again(turn: Turn, node: NodeId) -> None:
     """Of a keeper that has come up while the others are being asked: it finds its living workers' copies again."""
     run = turn.run
     if run.stock == run.generation > 0 and isinstance(run.state, Waiting | Stopping):
+        turn.know(stock_until=turn.now + turn.rules.fence_s)
         turn.do(TakeStock(run.generation, (node,)))
 
 
@@ -53,12 +54,18 @@ def kept(turn: Turn, event: Kept) -> None:
     turn.know(hosts={**run.hosts, event.node: host})
 
 
+def unreadable(turn: Turn, node: NodeId) -> None:
+    """A member could not read what it was to take there.  Whatever the keeper says, nothing is taken from it before another commit."""
+    turn.know(unreadable=(*turn.run.unreadable, node))
+
+
 def copies(run: RunState) -> list[Holding]:
     """What keepers have said to hold of versions on the lineage, or of later ones of a world of which nobody can say more."""
     if run.stock != run.generation:
         return []
     on_line = cache(partial(counts, run))
-    return [each for node in run.keepers if node in run.hosts for each in run.hosts[node].kept if on_line(each.version)]
+    nodes = [node for node in run.keepers if node in run.hosts and node not in run.unreadable]
+    return [each for node in nodes for each in run.hosts[node].kept if on_line(each.version)]
 
 
 def counts(run: RunState, version: Version) -> bool:
@@ -100,6 +107,8 @@ def committed(turn: Turn, outcome: Outcome) -> None:
     run, plan = turn.run, turn.plan
     if not plan.copy_every:
         return
+    if run.unreadable:
+        turn.know(unreadable=())
     copied = version_at(plan, outcome.copied_through) or run.copied
     buddied = version_at(plan, outcome.buddied_through) or run.buddied
     turn.know(copied=copied, buddied=buddied)

@@ -12,7 +12,7 @@ from elastic.control.events import Broken, StopRequested
 from elastic.control.health import Stall
 from elastic.control.states import NEVER, Finishing, JobFailure, Running, Stopping, Waiting
 from elastic.control.turn import Turn, count, names
-from elastic.ids import WorkerId
+from elastic.ids import NodeId, WorkerId
 
 
 def pause(turn: Turn, cause: str, *, save: bool) -> None:
@@ -95,6 +95,8 @@ def broken(turn: Turn, event: Broken) -> None:
         membership.unfit(turn, event.worker, what)
     if event.cause == "damaged" and event.version is not None:
         checkpoints.damaged(turn, event.version, f"{event.worker}: {event.detail}")
+    if event.cause == "copy":
+        stock.unreadable(turn, NodeId(event.signature))
     cause = f"{event.worker} cannot go on ({event.cause}: {what})"
     if isinstance(state, Stopping):
         turn.amend(job_error=state.job_error or job_error)

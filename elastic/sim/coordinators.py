@@ -257,18 +257,25 @@ class Coordinators:
 
     def _heard_by(self, worker: Worker) -> list[Coordinator]:
         """Whom the worker means: the one it has heard last, as long as that lives."""
-        known = [each for each in self.all[:-1] if each.acts and each.incarnation == max(worker.incarnation, 1)]
+        known = [each for each in self.all[:-1] if each.acts and each.incarnation == worker.incarnation]
         beside = [each for each in self.all[:-1] if each.acts and each.cut and worker.node in each.side]
         return known or beside or [self.present]
 
     def tell(self, event: Event) -> None:
-        """What the cluster tells everybody who asks."""
+        """What the cluster tells everybody whom its head reaches; a node's own word, everybody whom the node does."""
+        own = event.node if isinstance(event, Beat | KeeperUp) else None
         for each in self.all:
-            if isinstance(event, Beat | KeeperUp) and not each.reaches(event.node):
-                if each is self.present and isinstance(event, KeeperUp):  # said again, until it is heard
-                    self.sim.clock.after(AGAIN_S, self.tell, event)
-            elif not each.cut or each is self.present:
+            if each.reaches(own) if own is not None else not each.cut:
                 each.receive(event)
+            elif each is self.present and not isinstance(event, Beat):  # said to whoever asks next
+                self.sim.clock.after(AGAIN_S, self._tell_present, event)
+
+    def _tell_present(self, event: Event) -> None:
+        present = self.present
+        if present.cut or (isinstance(event, KeeperUp) and not present.reaches(event.node)):
+            self.sim.clock.after(AGAIN_S, self._tell_present, event)
+        else:
+            present.receive(event)
 
     # -- what happens to them -----------------------------------------------------------------------------------------
 

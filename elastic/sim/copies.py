@@ -85,7 +85,7 @@ class CopiesOracle:
 
     def judge(self, before: RunState, action: Action) -> None:
         match action:
-            case TakeStock() if set(action.keepers) >= set(before.keepers):
+            case TakeStock() if action.generation not in self.asked or set(action.keepers) >= set(before.keepers):
                 self.asked[action.generation] = self.sim.coordinators.present.now
             case Release():
                 self._judge_release(before, action)
@@ -133,10 +133,10 @@ class CopiesOracle:
         kept = [each for each in plan.holders if each.keeper]
         if kept and plan.tier in ("init", "live"):
             raise Violation(f"tier {plan.tier}, and {kept[0]} is a copy")
-        if wrong := [each for each in kept if each not in self.heard[before.generation].get(each.keeper, ())]:
-            raise Violation(f"generation {plan.generation}: nobody has said {wrong[0]}")
         if lost := {each.keeper for each in kept} - set(after.keepers):
             raise Violation(f"generation {plan.generation} takes copies from {sorted(lost)}, and no such keeper is there")
+        if wrong := [each for each in kept if each not in self.heard[before.generation].get(each.keeper, ())]:
+            raise Violation(f"generation {plan.generation}: nobody has said {wrong[0]}")
         shards: dict[Version, set[tuple[int, int]]] = defaultdict(set)
         for node, said in self.heard[before.generation].items():
             for each in set(said) & set(held_at(self.sim.cluster, node)) if node in after.keepers else ():

@@ -69,17 +69,10 @@ class Journal:
     def _by_keepers(self) -> bool:
         """Does a majority hold it all, of every list since the last time that one did?"""
         holds = {node for node, keeper in self.sim.cluster.nodes.items() if self._holds_all(keeper)}
-        if not self._majority(holds):
+        if not all(2 * len(holds.intersection(keepers)) > len(keepers) for keepers in self._lists if keepers):
             return False
         self._all_safe()
         return True
-
-    def _majority(self, holds: set[NodeId]) -> bool:
-        return all(self.majority_of(holds, keepers) for keepers in self._lists)
-
-    @staticmethod
-    def majority_of(holds: set[NodeId], keepers: tuple[NodeId, ...]) -> bool:
-        return not keepers or 2 * len(holds.intersection(keepers)) > len(keepers)
 
     def _holds_all(self, keeper: Node) -> bool:
         mine = keeper.tail is not None and keeper.tail[:2] == (self.coordinator.incarnation, self.records)
@@ -138,7 +131,8 @@ class Journal:
         """What the coordinator of ``incarnation`` can read, and whether that is all that was acted on.  From now on its keepers heed it."""
         cut = {node for each in self.sim.coordinators.all if each.cut for node in each.side}
         now = self.sim.clock.now
-        nodes = [n for n in self.sim.cluster.nodes.values() if n.keeper and n.frozen_until <= now and n.name not in cut]
+        there = (node for node in self.sim.cluster.nodes.values() if node.keeper and not node.declared_dead)
+        nodes = [node for node in there if node.frozen_until <= now and node.name not in cut]
         for node in nodes:
             node.heed(incarnation)
         copies: list[Copy] = [self.sim.coordinators.written, *(node.tail for node in nodes if node.tail is not None)]

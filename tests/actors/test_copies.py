@@ -62,6 +62,7 @@ class Desk:
         self.run = Run(job, Store(opened.filesystem, opened.root))
         self.mandate = Mandate(self.run, self.run.claim("here", "one", "a"), mandate_s, time.monotonic())
         self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
+        ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up
         self.known = replace(RunState.begin(1, 0.0), keepers=tuple(self.keepers))
         self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.known))
         self.copies = Copies(self.journal, self.mandate, self.keepers, self.known)

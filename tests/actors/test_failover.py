@@ -177,10 +177,14 @@ def assert_taken_over(chaos: Trial, killer: Killer, states: Sequence[str]) -> No
 class Zombie(Killer):
     """After the coordinator was killed and followed, somebody still gives orders in its name."""
 
+    killed_at = 0
+
     def __call__(self, witness: Witness, view: View) -> bool:
+        if not self.ends:
+            self.killed_at = view.step
         self.look(witness, view)
-        if not self.ends or view.incarnation != 2 or view.state != "Running":
-            return False
+        if not self.ends or view.incarnation != 2 or view.state != "Running" or view.step <= self.killed_at:
+            return False  # the workers have heard the next one once they have told it of steps
         workers = [ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE) for worker in view.workers]
         for order in (("fence", 1), ("settle", 1, None), ("exit",), ("pause", 1, True)):
             ray.get([worker.obey.remote(1, *order) for worker in workers])

@@ -48,9 +48,9 @@ def test_replicas_one_after_another(tmp_path: Path, script_reference: Any) -> No
 @pytest.mark.must_run_in_ci
 @pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.full)], ids=["host", "bucket"])
 def test_shards_one_after_another(tmp_path: Path, script_reference: Any, copies: bool) -> None:
-    """R1, R4, R14: 3→2→3→2→3→2→3, each time from what the dead worker left in host memory; without copies, from the bucket.  World
+    """R1, R4, R14: 3→2→3→2→3, each time from what the dead worker left in host memory; without copies, from the bucket.  World
     rank 0 is a victim too, so that what it alone could tell is told by the others; at last one raises."""
-    strikes = [("forward", "SIGKILL", 1), ("save", "SIGKILL", 1), ("before_update", "SIGSEGV", 0), ("before_update", "exception", 1)]
+    strikes = [("forward", "SIGKILL", 1), ("before_update", "SIGSEGV", 0), ("before_update", "exception", 1)]
     survives(one_after_another("shard", 3, strikes, copies=copies), tmp_path, script_reference)
 
 

@@ -100,7 +100,7 @@ def told(chaos: Trial) -> list[str]:
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("layout", ["replicate", "shard"])
 def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, door: Door, reference: Any, layout: str, way: Way) -> None:
-    """Of replicas none loses a step; shards wait for the bucket and go on from its newest checkpoint that counts."""
+    """R11: of replicas none loses a step; shards wait for the bucket and go on from its newest checkpoint that counts."""
     gate = tmp_path / "gate"
     layouts: dict[str, dict[str, Any]] = {"replicate": {}, "shard": {"dp_replicate": 1}}
     job = job_of(

@@ -63,7 +63,7 @@ def test_all_workers_die_at_once(tmp_path: Path, sixty: Any) -> None:
     """H2, R14: the coordinator starts new ones, which go on from the bucket; nobody is asked."""
     steps, save_every = sixty.job.steps, 4
     data = {"dataset": "tests.support.toys:Sums", "args": {**sixty.job.data.args, "read_s": 0.01}}
-    job = toy_job(tmp_path, name="all-die", steps=steps, data=data, checkpoint={"save_every": save_every})
+    job = toy_job(tmp_path, name="all-die", steps=steps, data=data, checkpoint={"save_every": save_every}, copies={"copy_every": 0})
 
     def kill_all(witness: Witness, view: View) -> bool:
         if view.step < 11 or len(witness.seen) < 2:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -20,23 +21,21 @@ from tests.support.chaos import exported_hash
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.toys import toy_job
 
-STEPS = 80
+STEPS = 60
 
 
-def job_of(folder: Path, name: str, read_s: float = 0.02, **changes: object) -> Job:
+def job_of(folder: Path, name: str, read_s: float = 0.04, **changes: object) -> Job:
     """Slow enough to be met on the way."""
-    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": read_s}}
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "read_s": read_s}}
     job = toy_job(folder / "bucket", name=name, steps=STEPS, data=data, **changes)
     (folder / "job.toml").write_text(job.to_toml())
     return job
 
 
-@pytest.fixture(scope="module")
-def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture
+def undisturbed_hash(sixty: Any) -> str:
     """Of the same job, on a disk that is not slow."""
-    job = toy_job(tmp_path_factory.mktemp("local"), name="local", steps=STEPS)
-    assert run_local(job, lambda line: None)[0] == "Finished"
-    return exported_hash(job)
+    return str(sixty.hash)
 
 
 def reached(name: str, step: int) -> Callable[[], bool]:
@@ -73,6 +72,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed_h
     assert main(["status", str(tmp_path / "job.toml"), "--once"]) == 0
     assert f"is not running; newest good checkpoint: step {stopped_at}" in capsys.readouterr().out
 
+    job_of(tmp_path, "ctrl-c", read_s=0.0)
     again = train(tmp_path)
     assert again.wait() == 0, again.text
     assert f"at step {stopped_at} (bucket)" in again.text
@@ -100,6 +100,7 @@ def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbe
     assert any("its driver has not been heard for 2 s" in reason for reason in reasons)
     assert f"resumes from step {newest.step}" in reasons[-1]
 
+    job = job_of(tmp_path, "vanished", read_s=0.0)
     assert run_local(job, lambda line: None)[0] == "Finished"
     assert exported_hash(job) == undisturbed_hash
 
@@ -123,7 +124,7 @@ def attached(command: Command) -> Callable[[], bool]:
 @pytest.mark.must_run_in_ci
 def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, undisturbed_hash: str, capsys: pytest.CaptureFixture[str]) -> None:
     """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first make them leave, and no more."""
-    job = job_of(tmp_path, "detached", read_s=0.08, on_driver_exit="detach")  # a second driver comes and goes meanwhile
+    job = job_of(tmp_path, "detached", read_s=0.12, on_driver_exit="detach")  # a second driver comes and goes meanwhile
     first = train(tmp_path)
     first.until(reached("detached", 1))
     assert "the run trains on when this command is gone; `elastic stop` with its job file stops it" in first.text

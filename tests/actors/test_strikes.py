@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 import ray
 
-from actors.chaos import Chaos
+from actors.chaos import Chaos, Hand
 from actors.cli import main
 from actors.coordinator import View
 from actors.launch import attach, launch
@@ -21,6 +22,7 @@ from elastic.sim.faults import Fault, Kind, to_json
 from elastic.train.local import run_local
 from storage.objects import ObjectStore
 from tests.support.chaos import Witness, assert_nothing_left, exported_hash, formed, samples, trial
+from tests.support.processes import state
 from tests.support.toys import toy_job
 
 STEPS, GATE = 60, 20
@@ -34,6 +36,17 @@ def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "job.toml").write_text(job.to_toml())
     assert main(["chaos", str(tmp_path / "job.toml"), "--kinds", "earthquake"]) == 1
     assert "--kinds: 'earthquake' is not a valid Kind" in capsys.readouterr().out
+
+
+def test_a_hand_rests_when_what_it_stopped_goes_on_or_has_ended() -> None:
+    hand = Hand()
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        hand.signal(sleeper.pid, "SIGSTOP", 0.2)
+        hand.rest()
+        assert state(sleeper.pid) == "S"
+        hand.signal(sleeper.pid, "SIGSTOP", 600.0)
+        sleeper.kill()
+        hand.rest()
 
 
 @pytest.mark.full

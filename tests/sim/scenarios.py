@@ -82,6 +82,27 @@ def severed(seed: int) -> Scenario:
     return replace(scenario, faults=(*cuts, *deaths), rules=rules, stop_at_s=None, error_step=None)
 
 
+def abandoned(seed: int) -> Scenario:
+    """A coordinator goes on with the rest of its world, cut off together with all nodes; another one knows only the world before."""
+    rng = random.Random(seed)
+    at = rng.uniform(8.0, 14.0)
+    cut = Fault(at, Kind.COORDINATOR_CUT, duration_s=rng.uniform(22.0, 30.0), amount=1.0)
+    deaths = (Fault(at + rng.uniform(0.1, 1.0), Kind.SIGKILL, rng.randrange(3)), Fault(0.0, Kind.KILL_LOST, duration_s=80.0, amount=1.0))
+    rules = small_rules(1, 3, LayoutRule(None, None, 1, "all"), target_step=60, save_every=50)
+    return Scenario(rules=rules, faults=(cut, *deaths), nodes=3, slots=5)
+
+
+def forgetting(seed: int) -> Scenario:
+    """Coordinators die with their disks, and all workers with them: what remains is what is in the bucket, and who knows of it."""
+    rng = random.Random(seed)
+    blows = [rng.uniform(5.0, 40.0) for _ in range(5)]
+    disks = (Fault(at - 0.01, Kind.DISK_LOSS) for at in blows)
+    deaths = (Fault(at, Kind.COORDINATOR_KILL, duration_s=1.0) for at in blows)
+    workers = (Fault(at + 0.1, Kind.SIGKILL, -1) for at in blows)
+    rules = small_rules(1, 2, LayoutRule(None, None, 1, "all"), target_step=30, save_every=1)
+    return Scenario(rules=replace(rules, max_fruitless=50), faults=(*disks, *deaths, *workers), nodes=2, slots=3)
+
+
 def skewed(seed: int) -> Scenario:
     """Every member's clock is slow."""
     scenario = isolation(seed)
@@ -98,7 +119,21 @@ def isolated_interregnum(seed: int) -> Scenario:
 
 ALL = {
     each.__name__: each
-    for each in (drawn, poor, storm, barren, edge, isolation, interregnum, usurpers, severed, skewed, isolated_interregnum)
+    for each in (
+        drawn,
+        poor,
+        storm,
+        barren,
+        edge,
+        isolation,
+        interregnum,
+        usurpers,
+        severed,
+        abandoned,
+        forgetting,
+        skewed,
+        isolated_interregnum,
+    )
 }
 
 

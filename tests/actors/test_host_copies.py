@@ -1,0 +1,68 @@
+"""R1, R2 where copies in host memory are not what they should be: nothing that is bent is taken for state.
+
+That they heal is shown by the kill matrix (``test_kill_points.py``: shards), by nodes that die (``test_nodes.py``) and by storms.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.coordinator import View
+from elastic.copies.region import Region
+from elastic.report.ledger import ledger
+from elastic.report.story import Sentence
+from elastic.runs import Run
+from tests.support.chaos import Witness, assert_nothing_left, formed, samples, trial
+from tests.support.kills import Script
+from tests.support.room import Room
+
+STEP = 9
+
+
+def bend(region: Region) -> int:
+    """One bit in each slot; how many hold a copy."""
+    copies = 0
+    for slot in range(region.slots):
+        region.data(slot)[7] ^= 1
+        copies += region.held(slot) is not None
+    region.close()
+    return copies
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("bent", [True, False], ids=["bent", "whole"])
+def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: Any, bent: bool) -> None:
+    """Of three shards one is left only in the keeper's memory, where a bit has changed: who reads it notices, the keeper forgets it, and
+    the next world begins from the bucket, with the right bits.  The control is the same without the bit."""
+    script, room, found = Script("shard", 3), Room(), list[int]()
+
+    def act(witness: Witness, view: View) -> bool:
+        """Frozen, so that no copy follows, then killed."""
+        if view.state != "Running" or view.step < STEP or len(witness.seen) < 3:
+            return False
+        victim = witness.seen[max(view.workers)]
+        victim.process.kill(signal.SIGSTOP)
+        region = Region.of_process(victim.process.pid, victim.counters["copies"])
+        found.append(bend(region) if bent else 0)
+        victim.process.kill()
+        return True
+
+    try:
+        room.take(ray.cluster_resources()["CPU"] - 3)
+        chaos = trial(script.job(tmp_path, "bent"), act)
+    finally:
+        room.close()
+    worlds = formed(Run.open(chaos.job).records())
+    assert (chaos.result.state, chaos.hash) == ("Finished", script_reference.hash)
+    assert samples(ledger(Run.open(chaos.job).records())) == samples(script_reference.ledger)
+    assert [world.tier for world in worlds[1:3]] == (["host", "bucket"] if bent else ["host"]), worlds
+    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "digests differ" in line.text]
+    assert bool(told) == bent and found == [2 if bent else 0]
+    assert (chaos.witness.total("healed_host_bytes") > 0) != bent and (chaos.witness.total("healed_bucket_bytes") > 0) == bent
+    assert_nothing_left(chaos)

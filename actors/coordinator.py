@@ -79,6 +79,8 @@ class View:
     over: bool
     job_error: str
     """The user's traceback, where the job is at fault."""
+    unprotected_since: int | None
+    """The step from which on not every member's state is complete in host memory, though it is to be."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ class Coordinator:
             stopping=state.stop,
             over=self.over.is_set(),
             job_error=state.state.job_error if isinstance(state.state, Failed) else "",
+            unprotected_since=state.unprotected_since,
         )
 
     # ---- the loop

@@ -82,9 +82,10 @@ def _watch(coordinator: Any, deadline_s: float, once: bool, driver: str = "", st
         if view.incarnation != incarnation:
             seen, incarnation = 0, view.incarnation
             workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
+            open_ = "" if view.unprotected_since is None else f", unprotected since step {view.unprotected_since}"
             say(
                 f"{view.token}: {view.state}, step {view.step} of {view.steps}, generation {view.generation}, "
-                f"incarnation {view.incarnation}; workers {workers or 'none'}; {view.reason}"
+                f"incarnation {view.incarnation}{open_}; workers {workers or 'none'}; {view.reason}"
             )
         for line in view.lines[-20:]:
             show(line)

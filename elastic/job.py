@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from elastic.control.rules import Rules
 from elastic.errors import CodeError, JobError
 from elastic.imports import split
+from elastic.plan.copies import CPU_COPY_RATE, FIRST_BUDDY_EVERY, GPU_COPY_RATE, CopyRule
 from elastic.plan.layout import LayoutRule
 from elastic.settings import COMMAND_LINE, Where, merge, read_options, read_toml, sentences
 
@@ -131,10 +132,6 @@ class Checkpoint(Part):
     save_every: Positive = 50
 
 
-COPY_EVERY, BUDDY_EVERY = 1, 10
-"""What "auto" is."""
-
-
 class Copies(Part):
     """Copies of the state in the hosts' memory: what a dead worker held is read there again.  0: never.
 
@@ -143,7 +140,15 @@ class Copies(Part):
     """
 
     copy_every: Annotated[int, Field(ge=0)] | Auto = "auto"
+    """auto: every step, unless a copy takes longer."""
     buddy_every: Annotated[int, Field(ge=0)] | Auto = "auto"
+    """auto: as often as ``link_share`` allows, at most every 10 steps."""
+    cross_zone: bool = False
+    """Buddies are in other zones (the label of Ray's nodes), not in the same one."""
+    link_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Of a node's link, on average, for copies to buddies."""
+    price_per_gb: Annotated[float, Field(ge=0)] = 0.0
+    """Of traffic between nodes: only for what is said before the launch.  0: nothing is said."""
 
 
 class Network(Part):
@@ -292,6 +297,10 @@ class Job(Part):
         dp_replicate, dp_shard = (None if degree == "auto" else degree for degree in degrees)
         return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
 
+    def copy_rule(self) -> CopyRule:
+        rate = GPU_COPY_RATE if self.workers.gpus else CPU_COPY_RATE
+        return CopyRule(self.copies.copy_every == "auto", self.copies.buddy_every == "auto", rate, self.copies.link_share)
+
     def rules(self) -> Rules:
         """What ``advance`` must know of the job."""
         return Rules(
@@ -300,8 +309,10 @@ class Job(Part):
             layout=self.layout_rule(),
             target_step=self.steps,
             save_every=self.checkpoint.save_every,
-            copy_every=COPY_EVERY if self.copies.copy_every == "auto" else self.copies.copy_every,
-            buddy_every=BUDDY_EVERY if self.copies.buddy_every == "auto" else self.copies.buddy_every,
+            copy_every=1 if self.copies.copy_every == "auto" else self.copies.copy_every,
+            buddy_every=FIRST_BUDDY_EVERY if self.copies.buddy_every == "auto" else self.copies.buddy_every,
+            copy_rule=self.copy_rule(),
+            cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
             spares=self.workers.spares,
             **self.deadlines.model_dump(exclude={"driver_s"}),

@@ -31,7 +31,8 @@ def joined(turn: Turn, event: Joined) -> None:
         return refuse_node(turn, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
     newcomer = Worker(event.node, event.kind, turn.now, host=event.build.host)
     home = run.homes.get(event.node, Home(growing.host_of(newcomer), turn.now))
-    turn.know(workers={**run.workers, event.worker: newcomer}, rows=event.rows, homes={**run.homes, event.node: home})
+    turn.know(workers={**run.workers, event.worker: newcomer}, homes={**run.homes, event.node: home})
+    turn.know(rows=event.rows, state_bytes=event.state_bytes)
     turn.say(f"{event.worker} joined on node {event.node[:8]}")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elastic.plan.copies import CopyRule
 from elastic.plan.layout import LayoutRule
 
 SLOWEST = 1.05
@@ -43,6 +44,8 @@ class Rules:
     """Steps from one copy of the state in host memory to the next (0: none) ..."""
     buddy_every: int = 0
     """... and from one copy at a buddy keeper to the next."""
+    copy_rule: CopyRule = field(default_factory=CopyRule)
+    """Which of the two are to follow what is measured."""
     cross_zone: bool = False
     """Buddies are in other zones, not in the same one."""
     reproducible: bool = True

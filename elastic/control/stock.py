@@ -27,6 +27,9 @@ from elastic.ids import NodeId, Version
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
 
+LATE = 10
+"""So many copies may be due before it is said that there is none."""
+
 
 def ask(turn: Turn) -> None:
     """All keepers, perhaps once more: what they have said of this generation counts until they say otherwise."""
@@ -112,6 +115,8 @@ def committed(turn: Turn, outcome: Outcome) -> None:
     copied = version_at(plan, outcome.copied_through) or run.copied
     buddied = version_at(plan, outcome.buddied_through) or run.buddied
     turn.know(copied=copied, buddied=buddied)
+    if copied is None and outcome.step - plan.version.step == LATE * plan.copy_every:
+        turn.say(f"unprotected since step {plan.version.step}: not every member of generation {plan.generation} has a copy in host memory")
     safe = _safe(plan, copied, buddied)
     if safe is not None and _safe(plan, run.copied, run.buddied) is None:
         turn.do(Release(run.keepers, safe, safe))

@@ -73,7 +73,7 @@ class Copier:
         for name, copy in (("send", copies.sent), ("safe", copies.buddied)):
             if copy is not None:
                 self.region.set_version(name, copy.version)
-        slot = copies.slot(self.region.all_held()[: slots_for(copies.plan.buddy_every)])
+        slot = copies.slot(self.region.all_held()[: self._way.slots])
         if slot is None or copies.begun is None:
             return
         self._way.wait()
@@ -110,7 +110,7 @@ class _Threaded:
     """Copies on a thread."""
 
     def __init__(self, copier: Copier) -> None:
-        self.copier = copier
+        self.copier, self.slots = copier, copier.region.slots
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._under_way: Future[None] | None = None
 
@@ -154,15 +154,16 @@ class _Streamed:
         self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._header = torch.zeros(len(SLOT), dtype=torch.int64, device=device)
         self._under_way = False
-        self._pinned = 0
+        self.slots = 0
+        """Those that are pinned, or will be soon: the others are not used."""
         self._pinning = threading.Thread()
         self.pin(slots_for(buddy_every=0))
 
     def pin(self, slots: int) -> None:
         """So many slots, in the background: once, for it takes a second for every five gigabytes."""
-        if slots > self._pinned:
-            self._pinning = threading.Thread(target=self._pin, args=(self._pinned, slots), name="pin", daemon=True)
-            self._pinned = slots
+        if slots > self.slots:
+            self._pinning = threading.Thread(target=self._pin, args=(self.slots, slots), name="pin", daemon=True)
+            self.slots = slots
             self._pinning.start()
 
     def _pin(self, first: int, last: int) -> None:

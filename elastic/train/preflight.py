@@ -13,10 +13,12 @@ from elastic.data.loader import Dataset
 from elastic.engine.parallelize import sharding_table
 from elastic.errors import ModelError
 from elastic.job import Job
+from elastic.plan.copies import explained
+from elastic.plan.layout import table
 from elastic.runs import Run
 from elastic.train.counters import Counters
 from elastic.train.setup import build_of, make_session
-from elastic.train.state import build_model
+from elastic.train.state import build_model, bytes_of, tensors_of
 from storage.objects import ObjectStore
 from storage.selftest import check
 
@@ -42,7 +44,15 @@ def preflight(job: Job) -> Checked:
     _check_vocabulary(model, session.loader.dataset)
     check(ObjectStore.open(job.bucket), job.name)
     Run.open(job).trains_on(build.data)
-    return Checked(build, [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])
+    notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
+    return Checked(build, [*notes, _copying(job, bytes_of(tensors_of(model)))])
+
+
+def _copying(job: Job, state_bytes: int) -> str:
+    rules = job.rules()
+    layouts = [layout for n, layout in table(rules.layout, rules.max_workers) if layout is not None and n >= rules.min_workers]
+    shards = min((layout.dp_shard for layout in layouts), default=1)
+    return explained(state_bytes, shards, rules.copy_every, rules.buddy_every, rules.copy_rule, job.copies.price_per_gb)
 
 
 def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:

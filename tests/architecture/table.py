@@ -41,6 +41,7 @@ IMPORTS = {
             "elastic.control.rules",
             "elastic.errors",
             "elastic.imports",
+            "elastic.plan.copies",
             "elastic.plan.layout",
             "elastic.settings",
             "elastic.sim.faults",

@@ -262,3 +262,23 @@ def test_a_copy_that_no_keeper_holds_is_none() -> None:
     stock.adopt(WorkerId("w0"), os.getpid(), region.descriptor)
     assert copier.settle() == (AT.step, -1) and [each.version for each in stock.held()] == [AT]
     stock.close()
+
+
+def test_a_world_without_buddies_goes_on_in_the_slots_of_the_one_before() -> None:
+    """What was complete everywhere and what was complete at the buddies stay, each in its slot, until the new world has something."""
+    with cluster(Layout(1, 2), 1, slots=4) as (plan, nodes):
+        paired = replace(plan, buddy_every=1)
+        for one, other in ((0, 1), (1, 0)):
+            nodes[one].stock.pair(nodes[other].stock.address)
+        enter(paired, nodes)
+        copier = nodes[0].workers[WorkerId("w0")]
+        await_buddied([copier], AT.step)
+        copier.committed(outcome(5, copied=4, buddied=4), shard_of(Version(5, 2), 2, 0))
+        copier.settle()
+        copier.committed(outcome(6, copied=5, buddied=4), shard_of(Version(6, 2), 2, 0))
+        copier.settle()
+        alone = replace(plan, generation=3, layout=Layout(), members=(WorkerId("w0"),), nodes=(nodes[0].name,), version=Version(6, 2))
+        copier.enter(alone, WorkerId("w0"), shard_of(Version(6, 2), 1, 0))
+        assert copier.settle()[0] == 6
+        held = {copy for copy in copier.region.all_held() if copy}
+        assert {Copy(Version(6, 2), 1, 0), Copy(Version(5, 2), 2, 0), Copy(AT, 2, 0)} <= held

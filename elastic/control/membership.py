@@ -142,8 +142,11 @@ def number_of(worker: WorkerId) -> int:
 def remove(turn: Turn, workers: tuple[WorkerId, ...]) -> None:
     """They are no part of the run any more; saves that still need a part from them cannot become complete."""
     gone = frozenset(workers)
+    nodes = dict.fromkeys(known.node for worker, known in turn.run.workers.items() if worker in gone)
     kept = {worker: known for worker, known in turn.run.workers.items() if worker not in gone}
     turn.know(workers=kept, saves=saving.survivors(turn.run.saves, workers))
+    for node in nodes:
+        _note_leaving(turn, node)
 
 
 def expel(turn: Turn, workers: tuple[WorkerId, ...], why: str, *, examine: bool = False) -> None:
@@ -180,6 +183,13 @@ def keeper_lost(turn: Turn, node: NodeId, *, with_its_node: bool = False) -> Non
     run = turn.run
     turn.know(keepers=tuple(keeper for keeper in run.keepers if keeper != node))
     turn.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})
-    if with_its_node and (home := run.homes.get(node)) is not None:
+    _note_leaving(turn, node, surely=with_its_node)
+
+
+def _note_leaving(turn: Turn, node: NodeId, *, surely: bool = False) -> None:
+    """A node of whose workers and keeper none is left has left; how long its machine stayed tells how long it will the next time."""
+    run = turn.run
+    empty = run.nodes.get(node, True) and node not in run.keepers and all(known.node != node for known in run.workers.values())
+    if (surely or empty) and (home := run.homes.get(node)) is not None:
         stays = growing.after_leaving(run.stays, home.host, turn.now - home.since)
         turn.know(stays=stays, homes={each: known for each, known in run.homes.items() if each != node})

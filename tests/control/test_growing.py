@@ -146,10 +146,15 @@ def test_the_host_that_left_last_is_remembered_best() -> None:
     assert after_leaving(stays, "h400", 0.0)["h400"] == before**0.5, "gone at once counts as a second"
 
 
-def test_a_keeper_that_dies_alone_is_no_node_that_left() -> None:
+def test_a_node_has_left_once_nothing_of_it_is_left() -> None:
+    """A keeper that dies alone, or a worker, is no node that left; where all its processes die one by one, Ray may not call it a node's
+    death."""
     play = stepping(2)
     play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
+    play.lose("w1")
     assert not play.run.stays and play.run.homes.keys() == {"n1", "n2"}
+    play.lose("w2")
+    assert play.run.stays.keys() == {"n2"} and play.run.homes.keys() == {"n1"}
 
 
 def test_what_was_learned_is_in_the_journal() -> None:

@@ -85,7 +85,8 @@ class View:
 
 @dataclass(frozen=True)
 class Lease:
-    """Answer to a renewal.  ``recorded_step``: every commit up to it is in the journal, here and on a majority of the keepers."""
+    """Answer to a renewal.  ``recorded_step``: every commit up to it is in the journal, here and on a majority of the keepers; 0 where that
+    is not known of the generation that was asked about."""
 
     granted: bool
     recorded_step: int
@@ -197,7 +198,8 @@ class Coordinator:
         granted = worker in state.workers and state.grants_lease(generation) and self.mandate.holds
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
-        return Lease(granted, self.copies.safe.recorded_step)
+        safe = self.copies.safe
+        return Lease(granted, safe.recorded_step if safe.generation == generation else 0)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def stop(self, reason: str) -> None:

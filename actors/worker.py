@@ -116,13 +116,13 @@ class Worker:
         lease_s = self.job.deadlines.lease_s
         heard_at = time.monotonic()
         while True:
-            asked_at, answer = time.monotonic(), None
+            asked_at, answer, generation = time.monotonic(), None, trainer.gate.generation
             with contextlib.suppress(ray.exceptions.RayError):
-                answer = ray.get(self.coordinator.renew.remote(self.worker, trainer.gate.generation), timeout=lease_s / 4)
+                answer = ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=lease_s / 4)
             if answer is not None:
                 heard_at = asked_at
-                trainer.gate.acknowledge(answer.recorded_step)
-                if answer.granted:
+                trainer.gate.acknowledge(generation, answer.recorded_step)
+                if answer.granted and trainer.gate.generation == generation:
                     trainer.gate.lease_until = asked_at + lease_s
             if time.monotonic() > heard_at + 2 * lease_s:
                 print(f"{self.worker}: no coordinator answered for {2 * lease_s:.0f} s; leaving", flush=True)

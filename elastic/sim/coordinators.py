@@ -172,7 +172,8 @@ class Coordinator:
         granted = worker.name in known.workers and known.grants_lease(generation) and self.journal.mandated()
         if granted:
             self.receive(Renewed(worker.name, generation))
-        self._tell(worker, worker.answered, generation, asked_at, granted, self.journal.safe.recorded_step)
+        safe = self.journal.safe
+        self._tell(worker, worker.answered, generation, asked_at, granted, safe.recorded_step if safe.generation == generation else 0)
 
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
         if not self.reaches(worker.node) or (self.cut and self.sim.rng.random() < 0.5):

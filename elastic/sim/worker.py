@@ -328,7 +328,8 @@ class Worker(Process):
 
     def answered(self, generation: int, asked_at: float, granted: bool, recorded_step: int) -> None:
         """The coordinator's answer to a renewal.  What it has in its journal need not be kept, but for the newest."""
-        self.outcomes = tuple(each for each in self.outcomes[:-1] if each.step > recorded_step) + self.outcomes[-1:]
+        kept = (each for each in self.outcomes[:-1] if each.step > recorded_step or each.generation > generation)
+        self.outcomes = (*kept, *self.outcomes[-1:])
         self.heard_at = max(self.heard_at, asked_at)
         if granted and self._generation() == generation:
             self.leased_at = max(self.leased_at, asked_at)

@@ -70,10 +70,13 @@ class Gate:
             self.shards, self.prepared = [shard], None
             self.outcomes.append(outcome)
 
-    def acknowledge(self, step: int) -> None:
-        """The coordinator has every commit up to ``step`` in its journal.  The newest is kept: a journal may end earlier than it did."""
+    def acknowledge(self, generation: int, step: int) -> None:
+        """The coordinator had every commit up to ``step`` in its journal when it was at ``generation``: of a later one it says nothing.
+
+        The newest is kept: a journal may end earlier than it did.
+        """
         with self._lock:
-            while len(self.outcomes) > 1 and self.outcomes[0].step <= step:
+            while len(self.outcomes) > 1 and self.outcomes[0].step <= step and self.outcomes[0].generation <= generation:
                 self.outcomes.popleft()
 
     def seen(self) -> tuple[Outcome, ...]:

@@ -169,9 +169,10 @@ def test_outcomes_are_kept_until_they_are_acknowledged_and_the_newest_always() -
     for each in (OUTCOME, later):
         with found.applying(each):
             pass
-    found.acknowledge(STEP - 1)
+    found.acknowledge(GENERATION, STEP - 1)
+    found.acknowledge(GENERATION - 1, STEP + 1)  # late: those steps were given up since, and are these now
     assert found.fence(GENERATION).outcomes == (OUTCOME, later)
-    found.acknowledge(STEP + 1)
+    found.acknowledge(GENERATION, STEP + 1)
     assert found.fence(GENERATION).outcomes == (later,)
 
 

@@ -22,11 +22,11 @@ import ray
 import elastic
 from actors import cluster
 from actors.audience import Audience
-from actors.copies import Copies
 from actors.group import Group
 from actors.left import Left, find
 from actors.mandate import Mandate
 from actors.processes import end_on_sigterm, log_folder
+from actors.tails import Tails
 from elastic.control import codec
 from elastic.control.builds import Build
 from elastic.control.events import (
@@ -143,7 +143,7 @@ class Coordinator:
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise
             return False
-        self.copies = Copies(self.journal, self.mandate, self.group.keepers, self.state)
+        self.tails = Tails(self.journal, self.mandate, self.group.keepers, self.state)
         self.group.ship = self.journal.ship
         return True
 
@@ -198,7 +198,7 @@ class Coordinator:
         granted = worker in state.workers and state.grants_lease(generation) and self.mandate.holds
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
-        safe = self.copies.safe
+        safe = self.tails.safe
         return Lease(granted, safe.recorded_step if safe.generation == generation else 0)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
@@ -285,7 +285,7 @@ class Coordinator:
             event, shard = Tick(), None
         self._handle(event, shard)
         if self.inbox.empty():
-            self.copies.send(self.recorded)
+            self.tails.send(self.recorded)
 
     def _handle(self, event: Event, shard: Any) -> None:
         try:
@@ -322,11 +322,11 @@ class Coordinator:
         record = codec.record(self.journal.next, now, event, before, transition, self.recorded)
         self.recorded = run
         self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
-        self.copies.note(run)
+        self.tails.note(run)
         if isinstance(event, Recovered):  # whoever was before finds the next segment written, and leaves
-            self.copies.begin(run, lambda why: self.story.say(now, why))
+            self.tails.begin(run, lambda why: self.story.say(now, why))
         elif durable:
-            self.copies.secure(run, lambda why: self.story.say(now, why))
+            self.tails.secure(run, lambda why: self.story.say(now, why))
 
     def _tell(self, now: float, event: Event, before: RunState, reason: str) -> None:
         if isinstance(event, StepDone) and self.state.version.step == event.outcome.step:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.copies import Copies
 from actors.mandate import Mandate
+from actors.tails import Tails
 from elastic.control import codec
 from elastic.control.events import Tick
 from elastic.control.states import RunState
@@ -65,7 +65,7 @@ class Desk:
         ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up
         self.known = replace(RunState.begin(1, 0.0), keepers=tuple(self.keepers))
         self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.known))
-        self.copies = Copies(self.journal, self.mandate, self.keepers, self.known)
+        self.tails = Tails(self.journal, self.mandate, self.keepers, self.known)
         self.said: list[str] = []
 
     def lose(self, *names: str) -> None:
@@ -78,9 +78,9 @@ class Desk:
         self.known = replace(before, next_worker=before.next_worker + 1, **changes)
         record = codec.record(self.journal.next, 0.0, Tick(), before, Transition(self.known, (), "", True))
         self.journal.append(record, lambda: codec.snapshot(self.known), durable=True)
-        self.copies.note(self.known)
-        self.copies.secure(self.known, self.said.append)
-        assert self.copies.safe is self.known
+        self.tails.note(self.known)
+        self.tails.secure(self.known, self.said.append)
+        assert self.tails.safe is self.known
         return self.said
 
     @property

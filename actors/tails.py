@@ -28,7 +28,7 @@ MARKS = 64
 """The newest one takes the place of the one before it when there are more: a majority may be out of reach for long."""
 
 
-class Copies:
+class Tails:
     """Used by the coordinator's loop alone.  ``keepers``: changes as nodes come and go."""
 
     def __init__(self, journal: Journal, mandate: Mandate, keepers: Mapping[NodeId, Any], run: RunState) -> None:

@@ -1,5 +1,5 @@
 """One keeper a node: no accelerator, no training.  It hosts the store in which a generation meets, watches the node's workers, and
-keeps what a dead one printed, and the end of the journal for when the coordinator is dead.
+keeps what a dead one printed, the copies of its state, and the end of the journal for when the coordinator is dead.
 
 Heartbeat and watch have threads of their own, so that nothing it does can make it look dead; a beat that is late all the same is
 said in its log.

@@ -60,7 +60,7 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
         if not local:
             check_packages(Path.cwd())  # it comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
-        checked = preflight(job)
+        checked = preflight(job, local=local)
         for sentence in checked.notes:
             show(Sentence(time.time(), sentence))
         if local:

@@ -31,7 +31,7 @@ class Checked:
     notes: list[str]
 
 
-def preflight(job: Job) -> Checked:
+def preflight(job: Job, *, local: bool = False) -> Checked:
     """Everything about the user's parts that can be found out before a worker starts.
 
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
@@ -45,7 +45,7 @@ def preflight(job: Job) -> Checked:
     check(ObjectStore.open(job.bucket), job.name)
     Run.open(job).trains_on(build.data)
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
-    return Checked(build, [*notes, _copying(job, bytes_of(tensors_of(model)))])
+    return Checked(build, notes if local else [*notes, _copying(job, bytes_of(tensors_of(model)))])
 
 
 def _copying(job: Job, state_bytes: int) -> str:

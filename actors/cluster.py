@@ -153,16 +153,20 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]]:
     return found
 
 
+def _known(node: NodeId) -> Mapping[str, Any] | None:
+    """What Ray says of a node."""
+    return next((each for each in ray.nodes() if each["NodeID"] == node), None)
+
+
 def place(node: NodeId) -> str:
     """What messages call a node: the beginning of its id, its host."""
-    found = next((each for each in ray.nodes() if each["NodeID"] == node), None)
+    found = _known(node)
     return f"node {node[:8]} ({found['NodeManagerHostname']}, {found['NodeManagerAddress']})" if found else f"node {node[:8]}"
 
 
 def zone(node: NodeId) -> str:
     """Ray's label of the node's availability zone; "" where it has none."""
-    found: Mapping[str, Any] = next((each for each in ray.nodes() if each["NodeID"] == node), {})
-    return str(found.get("Labels", {}).get(ZONE, ""))
+    return str((_known(node) or {}).get("Labels", {}).get(ZONE, ""))
 
 
 def here() -> NodeId:

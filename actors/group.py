@@ -115,10 +115,10 @@ class Group:
             case Release(keepers, copied, buddied):
                 for keeper in self._those(keepers):
                     keeper.release.remote(self.incarnation, copied, buddied)
-            case Pair(generation, buddies):
-                for node, buddy, address in buddies:
+            case Pair(_, buddies):
+                for node, _, address in buddies:
                     for keeper in self._those((node,)):
-                        keeper.pair.remote(self.incarnation, generation, buddy, address)
+                        keeper.pair.remote(self.incarnation, address)
             case Exit(workers):
                 self._send(workers, "exit")
 

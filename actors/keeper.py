@@ -125,8 +125,8 @@ class Keeper:
         self._heed(incarnation)
         self.stock.release(copied, buddied)
 
-    def pair(self, incarnation: int, generation: int, buddy: NodeId, address: str) -> None:
-        """From ``generation`` on, copies go on to the keeper of ``buddy`` at ``address``."""
+    def pair(self, incarnation: int, address: str) -> None:
+        """From now on, copies go on to the keeper at ``address``."""
         self._heed(incarnation)
         self.stock.pair(address)
 

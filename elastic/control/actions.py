@@ -105,14 +105,10 @@ class Release:
 
 @dataclass(frozen=True)
 class Pair:
-    """``buddies``: a node, the node whose keeper is its buddy in ``generation``, and the "host:port" of that keeper.
-
-    Copies of every ``every``-th step are brought there.
-    """
+    """``buddies``: a node, the node whose keeper is its buddy in ``generation``, and the "host:port" of that keeper."""
 
     generation: int
     buddies: tuple[tuple[NodeId, NodeId, str], ...]
-    every: int
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,16 @@ from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
 
 
-def slots_for(buddy_every: int) -> int:
-    """A version known to be complete, the next one; with buddies also the one complete at them, and the next one of those."""
-    return 4 if buddy_every else 2
-
-
 def version_at(plan: Plan, step: int) -> Version | None:
     """That of ``step`` in the generation of ``plan``, which began with a version of an earlier one; None for -1."""
     if step < 0:
         return None
     return plan.version if step == plan.version.step else Version(step, plan.generation)
+
+
+def age(version: Version) -> tuple[int, int]:
+    """The smaller, the older: of an earlier generation, whatever its step (that may have been given up)."""
+    return version.generation, version.step
 
 
 class Copy(NamedTuple):
@@ -43,8 +43,7 @@ class Copy(NamedTuple):
 
     @property
     def age(self) -> tuple[int, int]:
-        """The smaller, the older: of an earlier generation, whatever its step (that may have been given up)."""
-        return self.version.generation, self.version.step
+        return age(self.version)
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,6 @@ class Copies:
         """This member's part of ``step``."""
         version = version_at(self.plan, step)
         return Copy(version, *self.shard) if version is not None else None
-
-    def is_of_this_world(self, version: Version) -> bool:
-        """Is it the one that the generation began with, or of one of its own steps?"""
-        return version in (self.plan.version, Version(version.step, self.plan.generation))
 
     def _sends(self, step: int) -> bool:
         """The first copy at or after every ``buddy_every``-th step."""

@@ -145,4 +145,4 @@ def pair(turn: Turn, plan: Plan) -> None:
     if plan.buddy_every and (chosen != run.buddies or not isinstance(run.state, Running | Finishing)):
         addresses = {node: host.address for node, host in run.hosts.items()}
         turn.know(buddies=chosen)
-        turn.do(Pair(plan.generation, tuple((node, buddy, addresses.get(buddy, "")) for node, buddy in chosen.items()), plan.buddy_every))
+        turn.do(Pair(plan.generation, tuple((node, buddy, addresses.get(buddy, "")) for node, buddy in chosen.items())))

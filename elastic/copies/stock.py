@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from elastic.control.copying import Copy
+from elastic.control.copying import Copy, age
 from elastic.copies.region import Region
 from elastic.copies.wire import Listener, Wire
 from elastic.errors import WireError
@@ -64,11 +64,11 @@ class Stock:
         """Versions up to ``copied`` are complete on all keepers of the present world, up to ``buddied`` at their buddies too."""
         with self._lock:
             for worker in sorted(self._dead):
-                if not any(copy and copy.age >= min(_age(copied), _age(buddied)) for copy in self._own[worker].all_held()):
+                if _outlived(self._own[worker], min(age(copied), age(buddied))):
                     self._own.pop(worker).close()
                     self._dead.remove(worker)
             for worker in sorted(self._others):
-                if not any(copy and copy.age >= _age(buddied) for copy in self._others[worker].all_held()):
+                if _outlived(self._others[worker], age(buddied)):
                     self._others.pop(worker).close()
 
     def pair(self, buddy: str) -> None:
@@ -89,8 +89,8 @@ class Stock:
         worker = WorkerId(head["worker"])
         match head["ask"]:
             case "where":
-                region = self._find(worker, head)
-                wire.send({"pid": os.getpid(), "descriptor": region.descriptor if region else -1})
+                found = self._find(worker, head)
+                wire.send({"pid": os.getpid(), "descriptor": found[0].descriptor if found else -1})
             case "read":
                 self._read(wire, worker, head)
             case "spoilt":
@@ -99,19 +99,20 @@ class Stock:
             case "bring":
                 self._take(wire, worker, head)
 
-    def _find(self, worker: WorkerId, head: dict[str, Any]) -> Region | None:
+    def _find(self, worker: WorkerId, head: dict[str, Any]) -> tuple[Region, int] | None:
+        """The region that has the copy, and its slot there."""
         wanted = _wanted(head)
         with self._lock:
             there = [regions[worker] for regions in (self._own, self._others) if worker in regions]
-        return next((region for region in there if region.find(wanted) is not None), None)
+        return next(((region, slot) for region in there if (slot := region.find(wanted)) is not None), None)
 
     def _read(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
         """For each range its digests, then its bytes; at the end, whether the slot still holds what it held."""
-        region = self._find(worker, head)
-        slot = region.find(_wanted(head)) if region else None
-        wire.send({"found": slot is not None})
-        if region is None or slot is None:
+        found = self._find(worker, head)
+        wire.send({"found": found is not None})
+        if found is None:
             return
+        region, slot = found
         digests, data = region.digests(slot), region.data(slot)
         for offset, size, block, blocks in head["ranges"]:
             wire.send_raw([digests[block : block + blocks].cast("B"), data[offset : offset + size]])
@@ -119,9 +120,8 @@ class Stock:
 
     def _spoilt(self, worker: WorkerId, head: dict[str, Any]) -> None:
         """Somebody read bytes that have not their digest: the slot holds nothing any more."""
-        region = self._find(worker, head)
-        slot = region.find(_wanted(head)) if region else None
-        if region is not None and slot is not None:
+        if found := self._find(worker, head):
+            region, slot = found
             print(f"keeper of {self.node[:8]}: the copy of {worker} at {_wanted(head).version} is damaged", flush=True)
             region.begin(slot)
 
@@ -204,8 +204,9 @@ def _wanted(head: dict[str, Any]) -> Copy:
     return Copy(Version(head["step"], head["generation"]), head["count"], head["index"])
 
 
-def _age(version: Version) -> tuple[int, int]:
-    return version.generation, version.step
+def _outlived(region: Region, by: tuple[int, int]) -> bool:
+    """Is all that it holds older than that age?"""
+    return not any(copy and copy.age >= by for copy in region.all_held())
 
 
 def _worth(copy: Copy | None, safe: Version) -> tuple[bool, bool, tuple[int, int]]:

@@ -28,6 +28,11 @@ class CopyRule:
     link_share: float = 0.2
 
 
+def slots_for(buddy_every: int) -> int:
+    """A version known to be complete, the next one; with buddies also the one complete at them, and the next one of those."""
+    return 4 if buddy_every else 2
+
+
 def copy_every(shard_bytes: float, step_s: float, copy_rate: float) -> int:
     """Steps from one copy to the next, so that each is done before the next begins."""
     return max(1, ceil(shard_bytes / copy_rate / step_s)) if step_s > 0 else 1
@@ -42,7 +47,7 @@ def explained(state_bytes: int, shards: int, copy_every: int, buddy_every: int, 
     """The sentence for the user, before anything was measured.  ``shards``: into how few parts the state is cut at worst."""
     if not copy_every:
         return "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket"
-    slots = 4 if buddy_every else 2
+    slots = slots_for(buddy_every)
     text = f"copies in host memory {_often(copy_every, rule.copies)}, of {amount(state_bytes)} of state: "
     text += (
         f"up to {amount(slots * state_bytes / shards)} a worker ({slots} slots, {shards} {'shard' if shards == 1 else 'shards'} at least)"

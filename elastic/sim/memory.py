@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elastic.control.commit import Outcome
-from elastic.control.copying import Copies, Copy, slots_for
+from elastic.control.copying import Copies, Copy
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.copies import slots_for
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
 

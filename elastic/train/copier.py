@@ -15,10 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from elastic.control.commit import Outcome
-from elastic.control.copying import Copies, Copy, slots_for
+from elastic.control.copying import Copies, Copy, version_at
 from elastic.copies.digest import digests
 from elastic.copies.region import SLOT, Frame, Region, fields_of, frame
 from elastic.ids import Version, WorkerId
+from elastic.plan.copies import slots_for
 from elastic.plan.plan import Plan
 from elastic.train.state import Shard
 from storage.slices import Tensor
@@ -35,8 +36,6 @@ class Copier:
         self.copies: Copies | None = None
         self.made: Version | None = None
         """The newest version of the present world that was begun here: complete, in the order of launches, once ``settle`` was called."""
-        self.seconds = 0.0
-        """What a copy took lately, from its first byte to its header."""
         self._frame = Frame({}, 0, 0)
         self._way = _Streamed(self, device) if device.type == "cuda" else _Threaded(self)
 
@@ -85,9 +84,10 @@ class Copier:
         """(copied, buddied) through which step; whatever is launched from now on comes after the copy that says so."""
         self._way.settle()
         buddied = self.region.version("buddied")
+        of_this_world = self.copies and buddied and version_at(self.copies.plan, buddied.step) == buddied
         return (
             self.made.step if self.made and self.region["keeper"] else NEVER,
-            buddied.step if self.copies and buddied and self.copies.is_of_this_world(buddied) else NEVER,
+            buddied.step if buddied and of_this_world else NEVER,
         )
 
     @property
@@ -124,13 +124,11 @@ class _Threaded:
         self._under_way = self._pool.submit(self._copy, slot, copy, self.copier.parts(slot, shard))
 
     def _copy(self, slot: int, copy: Copy, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-        began = time.monotonic()
         with torch.no_grad():
             for value, room, words in parts:
                 room.copy_(value)
                 words.copy_(digests(value))
         self.copier.region.finish(slot, copy, self.copier.bytes)
-        self.copier.seconds = time.monotonic() - began
 
     def settle(self) -> None:
         if self._under_way is None:
@@ -151,7 +149,7 @@ class _Streamed:
     def __init__(self, copier: Copier, device: torch.device) -> None:
         self.copier, self.device = copier, device
         self._stream = torch.cuda.Stream(device)
-        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._last = torch.cuda.Event()
         self._header = torch.zeros(len(SLOT), dtype=torch.int64, device=device)
         self._under_way = False
         self.slots = 0
@@ -189,7 +187,6 @@ class _Streamed:
         words = torch.frombuffer(self.copier.region.header(slot), dtype=torch.int64)
         complete, *others = fields_of(copy, self.copier.bytes)
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            self._first.record()
             for value, room, sums in self.copier.parts(slot, shard):
                 room.copy_(value, non_blocking=True)
                 sums.copy_(digests(value), non_blocking=True)
@@ -208,5 +205,4 @@ class _Streamed:
     def wait(self) -> None:
         if self._under_way:
             self._last.synchronize()
-            self.copier.seconds = self._first.elapsed_time(self._last) / 1e3
             self._under_way = False

@@ -14,14 +14,13 @@ import torch
 
 import elastic
 from elastic.control.builds import Build
-from elastic.control.copying import slots_for
 from elastic.copies.region import Region, frame
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
 from elastic.errors import DataError, ElasticError, JobError
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
-from elastic.plan.copies import no_room
+from elastic.plan.copies import no_room, slots_for
 from elastic.plan.layout import table
 from elastic.train.copier import Copier
 from elastic.train.counters import Counters

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from elastic.control.commit import Outcome
-from elastic.control.copying import Copies, Copy, slots_for
+from elastic.control.copying import Copies, Copy
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.copies import slots_for
 from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
 

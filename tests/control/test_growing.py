@@ -58,6 +58,16 @@ def one_steady_worker() -> Play:
     return play
 
 
+def after_a_shaky_machine() -> tuple[Play, WorkerId]:
+    """One has come and gone twelve times; there is room again, and a worker is being started."""
+    play = one_steady_worker()
+    comes_and_goes(play, times=12, stay_s=6.0)
+    play.later(1.0)
+    play.tell(ev.Capacity(1))
+    (worker,) = play.run.starting
+    return play, worker
+
+
 def test_a_machine_that_comes_and_goes_is_no_longer_taken_in() -> None:
     """R4: at first it is believed; then each stay of 10 s (a pause and 6 s) would cost two pauses of 4 s and bring 5 s of work."""
     play = one_steady_worker()
@@ -72,20 +82,12 @@ def test_a_machine_that_comes_and_goes_is_no_longer_taken_in() -> None:
 
 def test_a_steady_machine_is_taken_in_beside_a_shaky_one() -> None:
     """The control: what one machine did is not held against another, though it is against all a little."""
-    play = one_steady_worker()
-    comes_and_goes(play, times=12, stay_s=6.0)
-    play.later(1.0)
-    play.tell(ev.Capacity(1))
-    (worker,) = play.run.starting
+    play, worker = after_a_shaky_machine()
     assert "grow from 1×1 to 2×1" in joins(play, worker, "y", "steady")
 
 
 def test_who_was_declined_is_taken_in_once_it_has_stayed() -> None:
-    play = one_steady_worker()
-    comes_and_goes(play, times=12, stay_s=6.0)
-    play.later(1.0)
-    play.tell(ev.Capacity(1))
-    (worker,) = play.run.starting
+    play, worker = after_a_shaky_machine()
     assert "wait as spares" in joins(play, worker, "x12", "shaky") and play.did(Pause) == []
     assert play.later(0.1) == "" and play.later(10.0) == "", "said once"
     play.later(400.0)
@@ -94,11 +96,7 @@ def test_who_was_declined_is_taken_in_once_it_has_stayed() -> None:
 
 def test_who_was_declined_takes_the_seat_of_a_dead_one() -> None:
     """A world that must be formed anew takes whoever is there: that costs no pause of its own."""
-    play = one_steady_worker()
-    comes_and_goes(play, times=12, stay_s=6.0)
-    play.later(1.0)
-    play.tell(ev.Capacity(1))
-    (worker,) = play.run.starting
+    play, worker = after_a_shaky_machine()
     joins(play, worker, "x12", "shaky")
     play.broken("w1")
     play.answer("w1", play.run.version)

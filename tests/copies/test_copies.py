@@ -105,6 +105,12 @@ def enter(plan: Plan, nodes: Sequence[Node]) -> None:
             assert copier.settle() == (AT.step, -1)
 
 
+def pair(nodes: Sequence[Node]) -> None:
+    """Each of two is the other's buddy."""
+    for one, other in ((0, 1), (1, 0)):
+        nodes[one].stock.pair(nodes[other].stock.address)
+
+
 def later(plan: Plan, layout: Layout, homes: Sequence[tuple[WorkerId, NodeId]], nodes: Sequence[Node], holders: Sequence[Holding]) -> Plan:
     members, places = zip(*homes, strict=True)
     hosts = tuple((node.name, node.stock.address) for node in nodes)
@@ -200,8 +206,7 @@ def test_a_buddy_has_what_its_node_lost() -> None:
     """Two nodes, each the other's buddy; one is gone, with its copies and with those it kept for the other."""
     with cluster(Layout(1, 2), 1, slots=4) as (plan, nodes):
         plan = replace(plan, buddy_every=1)
-        for one, other in ((0, 1), (1, 0)):
-            nodes[one].stock.pair(nodes[other].stock.address)
+        pair(nodes)
         enter(plan, nodes)
         copiers = [nodes[rank].workers[WorkerId(f"w{rank}")] for rank in range(2)]
         await_buddied(copiers, AT.step)
@@ -268,8 +273,7 @@ def test_a_world_without_buddies_goes_on_in_the_slots_of_the_one_before() -> Non
     """What was complete everywhere and what was complete at the buddies stay, each in its slot, until the new world has something."""
     with cluster(Layout(1, 2), 1, slots=4) as (plan, nodes):
         paired = replace(plan, buddy_every=1)
-        for one, other in ((0, 1), (1, 0)):
-            nodes[one].stock.pair(nodes[other].stock.address)
+        pair(nodes)
         enter(paired, nodes)
         copier = nodes[0].workers[WorkerId("w0")]
         await_buddied([copier], AT.step)

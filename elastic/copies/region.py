@@ -9,9 +9,9 @@ of a slot has a digest, so that what is read back, torn by a death or bent on it
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -74,16 +74,19 @@ def frame(tensors: Iterable[Tensor], count: int, index: int) -> Frame:
 
 
 class Region:
-    """One worker's slots.  One writer a word, so nothing is locked; whoever reads a slot looks at its header before and after."""
+    """One worker's slots.  One writer a word, so nothing is locked; whoever reads a slot looks at its header before and after.
+
+    Several threads may be at work in it: memory and descriptor go with the last who refers to it, never under somebody's hands.
+    """
 
     def __init__(self, descriptor: int) -> None:
         """Takes over the descriptor.  Raises :class:`StateMissing` for something else than a region."""
         self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
         size = os.fstat(descriptor).st_size
         if size < PAGE:
             raise StateMissing("what should be a region of host copies is no memory of any")
-        self._map = mmap.mmap(descriptor, size)
-        self.memory = memoryview(self._map)
+        self.memory = memoryview(mmap.mmap(descriptor, size))
         self._words = self.memory[:PAGE].cast("q")
         if self["magic"] != MAGIC or size != _size(self["slots"], self["slot_bytes"], self["slot_blocks"]):
             raise StateMissing("this is no region of host copies, or one of another version of Elastic")
@@ -166,14 +169,6 @@ class Region:
     def data(self, slot: int) -> memoryview:
         first = self.data_at(slot)
         return self.memory[first : first + self.slot_bytes]
-
-    def close(self) -> None:
-        """Memory that somebody still looks at goes when they do."""
-        with contextlib.suppress(BufferError):
-            self._words.release()
-            self.memory.release()
-            self._map.close()
-        os.close(self.descriptor)
 
 
 def fields_of(copy: Copy, size: int) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
+from collections import Counter
+from contextlib import closing
 from typing import Any
 
 from elastic.control.copying import Copy, age
@@ -33,8 +34,11 @@ class Stock:
         self._dead: set[WorkerId] = set()
         self._others: dict[WorkerId, Region] = {}
         """Copies of the shards of other nodes' workers."""
+        self._coming: Counter[WorkerId] = Counter()
+        """How many copies of each are on their way into ``_others``."""
         self._buddy = ""
         """Its address."""
+        self._closed = threading.Event()
         self._listener = Listener(host, secret, self._serve)
         self.address = self._listener.address
         threading.Thread(target=self._bring, name="buddy", daemon=True).start()
@@ -65,22 +69,20 @@ class Stock:
         with self._lock:
             for worker in sorted(self._dead):
                 if _outlived(self._own[worker], min(age(copied), age(buddied))):
-                    self._own.pop(worker).close()
+                    del self._own[worker]
                     self._dead.remove(worker)
             for worker in sorted(self._others):
-                if _outlived(self._others[worker], age(buddied)):
-                    self._others.pop(worker).close()
+                if not self._coming[worker] and _outlived(self._others[worker], age(buddied)):
+                    del self._others[worker]
 
     def pair(self, buddy: str) -> None:
         """Bring the copies that workers mark to the keeper at ``buddy``; "" for none."""
         self._buddy = buddy
 
     def close(self) -> None:
+        self._closed.set()
         self._listener.close()
-        self._buddy = ""
         with self._lock:
-            for region in (*self._own.values(), *self._others.values()):
-                region.close()
             self._own, self._others = {}, {}
 
     # ---- answers
@@ -132,33 +134,35 @@ class Stock:
             region = self._others.get(worker)
             if region is None or (region.slot_bytes, region.slot_blocks) != (head["slot_bytes"], head["slot_blocks"]):
                 region = self._others[worker] = Region.create(BUDDY_SLOTS, head["slot_bytes"], head["slot_blocks"])
-        slot = min(range(region.slots), key=lambda each: _worth(region.held(each), safe))
-        region.begin(slot)
-        wire.receive_into(region.digests(slot)[: head["blocks"]].cast("B"))
-        wire.receive_into(region.data(slot)[: head["bytes"]])
-        if complete := bool(wire.head()["still"]):
-            region.finish(slot, copy, head["bytes"])
+            self._coming[worker] += 1
+        try:
+            slot = min(range(region.slots), key=lambda each: _worth(region.held(each), safe))
+            region.begin(slot)
+            wire.receive_into(region.digests(slot)[: head["blocks"]].cast("B"))
+            wire.receive_into(region.data(slot)[: head["bytes"]])
+            if complete := bool(wire.head()["still"]):
+                region.finish(slot, copy, head["bytes"])
+        finally:
+            with self._lock:
+                self._coming[worker] -= 1
         wire.send({"taken": complete})
 
     # ---- to the buddy
 
     def _bring(self) -> None:
         """One copy after the other, the oldest version first."""
-        wire: Wire | None = None
-        there = ""
-        while True:
-            buddy, due = self._buddy, self._due()
-            if not buddy or due is None:
-                time.sleep(POLL_S)
+        while not self._closed.is_set():
+            buddy = self._buddy
+            if not buddy or self._due() is None:
+                self._closed.wait(POLL_S)
                 continue
             try:
-                if wire is None or there != buddy:
-                    there, wire = buddy, Wire.connect(buddy, self.secret)
-                self._send(wire, *due)
+                with closing(Wire.connect(buddy, self.secret)) as wire:
+                    while self._buddy == buddy and (due := self._due()):
+                        self._send(wire, *due)
             except WireError as error:
-                print(f"keeper of {self.node[:8]}: no copy reaches the buddy at {there}: {error}", flush=True)
-                wire = None
-                time.sleep(RETRY_S)
+                print(f"keeper of {self.node[:8]}: no copy reaches the buddy at {buddy}: {error}", flush=True)
+                self._closed.wait(RETRY_S)
 
     def _due(self) -> tuple[WorkerId, Region, int] | None:
         """What is to be brought next: what a living worker has marked, once it is complete here and while its buddy lacks it."""

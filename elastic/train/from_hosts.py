@@ -112,18 +112,15 @@ def _local(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Iterator[Ch
     if answer["descriptor"] < 0:
         raise StateMissing("it is not there any more")
     region = Region.of_process(answer["pid"], answer["descriptor"])
-    try:
-        slot = region.find(_copy(holding))
-        if slot is None:
-            raise StateMissing("it was overwritten")
-        data = torch.frombuffer(region.data(slot), dtype=torch.uint8)
-        sums = torch.frombuffer(region.digests(slot), dtype=torch.int64)
-        for part in ranges:
-            yield part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]
-        if region.find(_copy(holding)) != slot:
-            raise StateMissing("it was overwritten meanwhile")
-    finally:
-        region.close()
+    slot = region.find(_copy(holding))
+    if slot is None:
+        raise StateMissing("it was overwritten")
+    data = torch.frombuffer(region.data(slot), dtype=torch.uint8)
+    sums = torch.frombuffer(region.digests(slot), dtype=torch.int64)
+    for part in ranges:
+        yield part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]
+    if region.find(_copy(holding)) != slot:
+        raise StateMissing("it was overwritten meanwhile")
 
 
 def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Iterator[Chunk]:

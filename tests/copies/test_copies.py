@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,7 +15,8 @@ from elastic.control.commit import Outcome
 from elastic.control.copying import Copy
 from elastic.copies.digest import digests
 from elastic.copies.region import BLOCK, Region, frame
-from elastic.copies.stock import Stock
+from elastic.copies.stock import Stock, request
+from elastic.copies.wire import Wire
 from elastic.errors import CopyLost
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
@@ -242,6 +243,29 @@ def test_what_a_dead_worker_left_stays_until_it_is_released() -> None:
         assert {each.worker for each in stock.held()} == {"w0", "w1"}, "of this very version"
         stock.release(Version(0, 3), Version(0, 3))
         assert {each.worker for each in stock.held()} == {"w0"}, "the living keep theirs"
+
+
+def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
+    """Half of it is there when older versions are released, and when the keeper ends."""
+    where, data = Copy(Version(5, 2), 2, 1), bytes(range(200)) * 5
+    head = {"ask": "bring", "bytes": len(data), "blocks": 1, "slot_bytes": 4096, "slot_blocks": 1, "safe": [-1, -1]}
+    stock = Stock(NodeId("n"), "127.0.0.1", SECRET)
+    with closing(Wire.connect(stock.address, SECRET)) as wire:
+
+        def half(then: Callable[[], None]) -> bool:
+            wire.send(head | request(WorkerId("w1"), where), [bytes(8), data[:500]])
+            deadline = time.monotonic() + 10
+            while stock._coming[WorkerId("w1")] == 0:
+                assert time.monotonic() < deadline
+            then()
+            wire.send_raw([data[500:]])
+            wire.send({"still": True})
+            return bool(wire.head()["taken"])
+
+        assert half(lambda: stock.release(AT, AT))
+        assert [each.version for each in stock.held()] == [where.version]
+        assert half(stock.close)
+        assert stock.held() == ()
 
 
 def test_digests_are_of_blocks_and_see_every_byte() -> None:

@@ -46,7 +46,6 @@ def test_what_was_written_outlives_the_writer(how: str) -> None:
     assert region.held(1) == (HELD if how == "whole" else None)
     assert bytes(region.data(1)) == bytes(range(250)) * 20 and region.digests(1)[0] == 42
     assert region.find(HELD) == (1 if how == "whole" else None) and region.find(HELD._replace(shard_index=2)) is None
-    region.close()
 
 
 def test_slots_do_not_touch_each_other() -> None:
@@ -64,7 +63,6 @@ def test_slots_do_not_touch_each_other() -> None:
     assert region.version("safe") is None
     region.set_version("safe", Version(4, 2))
     assert region.version("safe") == Version(4, 2) and region.version("buddied") is None
-    region.close()
 
 
 def test_what_is_no_region_is_refused(tmp_path: Path) -> None:

@@ -114,9 +114,8 @@ class Run:
         if not whole:
             return RunState.begin(incarnation, now, generation=generation, next_worker=next_worker)
         newest, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
-        line: Lineage = tuple((int(by), int(to)) for by, to in manifest.about["lineage"])
         good = tuple(each.version for each in listed if each.manifest is not None and not each.damaged)
-        return RunState.begin(incarnation, now, good, line, max(generation, newest.generation), next_worker)
+        return RunState.begin(incarnation, now, good, manifest.lineage, max(generation, newest.generation), next_worker)
 
     def _last_recorded(self) -> RunState | None:
         """What the run's last coordinator knew, as far as its journal reached the bucket: for numbers that are never used twice."""

@@ -26,7 +26,7 @@ from storage.documents import digest_of, seal, unseal
 from storage.errors import Damaged, Exists, Incomplete, Missing
 from storage.export import export
 from storage.index import to_parquet
-from storage.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, File, Lineage, Manifest, Stored, on_lineage
+from storage.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, File, Manifest, Stored
 from storage.objects import ObjectStore, Piece
 from storage.reader import Reader, Verified, verify
 from storage.shards import Entry, aligned_order, entry_of, header_of
@@ -138,18 +138,9 @@ class Checkpoints:
                 found.setdefault(Version(int(place[1]), int(place[2])), set()).add(place[3])
         return [self._listed(version, names) for version, names in sorted(found.items())]
 
-    def latest_good(self, counting: Mapping[Version, str] | None = None, lineage: Lineage | None = None) -> Version | None:
-        """The greatest version that has a manifest, is not damaged, and is on the ``lineage``.
-
-        ``counting``: the digests of the manifests that the journal knows; any other was written by a process that was thought
-        dead, and counts for nothing.
-        """
-        for version, manifest, damaged in reversed(self.versions()):
-            if manifest is None or damaged or (lineage is not None and not on_lineage(version, lineage)):
-                continue
-            if counting is None or counting.get(version) == digest_of(manifest.to_bytes()):
-                return version
-        return None
+    def latest_good(self) -> Version | None:
+        """The greatest version that has a manifest and is not damaged."""
+        return max((version for version, manifest, damaged in self.versions() if manifest is not None and not damaged), default=None)
 
     def manifest(self, version: Version) -> Manifest:
         """Raises :class:`Missing`, :class:`Damaged` or :class:`BadFormat`."""

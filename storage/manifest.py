@@ -19,9 +19,6 @@ FORMAT = 1
 MANIFEST, INDEX, DAMAGED = "MANIFEST.json", "index.parquet", "DAMAGED.json"
 ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions"}
 
-Lineage = tuple[tuple[int, int], ...]
-"""Who committed what, oldest first: (generation, last step it committed)."""
-
 
 @dataclass(frozen=True, order=True)
 class File:
@@ -61,7 +58,8 @@ class Manifest:
         return next(file for file in self.files if file.name.endswith(".parquet"))
 
     @property
-    def lineage(self) -> Lineage:
+    def lineage(self) -> tuple[tuple[int, int], ...]:
+        """Who committed what, oldest first: (generation, last step it committed)."""
         return tuple((generation, step) for generation, step in self.about.get("lineage", ()))
 
     @property
@@ -81,13 +79,3 @@ class Manifest:
             raise Damaged(object, f"the manifest of {version}", f"that of {found}")
         files = tuple(File(**file) for file in content["files"])
         return cls(version, files, {key: content[key] for key in sorted(content.keys() & ABOUT)})
-
-
-def on_lineage(version: Version, lineage: Lineage) -> bool:
-    """Did ``version`` survive?  Each entry's generation committed the steps after the entry before it."""
-    before = 0
-    for generation, last in lineage:
-        if generation == version.generation:
-            return before < version.step <= last
-        before = last
-    return False

@@ -15,7 +15,7 @@ from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.cover import describe
 from storage.documents import seal
 from storage.errors import BadFormat, Exists, Incomplete
-from storage.manifest import MANIFEST, on_lineage
+from storage.manifest import MANIFEST
 from storage.objects import ObjectStore
 from storage.shards import ITEM_BYTES
 from storage.slices import Slice, Tensor, Version
@@ -272,35 +272,14 @@ def test_bytes_that_do_not_fit_the_slice_are_a_mistake(checkpoints: Checkpoints)
 
 def test_latest_good(checkpoints: Checkpoints) -> None:
     state = state_of(TENSORS[:1], seed=1)
-    digests = {v: save(checkpoints, v, state, 1) for v in (Version(4, 1), Version(6, 1), Version(6, 2), Version(8, 3))}
+    for version in (Version(4, 1), Version(6, 1), Version(6, 2), Version(8, 3)):
+        save(checkpoints, version, state, 1)
     write(checkpoints, Version(12, 3), state, 2)  # never committed
     assert checkpoints.latest_good() == Version(8, 3)
-    assert checkpoints.latest_good(lineage=((1, 5), (2, 7))) == Version(6, 2)
-    assert checkpoints.latest_good(lineage=((1, 5), (4, 9))) == Version(4, 1)
-    assert checkpoints.latest_good(lineage=()) is None
     checkpoints.quarantine(Version(8, 3), "a flipped byte")
     checkpoints.quarantine(Version(8, 3), "said twice")
     assert checkpoints.latest_good() == Version(6, 2)
     assert [damaged for version, _, damaged in checkpoints.versions() if version == Version(8, 3)] == ["a flipped byte"]
-    assert checkpoints.latest_good(counting=digests) == Version(6, 2)
-
-
-def test_a_zombies_manifest_counts_for_nothing(checkpoints: Checkpoints) -> None:
-    state = state_of(TENSORS[:1], seed=1)
-    journal = {Version(4, 1): save(checkpoints, Version(4, 1), state, 1)}
-    save(checkpoints, Version(6, 1), state, 1)  # written late; the journal has no word of it
-    assert checkpoints.latest_good(counting=journal) == Version(4, 1)
-    assert checkpoints.latest_good(counting={**journal, Version(6, 1): "another digest"}) == Version(4, 1)
-    assert checkpoints.latest_good() == Version(6, 1)
-
-
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=4), st.integers(1, 12), st.integers(1, 12))
-def test_on_lineage_is_who_committed_each_step(moves: list[tuple[int, int]], step: int, generation: int) -> None:
-    line = tuple(itertools.accumulate(moves, lambda a, b: (a[0] + b[0], a[1] + b[1])))
-    who: dict[int, int] = {}
-    for committed_by, last in reversed(line):
-        who |= {s: committed_by for s in range(1, last + 1)}
-    assert on_lineage(Version(step, generation), line) == (who.get(step) == generation)
 
 
 def test_a_newer_format_is_refused_by_its_number(checkpoints: Checkpoints) -> None:

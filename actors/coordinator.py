@@ -290,7 +290,7 @@ class Coordinator:
     def _handle(self, event: Event, shard: Any) -> None:
         try:
             if isinstance(event, ShardSaved) and shard is not None:
-                self.group.receive(event.version, event.worker, shard)
+                self.group.parts.add(event.version, event.worker, shard)
             if isinstance(event, Joined):
                 if event.node not in self.state.nodes:  # it is new, and was not looked at yet
                     self._advance(NodeFound(event.node))

@@ -42,14 +42,13 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.imports import PACKAGES
 from elastic.job import Job
 from elastic.probe import COORDINATOR, Probe
-from elastic.runs import Run, SavedShard
+from elastic.runs import Parts, Run
 from storage.documents import digest_of
 from storage.errors import StorageError, Unavailable
 
 STORE_DEADLINE_S = 10
 SHIP_S = 10.0
 PROBE_DEADLINE_S = 60
-KEPT_CHECKPOINTS = 4
 NODE_DIED = "its node died"
 """In Ray's view: behind a cut it may live."""
 
@@ -73,7 +72,7 @@ class Group:
         self.workers: dict[WorkerId, Any] = {}
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
-        self.shards: dict[Version, dict[WorkerId, SavedShard]] = {}
+        self.parts = Parts()
         self._lives: list[Any] = []
         """A call to each actor that ends when it does."""
         self.ship: Callable[[float], bool] = lambda timeout_s: True
@@ -308,20 +307,11 @@ class Group:
 
     # ---- the bucket
 
-    def receive(self, version: Version, worker: WorkerId, shard: SavedShard) -> None:
-        """A worker's part of the checkpoint of ``version``; kept until newer ones push it out, for a manifest may be asked for again."""
-        self.shards.setdefault(version, {})[worker] = shard
-        for old in sorted(self.shards)[:-KEPT_CHECKPOINTS]:
-            del self.shards[old]
-
     def _commit(self, version: Version, lineage: tuple[tuple[int, int], ...]) -> None:
-        """From the shards of the latest world that wrote this version: an earlier one may have been cut off half way."""
         try:
             if not self.ship(SHIP_S):
                 raise Unavailable(f"the journal of {self.job.name}", "and no checkpoint is to be found without the steps that made it")
-            shards = list(self.shards[version].values())
-            latest = max(shard.generation for shard in shards)
-            written = [shard for shard in shards if shard.generation == latest]
+            written = self.parts.latest(version)
             digest = self.run.commit(version, [shard.receipt for shard in written], lineage, written[0].layout)
         except (StorageError, OSError, KeyError) as error:
             self.post(SaveFailed(version, f"{type(error).__name__}: {error}"))

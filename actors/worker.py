@@ -59,7 +59,7 @@ class Worker:
         self._begun = True
         from elastic.train.loop import Trainer
         from elastic.train.setup import build_of, kind_of, make_copier, make_session, prepare_process
-        from elastic.train.state import build_model, bytes_of, rows_of, tensors_of
+        from elastic.train.state import build_model, rows_of, tensors_of
         from elastic.train.warmup import warm_up
         from storage.checkpoints import Checkpoints
         from storage.objects import ObjectStore
@@ -85,7 +85,7 @@ class Worker:
         if session.copier is not None:
             session.copier.ready()
         threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
-        self._joined = Joined(self.worker, cluster.here(), kind_of(device), rows, build, bytes_of(tensors))
+        self._joined = Joined(self.worker, cluster.here(), kind_of(device), rows, build)
         self.report(self._joined)
         self._end(self.trainer)
 

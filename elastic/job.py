@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from elastic.control.rules import Rules
 from elastic.errors import CodeError, JobError
 from elastic.imports import split
-from elastic.plan.copies import CPU_COPY_RATE, FIRST_BUDDY_EVERY, GPU_COPY_RATE, CopyRule
+from elastic.plan.copies import FIRST_BUDDY_EVERY, CopyRule
 from elastic.plan.layout import LayoutRule
 from elastic.settings import COMMAND_LINE, Where, merge, read_options, read_toml, sentences
 
@@ -298,8 +298,7 @@ class Job(Part):
         return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
 
     def copy_rule(self) -> CopyRule:
-        rate = GPU_COPY_RATE if self.workers.gpus else CPU_COPY_RATE
-        return CopyRule(self.copies.copy_every == "auto", self.copies.buddy_every == "auto", rate, self.copies.link_share)
+        return CopyRule(self.copies.copy_every == "auto", self.copies.buddy_every == "auto", self.copies.link_share)
 
     def rules(self) -> Rules:
         """What ``advance`` must know of the job."""
@@ -311,7 +310,6 @@ class Job(Part):
             save_every=self.checkpoint.save_every,
             copy_every=1 if self.copies.copy_every == "auto" else self.copies.copy_every,
             buddy_every=FIRST_BUDDY_EVERY if self.copies.buddy_every == "auto" else self.copies.buddy_every,
-            copy_rule=self.copy_rule(),
             cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
             spares=self.workers.spares,

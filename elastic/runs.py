@@ -12,10 +12,11 @@ from typing import Any
 
 import elastic
 from elastic.control import codec
+from elastic.control.lineage import Lineage
 from elastic.control.recovery import UNREAD
 from elastic.control.states import RunState
 from elastic.errors import JobError
-from elastic.ids import NodeId, Version
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from storage import journal
@@ -26,8 +27,8 @@ from storage.journal import Journal, claim_owner, latest_claim, owners
 from storage.objects import ObjectStore
 from storage.tails import Segment, Written, furthest
 
-Lineage = tuple[tuple[int, int], ...]
-"""Who committed what, oldest first: (generation, last step it committed)."""
+KEPT = 4
+"""Checkpoints whose parts are known, at most."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,25 @@ class SavedShard:
     generation: int
     layout: Layout
     receipt: ShardReceipt
+
+
+class Parts:
+    """Of the checkpoints on their way, what their manifests are made of; for a while, since a manifest may be asked for again."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Version, dict[WorkerId, SavedShard]] = {}
+
+    def add(self, version: Version, worker: WorkerId, shard: SavedShard) -> None:
+        """Pushes out what was added to longest ago: that may be newer by its number, and given up."""
+        self._parts[version] = self._parts.pop(version, {}) | {worker: shard}
+        if len(self._parts) > KEPT:
+            del self._parts[next(iter(self._parts))]
+
+    def latest(self, version: Version) -> list[SavedShard]:
+        """Those of the latest world that wrote this version: an earlier one may have been cut off half way.  Raises :class:`KeyError`."""
+        shards = self._parts[version].values()
+        generation = max(shard.generation for shard in shards)
+        return [shard for shard in shards if shard.generation == generation]
 
 
 class Run:

@@ -12,11 +12,15 @@ from elastic.control import codec
 from elastic.control.events import Recovered, Tick
 from elastic.control.recovery import UNREAD
 from elastic.control.states import RunState, Stopped
+from elastic.ids import Version, WorkerId
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.plan.layout import Layout
+from elastic.runs import KEPT, Parts, Run, SavedShard
 from storage import tails
+from storage.checkpoints import ShardReceipt
 from storage.errors import Deposed
 from storage.journal import Journal
+from storage.manifest import File
 from storage.tails import Tail
 from tests.control.play import Play, stepping
 
@@ -166,3 +170,29 @@ def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:
     life.journal.append(record, lambda: codec.snapshot(life.play.run), durable=True)
     assert life.journal.ship(10.0)
     assert life.run.standing(2, 0.0).generation == life.play.run.generation
+
+
+def part(generation: int) -> SavedShard:
+    return SavedShard(generation, Layout(), ShardReceipt(Version(6, 1), File("a", 0, ""), ()))
+
+
+def test_a_manifest_is_made_of_the_parts_of_the_latest_world_that_wrote_them_all() -> None:
+    parts = Parts()
+    parts.add(Version(6, 1), WorkerId("w1"), part(1))
+    parts.add(Version(6, 1), WorkerId("w2"), part(2))
+    parts.add(Version(6, 1), WorkerId("w3"), part(2))
+    assert parts.latest(Version(6, 1)) == [part(2), part(2)]
+    with pytest.raises(KeyError):
+        parts.latest(Version(7, 1))
+
+
+def test_parts_of_a_future_that_was_given_up_do_not_push_out_those_of_now() -> None:
+    """A world that nobody knows any more went on and saved later steps; the next one begins with step 6."""
+    parts = Parts()
+    for step in range(12, 12 + 6 * KEPT, 6):
+        parts.add(Version(step, 1), WorkerId("w1"), part(1))
+    parts.add(Version(6, 101), WorkerId("w103"), part(101))
+    parts.add(Version(6, 101), WorkerId("w104"), part(101))
+    assert len(parts.latest(Version(6, 101))) == 2
+    with pytest.raises(KeyError):
+        parts.latest(Version(12, 1))

@@ -27,6 +27,9 @@ FORMAT = 2
 READABLE = (1, FORMAT)
 """In format 1 ``changed`` counts from the record before: what unrecorded events had changed is in it where the decision left it so."""
 
+RETIRED = {"state_bytes", "copy_rule"}
+"""Fields that older versions wrote and no decision is made from any more."""
+
 Json = Any
 
 
@@ -154,7 +157,7 @@ def _decode_fields(kind: Any, json: Json) -> Any:
     hints = _hints(kind)
     if json.get("$") != kind.__name__:
         raise UnknownFormat(f"the journal has {json.get('$')!r} where {kind.__name__} is expected")
-    unknown = sorted(json.keys() - hints.keys() - {"$"})
+    unknown = sorted(json.keys() - hints.keys() - RETIRED - {"$"})
     if unknown:
         raise UnknownFormat(f"{kind.__name__} of the journal has unknown fields: {', '.join(unknown)}")
     return kind(**{name: decode(hint, json[name]) for name, hint in hints.items() if name in json})

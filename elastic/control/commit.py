@@ -5,15 +5,18 @@ on any backend and can be filled in on the accelerator.  The collective complete
 complete: having seen it *is* the commit.  An aborted collective can look complete over garbage, so each record names whom it
 is from and carries a checksum; one wrong record and there is no outcome.
 
-    [MAGIC, incarnation, generation, step, world rank, boundary (+ BEHIND), finite, squared norm, copied_through, buddied_through]
+    [MAGIC, incarnation, generation, step, world rank, boundary (+ BEHIND), finite, squared norm]
+    then what it says of its copies        [copied_through, buddied_through, copy_every, buddy_every]
     then for each of the member's rounds   [loss sum, token count, sample ids ...]
-    then the checksum: the wrapping 64-bit sum of everything before it, word i as a bit pattern times 2i + 1, so that order counts
+    then the checksum: the wrapping 64-bit sum of everything before it, word i as a bit pattern times 2i + 1, so that order counts; first
+    its upper half is mixed into its lower (exclusive or), or two words that differ in their sign alone could change places unseen
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic.plan.batch import microbatch_of, rounds
 
@@ -23,7 +26,23 @@ BEHIND = 4
 """Added to it by a member whose save before is still on its way to the bucket, where one is due after this step."""
 
 MAGIC = 20260721.0
-HEADER = 10
+HEADER = 12
+LOWER = 2**32 - 1
+
+
+class Copied(NamedTuple):
+    """What a member says of its copies when it prepares a step: complete through which, and every how many steps it can make one.
+
+    -1 and 0: none, as often as planned.  Of all members the least step and the greatest number count.
+    """
+
+    copied_through: int = -1
+    buddied_through: int = -1
+    copy_every: int = 0
+    buddy_every: int = 0
+
+
+NO_COPIES = Copied()
 
 
 @dataclass(frozen=True)
@@ -34,7 +53,7 @@ class Outcome:
     by microbatch, in order; ``samples`` the ids each microbatch read (the ledger).  ``finite`` False: the update is skipped.
     ``copied_through``: the newest step of this generation of which every member had a complete copy in host memory when it prepared
     this one (-1: none); ``buddied_through``: a complete copy at its buddy.
-    ``behind``: a member still writes the save before.
+    ``behind``: a member still writes the save before.  ``copy_every``, ``buddy_every``: steps from one copy to the next, at least.
     """
 
     step: int
@@ -48,6 +67,8 @@ class Outcome:
     copied_through: int = -1
     buddied_through: int = -1
     behind: bool = False
+    copy_every: int = 0
+    buddy_every: int = 0
 
     @property
     def tokens(self) -> int:
@@ -120,12 +141,14 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
         copied_through=int(min(record[8] for record in records)),
         buddied_through=int(min(record[9] for record in records)),
         behind=any(record[5] >= BEHIND for record in records),
+        copy_every=int(max(record[10] for record in records)),
+        buddy_every=int(max(record[11] for record in records)),
     )
 
 
 def _record(shape: CommitShape, step: int, rank: int, raw: bytes) -> tuple[float, ...]:
     words = struct.unpack(f"<{shape.fields}q", raw)
-    if (sum((2 * i + 1) * word for i, word in enumerate(words[:-1])) - words[-1]) % 2**64:
+    if (sum((2 * i + 1) * (word ^ (word >> 32 & LOWER)) for i, word in enumerate(words[:-1])) - words[-1]) % 2**64:
         raise BadRecord(f"the commit record of world rank {rank} at step {step} has a wrong checksum")
     fields = struct.unpack(f"<{shape.fields}d", raw)
     expected = (MAGIC, float(shape.incarnation), float(shape.generation), float(step), float(rank))

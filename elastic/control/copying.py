@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elastic.control.commit import Outcome
-from elastic.control.saving import copy_due
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
 
@@ -86,20 +85,16 @@ class Copies:
         """Having seen the commit ``outcome``: its version is copied if it is ``begun`` now, and goes to the buddy if it is ``sent``."""
         copied, buddied = self._of(outcome.copied_through), self._of(outcome.buddied_through)
         new = replace(self, copied=copied or self.copied, buddied=buddied or self.buddied)
-        if copy_due(outcome.step, self.plan.copy_every) and copied == self.begun:
-            begun = self._of(outcome.step)
-            return replace(new, begun=begun, sent=begun if self._sends(outcome.step) and buddied == self.sent else self.sent)
-        return new
+        if self.begun is None or copied != self.begun or not _due(self.begun, outcome.step, self.plan.copy_every, outcome.copy_every):
+            return new
+        begun = self._of(outcome.step)
+        sends = self.sent and buddied == self.sent and _due(self.sent, outcome.step, self.plan.buddy_every, outcome.buddy_every)
+        return replace(new, begun=begun, sent=begun if sends else self.sent)
 
     def _of(self, step: int) -> Copy | None:
         """This member's part of ``step``."""
         version = version_at(self.plan, step)
         return Copy(version, *self.shard) if version is not None else None
-
-    def _sends(self, step: int) -> bool:
-        """The first copy at or after every ``buddy_every``-th step."""
-        every = self.plan.buddy_every
-        return self.sent is not None and step // every > self.sent.version.step // every
 
     def slot(self, slots: Sequence[Copy | None]) -> int | None:
         """Where the copy of ``begun`` goes: an empty or torn slot (None), else the oldest that is not protected.  None: it is there."""
@@ -108,3 +103,8 @@ class Copies:
         kept = (self.copied, self.buddied, self.sent)
         free = [n for n, held in enumerate(slots) if held is None or held not in kept]
         return min(free, key=lambda n: (-1, -1) if (held := slots[n]) is None else held.age)
+
+
+def _due(last: Copy, step: int, planned: int, agreed: int) -> bool:
+    """Are so many steps over since ``last`` as the plan says, or as the members agreed on in their commit, if that is more?"""
+    return step - last.version.step >= max(planned, agreed)

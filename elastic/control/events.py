@@ -20,7 +20,6 @@ class Joined:
 
     ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``rows`` are the distinct
     dim-0 lengths of the state's tensors: all that coverage of dim-0 shards depends on.  ``build``: what must be the same everywhere.
-    ``state_bytes``: size of the whole state.
     """
 
     worker: WorkerId
@@ -28,7 +27,6 @@ class Joined:
     kind: str
     rows: tuple[int, ...]
     build: Build = field(default_factory=Build)
-    state_bytes: int = 0
 
 
 @dataclass(frozen=True)

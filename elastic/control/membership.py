@@ -32,7 +32,7 @@ def joined(turn: Turn, event: Joined) -> None:
     newcomer = Worker(event.node, event.kind, turn.now, host=event.build.host)
     home = run.homes.get(event.node, Home(growing.host_of(newcomer), turn.now))
     turn.know(workers={**run.workers, event.worker: newcomer}, homes={**run.homes, event.node: home})
-    turn.know(rows=event.rows, state_bytes=event.state_bytes)
+    turn.know(rows=event.rows)
     turn.say(f"{event.worker} joined on node {event.node[:8]}")
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from elastic.plan.copies import CopyRule
 from elastic.plan.layout import LayoutRule
 
 SLOWEST = 1.05
@@ -41,11 +40,9 @@ class Rules:
     refused_s: float = 10.0
     """At the start, with too few workers, nodes refused and no room elsewhere: how long until the run gives up waiting for better ones."""
     copy_every: int = 0
-    """Steps from one copy of the state in host memory to the next (0: none) ..."""
+    """Steps from one copy of the state in host memory to the next, at least (0: none) ..."""
     buddy_every: int = 0
     """... and from one copy at a buddy keeper to the next."""
-    copy_rule: CopyRule = field(default_factory=CopyRule)
-    """Which of the two are to follow what is measured."""
     cross_zone: bool = False
     """Buddies are in other zones, not in the same one."""
     reproducible: bool = True

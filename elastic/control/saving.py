@@ -25,11 +25,6 @@ def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
     return due(outcome.step, save_every, target_step) and not outcome.behind
 
 
-def copy_due(step: int, copy_every: int) -> bool:
-    """Is the state after ``step`` copied to host memory?  With ``buddy_every``: does the copy go on to the buddy?"""
-    return copy_every > 0 and step > 0 and step % copy_every == 0
-
-
 @dataclass(frozen=True)
 class Saving:
     """A checkpoint on its way.  ``members``: who writes it; ``reported``: whose part is in the bucket."""

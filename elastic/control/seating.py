@@ -15,7 +15,6 @@ from elastic.control import lineage, stock
 from elastic.control.rules import Rules
 from elastic.control.states import RunState, Worker
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.copies import buddy_every, copy_every
 from elastic.plan.layout import Layout, choose
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
@@ -67,7 +66,6 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     nodes = tuple(run.workers[member].node for member in members)
     paired = rules.buddy_every and set(nodes) <= stock.buddies_of(run, rules, nodes).keys()
     copied, buddied = stock.complete_before(run, source.version)
-    often = _how_often(run, rules, layout, nodes)
     named = {holding.keeper for holding in source.holders} - {LIVE}
     return Plan(
         run.incarnation,
@@ -80,21 +78,11 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         store_node=store,
         nodes=nodes,
         hosts=tuple((keeper, run.hosts[keeper].address) for keeper in sorted(named)),
-        copy_every=often[0],
-        buddy_every=often[1] if paired else 0,
+        copy_every=rules.copy_every,
+        buddy_every=rules.buddy_every if paired else 0,
         protected=newest_covered(kept, run.rows) or copied,
         buddied=buddied,
     )
-
-
-def _how_often(run: RunState, rules: Rules, layout: Layout, nodes: Sequence[NodeId]) -> tuple[int, int]:
-    """Steps from one copy of the state to the next, and from one at the buddies: as asked for, or as recent steps suggest."""
-    copies, buddies, shard, step_s = rules.copy_every, rules.buddy_every, run.state_bytes / layout.dp_shard, run.watch.step_s
-    if copies and rules.copy_rule.copies:
-        copies = copy_every(shard, step_s, rules.copy_rule.copy_rate)
-    if buddies and rules.copy_rule.buddies:
-        buddies = buddy_every(shard * max(Counter(nodes).values()), step_s, rules.copy_rule.link_share)
-    return copies, buddies
 
 
 def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:

@@ -215,8 +215,6 @@ class RunState:
     next_worker: int = 1
     rows: tuple[int, ...] = ()
     """Distinct lengths of the state's tensors along dim 0."""
-    state_bytes: int = 0
-    """Of the whole state."""
     kind: str = ""
     """The first member's; with ``reproducible`` only workers of it may be members, so it never changes."""
     mixed: tuple[int, ...] = ()

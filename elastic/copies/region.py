@@ -33,9 +33,11 @@ HEADER = (
     "slot_bytes",
     "slot_blocks",
     "keeper",
+    "brought_us",
     *(f"{name}_{part}" for name in VERSIONS for part in ("step", "generation")),
 )
-"""``keeper``: the process that has it open too, 0 before there is one: until then nothing outlives the worker."""
+"""``keeper``: the process that has it open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us``: how long
+its node's link is busy when all workers there have a copy brought to the buddy, in microseconds; 0: that was never seen."""
 SLOT = ("complete", "step", "generation", "count", "index", "bytes")
 WORD = 8
 
@@ -99,7 +101,7 @@ class Region:
         os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks))
         with mmap.mmap(descriptor, PAGE) as first:
             words = memoryview(first).cast("q")
-            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, 0, *[-1] * 2 * len(VERSIONS))).cast("q")
+            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, 0, 0, *[-1] * 2 * len(VERSIONS))).cast("q")
             words.release()
         return cls(descriptor)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from contextlib import closing
 from typing import Any
@@ -32,6 +33,8 @@ class Stock:
         self._lock = threading.Lock()
         self._own: dict[WorkerId, Region] = {}
         self._dead: set[WorkerId] = set()
+        self._sent_s: dict[WorkerId, float] = {}
+        """Of living workers' copies, how long it takes to bring one to the buddy: half of it the last one's."""
         self._others: dict[WorkerId, Region] = {}
         """Copies of the shards of other nodes' workers."""
         self._coming: Counter[WorkerId] = Counter()
@@ -55,6 +58,7 @@ class Stock:
         with self._lock:
             if worker in self._own:
                 self._dead.add(worker)
+                self._sent_s.pop(worker, None)
 
     def held(self) -> tuple[Holding, ...]:
         """Every slot that is complete."""
@@ -187,10 +191,20 @@ class Stock:
         safe = region.version("safe") or Version(-1, -1)
         head = {"ask": "bring", "bytes": size, "blocks": blocks, "slot_bytes": region.slot_bytes, "slot_blocks": blocks}
         head |= {"safe": [safe.step, safe.generation]} | request(worker, copy)
+        began = time.monotonic()
         wire.send(head, [region.digests(slot).cast("B"), region.data(slot)[:size]])
         wire.send({"still": region.held(slot) == copy})
         if wire.head()["taken"]:
+            self._took(worker, time.monotonic() - began)
             region.set_version("buddied", copy.version)
+
+    def _took(self, worker: WorkerId, seconds: float) -> None:
+        with self._lock:
+            living = [region for each, region in self._own.items() if each not in self._dead]
+            if worker not in self._dead:
+                self._sent_s[worker] = (self._sent_s.get(worker, seconds) + seconds) / 2
+            for region in living:
+                region["brought_us"] = int(1e6 * sum(self._sent_s.values()))
 
 
 def request(worker: WorkerId, copy: Copy) -> dict[str, Any]:

@@ -6,41 +6,60 @@ goes to buddies shares the network with the training: so often that it takes no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from math import ceil
 
-GPU_COPY_RATE, CPU_COPY_RATE = 20e9, 2e9
-"""Bytes a second into host memory, digests included: half of what was measured (H200: 40 GB/s a GPU with four at once)."""
-LINK_RATE = 1.25e9
-"""Of a node's link where nothing better is known: 10 Gbit/s."""
 FIRST_BUDDY_EVERY = 10
 """Steps, at least: more often costs a small job more than it can lose."""
+REMEMBERED = 8
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
 class CopyRule:
-    """What is left to be chosen ("auto"), how quick a copy is, and how much of a link may be used."""
+    """What is left to be chosen ("auto"), and how much of a link may be used."""
 
     copies: bool = False
     buddies: bool = False
-    copy_rate: float = CPU_COPY_RATE
     link_share: float = 0.2
+
+
+@dataclass
+class Pace:
+    """How often one worker's copies can be made, by what it measured: it goes into each commit, and the slowest member decides."""
+
+    rule: CopyRule
+    step_s: float = 0.0
+    """Of a step without waiting for a copy: half of it the last one's, a quarter the one's before, ..."""
+    _copies_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def stepped(self, seconds: float) -> None:
+        self.step_s = (self.step_s + seconds) / 2 if self.step_s else seconds
+
+    def copied(self, seconds: float) -> None:
+        self._copies_s.append(seconds)
+
+    def copy_every(self) -> int:
+        """Steps from one copy to the next, so that each is done before the next begins; 0: as planned.
+
+        By the quickest of the last few: the first into each slot take the system's memory page by page, and one that was held up says
+        nothing of the others.
+        """
+        if not self.rule.copies or len(self._copies_s) < REMEMBERED or not self.step_s:
+            return 0
+        return ceil(min(self._copies_s) / self.step_s)
+
+    def buddy_every(self, brought_s: float) -> int:
+        """Steps from one copy at the buddies to the next, so that ``brought_s``, which the node's link was busy with one, is its share."""
+        if not self.rule.buddies or not self.step_s:
+            return 0
+        return ceil(brought_s / self.rule.link_share / self.step_s)
 
 
 def slots_for(buddy_every: int) -> int:
     """A version known to be complete, the next one; with buddies also the one complete at them, and the next one of those."""
     return 4 if buddy_every else 2
-
-
-def copy_every(shard_bytes: float, step_s: float, copy_rate: float) -> int:
-    """Steps from one copy to the next, so that each is done before the next begins."""
-    return max(1, ceil(shard_bytes / copy_rate / step_s)) if step_s > 0 else 1
-
-
-def buddy_every(node_bytes: float, step_s: float, link_share: float) -> int:
-    """Steps from one copy at a buddy to the next: ``node_bytes`` leave a node each time, at ``link_share`` of its link on average."""
-    return max(FIRST_BUDDY_EVERY, ceil(node_bytes / (LINK_RATE * link_share) / step_s)) if step_s > 0 else FIRST_BUDDY_EVERY
 
 
 def explained(state_bytes: int, shards: int, copy_every: int, buddy_every: int, rule: CopyRule, price_per_gb: float = 0.0) -> str:

@@ -61,7 +61,10 @@ class World:
         mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
         boundary, copied, buddied = max(each[0] for each in asked), min(each[1] for each in asked), min(each[2] for each in asked)
         behind = self.sim.network.level(Kind.BUCKET_DOWN) >= 1.0
-        self.outcomes[step] = Outcome(step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, copied, buddied, behind)
+        seldom = (self.generation + step // 7) % 4  # as if copies took so many steps for a while
+        self.outcomes[step] = Outcome(
+            step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, copied, buddied, behind, seldom, seldom + 1
+        )
         self.completed_at[step] = clock.now
         for name in self.plan.members:
             delay_s = 0.02 + (0.05 if rng.random() < 0.8 else 0.6) * rng.random()

@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from elastic.control.commit import Outcome
+from elastic.control.commit import Copied, Outcome
 from elastic.control.copying import Copies, Copy, version_at
 from elastic.copies.digest import digests
 from elastic.copies.region import SLOT, Frame, Region, fields_of, frame
 from elastic.ids import Version, WorkerId
-from elastic.plan.copies import slots_for
+from elastic.plan.copies import CopyRule, Pace, slots_for
 from elastic.plan.plan import Plan
 from elastic.train.state import Shard
 from storage.slices import Tensor
@@ -30,13 +30,14 @@ NEVER = -1
 class Copier:
     """Of one worker, for all its worlds.  For the training thread."""
 
-    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device) -> None:
-        self.region, self.tensors = region, tensors
+    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device, rule: CopyRule) -> None:
+        self.region, self.tensors, self.pace = region, tensors, Pace(rule)
         self.memory = torch.frombuffer(region.memory, dtype=torch.uint8)
         self.copies: Copies | None = None
         self.made: Version | None = None
         """The newest version of the present world that was begun here: complete, in the order of launches, once ``settle`` was called."""
         self._frame = Frame({}, 0, 0)
+        self._stepped_at = 0.0
         self._way = _Streamed(self, device) if device.type == "cuda" else _Threaded(self)
 
     def ready(self) -> None:
@@ -51,6 +52,7 @@ class Copier:
             self.made = shard.version
         self._way.pin(slots_for(plan.buddy_every))
         self._copy(shard)
+        self._stepped_at = time.monotonic()
 
     def leave(self) -> None:
         """The world is over: what is under way ends, before the memory that it reads goes."""
@@ -61,6 +63,12 @@ class Copier:
         """A step was applied; ``shard``: may be copied now."""
         if self.copies is None:
             return
+        now = time.monotonic()
+        took_s, held_up_s = self._way.measured()
+        self.pace.stepped(max(now - self._stepped_at - held_up_s, 0.0))
+        self._stepped_at = now
+        if took_s is not None:
+            self.pace.copied(took_s)
         before = self.copies.begun
         self.copies = self.copies.after(outcome)
         if shard is not None and self.copies.begun != before:
@@ -80,14 +88,16 @@ class Copier:
         self._way.begin(slot, copies.begun, shard)
         self.made = shard.version
 
-    def settle(self) -> tuple[int, int]:
-        """(copied, buddied) through which step; whatever is launched from now on comes after the copy that says so."""
+    def settle(self) -> Copied:
+        """How far it is; whatever is launched from now on comes after the copy that says so."""
         self._way.settle()
         buddied = self.region.version("buddied")
         of_this_world = self.copies and buddied and version_at(self.copies.plan, buddied.step) == buddied
-        return (
+        return Copied(
             self.made.step if self.made and self.region["keeper"] else NEVER,
             buddied.step if buddied and of_this_world else NEVER,
+            self.pace.copy_every(),
+            self.pace.buddy_every(self.region["brought_us"] / 1e6),
         )
 
     @property
@@ -113,6 +123,8 @@ class _Threaded:
         self.copier, self.slots = copier, copier.region.slots
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._under_way: Future[None] | None = None
+        self._took_s: float | None = None
+        self._held_up_s = 0.0
 
     def ready(self) -> None:
         """At once."""
@@ -124,23 +136,33 @@ class _Threaded:
         self._under_way = self._pool.submit(self._copy, slot, copy, self.copier.parts(slot, shard))
 
     def _copy(self, slot: int, copy: Copy, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+        began = time.monotonic()
         with torch.no_grad():
             for value, room, words in parts:
                 room.copy_(value)
                 words.copy_(digests(value))
         self.copier.region.finish(slot, copy, self.copier.bytes)
+        self._took_s = time.monotonic() - began
 
     def settle(self) -> None:
         if self._under_way is None:
             return
+        began = time.monotonic()
         try:
             self._under_way.result()
         except Exception:  # the end of a thread: the step needs no copy
             traceback.print_exc()
             self.copier.made = None
         self._under_way = None
+        self._held_up_s += time.monotonic() - began
 
     wait = settle
+
+    def measured(self) -> tuple[float | None, float]:
+        """Since the last call: seconds of a copy that was done, and for how long the step was held up by one."""
+        found = (self._took_s, self._held_up_s)
+        self._took_s, self._held_up_s = None, 0.0
+        return found
 
 
 class _Streamed:
@@ -149,7 +171,9 @@ class _Streamed:
     def __init__(self, copier: Copier, device: torch.device) -> None:
         self.copier, self.device = copier, device
         self._stream = torch.cuda.Stream(device)
-        self._last = torch.cuda.Event()
+        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._held_up = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._to_tell = False
         self._header = torch.zeros(len(SLOT), dtype=torch.int64, device=device)
         self._under_way = False
         self.slots = 0
@@ -187,6 +211,7 @@ class _Streamed:
         words = torch.frombuffer(self.copier.region.header(slot), dtype=torch.int64)
         complete, *others = fields_of(copy, self.copier.bytes)
         with torch.no_grad(), torch.cuda.stream(self._stream):
+            self._first.record()
             for value, room, sums in self.copier.parts(slot, shard):
                 room.copy_(value, non_blocking=True)
                 sums.copy_(digests(value), non_blocking=True)
@@ -196,13 +221,23 @@ class _Streamed:
             self._header[0].fill_(complete)
             words[:1].copy_(self._header[:1], non_blocking=True)
             self._last.record()
-        self._under_way = True
+        self._under_way = self._to_tell = True
 
     def settle(self) -> None:
         if self._under_way:
-            torch.cuda.current_stream(self.device).wait_event(self._last)
+            stream = torch.cuda.current_stream(self.device)
+            self._held_up[0].record(stream)
+            stream.wait_event(self._last)
+            self._held_up[1].record(stream)
 
     def wait(self) -> None:
         if self._under_way:
             self._last.synchronize()
             self._under_way = False
+
+    def measured(self) -> tuple[float | None, float]:
+        """Since the last call: seconds of a copy that was done, and for how long the device was held up by one."""
+        if not self._to_tell or not self._held_up[1].query():
+            return None, 0.0
+        self._to_tell = False
+        return self._first.elapsed_time(self._last) / 1e3, self._held_up[0].elapsed_time(self._held_up[1]) / 1e3

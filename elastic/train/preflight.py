@@ -52,7 +52,7 @@ def _copying(job: Job, state_bytes: int) -> str:
     rules = job.rules()
     layouts = [layout for n, layout in table(rules.layout, rules.max_workers) if layout is not None and n >= rules.min_workers]
     shards = min((layout.dp_shard for layout in layouts), default=1)
-    return explained(state_bytes, shards, rules.copy_every, rules.buddy_every, rules.copy_rule, job.copies.price_per_gb)
+    return explained(state_bytes, shards, rules.copy_every, rules.buddy_every, job.copy_rule(), job.copies.price_per_gb)
 
 
 def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:

@@ -135,7 +135,7 @@ def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device) -> 
     slots = slots_for(bool(job.copies.buddy_every))
     if why := no_room(slots * largest.bytes, *free_memory(), slots):
         raise JobError(why)
-    return Copier(Region.create(slots, largest.bytes, largest.blocks), tensors, device)
+    return Copier(Region.create(slots, largest.bytes, largest.blocks), tensors, device, job.copy_rule())
 
 
 def _opened(job: Job) -> Dataset:

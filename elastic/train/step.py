@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.control.commit import HEADER, MAGIC, CommitShape, Outcome, conclude
+from elastic.control.commit import HEADER, LOWER, MAGIC, NO_COPIES, CommitShape, Copied, Outcome, conclude
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.fold import squared_norm
 from elastic.engine.world import TO_HOST, World, all_gather
 from elastic.job import Job
 from elastic.plan.batch import active, rounds
-from elastic.train.copier import NEVER, Copier
+from elastic.train.copier import Copier
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.gate import Gate
@@ -59,9 +59,9 @@ def run_step(session: Session, state: State, gate: Gate, shape: CommitShape, ste
     """Step ``step`` from first forward to applied.  ``boundary()``: what this member asks for after it."""
     reserve(state.world, shape)
     share = compute(session, state, step)
-    copied, buddied = session.copier.settle() if session.copier else (NEVER, NEVER)
+    copied = session.copier.settle() if session.copier else NO_COPIES
     norm = prepare(session, state, gate, step)
-    blank = blank_record(shape, state.world.rank, step, boundary(), share, copied_through=copied, buddied_through=buddied)
+    blank = blank_record(shape, state.world.rank, step, boundary(), share, copied)
     record = fill_record(state.world.to_device("record", blank), share, norm)
     outcome = commit(session, state, gate, shape, step, record)
     session.faults.strike("before_update", step, state.world)
@@ -126,11 +126,9 @@ def prepare(session: Session, state: State, gate: Gate, step: int) -> torch.Tens
     return norm
 
 
-def blank_record(
-    shape: CommitShape, rank: int, step: int, boundary: int, share: Share, *, copied_through: int = -1, buddied_through: int = -1
-) -> torch.Tensor:
+def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share: Share, copied: Copied = NO_COPIES) -> torch.Tensor:
     """This member's record, float64 [shape.fields], with all that the host knows; see ``control/commit.py``."""
-    known = [MAGIC, shape.incarnation, shape.generation, step, rank, boundary, 0, 0, copied_through, buddied_through]
+    known = [MAGIC, shape.incarnation, shape.generation, step, rank, boundary, 0, 0, *copied]
     for ids in share.samples:
         known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
     return torch.tensor([*known, 0], dtype=torch.float64)
@@ -142,7 +140,8 @@ def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch
     sums = [torch.stack((loss.double(), count.double())) for loss, count in zip(share.losses, share.counts, strict=True)]
     record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack(sums)
     words = record.view(torch.int64)
-    words[-1] = (words[:-1] * torch.arange(1, 2 * len(words) - 1, 2, device=words.device)).sum()
+    mixed = words[:-1] ^ (words[:-1] >> 32 & LOWER)
+    words[-1] = (mixed * torch.arange(1, 2 * len(words) - 1, 2, device=words.device)).sum()
     return record
 
 

@@ -51,6 +51,18 @@ def test_copies_are_made_when_due() -> None:
     assert first(replace(PLAN, copy_every=0)).after(outcome(4)).begun is None
 
 
+def test_copies_are_made_as_seldom_as_the_members_agreed() -> None:
+    """What a plan says is the least; agreed on in a commit it is the same on all of them."""
+    copies, begun, sent = first(replace(PLAN, copy_every=1, buddy_every=2)), [0], [0]
+    for step in range(1, 22):
+        agreed = replace(outcome(step, copied=begun[-1], buddied=sent[-1]), copy_every=3 if step > 6 else 0, buddy_every=5)
+        copies = copies.after(agreed)
+        begun += [step] if copies.begun == own(step) else []
+        sent += [step] if copies.sent == own(step) else []
+    assert begun == [0, 1, 2, 3, 4, 5, 6, 9, 12, 15, 18, 21]
+    assert sent == [0, 5, 12, 18]
+
+
 def test_what_was_complete_stays_protected_in_the_next_generation() -> None:
     before = replace(first(), copied=own(5), buddied=own(3), begun=own(6))
     copies = Copies.begin(LATER, MEMBERS[1], before)
@@ -138,7 +150,8 @@ def lost(seed: int, slots: int, rule: Callable[[Copies, Outcome], Copies] = Copi
         copied = min(member.through(member.slots) for member in members)
         buddied = min(member.through(member.buddy) for member in members)
         for late in rng.sample(members, 3):  # the world may break between any two of them
-            before, late.copies = late.copies, rule(late.copies, outcome(step, copied, buddied))
+            agreed = replace(outcome(step, copied, buddied), copy_every=step // 9 % 4, buddy_every=step // 5 % 7)
+            before, late.copies = late.copies, rule(late.copies, agreed)
             try:
                 late.begins(before)
             except ValueError:

@@ -11,7 +11,6 @@ from elastic.control.actions import Form, TakeStock
 from elastic.control.commit import Outcome
 from elastic.control.states import Forming, Waiting
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.copies import CopyRule
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from tests.control.play import Play, outcome, stepping
@@ -102,19 +101,3 @@ def test_without_copies_for_long_it_is_said_and_shown() -> None:
     play.tell(ev.StepDone(WorkerId("w1"), 1, copied(12, 11)))
     assert play.run.unprotected_since is None
     assert stepping(3, layout=SHARDS).run.unprotected_since is None, "the job wants none"
-
-
-def test_the_next_generation_copies_as_seldom_as_recent_steps_suggest() -> None:
-    """6 GB a worker take 3 s at 2 GB/s, and 24 s over a fifth of its node's link; a step takes 1 s."""
-    rule = CopyRule(copies=True, buddies=True, copy_rate=2e9)
-    play = stepping(2, layout=SHARDS, copy_every=1, buddy_every=10, copy_rule=rule)
-    play.run = replace(play.run, state_bytes=12 * 10**9)
-    assert (play.plan.copy_every, play.plan.buddy_every) == (1, 10), "nothing was measured yet"
-    for step in range(1, 6):
-        play.now += 1.0
-        play.tell(ev.StepDone(WorkerId("w1"), 1, copied(step, step - 1)))
-    play.broken("w1")
-    play.answer("w1", Version(5, 1))
-    play.answer("w2", Version(5, 1))
-    assert play.plan.generation == 2
-    assert (play.plan.copy_every, play.plan.buddy_every) == (3, 24)

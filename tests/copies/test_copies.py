@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
-from elastic.control.commit import Outcome
+from elastic.control.commit import NO_COPIES, Copied, Outcome
 from elastic.control.copying import Copy
 from elastic.copies.digest import digests
 from elastic.copies.region import BLOCK, Region, frame
@@ -19,6 +20,7 @@ from elastic.copies.stock import Stock, request
 from elastic.copies.wire import Wire
 from elastic.errors import CopyLost
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.copies import REMEMBERED, CopyRule
 from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding, moves
@@ -29,6 +31,7 @@ from elastic.train.state import DTYPES, Shard
 from storage.slices import Tensor, shard_slice
 
 SECRET = b"k" * 32
+AUTO = CopyRule(copies=True, buddies=True)
 TENSORS = (
     Tensor("w", "parameter", "F32", (10, BLOCK // 8)),
     Tensor("w", "moment.exp_avg", "F32", (10, BLOCK // 8)),
@@ -90,7 +93,7 @@ def cluster(layout: Layout, per_node: int, slots: int = 2) -> Iterator[tuple[Pla
         for rank, member in enumerate(members):
             region = Region.create(slots, largest.bytes, largest.blocks)
             node = found[nodes[rank]]
-            node.workers[member] = Copier(region, TENSORS, torch.device("cpu"))
+            node.workers[member] = Copier(region, TENSORS, torch.device("cpu"), AUTO)
             node.stock.adopt(member, os.getpid(), region.descriptor)
         for node in found.values():
             stack.callback(node.stock.close)
@@ -103,7 +106,7 @@ def enter(plan: Plan, nodes: Sequence[Node]) -> None:
         for worker, copier in node.workers.items():
             rank = plan.world_rank(worker)
             copier.enter(plan, worker, shard_of(AT, plan.layout.dp_shard, plan.layout.coordinates(rank)[1]))
-            assert copier.settle() == (AT.step, -1)
+            assert copier.settle() == Copied(AT.step)
 
 
 def pair(nodes: Sequence[Node]) -> None:
@@ -147,7 +150,7 @@ def test_two_versions_are_there_and_the_older_one_is_read_when_it_is_wanted() ->
         enter(plan, nodes)
         for worker, copier in nodes[0].workers.items():
             copier.committed(outcome(5, copied=4), shard_of(Version(5, 2), 2, plan.world_rank(worker)))
-            assert copier.settle() == (5, -1)
+            assert copier.settle() == Copied(5)
         held = nodes[0].stock.held()
         assert sorted({each.version.step for each in held}) == [4, 5] and len(held) == 4
         for version in (AT, Version(5, 2)):
@@ -161,10 +164,10 @@ def test_a_copy_that_is_not_complete_everywhere_is_never_the_only_one() -> None:
         enter(plan, nodes)
         copier, region = nodes[0].workers[WorkerId("w0")], nodes[0].workers[WorkerId("w0")].region
         copier.committed(outcome(5, copied=-1), shard_of(Version(5, 2), 1, 0))
-        assert copier.settle()[0] == 4, "somebody else has not finished"
+        assert copier.settle().copied_through == 4, "somebody else has not finished"
         copier.committed(outcome(6, copied=4), shard_of(Version(6, 2), 1, 0))
         copier.committed(outcome(7, copied=4), shard_of(Version(7, 2), 1, 0))
-        assert copier.settle()[0] == 6 and {copy.version.step for copy in region.all_held() if copy} == {4, 6}
+        assert copier.settle().copied_through == 6 and {copy.version.step for copy in region.all_held() if copy} == {4, 6}
         copier.committed(outcome(8, copied=6), shard_of(Version(8, 2), 1, 0))
         copier.settle()
         assert {copy.version.step for copy in region.all_held() if copy} == {6, 8}
@@ -229,9 +232,34 @@ def test_a_buddy_has_what_its_node_lost() -> None:
 
 def await_buddied(copiers: Sequence[Copier], step: int) -> None:
     deadline = time.monotonic() + 10
-    while any(copier.settle() != (step, step) for copier in copiers):
+    while any(copier.settle()[:2] != (step, step) for copier in copiers):
         assert time.monotonic() < deadline, [copier.settle() for copier in copiers]
         time.sleep(0.01)
+
+
+def test_members_say_how_often_they_can_copy_by_what_they_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy takes 60 ms, here and at the buddy; a step takes 20 ms beside waiting for it, and a node of two has a fifth of the link."""
+    copied = Region.finish
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.06)
+        copied(*arguments)
+
+    monkeypatch.setattr(Region, "finish", slowly)
+    with cluster(Layout(1, 4), 2, slots=4) as (plan, nodes):
+        plan = replace(plan, buddy_every=1)
+        nodes[0].stock.pair(nodes[1].stock.address)
+        enter(plan, nodes)
+        copier = nodes[0].workers[WorkerId("w0")]
+        said = []
+        for step in range(5, 6 + REMEMBERED):
+            time.sleep(0.02)
+            copier.settle()
+            copier.committed(outcome(step, copied=step - 1, buddied=AT.step), shard_of(Version(step, 2), 4, 0))
+            said.append(copier.settle())
+    assert [each.copy_every for each in said[:-1]] == [0] * (REMEMBERED - 1) + [said[-1].copy_every], "not before it has seen some"
+    assert 2 <= said[-1].copy_every <= 4
+    assert 15 <= said[-1].buddy_every <= 40, "0.12 s / 0.2 / 0.02 s"
 
 
 def test_what_a_dead_worker_left_stays_until_it_is_released() -> None:
@@ -283,13 +311,13 @@ def test_digests_are_of_blocks_and_see_every_byte() -> None:
 def test_a_copy_that_no_keeper_holds_is_none() -> None:
     """It would die with its worker: nobody is told that it is there."""
     region = Region.create(2, frame(TENSORS, 1, 0).bytes, frame(TENSORS, 1, 0).blocks)
-    copier = Copier(region, TENSORS, torch.device("cpu"))
+    copier = Copier(region, TENSORS, torch.device("cpu"), AUTO)
     plan = Plan(1, 2, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)
     copier.enter(plan, WorkerId("w0"), shard_of(AT, 1, 0))
-    assert copier.settle() == (-1, -1)
+    assert copier.settle() == NO_COPIES
     stock = Stock(NodeId("n"), "127.0.0.1", SECRET)
     stock.adopt(WorkerId("w0"), os.getpid(), region.descriptor)
-    assert copier.settle() == (AT.step, -1) and [each.version for each in stock.held()] == [AT]
+    assert copier.settle() == Copied(AT.step) and [each.version for each in stock.held()] == [AT]
     stock.close()
 
 
@@ -307,6 +335,6 @@ def test_a_world_without_buddies_goes_on_in_the_slots_of_the_one_before() -> Non
         copier.settle()
         alone = replace(plan, generation=3, layout=Layout(), members=(WorkerId("w0"),), nodes=(nodes[0].name,), version=Version(6, 2))
         copier.enter(alone, WorkerId("w0"), shard_of(Version(6, 2), 1, 0))
-        assert copier.settle()[0] == 6
+        assert copier.settle().copied_through == 6
         held = {copy for copy in copier.region.all_held() if copy}
         assert {Copy(Version(6, 2), 1, 0), Copy(Version(5, 2), 2, 0), Copy(AT, 2, 0)} <= held

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic.control.commit import BEHIND, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Outcome, conclude
+from elastic.control.commit import BEHIND, NO_COPIES, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Copied, Outcome, conclude
 from elastic.engine.world import World
 from elastic.errors import FencedOff
 from elastic.ids import Version
@@ -127,7 +127,7 @@ SIZE = SHAPE.fields * 8
 
 
 @cache
-def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0)) -> bytes:
+def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0), copied: tuple[Copied, ...] = (NO_COPIES,) * 3) -> bytes:
     """The records of all members, as ``commit`` gathers them."""
     draw = torch.Generator().manual_seed(step)
     norm = torch.rand((), generator=draw, dtype=torch.float64)
@@ -139,7 +139,7 @@ def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0)) -> bytes:
             share.losses.append(torch.rand((), generator=draw))
             share.counts.append(torch.tensor(32 - rank))
             share.samples.append(() if index is None else (step * 100 + 2 * index, step * 100 + 2 * index + 1))
-        records.append(fill_record(blank_record(SHAPE, rank, step, asked[rank], share), share, norm))
+        records.append(fill_record(blank_record(SHAPE, rank, step, asked[rank], share, copied[rank]), share, norm))
     return torch.cat(records).numpy().tobytes()
 
 
@@ -169,6 +169,12 @@ def test_what_one_member_asks_for_all_do_and_who_is_behind_is_waited_for_by_all(
     assert [(each.boundary, each.behind) for each in outcomes] == [(PAUSE, True), (SAVE_AND_PAUSE, False), (PAUSE, True)]
 
 
+def test_of_copies_the_slowest_member_decides() -> None:
+    outcome = conclude(SHAPE, 7, gathered(7, copied=(Copied(5, 3, 1, 10), Copied(4, 3, 2, 0), Copied(5, -1, 0, 12))))
+    assert (outcome.copied_through, outcome.buddied_through, outcome.copy_every, outcome.buddy_every) == (4, -1, 2, 12)
+
+
+@example(0, 6, 8)  # 1.0 and -1.0: their difference is the highest bit alone
 @given(st.integers(0, 2), st.integers(0, SHAPE.fields - 1), st.integers(0, SHAPE.fields - 1))
 def test_words_in_another_order_are_a_bad_record(rank: int, one: int, other: int) -> None:
     words = [gathered(7)[at : at + 8] for at in range(0, 3 * SIZE, 8)]

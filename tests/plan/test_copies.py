@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.plan.copies import CopyRule, amount, buddy_every, copy_every, explained, no_room
+from elastic.plan.copies import CopyRule, Pace, amount, explained, no_room
 
 pytestmark = pytest.mark.fast
 GB = 10**9
 
 
+def paced(step_s: float, *copies_s: float, copies: bool = True, buddies: bool = True) -> Pace:
+    pace = Pace(CopyRule(copies, buddies))
+    pace.stepped(step_s)
+    for seconds in copies_s:
+        pace.copied(seconds)
+    return pace
+
+
 def test_a_copy_that_is_done_within_a_step_is_made_every_step() -> None:
-    assert copy_every(24 * GB, 1.3, 20e9) == 1
-    assert copy_every(24 * GB, 0.5, 20e9) == 3, "1.2 s"
-    assert copy_every(24 * GB, 0.0, 20e9) == 1, "nothing was measured yet"
-    assert copy_every(100_000, 0.001, 2e9) == 1, "a toy's copy is free"
+    assert paced(1.3, *[1.2] * 8).copy_every() == 1
+    assert paced(0.5, *[1.2] * 8).copy_every() == 3
+    assert paced(0.5, *[1.2] * 7).copy_every() == 0, "as planned, until enough was seen"
+    assert paced(0.5, *[9.0] * 4, 0.4, *[9.0] * 3).copy_every() == 1, "the others were held up"
+    assert paced(0.5, *[0.4] * 8, *[1.2] * 8).copy_every() == 3, "it has become slower"
+    assert paced(0.5, *[1.2] * 8, copies=False).copy_every() == 0, "the job says how often"
+    assert Pace(CopyRule(copies=True)).copy_every() == 0
 
 
 def test_buddies_get_no_more_than_their_share_of_the_link() -> None:
-    every = buddy_every(96 * GB, 0.8, 0.2)
-    assert every == 480 and 96 * GB / (every * 0.8) <= 0.2 * 1.25e9
-    assert buddy_every(96 * GB, 0.8, 0.4) == 240
-    assert buddy_every(1_000, 0.8, 0.2) == buddy_every(96 * GB, 0.0, 0.2) == 10, "small jobs, and before anything was measured"
+    """A node's copies take 76.8 s at 1.25 GB/s."""
+    assert paced(0.8).buddy_every(76.8) == 480 and 76.8 / (480 * 0.8) <= 0.2
+    assert Pace(CopyRule(buddies=True, link_share=0.4), 0.8).buddy_every(76.8) == 240
+    assert paced(0.8).buddy_every(0.0) == 0, "none was brought yet"
+    assert paced(0.8, buddies=False).buddy_every(76.8) == 0
+
+
+def test_a_step_is_as_long_as_recent_ones() -> None:
+    pace = paced(4.0)
+    for _ in range(10):
+        pace.stepped(1.0)
+    assert pace.step_s == pytest.approx(1.0, abs=0.01)
 
 
 def test_what_it_costs_is_said() -> None:

@@ -61,7 +61,7 @@ class World:
         mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
         boundary, copied, buddied = max(each[0] for each in asked), min(each[1] for each in asked), min(each[2] for each in asked)
         behind = self.sim.network.level(Kind.BUCKET_DOWN) >= 1.0
-        seldom = (self.generation + step // 7) % 4  # as if copies took so many steps for a while
+        seldom = step // 7 % 4 if self.generation % 3 == 0 else 0  # as if copies took so many steps for a while
         self.outcomes[step] = Outcome(
             step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, copied, buddied, behind, seldom, seldom + 1
         )

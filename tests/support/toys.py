@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -77,7 +78,7 @@ class Paced(Sums):
 
 
 class Late(Sums):
-    """Who first reads ``sample`` needs ``late_s`` for it; ``mark`` then exists, and tells the next one that it is not the first."""
+    """Who first reads ``sample`` needs ``late_s`` for it; ``mark`` then holds its pid, and tells the next one that it is not the first."""
 
     def __init__(self, sample: int, late_s: float, mark: str, **args: Any) -> None:
         super().__init__(**args)
@@ -86,7 +87,8 @@ class Late(Sums):
     def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
         if self.sample in ids:
             with suppress(FileExistsError):
-                self.mark.touch(exist_ok=False)
+                with self.mark.open("x") as mark:
+                    mark.write(str(os.getpid()))
                 time.sleep(self.late_s)
         return super().read(ids)
 

@@ -18,9 +18,9 @@ from elastic.copies.region import Region
 from elastic.copies.wire import Listener, Wire
 from elastic.errors import WireError
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.copies import BUDDY_SLOTS
 from elastic.plan.transfer import Holding
 
-BUDDY_SLOTS = 2
 POLL_S = 0.02
 RETRY_S = 1.0
 

@@ -13,6 +13,8 @@ from math import ceil
 FIRST_BUDDY_EVERY = 10
 """Steps, at least: more often costs a small job more than it can lose."""
 REMEMBERED = 8
+BUDDY_SLOTS = 2
+"""In which a keeper holds copies of another node's worker: the newest that all buddies have complete, and the next one."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -62,11 +64,16 @@ def slots_for(buddy_every: int) -> int:
     return 4 if buddy_every else 2
 
 
+def slots_a_worker(buddy_every: int) -> int:
+    """Its own, and those in which its node holds copies of a worker of another one."""
+    return slots_for(buddy_every) + (BUDDY_SLOTS if buddy_every else 0)
+
+
 def explained(state_bytes: int, shards: int, copy_every: int, buddy_every: int, rule: CopyRule, price_per_gb: float = 0.0) -> str:
     """The sentence for the user, before anything was measured.  ``shards``: into how few parts the state is cut at worst."""
     if not copy_every:
         return "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket"
-    slots = slots_for(buddy_every)
+    slots = slots_a_worker(buddy_every)
     text = f"copies in host memory {_often(copy_every, rule.copies)}, of {amount(state_bytes)} of state: "
     text += (
         f"up to {amount(slots * state_bytes / shards)} a worker ({slots} slots, {shards} {'shard' if shards == 1 else 'shards'} at least)"
@@ -96,9 +103,9 @@ def no_room(needed: int, free: int, where: str, slots: int) -> str:
     """Why copies of ``needed`` bytes do not fit where ``free`` are left; "" where they do.  ``where``: whose limit that is."""
     if needed <= free:
         return ""
-    less = "copies.buddy_every = 0 takes half of it, " if slots > 2 else ""
+    less = "copies.buddy_every = 0 two thirds of it, " if slots > slots_for(0) else ""
     return (
         f"copies.copy_every: this worker's copies take {amount(needed)} of memory ({slots} slots), and {where} leaves {amount(free)}; "
-        f"raise it by {amount(needed - free)} a worker (on Kubernetes resources.limits.memory of the pod), or copy less: "
+        f"raise it by {amount(needed - free)} a worker (on Kubernetes resources.limits.memory of the pod), or save it: "
         f"{less}copies.copy_every = 0 all of it, workers.min = more makes the largest shard smaller"
     )

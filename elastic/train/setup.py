@@ -20,7 +20,7 @@ from elastic.data.loader import Dataset, Loader
 from elastic.errors import DataError, ElasticError, JobError
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
-from elastic.plan.copies import no_room, slots_for
+from elastic.plan.copies import no_room, slots_a_worker, slots_for
 from elastic.plan.layout import table
 from elastic.train.copier import Copier
 from elastic.train.counters import Counters
@@ -132,10 +132,10 @@ def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device) -> 
         return None
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
     largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
-    slots = slots_for(bool(job.copies.buddy_every))
+    slots = slots_a_worker(bool(job.copies.buddy_every))
     if why := no_room(slots * largest.bytes, *free_memory(), slots):
         raise JobError(why)
-    return Copier(Region.create(slots, largest.bytes, largest.blocks), tensors, device, job.copy_rule())
+    return Copier(Region.create(slots_for(bool(job.copies.buddy_every)), largest.bytes, largest.blocks), tensors, device, job.copy_rule())
 
 
 def _opened(job: Job) -> Dataset:

@@ -46,7 +46,7 @@ def test_a_step_is_as_long_as_recent_ones() -> None:
 def test_what_it_costs_is_said() -> None:
     auto = CopyRule(copies=True, buddies=True)
     assert explained(96 * GB, 2, 1, 10, auto, 0.01) == (
-        "copies in host memory every step or more seldom (auto), of 96 GB of state: up to 192 GB a worker (4 slots, 2 shards at least); "
+        "copies in host memory every step or more seldom (auto), of 96 GB of state: up to 288 GB a worker (6 slots, 2 shards at least); "
         "on to another node every 10 steps or more seldom (auto), 9.6 GB a step over all links, at most 20% of each; "
         "0.0960 a step at copies.price_per_gb = 0.01"
     )
@@ -60,7 +60,11 @@ def test_what_it_costs_is_said() -> None:
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     assert no_room(10, 10, "the node", 4) == ""
-    sentence = no_room(96 * GB, 64 * GB, "the container (memory.max = 80000000000)", 4)
-    assert "take 96 GB of memory (4 slots), and the container (memory.max = 80000000000) leaves 64 GB" in sentence
-    assert "resources.limits.memory" in sentence and "raise it by 32 GB" in sentence and "copies.buddy_every = 0" in sentence
+    sentence = no_room(96 * GB, 64 * GB, "the container (memory.max = 80000000000)", 6)
+    assert "take 96 GB of memory (6 slots), and the container (memory.max = 80000000000) leaves 64 GB" in sentence
+    assert (
+        "resources.limits.memory" in sentence
+        and "raise it by 32 GB" in sentence
+        and "save it: copies.buddy_every = 0 two thirds of it, copies.copy_every = 0 all" in sentence
+    )
     assert "copies.buddy_every" not in no_room(96 * GB, 64 * GB, "the node", 2)

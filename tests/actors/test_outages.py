@@ -66,7 +66,7 @@ def job_of(bucket: str, gate: Path, name: str, **changes: Any) -> Job:
 
 class Outage:
     """Shuts the door at step ``DOWN_AT``, a second before a worker is killed; when it is open again, and the journal has arrived, the run
-    may pass the gate.  ``dark``: where the run stood when the door was opened."""
+    may pass the gate.  ``shut_at``: the step at which it was shut; ``dark``: where the run stood when it was opened."""
 
     def __init__(self, job: Job, gate: Path, door: Door, way: Way) -> None:
         faults = [Fault(0.0, Kind.BUCKET_DOWN, WAYS.index(way), OUTAGE_S, 1.0), Fault(1.0, Kind.SIGKILL, 1)]
@@ -74,12 +74,13 @@ class Outage:
         self.store = ObjectStore.open(job.bucket)
         self.chaos: Chaos | None = None
         self.journal: list[str] = []
+        self.shut_at = 0
         self.dark: View | None = None
 
     def __call__(self, witness: Witness, view: View) -> bool:
         if self.chaos is None and view.state == "Running" and view.step >= DOWN_AT and self.segments():
             self.chaos = Chaos(self.job, self.faults, also={Kind.BUCKET_DOWN: self.door.perform})
-            self.journal = self.segments()
+            self.journal, self.shut_at = self.segments(), view.step
         if self.chaos is not None and self.chaos.pending:
             self.chaos.heed(view)
         elif self.chaos is not None and self.door.is_open:
@@ -116,7 +117,14 @@ def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, 
     worlds = formed(Run.open(job).records())
     struck = {"point": "forward", "kind": "SIGKILL", "world_rank": worlds[0].members.index(kill.victim)}  # from outside
     tier = "live" if layout == "replicate" else "bucket"
-    assert_survived(replace(chaos, job=job.replace(faults=[struck])), reference, worlds=(2, 1, 2), tiers=("init", tier, "live"))
+    struck_at = worlds[1].step + worlds[1].redone
+    assert_survived(
+        replace(chaos, job=job.replace(faults=[struck])),
+        reference,
+        worlds=(2, 1, 2),
+        tiers=("init", tier, "live"),
+        unsaved=struck_at - act.shut_at,
+    )
     assert not [text for text in told(chaos) if "no member moved" in text], told(chaos)
     # what is whole counts, and what counts is whole
     run = Run.open(job)

@@ -219,12 +219,12 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
     return found
 
 
-def assert_survived(chaos: Trial, reference: Trial | Any, *, worlds: Sequence[int], tiers: Sequence[str]) -> None:
+def assert_survived(chaos: Trial, reference: Trial | Any, *, worlds: Sequence[int], tiers: Sequence[str], unsaved: int = 0) -> None:
     """The six assertions, for the faults of the job.
 
     ``worlds``: members of each generation that was to be formed, the first one's first; ``tiers``: where each began from.  Committed
-    steps may be done again: 2 × ``save_every`` by a world that begins from the bucket, one by one that begins from copies of every step
-    (the one that is under way dies with its worker); by any other none.
+    steps may be done again: 2 × ``save_every`` by a world that begins from the bucket, and those ``unsaved`` because it was down; one by
+    one that begins from copies of every step (the one that is under way dies with its worker); by any other none.
     """
     job, witness = chaos.job, chaos.witness
     records = Run.open(job).records()
@@ -245,7 +245,7 @@ def assert_survived(chaos: Trial, reference: Trial | Any, *, worlds: Sequence[in
     assert samples(chaos.ledger) == samples(reference.ledger)
     assert sorted(chaos.ledger) == list(range(1, job.steps + 1))
     # 3, 5: the work and the tier
-    assert_work(job, witness.total("microbatches_run"), generations)
+    assert_work(job, witness.total("microbatches_run"), generations, unsaved)
     assert [each.tier for each in generations] == list(tiers), generations
     assert_bytes(witness, generations)
     # 6: nothing is left
@@ -306,10 +306,10 @@ REDONE: Mapping[str, Callable[[Job], int]] = {
 die, and one copy may be on its way to a buddy."""
 
 
-def assert_work(job: Job, work: int, generations: Sequence[Formed]) -> None:
+def assert_work(job: Job, work: int, generations: Sequence[Formed], unsaved: int = 0) -> None:
     """Microbatches of all workers, dead ones too: of each step, of those done again by the journal, of the one in flight at a fault."""
     for each in generations:
-        assert each.redone <= REDONE[each.tier](job), each
+        assert each.redone <= REDONE[each.tier](job) + (unsaved if each.tier == "bucket" else 0), each
     undisturbed, again = job.steps * job.microbatches, sum(each.redone for each in generations)
     assert undisturbed <= work <= undisturbed + (again + len(job.faults)) * job.microbatches, (work, undisturbed, again)
 

@@ -158,7 +158,9 @@ class Door:
                         return
                     other[each].sendall(data)
             elif way is Way.SILENT:
-                self.met[way] += bool(ready)
+                while not self._open.wait(POLL_S) and client not in ready:
+                    ready = select.select([client], [], [], POLL_S)[0]
+                self.met[way] += client in ready
                 self._open.wait()
                 return _cut(client)
             elif way in (Way.BUSY, Way.CUT) and not ready:

@@ -233,7 +233,7 @@ class _Streamed:
     def wait(self) -> None:
         if self._under_way:
             self._last.synchronize()
-            self._under_way = False
+            self._under_way = self._to_tell = False
 
     def measured(self) -> tuple[float | None, float]:
         """Since the last call: seconds of a copy that was done, and for how long the device was held up by one."""

@@ -1,0 +1,107 @@
+"""A shard on a device goes into pinned memory beside what computes: whole or not at all, the bytes that a CPU's way gives, no host waiting."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from elastic.control.copying import Copy
+from elastic.copies.region import Region, frame
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.plan.plan import Plan
+from elastic.train.copier import Copier
+from elastic.train.state import Shard
+from tests.copies.test_copies import AT, AUTO, TENSORS, outcome, shard_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+SLEEP_S = 0.5
+PLAN = Plan(1, AT.generation, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)
+
+
+def copier_on(device: str) -> Copier:
+    whole = frame(TENSORS, 1, 0)
+    region = Region.create(2, whole.bytes, whole.blocks)
+    region["keeper"] = os.getpid()
+    copier = Copier(region, TENSORS, torch.device(device), AUTO)
+    copier.ready()
+    return copier
+
+
+def at(step: int, device: str) -> Shard:
+    shard = shard_of(Version(step, AT.generation), 1, 0)
+    return Shard(shard.version, 1, 0, {key: value.to(device) for key, value in shard.values.items()})
+
+
+def sleep_cycles() -> int:
+    """So many take ``SLEEP_S``."""
+    cycles = int(1e8)
+    torch.cuda._sleep(cycles)
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    torch.cuda._sleep(cycles)
+    torch.cuda.synchronize()
+    return int(cycles * SLEEP_S / (time.monotonic() - began))
+
+
+def test_the_bytes_and_digests_are_those_of_the_other_way() -> None:
+    copiers = [copier_on(device) for device in ("cpu", "cuda")]
+    for copier, device in zip(copiers, ("cpu", "cuda"), strict=True):
+        copier.enter(PLAN, WorkerId("w0"), at(4, device))
+        for step in range(5, 9):
+            assert copier.settle().copied_through == step - 1
+            torch.cuda.synchronize()
+            copier.committed(outcome(step, copied=step - 1), at(step, device))
+        copier.settle()
+    torch.cuda.synchronize()
+    one, other = (copier.region for copier in copiers)
+    assert one.all_held() == other.all_held() == [Copy(Version(8, 2), 1, 0), Copy(Version(7, 2), 1, 0)]
+    for slot in range(2):
+        assert bytes(one.data(slot)) == bytes(other.data(slot)) and bytes(one.digests(slot)) == bytes(other.digests(slot))
+
+
+def test_a_copy_is_none_until_it_is_done_and_holds_up_the_device_but_not_the_host() -> None:
+    copier, cycles = copier_on("cuda"), sleep_cycles()
+    copier.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
+    copier.settle()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(copier._way._stream):  # type: ignore[union-attr]
+        torch.cuda._sleep(cycles)
+    began = time.monotonic()
+    copier.committed(outcome(5, copied=4), at(5, "cuda"))
+    assert copier.settle().copied_through == 5, "for whatever is launched from now on"
+    after = torch.ones((), device="cuda")
+    done = torch.cuda.Event()
+    done.record()
+    assert copier.region.find(Copy(Version(5, 2), 1, 0)) is None and not done.query(), "it is under way, and what is launched waits"
+    assert time.monotonic() - began < SLEEP_S / 2, "the host waits for nothing"
+    done.synchronize()
+    assert copier.region.find(Copy(Version(5, 2), 1, 0)) is not None and after.item() == 1
+    took_s, held_up_s = copier._way.measured()
+    assert took_s is not None and took_s < SLEEP_S and 0.5 * SLEEP_S < held_up_s < 2 * SLEEP_S
+    assert copier._way.measured() == (None, 0.0), "each copy is told of once"
+
+
+def test_a_world_that_breaks_before_its_copy_was_waited_for_leaves_nothing_to_measure() -> None:
+    copier = copier_on("cuda")
+    copier.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
+    copier.leave()
+    copier.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
+    copier.settle()
+    copier.committed(outcome(5, copied=4), at(5, "cuda"))
+
+
+def test_copies_take_no_more_of_the_device_than_the_first() -> None:
+    copier = copier_on("cuda")
+    copier.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
+    shard, taken = at(5, "cuda"), []
+    for step in range(5, 40):
+        copier.settle()
+        torch.cuda.synchronize()
+        copier.committed(outcome(step, copied=step - 1), Shard(Version(step, AT.generation), 1, 0, shard.values))
+        taken.append(torch.cuda.memory_allocated())
+    assert max(taken[3:]) <= max(taken[:3])

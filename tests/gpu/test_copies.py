@@ -1,4 +1,4 @@
-"""A shard on a device goes into pinned memory beside what computes: whole or not at all, the bytes that a CPU's way gives, no host waiting."""
+"""A shard on a device goes into pinned memory beside what computes: whole or not at all, the bytes that the way of a CPU gives."""
 
 from __future__ import annotations
 

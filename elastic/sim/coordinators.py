@@ -70,8 +70,10 @@ class Coordinator:
 
     def reaches(self, node: NodeId) -> bool:
         """Directly: no coordinator reaches the nodes that another one has on its side of a cut."""
-        others = (each for each in self.sim.coordinators.all if each is not self and each.cut)
-        return not any(node in each.side for each in others) and not (self.cut and self.side and node not in self.side)
+        for each in self.sim.coordinators.all:
+            if each.cut and ((node in each.side) if each is not self else (each.side and node not in each.side)):
+                return False
+        return True
 
     def receive(self, event: Event) -> str:
         if not self.alive or (self.run.over and self is not self.sim.coordinators.present):

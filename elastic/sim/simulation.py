@@ -109,9 +109,10 @@ class Simulation:
 
     def _until_the_end(self) -> None:
         """And a little longer."""
-        begun, clock, coordinators, strikes = self.clock.now, self.clock, self.coordinators, self.strikes
+        begun, clock, coordinators = self.clock.now, self.clock, self.coordinators
+        last_s = 0.0
         while not coordinators.present.run.over:
-            if clock.now > (last_s := max(strikes.calm_at, begun) + self.scenario.patience_s):
+            if clock.now > last_s and clock.now > (last_s := max(self.strikes.calm_at, begun) + self.scenario.patience_s):
                 raise Violation(f"no end after {last_s:.0f} s: {coordinators.present.run.state}")
             clock.step()
         end, until_s, present = coordinators.present.run.state, clock.now + EPILOGUE_S, coordinators.present

@@ -243,7 +243,7 @@ def check_room(workers: Workers) -> None:
         wanted = ["CPU"] + ["GPU"] * bool(workers.gpus)
         total = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         have = "; ".join(
-            f"{_named(total.get(node, {}), node)}: "
+            f"{place(NodeId(node))}: "
             + ", ".join(f"{free.get(r, 0):g} of {total.get(node, {}).get('Resources', {}).get(r, 0):g} {r}s free" for r in wanted)
             for node, free in sorted(_free_by_node().items())[:NODES_SHOWN]
         )
@@ -253,7 +253,3 @@ def check_room(workers: Workers) -> None:
             f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; {have}{more}): "
             f"wait for other jobs to end, add nodes, or lower workers.min or workers.cpus"
         )
-
-
-def _named(node: Mapping[str, Any], node_id: str) -> str:
-    return f"node {node_id[:8]} ({node['NodeManagerHostname']})" if node else f"node {node_id[:8]}"

@@ -124,7 +124,7 @@ def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPa
     assert main(["train", written(tmp_path)]) == 2
     said = sentence(capsys)
     assert re.search(
-        r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+\): 0 of \d+ CPUs free\): ", said
+        r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+, \S+\): 0 of \d+ CPUs free\): ", said
     )
     assert_no_actor_left("toy")
 

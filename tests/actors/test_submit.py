@@ -283,7 +283,7 @@ def test_what_cannot_work_is_said_in_the_jobs_log(tmp_path: Path, nodes: Nodes, 
         status = job.ray("status", job.id)
         assert "failed" in status.lower() and f"exit code {code}" in status
         assert "Traceback" not in job.text
-    assert re.search(r"; node \w{8} \(\S+\): \d of 1 CPUs free", jobs[3].text), "each node is named"
+    assert re.search(r"; node \w{8} \(\S+, \S+\): \d of 1 CPUs free", jobs[3].text), "each node is named"
     assert view_of("wrong") is None
 
 

@@ -26,6 +26,7 @@ INFO = struct.Struct("<QQ11Ii")
 PIDFD_GET_INFO = (3 << 30) | (INFO.size << 16) | (0xFF << 8) | 11
 SHM = Path("/dev/shm")
 POLL_S = 0.01
+SETTLES_S = 0.5
 STOP_S = 2.0
 """SIGSTOP acts at once, but on a process that waits for a disk."""
 ENDED = ("Z", "X", "gone")
@@ -81,9 +82,10 @@ class Watched:
         """How it ended.  Raises :class:`StillRunning` after ``deadline_s``."""
         if not select.select([self.fd], [], [], deadline_s)[0]:
             raise StillRunning(f"process {self.pid} still runs after {deadline_s} s, in state {state(self.pid)}")
-        ended = self._ended()
-        # a zombie that was reaped between the two looks inside: by now the pidfd knows
-        return ended if ended.status is not None else self._ended()
+        settles_at = time.monotonic() + SETTLES_S  # while it is reaped it is no zombie any more, and the pidfd does not know yet
+        while (ended := self._ended()).status is None and time.monotonic() < settles_at:
+            time.sleep(0.001)
+        return ended
 
     def _ended(self) -> Ended:
         buffer = bytearray(INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))

@@ -319,8 +319,8 @@ def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undist
     assert ended == {"w1", "w2"}, "nobody knows what they were for"
     assert not [line for line in chaos.lines if isinstance(line, Sentence) and "was not written" in line.text]
     (world,) = formed(Run.open(chaos.job).records())
-    assert {*world.members} == {f"w{UNREAD + 1}", f"w{UNREAD + 2}"} and world.tier == "init", world
-    assert world.generation == UNREAD + 1, "under a number that nobody can have given to another"
+    assert world.tier == "init", world
+    assert min(world.generation, *(int(worker[1:]) for worker in world.members)) > UNREAD, "numbers that nobody can have given to another"
     assert chaos.witness.total("microbatches_run") > STEPS * chaos.job.microbatches
     assert_nothing_left(chaos)
 

@@ -236,7 +236,7 @@ class Coordinator:
             generation=state.generation,
             step=state.version.step,
             steps=self.job.steps,
-            workers={worker: node for worker, node in self.group.joined.items() if worker in state.workers},
+            workers={worker: node for worker, node in list(self.group.joined.items()) if worker in state.workers},
             lines=self.story.since(seen if incarnation in (0, self.incarnation) else 0),
             stopping=state.stop,
             over=self.over.is_set(),
@@ -259,6 +259,8 @@ class Coordinator:
             print(f"coordinator {self.incarnation} leaves: {error}", flush=True)
             os._exit(DEPOSED)
         except Exception:  # the process boundary: a decision that failed ends the run, never silently
+            if self.journal.deposed or self.mandate.deposed:
+                os._exit(DEPOSED)
             self.story.say(time.time(), "the coordinator failed; the run can be resumed\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
         self.group.reap(GRACE_S)

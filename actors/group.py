@@ -46,11 +46,12 @@ from elastic.runs import Parts, Run
 from storage.documents import digest_of
 from storage.errors import StorageError, Unavailable
 
-STORE_DEADLINE_S = 10
+STORE_DEADLINE_S = 20
 SHIP_S = 10.0
 PROBE_DEADLINE_S = 60
-NODE_DIED = "its node died"
+NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
 """In Ray's view: behind a cut it may live."""
+REACHES, REACH_S = 20, 0.5
 
 
 class Group:
@@ -83,6 +84,8 @@ class Group:
         self.probe = Probe(run.store, job.name, token)
         self.probe.leave(COORDINATOR)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
+        self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")
+        """Never behind what waits for the bucket."""
 
     def perform(self, action: Action) -> None:
         match action:
@@ -90,7 +93,7 @@ class Group:
                 for worker in workers:
                     self._start(worker, avoid)
             case Form():
-                self._pool.submit(self._form, action)
+                self._forms.submit(self._form, action)
             case Go(generation, members):
                 self._send(members, "go", generation)
             case Pause(generation, members, save):
@@ -99,7 +102,7 @@ class Group:
                 self._send(members, "fence", generation)
             case Settle(generation, members, outcome):
                 self._send(members, "settle", generation, outcome)
-                for keeper in self.keepers.values():
+                for keeper in list(self.keepers.values()):
                     keeper.close_store.remote(self.incarnation, generation)
             case Kill(workers, _, examine):
                 for worker in workers:
@@ -131,7 +134,7 @@ class Group:
         for worker, actor in left.workers.items():
             if worker in run.starting:
                 actor.train.remote()
-            self._when_done(actor.lives.remote(), lambda error, worker=worker: self._ended(worker, error))  # type: ignore[misc]
+            self._when_done(actor.lives.remote(), actor, lambda error, worker=worker: self._ended(worker, error))  # type: ignore[misc]
         for node in left.keepers:
             self._follow_keeper(node) if node in run.keepers else self._await_keeper(node)
 
@@ -163,7 +166,7 @@ class Group:
             .remote(self.job, self.token, worker, self.coordinator, self.search_path, self.secret)
         )
         self.workers[worker] = actor
-        self._when_done(actor.train.remote(), lambda error: self._ended(worker, error))
+        self._when_done(actor.train.remote(), actor, lambda error: self._ended(worker, error))
 
     def _ended(self, worker: WorkerId, error: BaseException | None) -> None:
         if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
@@ -171,7 +174,7 @@ class Group:
                 self._pool.submit(self._not_made, worker, error)
             return
         reason = _why(error)
-        self.post(Lost(worker, reason, certain=reason != NODE_DIED) if worker in self.joined else StartFailed(worker, reason))
+        self.post(Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED)))
 
     def _not_made(self, worker: WorkerId, error: BaseException) -> None:
         """The process came up, but not what we are made of: another start on that node would end the same way."""
@@ -184,9 +187,17 @@ class Group:
         """Who is being started."""
         return {worker: self.workers[worker] for worker in run.starting if worker in self.workers}
 
-    def _when_done(self, ref: Any, then: Callable[[BaseException | None], None]) -> None:
+    def _when_done(self, ref: Any, actor: Any, then: Callable[[BaseException | None], None], again: int = REACHES) -> None:
+        """``ref``: a call that ends with ``actor``.  Of one that cannot be reached Ray may not know yet that it is dead: ask again."""
+
         def done(future: Future[Any]) -> None:
-            then(future.exception())
+            error = future.exception()
+            if isinstance(error, ray.exceptions.ActorUnavailableError) and again and not self._closing:
+                later = threading.Timer(REACH_S, lambda: self._when_done(actor.lives.remote(), actor, then, again - 1))
+                later.daemon = True
+                later.start()
+            else:
+                then(error)
 
         self._lives.append(ref)
         ref.future().add_done_callback(done)
@@ -194,8 +205,8 @@ class Group:
     def welcome(self, worker: WorkerId, node: NodeId) -> None:
         """The worker has joined: its node's keeper follows it from now on."""
         self.joined[worker] = node
-        if node in self.keepers:
-            self.keepers[node].watch.remote(worker)
+        for keeper in self._those((node,)):
+            keeper.watch.remote(worker)
 
     def _kill(self, worker: WorkerId) -> None:
         if worker in self.workers:
@@ -230,6 +241,8 @@ class Group:
             store = ray.get(self.keepers[plan.store_node].open_store.remote(self.incarnation, plan.generation), timeout=STORE_DEADLINE_S)
         except (ray.exceptions.RayError, KeyError) as error:
             self.post(KeeperLost(plan.store_node, f"it opened no store for generation {plan.generation}: {_why(error)}"))
+            for keeper in self._those((plan.store_node,)):
+                ray.kill(keeper, no_restart=True)  # or there would never be another one
             return
         self._send(plan.members, "form", plan, store)
 
@@ -237,7 +250,7 @@ class Group:
 
     def _those(self, nodes: Iterable[NodeId]) -> list[Any]:
         """The keepers of ``nodes`` that there are."""
-        return [self.keepers[node] for node in nodes if node in self.keepers]
+        return [keeper for node in nodes if (keeper := self.keepers.get(node)) is not None]
 
     def keep(self, node: NodeId) -> None:
         """Start the keeper of a node that has none, unless it has none because the run is over."""
@@ -259,7 +272,8 @@ class Group:
         self._await_keeper(node)
 
     def _await_keeper(self, node: NodeId) -> None:
-        self._when_done(self.keepers[node].__ray_ready__.remote(), lambda error: self._keeper_ready(node, error))
+        keeper = self.keepers[node]
+        self._when_done(keeper.__ray_ready__.remote(), keeper, lambda error: self._keeper_ready(node, error), again=0)
 
     def _keeper_ready(self, node: NodeId, error: BaseException | None) -> None:
         if self._closing:
@@ -299,11 +313,14 @@ class Group:
         for worker, home in list(self.joined.items()):
             if home == node:
                 self.keepers[node].watch.remote(worker)
-        self._when_done(self.keepers[node].lives.remote(), lambda ended: self._keeper_lost(node, ended))
+        keeper = self.keepers[node]
+        self._when_done(keeper.lives.remote(), keeper, lambda ended: self._keeper_lost(node, ended))
 
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
-        self.keepers.pop(node, None)
-        self.post(KeeperLost(node, why := _why(error), with_its_node=why == NODE_DIED))
+        keeper, why = self.keepers.pop(node, None), _why(error)
+        if why == UNREACHED and keeper is not None:
+            ray.kill(keeper, no_restart=True)  # or there could be no other one
+        self.post(KeeperLost(node, why, with_its_node=why == NODE_DIED))
 
     # ---- the bucket
 
@@ -323,8 +340,9 @@ class Group:
     def reap(self, grace_s: float) -> None:
         """End every process of the run, in good order where it will, and leave nothing on any node."""
         self._closing = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        closing = [keeper.close.remote(self.incarnation) for keeper in self.keepers.values()]
+        for pool in (self._pool, self._forms):
+            pool.shutdown(wait=False, cancel_futures=True)
+        closing = [keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())]
         ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None
         with contextlib.suppress(StorageError):
             self.probe.remove(COORDINATOR)
@@ -352,6 +370,8 @@ def _why_not_made(error: BaseException) -> str:
 def _why(error: BaseException | None) -> str:
     if error is None:
         return "its process left"
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return UNREACHED
     if isinstance(error, ray.exceptions.RayActorError):
         return NODE_DIED if "node has died" in str(error) else "its process died"
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"

@@ -32,6 +32,9 @@ from storage.objects import ObjectStore
 from storage.tails import DEPOSED, Tail
 
 BEAT_S = 0.5
+CLOSE_S = 5.0
+"""Of all its workers together, to end by themselves when the run is over."""
+REAPED_S = 0.5
 SWITCH_S = 0.0005
 """How long a thread of a keeper computes before another one may; the beat waits for each of those that do."""
 
@@ -59,7 +62,8 @@ class Keeper:
         sys.setswitchinterval(SWITCH_S)
         threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while worlds wait
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._watching.start()
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def attach(self, incarnation: int) -> tuple[int, bytes]:
@@ -178,29 +182,32 @@ class Keeper:
         while not self._closed.wait(0.05):
             for worker, (process, _) in list(self.workers.items()):
                 if process.ended():
-                    time.sleep(0.05)  # until its parent has reaped it: only then does the kernel tell the status
-                    del self.workers[worker]
                     self.stock.ended(worker)
+                    until = time.monotonic() + REAPED_S  # its parent has to reap it: only then does the kernel tell the status
+                    while process.status() is None and time.monotonic() < until:
+                        time.sleep(0.01)
                     self.logs.keep(worker, describe(process.status()))
+                    del self.workers[worker]
 
     def close(self, incarnation: int) -> None:
         """The run is over: keep the logs of those that left in good order, and leave nothing on the node."""
         self._heed(incarnation)
         self._closed.set()
+        self._watching.join()
+        deadline = time.monotonic() + CLOSE_S
         for worker, (process, _) in sorted(self.workers.items()):
-            deadline = time.monotonic() + 5
             while not process.ended() and time.monotonic() < deadline:
                 time.sleep(0.01)
             process.kill()
             self.logs.keep(worker, describe(process.status()) if process.ended() else "ended by its keeper")
+        for path in segment(self.run, "x").parent.glob(f"elastic-{self.run}-*"):
+            path.unlink(missing_ok=True)
         self.logs.close()
         self.workers.clear()
         self.stores.clear()
         self.stock.close()
         with contextlib.suppress(StorageError):
             self.probe.remove(self.node)
-        for path in segment(self.run, "x").parent.glob(f"elastic-{self.run}-*"):
-            path.unlink(missing_ok=True)
         shutil.rmtree(log_folder(self.run), ignore_errors=True)
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]

@@ -12,6 +12,7 @@ import struct
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 from elastic.train.counters import segment
@@ -73,9 +74,12 @@ class Process:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._descriptor = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def ended(self) -> bool:
-        return bool(select.select([self._descriptor], [], [], 0)[0])
+        poll = select.poll()  # ``select`` knows no descriptor beyond 1023; and each thread needs its own
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
 
     def stopped(self) -> bool:
         """By a signal, until another one sets it going."""
@@ -105,9 +109,6 @@ class Process:
             return None
         mask, status = struct.unpack_from("Q", buffer, 0)[0], struct.unpack_from("i", buffer, 60)[0]
         return status if mask & _PIDFD_INFO_EXIT else None
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def describe(status: int | None) -> str:

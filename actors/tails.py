@@ -112,10 +112,9 @@ class Tails:
 
     def _send(self, run: RunState) -> None:
         for node in run.keepers:
-            held = self._held.get(node, 0)
-            if node in self.keepers and node not in self._asked.values() and held < self.journal.end:
-                tail = self.journal.tail(held)
-                self._asked[self.keepers[node].copy.remote(self.mandate.incarnation, *tail)] = node
+            held, keeper = self._held.get(node, 0), self.keepers.get(node)  # other threads take out who is lost
+            if keeper is not None and node not in self._asked.values() and held < self.journal.end:
+                self._asked[keeper.copy.remote(self.mandate.incarnation, *self.journal.tail(held))] = node
 
     def _listen(self, timeout_s: float) -> None:
         """Take the answers that are there; wait for one."""

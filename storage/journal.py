@@ -107,6 +107,8 @@ class Journal:
     def tail(self, at: int) -> tuple[int, int, bytes]:
         """What the bucket does not have yet begins here in the local file; and what is there from ``at`` on, or from that beginning."""
         with self._changed:
+            if self.deposed:
+                raise Deposed(self.deposed)
             oldest = self._queue[0] if self._queue else self._open
             begin = oldest.begin if oldest is not None else self._size
             at = max(at, begin)

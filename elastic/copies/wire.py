@@ -22,6 +22,7 @@ from elastic.errors import WireError
 NONCE = 32
 SILENCE_S = 10.0
 """No byte for so long: the other side is dead, or as good as that."""
+RETRY_S = 0.1
 HEAD_LIMIT = 2**26
 LENGTH = struct.Struct("<I")
 
@@ -76,7 +77,9 @@ class Wire:
     def send_raw(self, parts: Iterable[bytes | memoryview]) -> None:
         try:
             for part in parts:
-                self._socket.sendall(part)
+                left = memoryview(part).cast("B")
+                while left:  # the timeout of ``sendall`` would be for all of it, however large, and not for silence
+                    left = left[self._socket.send(left) :]
         except OSError as error:
             raise WireError(f"the other side is gone: {error}") from error
 
@@ -113,7 +116,7 @@ class Listener:
     """Answers proven requests, each connection on a thread of its own, until it is closed."""
 
     def __init__(self, host: str, secret: bytes, serve: Serve) -> None:
-        self._secret, self._serve = secret, serve
+        self._secret, self._serve, self._closed = secret, serve, threading.Event()
         self._socket = socket.create_server((host, 0))
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
@@ -128,8 +131,10 @@ class Listener:
         while True:
             try:
                 connection, (peer, *_) = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._closed.wait(RETRY_S):
+                    return
+                continue  # no descriptor was left, say: others end
             threading.Thread(target=self._answer, args=(connection, peer), name="wire", daemon=True).start()
 
     def _answer(self, connection: socket.socket, peer: str) -> None:
@@ -142,10 +147,11 @@ class Listener:
             try:
                 while True:
                     self._serve(wire, wire.head())
-            except WireError:  # the end of the conversation
+            except (WireError, OSError):  # the end of the conversation, or no memory for what is to be kept
                 return
 
     def close(self) -> None:
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # or the thread in ``accept`` would stay there
         self._socket.close()

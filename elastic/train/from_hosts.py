@@ -6,6 +6,7 @@ is that of a block.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,9 @@ def read(
             chunks = _local(wire, holding, ranges) if holding.keeper == here else _remote(wire, holding, ranges)
             used += _fill(shard, holding, chunks, hook)
         except _Spoilt as error:
-            wire.send(_request("spoilt", holding))
-            wire.head()
+            with contextlib.suppress(WireError):  # it has hung up: whoever is told of this avoids it
+                wire.send(_request("spoilt", holding))
+                wire.head()
             raise CopyLost(str(error), holding.keeper) from None
         except (WireError, StateMissing, OSError) as error:
             raise CopyLost(f"the copy of {holding.worker} on node {holding.keeper[:8]} was lost: {error}", holding.keeper) from error

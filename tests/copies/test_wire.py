@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -41,6 +42,22 @@ def test_messages_and_bytes_come_back(listener: Listener) -> None:
     with pytest.raises(WireError, match=r"hung up|gone"):
         connection.receive(10)
     connection.close()
+
+
+def test_what_takes_long_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second and more for one part, of which something goes all the time; the deadline is half a second without any of it."""
+    monkeypatch.setattr(wire, "SILENCE_S", 0.5)
+
+    def slowly(connection: Wire, head: dict[str, Any]) -> None:
+        for _ in range(head["parts"]):
+            time.sleep(0.02)
+            connection.receive(1 << 20)
+        connection.send({})
+
+    with Listener("127.0.0.1", SECRET, slowly) as listener, contextlib.closing(Wire.connect(listener.address, SECRET)) as connection:
+        began = time.monotonic()
+        connection.send({"parts": 60}, [bytes(60 << 20)])
+        assert connection.head() == {} and time.monotonic() - began > 1.0
 
 
 def test_a_stranger_is_refused_and_named(listener: Listener, capfd: pytest.CaptureFixture[str]) -> None:

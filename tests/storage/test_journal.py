@@ -147,6 +147,8 @@ def test_who_loses_a_create_is_deposed(store: Moody, start: Callable[..., Journa
     store.put("run/journal/000000000002.jsonl", b"the new coordinator's")
     store.up.set()
     eventually(lambda: bool(old.deposed))
+    with pytest.raises(Deposed):
+        old.tail(0)
     with pytest.raises(Deposed, match=r"000000000002.jsonl was written by another coordinator"):
         write(old, 1)
     assert store.get("run/journal/000000000002.jsonl") == b"the new coordinator's"

@@ -183,10 +183,7 @@ class Keeper:
             for worker, (process, _) in list(self.workers.items()):
                 if process.ended():
                     self.stock.ended(worker)
-                    until = time.monotonic() + REAPED_S  # its parent has to reap it: only then does the kernel tell the status
-                    while process.status() is None and time.monotonic() < until:
-                        time.sleep(0.01)
-                    self.logs.keep(worker, describe(process.status()))
+                    self.logs.keep(worker, _how(process))
                     del self.workers[worker]
 
     def close(self, incarnation: int) -> None:
@@ -199,7 +196,7 @@ class Keeper:
             while not process.ended() and time.monotonic() < deadline:
                 time.sleep(0.01)
             process.kill()
-            self.logs.keep(worker, describe(process.status()) if process.ended() else "ended by its keeper")
+            self.logs.keep(worker, _how(process) if process.ended() else "ended by its keeper")
         for path in segment(self.run, "x").parent.glob(f"elastic-{self.run}-*"):
             path.unlink(missing_ok=True)
         self.logs.close()
@@ -214,3 +211,11 @@ class Keeper:
     def lives(self) -> None:
         """Never returns: whoever holds this call learns at once when the keeper dies.  Those of coordinators that died wait behind it."""
         threading.Event().wait()
+
+
+def _how(process: Process) -> str:
+    """How it ended.  Its parent has to reap it: only then does the kernel tell the status."""
+    until = time.monotonic() + REAPED_S
+    while (status := process.status()) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return describe(status)

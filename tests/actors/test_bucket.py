@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import ray
 
 from actors.coordinator import View
 from actors.launch import attach
+from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.runs import Run
@@ -22,11 +24,13 @@ from tests.support.chaos import Witness, alone, assert_nothing_left, trial
 from tests.support.swift import SECRET, Swift
 from tests.support.toys import toy_job
 
-STEPS, KILLED_AT, DOWN_AT, STEPS_WITHOUT = 40, 10, 13, 7
+STEPS, KILLED_AT, DOWN_AT, STEPS_WITHOUT, GATE = 40, 10, 13, 7, 36
+SAMPLES = 16 * STEPS
 
 
-def job_of(bucket: str | Path, name: str, **changes: Any) -> Job:
-    return toy_job(bucket, name=name, steps=STEPS, checkpoint={"save_every": 5}, **changes)
+def job_of(bucket: str | Path, name: str, args: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Job:
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, **args}}
+    return toy_job(bucket, name=name, steps=STEPS, data=data, checkpoint={"save_every": 5}, **changes)
 
 
 @pytest.fixture
@@ -45,10 +49,11 @@ def reference(tmp_path: Path) -> Any:
 
 
 class Outage:
-    """Kills every server of the store (SIGKILL), has the run take ``STEPS_WITHOUT`` steps without, starts them again, stops the run."""
+    """Kills every server of the store (SIGKILL), has the run take ``STEPS_WITHOUT`` steps without, starts them again, stops the run, which
+    does not pass the gate before."""
 
-    def __init__(self, swift: Swift) -> None:
-        self.swift, self.down_at, self.ends = swift, 0, list[int | None]()
+    def __init__(self, swift: Swift, gate: Path) -> None:
+        self.swift, self.gate, self.down_at, self.ends = swift, gate, 0, list[int | None]()
 
     def __call__(self, witness: Witness, view: View) -> bool:
         if view.state != "Running" or view.step < DOWN_AT:
@@ -62,21 +67,23 @@ class Outage:
             coordinator = attach(witness.job_name)
             assert coordinator is not None
             ray.get(coordinator.stop.remote("as the test wants it"))
+            self.gate.touch()
             return True
         return False
 
 
 @pytest.mark.must_run_in_ci
 @pytest.mark.timeout(240)
-def test_killed_stopped_and_resumed_from_s3(swift: Swift, bucket: str, reference: Any) -> None:
+def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket: str, reference: Any) -> None:
     """H3, R11: one of two replicas is SIGKILLed while it saves to the bucket; the store itself is killed, and training goes on without;
     the run is stopped, and resumed straight from ``s3://``: the same bits.
     """
-    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
+    gated = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)[0]
+    args = {"read_s": 0.02, "gates": {str(gated): str(tmp_path / "gate")}}
     fault = {"point": "save", "step": KILLED_AT, "world_rank": 1}
     patience = {"grow_debounce_s": 8}  # the first world has both workers
-    job = job_of(bucket, "s3", workers={"min": 1, "max": 2}, faults=[fault], data=data, deadlines=patience)
-    outage = Outage(swift)
+    job = job_of(bucket, "s3", args, workers={"min": 1, "max": 2}, faults=[fault], deadlines=patience)
+    outage = Outage(swift, tmp_path / "gate")
     first = trial(job, outage)
     assert first.result.state == "Stopped", first.result
     assert outage.ends == [-signal.SIGKILL] * 4

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
+from actors import cluster
 from actors.cli import main
-from elastic.job import Job
+from elastic.job import Job, Workers
 from tests.support.commands import Command, assert_no_actor_left
 from tests.support.state_hash import state_hash
 from tests.support.toys import toy_job
@@ -114,6 +116,8 @@ def full_cluster() -> Iterator[None]:
 
     other = ray.remote(Other).options(num_cpus=ray.available_resources()["CPU"]).remote()
     assert ray.get(other.there.remote())
+    while cluster.slots(Workers()):  # what Ray says is free trails by a moment
+        time.sleep(0.01)
     yield
     ray.kill(other)
 

@@ -47,9 +47,11 @@ LONG = pytest.mark.full
 When = Callable[[View], bool]
 
 
-def job_of(bucket: Path, name: str, **changes: Any) -> Job:
-    ids = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)
-    args = {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(bucket / "gate")}}
+def job_of(bucket: Path, name: str, early: int = 0, **changes: Any) -> Job:
+    """``early``: a step with a gate of its own."""
+    cursor, steps = Cursor(SAMPLES, 16, 0, "permutation"), {GATE: "gate"} | ({early: "early"} if early else {})
+    gates = {str(cursor.microbatch_ids(step, 0, 2)[0]): str(bucket / file) for step, file in steps.items()}
+    args = {"samples": SAMPLES, "read_s": 0.02, "gates": gates}
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
@@ -82,6 +84,8 @@ class Killer:
 
     def __call__(self, witness: Witness, view: View) -> bool:
         self.look(witness, view)
+        if len(self.ends) >= 3:
+            (self.bucket / "early").touch()
         if not self.whens or self.opens(view):
             (self.bucket / "gate").touch()
         return not self.whens
@@ -178,15 +182,14 @@ def assert_taken_over(chaos: Trial, killer: Killer, states: Sequence[str]) -> No
 class Zombie(Killer):
     """After the coordinator was killed and followed, somebody still gives orders in its name."""
 
-    killed_at = 0
-
     def __call__(self, witness: Witness, view: View) -> bool:
-        if not self.ends:
-            self.killed_at = view.step
         self.look(witness, view)
-        if not self.ends or view.incarnation != 2 or view.state != "Running" or view.step <= self.killed_at:
-            return False  # the workers have heard the next one once they have told it of steps
+        if not self.ends or view.incarnation != 2 or view.state != "Running":
+            return False
         workers = [ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE) for worker in view.workers]
+        heard = [each.__ray_call__.options(concurrency_group="control").remote(lambda worker: worker.incarnation) for each in workers]
+        if ray.get(heard) != [2, 2]:
+            return False
         for order in (("fence", 1), ("settle", 1, None), ("exit",), ("pause", 1, True)):
             ray.get([worker.obey.remote(1, *order) for worker in workers])
         (keeper,) = cluster.named(f"{view.token}/keeper-").values()
@@ -221,7 +224,7 @@ def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undis
     """
     whens = [running(3), lambda view: view.step >= 12, running(13), in_state("Forming", 2), in_state("Forming", 3)]
     killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2), disks_lost=(0,))
-    job = job_of(tmp_path, "again", faults=[{"point": "backward", "step": 20, "world_rank": 1}])
+    job = job_of(tmp_path, "again", 18, faults=[{"point": "backward", "step": 20, "world_rank": 1}])
     chaos = trial(job, killer)
     assert_taken_over(chaos, killer, ["Running", "Running", "Running", "Forming", "Forming"])
     assert_survived(chaos, undisturbed, worlds=(2, 1, 2), tiers=("init", "live", "live"))

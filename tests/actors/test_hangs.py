@@ -25,15 +25,15 @@ from tests.support.toys import toy_job
 STEPS, STEP = 60, 12
 SAMPLES = 16 * STEPS
 """One epoch, so that each sample belongs to exactly one step."""
-READ_S = 0.04
+READ_S, SLOW_S = 0.04, 0.12
 
 
 def job_of(bucket: Path, name: str, workers: int, **changes: Any) -> Job:
-    """Steps of 4 × ``READ_S`` with two workers."""
+    """Steps of 4 × ``SLOW_S`` with two workers, until there is a file ``hurry``: a newcomer takes seconds to start."""
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
-        "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": READ_S}},
+        "data": {"dataset": "tests.support.toys:Paced", "args": {"samples": SAMPLES, "pace_s": SLOW_S, "calm": str(bucket / "hurry")}},
         "workers": {"min": 1, "max": workers},
         "deadlines": {"grow_debounce_s": 8, "stall_s": 2, "fence_s": 2},
     }
@@ -68,7 +68,13 @@ def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Any, p
     job = job_of(
         tmp_path, f"hang-{point}-{kind.lower()}", 3, faults=[fault], parallel=layout, checkpoint={"save_every": 1 if layout else 100}
     )
-    chaos = trial(job)
+
+    def hurry(witness: Witness, view: View) -> bool:
+        if whole := view.generation == 3:
+            (tmp_path / "hurry").touch()
+        return whole
+
+    chaos = trial(job, hurry)
     tier = "host" if layout else "live"
     assert_survived(chaos, undisturbed, worlds=(3, 2, 3), tiers=("init", tier, "live"))
     (victim,) = chaos.witness.killed()

@@ -53,14 +53,14 @@ def local_cluster(hosts: Hosts) -> Iterator[None]:
 
 def job_of(bucket: Path, name: str, **changes: Any) -> Job:
     """Slow enough to be cut and mended on its way; once ``calm`` exists, as fast as it can."""
-    args = {"samples": SAMPLES, "pace_s": 0.04, "calm": str(bucket / "calm")}
+    args = {"samples": SAMPLES, "pace_s": 0.1, "calm": str(bucket / "calm")}
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
         "data": {"dataset": "tests.support.toys:Paced", "args": args},
         "workers": {"min": 1, "max": 2},
         "checkpoint": {"save_every": 10},
-        "deadlines": {"grow_debounce_s": 1, "stall_s": 3, "fence_s": 3, "form_s": 20, "lease_s": LEASE_S},
+        "deadlines": {"grow_debounce_s": 5, "stall_s": 3, "fence_s": 3, "form_s": 20, "lease_s": LEASE_S},
     }
     return toy_job(bucket, **(values | changes))
 

@@ -17,14 +17,19 @@ class Busy:
     """An actor with a call that never ends, as a worker's."""
 
     def __init__(self, ends: bool) -> None:
+        self.begun = threading.Event()
         if ends:
             end_on_sigterm()
 
     def pid(self) -> int:
         return os.getpid()
 
+    def trains(self) -> bool:
+        return self.begun.wait(30)
+
     @ray.method(concurrency_group="life")
     def train(self) -> None:
+        self.begun.set()
         threading.Event().wait()
 
 
@@ -33,8 +38,8 @@ def test_sigterm_ends_an_actor_that_is_busy(ends: bool) -> None:
     """The control is Ray's own handler: the process stays, and hears nothing any more."""
     actor = ray.remote(concurrency_groups={"life": 1})(Busy).options(num_cpus=0).remote(ends)
     with Watched(ray.get(actor.pid.remote())) as process:
-        training = actor.train.remote()
-        ray.wait([training], timeout=0.2)
+        actor.train.remote()
+        assert ray.get(actor.trains.remote())
         process.kill(signal.SIGTERM)
         if ends:
             assert process.wait(5).signal is signal.SIGTERM

@@ -24,10 +24,10 @@ from tests.support.toys import toy_job
 STEPS = 60
 
 
-def job_of(folder: Path, name: str, read_s: float = 0.04, **changes: object) -> Job:
+def job_of(folder: Path, name: str, read_s: float = 0.04, steps: int = STEPS, **changes: object) -> Job:
     """Slow enough to be met on the way."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "read_s": read_s}}
-    job = toy_job(folder / "bucket", name=name, steps=STEPS, data=data, **changes)
+    job = toy_job(folder / "bucket", name=name, steps=steps, data=data, **changes)
     (folder / "job.toml").write_text(job.to_toml())
     return job
 
@@ -124,7 +124,7 @@ def attached(command: Command) -> Callable[[], bool]:
 @pytest.mark.must_run_in_ci
 def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first make them leave, and no more."""
-    job = job_of(tmp_path, "detached", read_s=0.12, on_driver_exit="detach")  # a second driver comes and goes meanwhile
+    job = job_of(tmp_path, "detached", read_s=0.12, steps=10_000, on_driver_exit="detach")  # a second driver comes and goes meanwhile
     first = train(tmp_path)
     first.until(reached("detached", 1))
     assert "the run trains on when this command is gone; `elastic stop` with its job file stops it" in first.text
@@ -147,7 +147,7 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
     assert main(["stop", str(tmp_path / "job.toml")]) == 0
     (stopped_at,) = map(int, re.findall(r"stopped \(elastic stop\), resumes from step (\d+)", capsys.readouterr().out)[-1:])
     newest = Run.open(job).newest()
-    assert newest is not None and newest.step == stopped_at and view.step + 5 <= stopped_at < STEPS
+    assert newest is not None and newest.step == stopped_at and view.step + 5 <= stopped_at < job.steps
     deadline = time.monotonic() + 10
     while attach("detached") is not None:
         assert time.monotonic() < deadline

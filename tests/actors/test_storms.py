@@ -21,7 +21,7 @@ from tests.support.toys import toy_job
 STEPS, GATE_STEP = 60, 40
 SAMPLES = 16 * STEPS
 DOUBLES = (
-    Fault(0.0, Kind.SIGKILL, 0),
+    Fault(0.0, Kind.SIGKILL, 0, state="Running"),
     Fault(0.0, Kind.SIGSEGV, 1, state="Stopping"),
     Fault(0.0, Kind.SIGKILL, 0, state="Forming"),
     Fault(0.1, Kind.EXCEPTION, 1, state="Forming"),

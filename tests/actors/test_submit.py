@@ -117,7 +117,7 @@ def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
         "bucket": str(folder / "bucket"),
         "loss": f"{name}.watched:loss",
         "steps": STEPS,
-        "data": {"dataset": f"{name}.watched:Paced", "args": {"read_s": 0.3}},
+        "data": {"dataset": f"{name}.watched:Paced", "args": {"read_s": 0.5}},
         "workers": {"min": 1, "max": 2},
     }
     return user_job(here, name, **(values | changes))

@@ -251,13 +251,15 @@ def test_members_say_how_often_they_can_copy_by_what_they_measured(monkeypatch: 
         nodes[0].stock.pair(nodes[1].stock.address)
         enter(plan, nodes)
         copier = nodes[0].workers[WorkerId("w0")]
-        said = []
+        said, deadline = list[Copied](), time.monotonic() + 10
+        while copier.region["brought_us"] < 0.12e6:
+            assert time.monotonic() < deadline
         for step in range(5, 6 + REMEMBERED):
             time.sleep(0.02)
             copier.settle()
             copier.committed(outcome(step, copied=step - 1, buddied=AT.step), shard_of(Version(step, 2), 4, 0))
             said.append(copier.settle())
-    assert min(copier.pace._copies_s) >= 0.06 and copier.region["brought_us"] >= 0.12e6 and copier.pace.step_s >= 0.02
+    assert min(copier.pace._copies_s) >= 0.06 and copier.pace.step_s >= 0.02
     assert [each.copy_every for each in said[: REMEMBERED - 1]] == [0] * (REMEMBERED - 1), "not before it has seen some"
     assert said[-1].copy_every == copier.pace.copy_every() > 0 and said[-1].buddy_every > 0
 

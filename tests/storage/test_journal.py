@@ -121,7 +121,7 @@ def test_closing_gives_up_on_a_store_that_stays_down(store: Moody, start: Callab
     journal = start()
     write(journal, 3)
     journal.close(timeout_s=0.05)
-    assert "503" in journal.behind
+    eventually(lambda: "503" in journal.behind)
     assert store.list() == []
 
 

@@ -150,6 +150,8 @@ class Nodes:
             for each in self.started:
                 each.process.poll()
             time.sleep(0.05)
+        for each in self.started:
+            each.process.wait(10)  # a zombie is none of ``processes``; one that nobody waits for is blamed on another test
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

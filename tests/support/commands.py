@@ -110,6 +110,7 @@ def user_job(folder: Path, package: str, **changes: object) -> Job:
         "optim": {"lr": 1e-2},
         "data": {"dataset": f"{package}.code:Walks"},
         "checkpoint": {"save_every": 4},
+        "deadlines": {"grow_debounce_s": 8},  # the first world has all for whom there is room
     }
     job = Job(**(values | changes))  # type: ignore[arg-type]
     (folder / "job.toml").write_text(job.to_toml())

@@ -35,6 +35,7 @@ pipeline = {pipeline}
 [app:proxy-server]
 use = egg:swift#proxy
 account_autocreate = true
+error_suppression_interval = 0
 [filter:tempauth]
 use = egg:swift#tempauth
 user_test_tester = {secret} .admin

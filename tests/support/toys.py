@@ -140,5 +140,6 @@ def toy_job(bucket: Path | str, **changes: Any) -> Job:
         "optim": {"lr": 1e-2},
         "schedule": {"warmup_steps": 2},
         "checkpoint": {"save_every": 1000},
+        "deadlines": {"grow_debounce_s": 8},  # the first world has all for whom there is room
     }
     return Job(**(values | changes))

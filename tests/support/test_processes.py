@@ -123,7 +123,9 @@ def test_a_process_that_is_ending_is_not_taken_for_a_killed_one() -> None:
 
 def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
     """A stopped process whose parent dies gets SIGHUP.  A parent's number may be higher than its child's: they begin again at 32768."""
-    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True); input()'], process_group=0)"
+    heeds = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # under nohup nobody would
+    below = f"{heeds}; print(flush=True); input()"
+    parent = f"{heeds}; import subprocess, sys; subprocess.run([sys.executable, '-c', {below!r}], process_group=0)"
     with child(sys.executable, "-c", parent, stdout=subprocess.PIPE, start_new_session=True) as (process, _):
         assert process.stdout is not None
         process.stdout.readline()
@@ -135,7 +137,7 @@ def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
     with child(sys.executable, "-c", parent, stdout=subprocess.PIPE, start_new_session=True) as (process, _):
         assert process.stdout is not None
         process.stdout.readline()
-        above, below = frozen(process.pid)
-        above.kill()  # the control: the wrong order
+        first, second = frozen(process.pid)
+        first.kill()  # the control: the wrong order
         process.wait(10)
-        assert below.wait(10).signal is signal.SIGHUP
+        assert second.wait(10).signal is signal.SIGHUP

@@ -45,7 +45,9 @@ class CopiesOracle:
             return
         for name in world.plan.members:
             member = self.sim.cluster.workers[name]
-            if member.alive and not self._has(member, world.plan, known.copied_through):
+            copies = member.memory.copies
+            moved_on = copies is not None and copies.plan.generation > world.plan.generation  # ``worker`` thawed in a world that is over
+            if member.alive and not moved_on and not self._has(member, world.plan, known.copied_through):
                 raise Violation(f"step {known.copied_through} was copied everywhere, and {name} has no complete copy any more")
 
     def _elsewhere(self, memory: Memory, version: Version | None) -> bool:

@@ -147,7 +147,8 @@ def _catch_up(turn: Turn, plan: Plan) -> None:
     pending = tuple(worker for worker in plan.members if worker in found)
     unheard = tuple(worker for worker in plan.members if worker not in pending)
     state = Stopping(plan, cause, False, pending, turn.now + turn.rules.fence_s, expelled=unheard)
-    turn.know(generation=plan.generation, lineage=line, seats=plan.members, last=None, saves=())
+    saved = tuple(version for version in run.saved if lineage.contains(line, version))  # it gave the others up: one was damaged, say
+    turn.know(generation=plan.generation, lineage=line, saved=saved, seats=plan.members, last=None, saves=())
     turn.know(lease_until=turn.now + turn.rules.lease_over_s)
     if isinstance(run.state, Stopping):
         turn.know(state=state)

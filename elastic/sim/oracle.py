@@ -182,7 +182,7 @@ class Oracle:
         self.unread |= {generation: plan for generation, plan in self.plans.items() if generation > run.generation}
         self.plans = {generation: plan for generation, plan in self.plans.items() if generation <= run.generation}
         self.plan = self.plans.get(run.generation) if run.generation else None
-        self.counting &= set(run.saved)
+        self.counting = set(run.saved)  # also what was found damaged meanwhile, where the bucket was not told either
         self.expelled -= set(event.workers) & run.workers.keys()
         if run.plan is not None:
             self._forget_what_was_said(run.generation, run)

@@ -6,6 +6,7 @@ Until the leases of whatever that is have run out nothing is begun or settled, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -93,6 +94,22 @@ def test_a_member_of_a_later_generation_says_so() -> None:
     assert isinstance(again.run.state, Stopping)
     again.later(again.rules.lease_over_s)
     assert isinstance(again.run.state, Forming) and again.plan.generation == 1 + UNREAD + 1 and again.plan.version == Version(5, 2)
+
+
+def test_what_a_later_generation_gave_up_is_no_checkpoint_any_more() -> None:
+    """It began from step 0 although there was a checkpoint of step 2: that one was damaged, say, and only the one who is gone knew."""
+    play = at_step(3)
+    play.run = replace(play.run, saved=(Version(2, 1),))
+    plan = play.plan
+    later = Plan(1, 3, plan.layout, plan.members, Version(0, 0), "init", (), plan.store_node)
+    again = usurped(play)
+    assert again.run.saved == (Version(2, 1),)
+    again.tell(ev.Attached(WorkerId("w1"), later, stepping=True))
+    assert again.run.saved == () and again.run.lineage == ()
+    again.answer("w1", Version(0, 0))
+    again.answer("w2", Version(0, 0))
+    again.later(again.rules.lease_over_s)
+    assert isinstance(again.run.state, Forming) and again.plan.version == Version(0, 0)
 
 
 def test_one_that_has_read_everything_goes_on_at_once() -> None:

@@ -24,12 +24,13 @@ from elastic.ids import WorkerId
 def waiting(turn: Turn, state: Waiting) -> None:
     run, rules = turn.run, turn.rules
     there = candidates(run, rules)
+    begun = run.seats or run.unread  # by another coordinator, perhaps, whose journal could not be read
     fresh = not frozenset(run.seats).intersection(there)  # survivors go on at once; a new world may wait for those on their way
     if _finished(turn):
         end(turn, Finished(), f"finished: step {run.saved[-1].step} is in the bucket")
     elif run.stop:
         end(turn, *_stopped(turn))
-    elif not run.seats and (split := [refusal.why for refusal in run.refused.values() if refusal.shared]):
+    elif not begun and (split := [refusal.why for refusal in run.refused.values() if refusal.shared]):
         end(turn, Failed(split[0]), "nothing has run yet, so nothing is run")
     elif turn.now >= run.blind_until and not (fresh and (expecting(turn, there) or _looking(turn, state))):
         form(turn)
@@ -37,7 +38,7 @@ def waiting(turn: Turn, state: Waiting) -> None:
         return
     if turn.now - max(state.since, run.blind_until) >= rules.wait_s:
         end(turn, Failed(f"waited {rules.wait_s:g} s for workers: {_have(turn, there)}"))
-    elif not run.seats and _only_refused_are_left(turn, state):
+    elif not begun and _only_refused_are_left(turn, state):
         end(turn, Failed(f"no room for workers that may be members: {_have(turn, there)}"))
 
 

@@ -112,6 +112,21 @@ def test_what_a_later_generation_gave_up_is_no_checkpoint_any_more() -> None:
     assert isinstance(again.run.state, Forming) and again.plan.version == Version(0, 0)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_run_that_may_have_begun_is_not_given_up_for_its_nodes(shared: bool) -> None:
+    """As one that has; the control is a coordinator that knows that nothing has run yet."""
+    for unread in (True, False):
+        play = waiting()
+        play.lose("w1")
+        again = usurped(play) if unread else play
+        again.tell(ev.Capacity(0))
+        for worker in tuple(again.run.starting):
+            again.tell(ev.StartFailed(worker, "no room"))
+        again.tell(ev.NodeRefused(NodeId("n2"), "node n2 sees another bucket", shared))
+        again.later(again.rules.refused_s + 1.0)
+        assert isinstance(again.run.state, Waiting if unread else Failed), (unread, shared)
+
+
 def test_one_that_has_read_everything_goes_on_at_once() -> None:
     """The control."""
     play = at_step(3)

@@ -160,7 +160,10 @@ class Oracle:
                 self.expelled |= self.joined - set(event.workers)
                 self.expelled -= set(event.workers) & before.workers.keys()  # if one was to be killed, nothing that counts came of it
             case Attached() if (
-                event.plan is not None and event.plan.generation in self.unread and event.plan.generation > before.generation
+                event.worker in before.workers  # else nobody listens to it
+                and event.plan is not None
+                and event.plan.generation in self.unread
+                and event.plan.generation > before.generation
             ):
                 self.plan = self.plans[event.plan.generation] = self.unread.pop(event.plan.generation)
                 self._forget_what_was_said(event.plan.generation, before)

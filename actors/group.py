@@ -310,10 +310,10 @@ class Group:
         self._follow_keeper(node)
 
     def _follow_keeper(self, node: NodeId) -> None:
+        keeper = self.keepers[node]
         for worker, home in list(self.joined.items()):
             if home == node:
-                self.keepers[node].watch.remote(worker)
-        keeper = self.keepers[node]
+                keeper.watch.remote(worker)
         self._when_done(keeper.lives.remote(), keeper, lambda ended: self._keeper_lost(node, ended))
 
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:

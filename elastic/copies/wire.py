@@ -131,10 +131,10 @@ class Listener:
         while True:
             try:
                 connection, (peer, *_) = self._socket.accept()
-            except OSError:
+            except OSError:  # it was closed; or no descriptor was left, say, and others end
                 if self._closed.wait(RETRY_S):
                     return
-                continue  # no descriptor was left, say: others end
+                continue
             threading.Thread(target=self._answer, args=(connection, peer), name="wire", daemon=True).start()
 
     def _answer(self, connection: socket.socket, peer: str) -> None:

@@ -132,10 +132,11 @@ def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device) -> 
         return None
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
     largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
-    slots = slots_a_worker(bool(job.copies.buddy_every))
+    buddies = bool(job.copies.buddy_every)
+    slots = slots_a_worker(buddies)
     if why := no_room(slots * largest.bytes, *free_memory(), slots):
         raise JobError(why)
-    return Copier(Region.create(slots_for(bool(job.copies.buddy_every)), largest.bytes, largest.blocks), tensors, device, job.copy_rule())
+    return Copier(Region.create(slots_for(buddies), largest.bytes, largest.blocks), tensors, device, job.copy_rule())
 
 
 def _opened(job: Job) -> Dataset:

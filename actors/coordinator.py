@@ -43,6 +43,7 @@ from elastic.control.events import (
     Tick,
 )
 from elastic.control.machine import Transition, advance
+from elastic.control.recovery import STOOD_S
 from elastic.control.states import TERMINAL, Failed, RunState
 from elastic.engine.schedule import learning_rate_of
 from elastic.ids import NodeId, WorkerId
@@ -315,9 +316,12 @@ class Coordinator:
         self.state = transition.run
         if codec.worth_recording(event, before, transition):
             self._record(now, event, before, transition)
+        stood_s = self.clock() - now
         for action in transition.actions:
             self.group.perform(action)
         self._tell(now, event, before, transition.reason)
+        if stood_s > STOOD_S:
+            self._advance(Tick(stood_s))
 
     def _record(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
         run, durable = transition.run, transition.durable

@@ -107,8 +107,8 @@ class Group:
             case Kill(workers, _, examine):
                 for worker in workers:
                     self._examine(worker) if examine else self._kill(worker)
-            case CommitManifest(version, lineage):
-                self._pool.submit(self._commit, version, lineage)
+            case CommitManifest(version, lineage, by):
+                self._pool.submit(self._commit, version, lineage, by)
             case Quarantine(version, reason):
                 self._pool.submit(self.run.checkpoints.quarantine, version, reason)
             case TakeStock(generation, keepers):
@@ -324,14 +324,14 @@ class Group:
 
     # ---- the bucket
 
-    def _commit(self, version: Version, lineage: tuple[tuple[int, int], ...]) -> None:
+    def _commit(self, version: Version, lineage: tuple[tuple[int, int], ...], by: int) -> None:
         try:
             if not self.ship(SHIP_S):
                 raise Unavailable(f"the journal of {self.job.name}", "and no checkpoint is to be found without the steps that made it")
-            written = self.parts.latest(version)
+            written = self.parts.of(version, by or version.generation)
             digest = self.run.commit(version, [shard.receipt for shard in written], lineage, written[0].layout)
         except (StorageError, OSError, KeyError) as error:
-            self.post(SaveFailed(version, f"{type(error).__name__}: {error}"))
+            self.post(SaveFailed(version, f"{type(error).__name__}: {error}", by))
         else:
             self.post(Saved(version, digest))
 

@@ -21,7 +21,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
-from storage.documents import seal, unseal
+from storage.documents import digest_of, seal, unseal
 from storage.errors import Deposed, Exists
 from storage.journal import Journal, claim_owner, latest_claim, owners
 from storage.objects import ObjectStore
@@ -44,19 +44,20 @@ class Parts:
     """Of the checkpoints on their way, what their manifests are made of; for a while, since a manifest may be asked for again."""
 
     def __init__(self) -> None:
-        self._parts: dict[Version, dict[WorkerId, SavedShard]] = {}
+        self._parts: dict[Version, dict[tuple[int, WorkerId], SavedShard]] = {}
 
     def add(self, version: Version, worker: WorkerId, shard: SavedShard) -> None:
         """Pushes out what was added to longest ago: that may be newer by its number, and given up."""
-        self._parts[version] = self._parts.pop(version, {}) | {worker: shard}
+        self._parts[version] = self._parts.pop(version, {}) | {(shard.generation, worker): shard}
         if len(self._parts) > KEPT:
             del self._parts[next(iter(self._parts))]
 
-    def latest(self, version: Version) -> list[SavedShard]:
-        """Those of the latest world that wrote this version: an earlier one may have been cut off half way.  Raises :class:`KeyError`."""
-        shards = self._parts[version].values()
-        generation = max(shard.generation for shard in shards)
-        return [shard for shard in shards if shard.generation == generation]
+    def of(self, version: Version, generation: int) -> list[SavedShard]:
+        """Those that ``generation`` wrote: another one may have been cut off half way.  Raises :class:`KeyError` where there is none."""
+        written = [shard for shard in self._parts[version].values() if shard.generation == generation]
+        if not written:
+            raise KeyError(f"no part of {version} by generation {generation}")
+        return written
 
 
 class Run:
@@ -128,7 +129,7 @@ class Run:
         last = self._last_recorded()
         generation, next_worker = (max(last.generation, last.unread), last.next_worker) if last is not None else (0, 1)
         if incarnation and last is not None and not last.over:
-            generation += UNREAD
+            generation += UNREAD * incarnation
         listed = self.checkpoints.versions()
         whole = [(each.version, each.manifest) for each in listed if each.manifest is not None]
         if not whole:
@@ -199,8 +200,18 @@ class Run:
         return max(found)
 
     def commit(self, version: Version, receipts: Sequence[ShardReceipt], lineage: Lineage, layout: Layout) -> str:
-        """Write the manifest of ``version``; its digest."""
-        return self.checkpoints.commit(version, receipts, self._about(lineage, layout))
+        """Write the manifest of ``version``; its digest.
+
+        There may be one already, of the same version in another world's layout: by a coordinator that died before it could say so.
+        """
+        about = self._about(lineage, layout)
+        try:
+            return self.checkpoints.commit(version, receipts, about)
+        except Exists:
+            there = self.checkpoints.manifest(version)
+            if there.lineage != lineage or there.layout == about["layout"]:
+                raise
+            return digest_of(there.to_bytes())
 
     def _about(self, lineage: Lineage, layout: Layout) -> dict[str, Any]:
         job = self.job

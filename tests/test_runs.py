@@ -18,11 +18,12 @@ from elastic.plan.layout import Layout
 from elastic.runs import KEPT, Parts, Run, SavedShard
 from storage import tails
 from storage.checkpoints import ShardReceipt
-from storage.errors import Deposed
+from storage.errors import Deposed, Exists
 from storage.journal import Journal
 from storage.manifest import File
 from storage.tails import Tail
 from tests.control.play import Play, stepping
+from tests.storage.states import TENSORS, state_of, write
 
 _numbers = itertools.count()
 
@@ -159,7 +160,7 @@ def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life:
     """Its last records are on disks that are gone: a generation that only they know of may have written parts of a checkpoint."""
     assert life.run.standing(2, 0.0).generation == 0, "nothing is in the bucket yet"
     life.journal.ship(10.0)
-    assert life.run.standing(2, 0.0).generation == life.play.run.generation + UNREAD
+    assert life.run.standing(2, 0.0).generation == life.play.run.generation + 2 * UNREAD
     assert life.run.standing(0, 0.0).generation == life.play.run.generation, "who takes over, or only looks, counts by itself"
 
 
@@ -176,14 +177,16 @@ def part(generation: int) -> SavedShard:
     return SavedShard(generation, Layout(), ShardReceipt(Version(6, 1), File("a", 0, ""), ()))
 
 
-def test_a_manifest_is_made_of_the_parts_of_the_latest_world_that_wrote_them_all() -> None:
+def test_a_manifest_is_made_of_the_parts_of_one_world() -> None:
     parts = Parts()
-    parts.add(Version(6, 1), WorkerId("w1"), part(1))
+    parts.add(Version(6, 1), WorkerId("w2"), part(1))
     parts.add(Version(6, 1), WorkerId("w2"), part(2))
     parts.add(Version(6, 1), WorkerId("w3"), part(2))
-    assert parts.latest(Version(6, 1)) == [part(2), part(2)]
-    with pytest.raises(KeyError):
-        parts.latest(Version(7, 1))
+    assert parts.of(Version(6, 1), 2) == [part(2), part(2)]
+    assert parts.of(Version(6, 1), 1) == [part(1)], "in time for a manifest that was asked for before"
+    for version, generation in ((Version(6, 1), 3), (Version(7, 1), 1)):
+        with pytest.raises(KeyError):
+            parts.of(version, generation)
 
 
 def test_parts_of_a_future_that_was_given_up_do_not_push_out_those_of_now() -> None:
@@ -193,6 +196,17 @@ def test_parts_of_a_future_that_was_given_up_do_not_push_out_those_of_now() -> N
         parts.add(Version(step, 1), WorkerId("w1"), part(1))
     parts.add(Version(6, 101), WorkerId("w103"), part(101))
     parts.add(Version(6, 101), WorkerId("w104"), part(101))
-    assert len(parts.latest(Version(6, 101))) == 2
+    assert len(parts.of(Version(6, 101), 101)) == 2
     with pytest.raises(KeyError):
-        parts.latest(Version(12, 1))
+        parts.of(Version(12, 1), 1)
+
+
+def test_a_manifest_that_is_there_already_counts_whichever_world_wrote_it() -> None:
+    """Its coordinator died before it could say so; the next world wrote it in other parts.  Of another line, it does not."""
+    run, version, line = a_run(), Version(6, 1), ((1, 6),)
+    one, two = (write(run.checkpoints, version, state_of(TENSORS, seed=1), shards) for shards in (1, 2))
+    digest = run.commit(version, one, line, Layout(1, 1))
+    assert run.commit(version, two, line, Layout(1, 2)) == digest
+    assert run.checkpoints.manifest(version).layout == {"dp_replicate": 1, "dp_shard": 1} and run.checkpoints.verify(version).problems == ()
+    with pytest.raises(Exists):
+        run.commit(version, two, ((1, 5), (2, 6)), Layout(1, 2))

@@ -76,6 +76,8 @@ class CommitManifest:
 
     version: Version
     lineage: tuple[tuple[int, int], ...]
+    by: int = 0
+    """The generation whose shards it is made of; 0: the one that committed the version."""
 
 
 @dataclass(frozen=True)

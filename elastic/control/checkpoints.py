@@ -11,6 +11,7 @@ from elastic.control.saving import Saving
 from elastic.control.states import Finishing, Stopping
 from elastic.control.turn import Turn
 from elastic.ids import Version, WorkerId
+from elastic.plan.plan import Plan
 
 
 def begin(turn: Turn, version: Version, members: tuple[WorkerId, ...]) -> None:
@@ -22,15 +23,16 @@ def begin(turn: Turn, version: Version, members: tuple[WorkerId, ...]) -> None:
         _forget(turn, version, known.failed)
 
 
-def begin_again(turn: Turn, version: Version, members: tuple[WorkerId, ...]) -> None:
-    """Another world holds ``version`` now and writes all of it; a manifest that was asked for already counts all the same."""
-    known = saving.find(turn.run.saves, version)
-    turn.know(saves=saving.put(turn.run.saves, Saving(version, members, asked=known is not None and known.asked)))
+def begin_again(turn: Turn, plan: Plan) -> None:
+    """Another world holds that version now and writes all of it; a manifest that was asked for already counts all the same."""
+    known = saving.find(turn.run.saves, plan.version)
+    again = Saving(plan.version, plan.members, asked=known is not None and known.asked, by=plan.generation)
+    turn.know(saves=saving.put(turn.run.saves, again))
 
 
 def shard_saved(turn: Turn, event: ShardSaved) -> None:
     known = saving.find(turn.run.saves, event.version) or _unannounced(turn, event.version)
-    if known is None or event.worker not in known.members:
+    if known is None or event.worker not in known.members or not saving.is_of(known, event.by):
         return turn.refuse(f"nobody waits for a part of {event.version} from {event.worker}")
     turn.know(saves=saving.put(turn.run.saves, saving.report(known, event.worker)))
     state = turn.run.state
@@ -51,7 +53,7 @@ def ask_for_manifests(turn: Turn) -> None:
     """Of all saves that are complete and part of the history."""
     for each in turn.run.saves:
         if each.complete and turn.now >= each.ask_at and lineage.contains(turn.run.lineage, each.version):
-            turn.do(CommitManifest(each.version, lineage.cut(turn.run.lineage, each.version)))
+            turn.do(CommitManifest(each.version, lineage.cut(turn.run.lineage, each.version), each.by))
             again = replace(each, asked=True, ask_at=turn.now + turn.rules.stop_s)
             turn.know(saves=saving.put(turn.run.saves, again))
 
@@ -74,9 +76,9 @@ def save_failed(turn: Turn, event: SaveFailed) -> None:
     known, committed = saving.find(turn.run.saves, event.version), lineage.contains(turn.run.lineage, event.version)
     if known is None and not committed:
         known = _unannounced(turn, event.version)
-    if known is None:
+    if known is None or not saving.is_of(known, event.by):
         return turn.refuse(f"nobody saves {event.version}")
-    if known.asked:
+    if known.asked and known.complete:
         again = replace(known, ask_at=turn.now + turn.rules.fence_s)
         turn.know(saves=saving.put(turn.run.saves, again))
         return turn.say(f"the manifest of {event.version} was not written ({event.reason}); again in {turn.rules.fence_s:g} s")

@@ -219,6 +219,8 @@ class ShardSaved:
 
     worker: WorkerId
     version: Version
+    by: int = 0
+    """As a member of which generation; 0: of the one that committed the version."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,8 @@ class Saved:
 class SaveFailed:
     version: Version
     reason: str
+    by: int = 0
+    """Of which generation's parts, as above."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +279,9 @@ class Stumbled:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time went by."""
+    """Time went by.  ``stood_s``: for so long the last decision was not performed, since its record lay where nobody else would find it."""
+
+    stood_s: float = 0.0
 
 
 Event = (

@@ -150,7 +150,7 @@ def go(turn: Turn, plan: Plan) -> None:
     turn.do(Go(plan.generation, plan.members))
     turn.say(f"generation {plan.generation} runs")
     if plan.version.step >= turn.rules.target_step:
-        checkpoints.begin_again(turn, plan.version, plan.members)
+        checkpoints.begin_again(turn, plan)
         finish(turn, plan)
     else:
         turn.to(Running(plan, turn.now))

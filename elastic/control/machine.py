@@ -116,7 +116,7 @@ def _take(turn: Turn, event: Event) -> None:
         case Stumbled():
             recovery.stumbled(turn, event)
         case Tick():
-            pass
+            recovery.stood(turn, event)
 
 
 def _go_on(turn: Turn) -> None:

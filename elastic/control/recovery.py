@@ -26,8 +26,10 @@ from elastic.plan.plan import Plan
 
 MAX_DEATHS = 3
 """Of coordinators by one and the same event, or before anything came of their start."""
+STOOD_S = 1.0
+"""A delay that counts."""
 UNREAD = 100
-"""More generations, and workers, than coordinators begin where no later one finds a trace of it."""
+"""More generations, and workers, than a coordinator begins where no later one finds a trace of it."""
 
 
 def recovered(turn: Turn, event: Recovered) -> None:
@@ -45,6 +47,25 @@ def recovered(turn: Turn, event: Recovered) -> None:
     _say_again(turn)
     if turn.run.startups > MAX_DEATHS:
         give_up(turn, f"{MAX_DEATHS} coordinators in a row died before anything came of their start")
+
+
+def stood(turn: Turn, event: Tick) -> None:
+    """Nobody was asked anything meanwhile, and nobody was heard: whatever is waited for, it is waited for so much longer."""
+    run, later_s = turn.run, event.stood_s
+    if later_s <= STOOD_S:
+        return
+    turn.say(f"stood still for {later_s:.1f} s: nobody else would have known what was decided")
+    watch = replace(run.watch, moved_at=run.watch.moved_at + later_s, stepped_at=run.watch.stepped_at + later_s)
+    starting = {worker: asked_at + later_s for worker, asked_at in run.starting.items()}
+    granted = turn.now + turn.rules.lease_over_s if run.grants_lease(run.generation) else 0.0  # what was granted meanwhile is not heard yet
+    turn.know(watch=watch, starting=starting, stock_until=run.stock_until + later_s, lease_until=max(run.lease_until, granted))
+    match run.state:
+        case Waiting(since):
+            turn.amend(since=since + later_s)
+        case Forming() as state:
+            turn.amend(deadline=state.deadline + later_s, here_at=state.here_at + later_s)
+        case Stopping() | Finishing() as state:
+            turn.amend(deadline=state.deadline + later_s)
 
 
 def _forgive_the_silence(turn: Turn) -> None:
@@ -87,8 +108,8 @@ def _forget_who_is_gone(turn: Turn, event: Recovered) -> None:
 def _expect_the_unread(turn: Turn) -> None:
     """Others may have gone on, where nobody can be reached: no world goes on beside theirs, and none is begun under a number of theirs."""
     run = turn.run
-    blind_until = turn.now + turn.rules.lease_over_s
-    turn.know(blind_until=blind_until, unread=max(run.generation, run.unread) + UNREAD, next_worker=run.next_worker + UNREAD)
+    blind_until, skipped = turn.now + turn.rules.lease_over_s, UNREAD * run.incarnation  # others before it may have read no more
+    turn.know(blind_until=blind_until, unread=max(run.generation, run.unread) + skipped, next_worker=run.next_worker + skipped)
     why = "what other coordinators began may be nowhere to be read"
     match run.state:
         case Forming() | Running() | Finishing():

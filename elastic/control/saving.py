@@ -35,6 +35,8 @@ class Saving:
     ask_at: float = 0.0
     """When to ask for the manifest (again), once complete."""
     asked: bool = False
+    by: int = 0
+    """Generation of the world that writes it, all in one layout; 0: the one that committed it."""
     failed: str = ""
     """Why it can never be complete, heard before the commit of its version was."""
 
@@ -58,6 +60,11 @@ def put(saves: Saves, saving: Saving) -> Saves:
 
 def without(saves: Saves, version: Version) -> Saves:
     return tuple(saving for saving in saves if saving.version != version)
+
+
+def is_of(saving: Saving, generation: int) -> bool:
+    """Is a part that a member of ``generation`` (0: as above) wrote one of it?"""
+    return (generation or saving.version.generation) == (saving.by or saving.version.generation)
 
 
 def report(saving: Saving, worker: WorkerId) -> Saving:

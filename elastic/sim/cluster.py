@@ -52,9 +52,17 @@ class Bucket:
     """Object storage: which shards are in, which versions have a manifest, which of those cannot be read."""
 
     def __init__(self) -> None:
-        self.shards: dict[Version, set[tuple[int, int]]] = {}
+        self.shards: dict[Version, dict[int, set[tuple[int, int]]]] = {}
+        """Of each version, by the generation that wrote them: their layouts differ."""
         self.manifests: set[Version] = set()
         self.damaged: set[Version] = set()
+
+    def written(self, version: Version, shard: tuple[int, int], generation: int) -> None:
+        self.shards.setdefault(version, {}).setdefault(generation, set()).add(shard)
+
+    def by(self, version: Version, generation: int) -> frozenset[tuple[int, int]]:
+        """The shards that ``generation`` wrote, or the one that committed the version (0)."""
+        return frozenset(self.shards.get(version, {}).get(generation or version.generation, ()))
 
 
 class Cluster:
@@ -300,11 +308,11 @@ class Cluster:
         """One call to the bucket."""
         return self.network.happens(Kind.BUCKET_DOWN)
 
-    def commit_manifest(self, version: Version) -> bool:
+    def commit_manifest(self, version: Version, by: int) -> bool:
         """True when it is in; False when the store refused."""
         if self.bucket_fails():
             return False
-        check_manifest(version, frozenset(self.bucket.shards.get(version, ())), self.sim.scenario.rows)
+        check_manifest(version, self.bucket.by(version, by), self.sim.scenario.rows)
         self.bucket.manifests.add(version)
         return True
 

@@ -14,6 +14,7 @@ from elastic.control import actions as do
 from elastic.control import codec, lineage
 from elastic.control.events import Attached, Beat, Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Stumbled, Tick
 from elastic.control.machine import Transition
+from elastic.control.recovery import STOOD_S
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
 from elastic.ids import NodeId, Version, WorkerId
@@ -52,6 +53,7 @@ class Coordinator:
         """Who has answered it."""
         self._backlog: list[Event] = []
         self._decided: tuple[RunState, Event, Transition] | None = None
+        self._decided_at = 0.0
         """What may not be performed yet: its record lies nowhere where the next coordinator would find it."""
 
     @property
@@ -88,7 +90,7 @@ class Coordinator:
         sim.lines.append((now, event, transition.reason))
         if codec.worth_recording(event, before, transition):
             self.journal.append(transition.run)
-        self._decided = before, event, transition
+        self._decided, self._decided_at = (before, event, transition), now
         self._go_through_with_it()
         return transition.reason
 
@@ -111,6 +113,8 @@ class Coordinator:
             sim.strikes.entered(type(transition.run.state).__name__)
         if transition.run.last is not before.last:
             sim.strikes.recovered()
+        if (stood_s := sim.clock.now - self._decided_at) > STOOD_S:
+            self.receive(Tick(stood_s))
         self._catch_up()
 
     def is_read(self) -> None:
@@ -202,7 +206,7 @@ class Coordinator:
             case do.Kill():
                 cluster.kill(action.workers)
             case do.CommitManifest():
-                self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._commit_manifest, action.version)
+                self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._commit_manifest, action)
             case do.TakeStock():
                 cluster.order(self.incarnation, action.keepers, cluster.take_stock, action.generation)
             case do.Release():
@@ -218,10 +222,11 @@ class Coordinator:
             if (worker := self.sim.cluster.workers.get(name)) is not None:
                 self._tell(worker, call.__get__(worker), *args)
 
-    def _commit_manifest(self, version: Version) -> None:
+    def _commit_manifest(self, action: do.CommitManifest) -> None:
         """The manifest of a coordinator that is gone may still come to be; nobody is told, and it counts for nothing."""
-        done = self.journal.reaches_bucket and self.sim.cluster.commit_manifest(version)
-        self.receive(Saved(version, f"digest of {version}") if done else SaveFailed(version, "store unavailable"))
+        version = action.version
+        done = self.journal.reaches_bucket and self.sim.cluster.commit_manifest(version, action.by)
+        self.receive(Saved(version, f"digest of {version}") if done else SaveFailed(version, "store unavailable", action.by))
 
 
 class Coordinators:

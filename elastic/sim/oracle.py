@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle
+from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle, StartWorkers
 from elastic.control.commit import Outcome
 from elastic.control.events import (
     Attached,
@@ -60,6 +60,8 @@ class Oracle:
         self.headless: set[int] = set()
         """Generations whose coordinator was followed by another: what the first was told last, only it may know."""
         self.plan: Plan | None = None
+        self.names: dict[WorkerId, Transition] = {}
+        """Of all processes that were to be started, and the decision that gave each."""
         self.joined: set[WorkerId] = set()
         self.lost: set[WorkerId] = set()
         self.expelled: set[WorkerId] = set()
@@ -67,6 +69,8 @@ class Oracle:
         self.evidence: dict[int, dict[int, Outcome]] = defaultdict(dict)
         self.told: set[tuple[int, int]] = set()
         """(step, generation) of each commit that was reported at all, in time or not."""
+        self.answered_at: dict[int, int] = defaultdict(int)
+        """By generation: the latest step that one who answered its fence had applied."""
         self.went: set[int] = set()
         self.here: dict[int, set[WorkerId]] = defaultdict(set)
         """By generation: who said that its plan has arrived."""
@@ -108,6 +112,9 @@ class Oracle:
     def judge(self, before: RunState, event: Event, transition: Transition, by: Coordinator) -> None:
         """One call of ``advance``, of a coordinator that nobody refused."""
         after = transition.run
+        for worker in (worker for action in transition.actions if isinstance(action, StartWorkers) for worker in action.workers):
+            if self.names.setdefault(worker, transition) is not transition:
+                raise Violation(f"the name {worker} is given twice")
         if by is not self.sim.coordinators.present:
             return self._judge_the_superseded(transition)
         if after.generation < before.generation or after.incarnation < before.incarnation:
@@ -119,10 +126,15 @@ class Oracle:
         for action in transition.actions:
             if isinstance(action, Kill):
                 self._judge_kill(before, action)
-                self.expelled.update(action.workers)
+                self.expelled.update(set(action.workers) - self.lost)  # the dead cannot be: what they said stays a fact
         for action in transition.actions:
             self.settle = action if isinstance(action, Settle) else self.settle
             self._judge_action(before, after, action, transition.reason)
+        if before.plan is not None and isinstance(after.state, Waiting) and before.generation not in self.settled:
+            self._all_out(self.plans[before.generation], "is left")
+            if untold := self.answered[before.generation] - self.lost - self.expelled:
+                raise Violation(f"generation {before.generation} is left, and {min(untold)} is not told")
+            self.settled.add(before.generation)
         if after.state is not before.state:
             self._judge_end(after, transition.reason)
             self.waiting_since = (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
@@ -156,9 +168,13 @@ class Oracle:
                 self.evidence[before.generation] = {step: known[step] for step in known if step <= before.step}  # or it is told again
                 self.here.clear()  # what was said to the one before is said again, or lost
                 if not event.whole:
-                    self._forget_the_unread(before, event)
-                self.expelled |= self.joined - set(event.workers)
-                self.expelled -= set(event.workers) & before.workers.keys()  # if one was to be killed, nothing that counts came of it
+                    self._forget_the_unread(before)
+                gone = self.joined - set(event.workers)
+                dead = {worker for worker in gone & before.workers.keys() if before.workers[worker].node in event.keepers}
+                self.lost |= dead - self.expelled  # its node would have it, if it lived: what it said before it died is a fact
+                self.expelled |= gone - self.lost
+                ours = {*before.workers, *before.starting}
+                self.expelled -= ours.intersection(event.workers)  # if one was to be killed, nothing that counts came of it
             case Attached() if (
                 event.worker in before.workers  # else nobody listens to it
                 and event.plan is not None
@@ -172,6 +188,8 @@ class Oracle:
                 self.evidence[event.generation][event.outcome.step] = event.outcome
             case Fenced() if event.worker not in self.expelled and event.generation not in self.settled:
                 self.answered[event.generation].add(event.worker)
+                applied = (each.version.step for each in event.held if each.version.generation == event.generation)
+                self.answered_at[event.generation] = max(self.answered_at[event.generation], *applied, 0)
                 self.evidence[event.generation].update({o.step: o for o in event.outcomes if o.generation == event.generation})
             case Saved() if self.on_lineage(event.version) and not before.over:
                 self.counting.add(event.version)
@@ -180,13 +198,12 @@ class Oracle:
             case StopRequested():
                 self.stop_asked = True
 
-    def _forget_the_unread(self, run: RunState, event: Recovered) -> None:
+    def _forget_the_unread(self, run: RunState) -> None:
         """What another coordinator was told and decided is known no more, as far as nobody can read it.  It happened all the same."""
         self.unread |= {generation: plan for generation, plan in self.plans.items() if generation > run.generation}
         self.plans = {generation: plan for generation, plan in self.plans.items() if generation <= run.generation}
         self.plan = self.plans.get(run.generation) if run.generation else None
         self.counting = set(run.saved)  # also what was found damaged meanwhile, where the bucket was not told either
-        self.expelled -= set(event.workers) & run.workers.keys()
         if run.plan is not None:
             self._forget_what_was_said(run.generation, run)
 
@@ -360,7 +377,7 @@ class Oracle:
         for step, generation in enumerate(expanded(run.lineage), 1):
             if (step, generation) not in self.told:
                 self.occasions["what a step consumed is known from the bucket only"] += 1
-                if self.answered[generation] or generation == run.generation:
+                if step <= self.answered_at[generation] or generation == run.generation:
                     raise Violation(f"nobody told what step {step} of generation {generation} consumed")
 
     def _judge_end(self, after: RunState, reason: str) -> None:

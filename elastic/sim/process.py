@@ -31,6 +31,8 @@ class Process:
         self.leased_at = -float("inf")
         """When it asked, by the true time, for the lease that it has."""
         self.world: World | None = None
+        self._deferred: list[Call] = []
+        """What waits until the world is left."""
         self._backlog: list[Call] = []
         self._arrived_at = 0.0
 
@@ -100,6 +102,8 @@ class Process:
     def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
         """From a coordinator: one that has been followed by another is refused."""
         if not self.refuses(incarnation):
+            if incarnation > self.incarnation:
+                self._deferred.clear()  # of one that has been followed since
             self.incarnation, self.heard_at = max(incarnation, self.incarnation), self.sim.clock.now
             call(*args)
         else:

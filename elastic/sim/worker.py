@@ -23,7 +23,7 @@ from elastic.plan.transfer import Holding
 from elastic.sim.faults import Kind, Point
 from elastic.sim.memory import Memory
 from elastic.sim.network import Way
-from elastic.sim.process import Call, Process
+from elastic.sim.process import Process
 from elastic.sim.truth import check_plan, check_start
 from elastic.sim.violation import Violation
 
@@ -61,12 +61,11 @@ class Worker(Process):
         self.garbage: set[tuple[Version, int, int]] = set()
         """Of ``held``: what came out of a collective that somebody had aborted."""
         self.answer_due = self._went = False
-        self.saved: set[Version] = set()
+        self.saved: set[tuple[Version, int]] = set()
         """Its part of them is in the bucket."""
         self._planned_at = self._ready_at = 0.0
         self.progress: Progress | None = None
         self.memory = Memory(self)
-        self._deferred: list[Call] = []
 
     def end(self, why: str) -> None:
         self.sim.cluster.die(self, why)
@@ -95,8 +94,8 @@ class Worker(Process):
         self.report(Attached(self.name, None if world is None else world.plan, stepping and self._went))
         if world is not None:
             self._say_again()
-        for version in sorted(self.saved)[-4:]:
-            self.report(ShardSaved(self.name, version))
+        for version, generation in sorted(self.saved)[-4:]:
+            self.report(ShardSaved(self.name, version, generation))
 
     def _say_again(self) -> None:
         """What it has said in the present world."""
@@ -386,14 +385,14 @@ class Worker(Process):
     def _save(self, version: Version) -> None:
         """In the background, from a copy: neither the next step nor a fence disturbs it."""
         if self.sim.strikes.passes(self, Point.SAVE) is Kind.EXCEPTION:
-            self.report(SaveFailed(version, "ValueError: flaky"))
+            self.report(SaveFailed(version, "ValueError: flaky", self._generation()))
             return
-        self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.shard)
+        self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.shard, self._generation())
 
-    def _shard_written(self, version: Version, shard: tuple[int, int]) -> None:
+    def _shard_written(self, version: Version, shard: tuple[int, int], generation: int) -> None:
         if self.sim.cluster.bucket_fails():
-            self.sim.clock.after(1.0, self.receive, self._shard_written, version, shard)
+            self.sim.clock.after(1.0, self.receive, self._shard_written, version, shard, generation)
             return
-        self.sim.cluster.bucket.shards.setdefault(version, set()).add(shard)
-        self.saved.add(version)
-        self.post(ShardSaved(self.name, version))
+        self.sim.cluster.bucket.written(version, shard, generation)
+        self.saved.add((version, generation))
+        self.post(ShardSaved(self.name, version, generation))

@@ -94,7 +94,9 @@ class Saver:
             self._write(taken, world)
         except Exception as error:  # the end of a thread: who waits for this part must hear that it never comes
             traceback.print_exc()
-            self._tell(SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {type(error).__name__}: {error}"))
+            self._tell(
+                SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {type(error).__name__}: {error}", world.generation)
+            )
 
     def _write(self, taken: Snapshot, world: World) -> None:
         def between_slices() -> None:
@@ -109,9 +111,9 @@ class Saver:
                 state=taken.state,
             )
         except (StorageError, OSError) as error:
-            self._tell(SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {error}"))
+            self._tell(SaveFailed(taken.version, f"{self.worker} could not write {taken.name}: {error}", world.generation))
         else:
-            self._tell(ShardSaved(self.worker, taken.version), SavedShard(world.generation, world.layout, receipt))
+            self._tell(ShardSaved(self.worker, taken.version, world.generation), SavedShard(world.generation, world.layout, receipt))
 
     def _tell(self, event: ShardSaved | SaveFailed, shard: SavedShard | None = None) -> None:
         self.told.append((event, shard))

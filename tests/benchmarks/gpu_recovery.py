@@ -5,12 +5,15 @@
 
 Each scenario is a whole run under Ray, on all GPUs of this machine; its bits are compared with the first run's of the same call.
 Times are the journal's, the killer's and the survivors' clocks on one machine; medians are over the kills of one run.  ``--sockets``: NCCL
-without peer access and shared memory, as between hosts.  What was found goes to ``--out`` after every scenario.
+without peer access and shared memory, as between hosts.  ``--nodes 2``: two Ray nodes, each with every GPU of this machine, so that a GPU
+has two ranks, and NCCL takes the nodes for two hosts: right for what must hold, not for how fast it is.  What was found goes to ``--out``
+after every scenario.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -18,9 +21,10 @@ import shutil
 import signal
 import statistics
 import sysconfig
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
@@ -29,177 +33,45 @@ from typing import Any
 import ray
 import torch
 from blake3 import blake3
+from ray.cluster_utils import Cluster
 
 from actors import cluster
 from elastic.data.prepare import prepare
 from elastic.job import Job
 from elastic.report.recoveries import Recovery, recoveries
-from elastic.report.story import StepLine
+from elastic.report.story import Line, StepLine
 from elastic.runs import Run
-from tests.support.chaos import Trial, Witness, trial
-from tests.support.mischief import STEP
+from storage.checkpoints import MANIFEST
+from tests.benchmarks.gpu_scenarios import DEADLINES, Killer, Scenario, scenarios
+from tests.benchmarks.peers.nodes import VARIABLES
+from tests.support.chaos import trial
+from tests.support.processes import children
 
 SIZES: dict[str, dict[str, Any]] = {
     "8b": {
-        "model": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256},
+        "model": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256, "tied": False},
         "seq_len": 4096,
         "steps": 24,
     },
-    "large": {"model": {"dim": 2048, "layers": 20, "heads": 16}, "seq_len": 2048, "steps": 120},  # 1.07 B parameters
+    "3b": {  # 3.2 B parameters; on each of two GPUs as much as 8b on each of four
+        "model": {"dim": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "hidden": 8192, "vocab": 128256},
+        "seq_len": 4096,
+        "steps": 24,
+    },
+    "large": {"model": {"dim": 2048, "layers": 20, "heads": 16}, "seq_len": 2048, "steps": 120},  # 1.01 B parameters
     "medium": {"model": {"dim": 768, "layers": 12, "heads": 12}, "seq_len": 1024, "steps": 120},  # 0.09 B
     "tiny": {"model": {"dim": 64, "layers": 3, "heads": 2}, "seq_len": 64, "steps": 60},
 }
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+TAIL = 20
+"""Lines of a log of a run that was given up."""
 PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "first_microbatch_s", "next_commit_s", "fence_answer_s")
-
-
-@dataclass
-class Kill:
-    """One, and what the survivors' counters said of it."""
-
-    generation: int
-    at: float
-    step: int
-    microbatch: int
-    stepped_at: float = 0.0
-    asked: bool = False
-    """Where the survivors stand, since they were long in coming."""
-
-
-class Killer:
-    """Strikes the newest worker each time all ``workers`` have stepped together, in the middle of a step's microbatches."""
-
-    def __init__(self, workers: int, kills: int, after: int, until: int, kind: signal.Signals = signal.SIGKILL) -> None:
-        self.workers, self.wanted, self.after, self.until, self.kind = workers, kills, after, until, kind
-        self.kills: list[Kill] = []
-        self.whole = (0, 0)
-        """(generation, step) at which the world was first seen whole."""
-
-    def __call__(self, witness: Witness, view: Any) -> bool:
-        if self.kills and not self.kills[-1].stepped_at:
-            self._await(witness, view)
-            return False
-        if len(self.kills) == self.wanted or view.step >= self.until:
-            return True
-        if view.state != "Running" or len(view.workers) != self.workers or not all(name in witness.seen for name in view.workers):
-            return False
-        if self.whole[0] != view.generation:
-            self.whole = (view.generation, view.step)
-        victim = witness.seen[max(view.workers, key=lambda name: int(name[1:]))]
-        counters = victim.counters
-        middle = counters["microbatch"] >= 1 and counters["collective"] == 0 and counters["generation"] == view.generation
-        if middle and view.step >= max(self.whole[1] + 3, self.after):
-            self.kills.append(Kill(view.generation, time.time(), counters["step"] + 1, counters["microbatch"]))
-            victim.process.kill(self.kind)
-        return False
-
-    def _await(self, witness: Witness, view: Any) -> None:
-        """Until every member of the next world steps.  Whoever has not left after 3 s writes its threads' stacks into its log."""
-        if not self.kills[-1].asked and time.time() > self.kills[-1].at + 3:
-            self.kills[-1].asked = True
-            for each in witness.seen.values():
-                if each.process.running and each.counters["generation"] <= self.kills[-1].generation:
-                    each.process.kill(signal.SIGUSR1)
-        if view.generation > self.kills[-1].generation and view.state == "Running" and all(name in witness.seen for name in view.workers):
-            counters = [witness.seen[name].counters for name in view.workers]
-            since = [each["stepping_since_ns"] / 1e9 for each in counters if each["generation"] == view.generation]
-            if len(since) == len(counters) and min(since) > self.kills[-1].at:
-                self.kills[-1].stepped_at = max(since)
-
-
-@dataclass
-class Scenario:
-    """What is changed in the job, what strikes from outside, and what must hold afterwards beyond the bits."""
-
-    about: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    act: Killer | None = None
-    check: Callable[[Trial], dict[str, Any]] = lambda _: {}
-
-
-def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
-    """For so many GPUs.  Live healing needs replicas: 2 × world/2."""
-    last, half = world - 1, max(world // 2, 1)
-    replicas = {"parallel": {"dp_replicate": "auto", "min_shard": half}}
-    shards = {"parallel": {"dp_replicate": 1}}
-    none = {"copies": {"copy_every": 0}}
-    saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
-    spare = {"workers": {"min": 1, "max": max(last, 1), "spares": 1}}
-    seldom = {"deadlines": DEADLINES | {"stall_s": 5, "fence_s": 3}}
-    early, late = steps // 4 + 4, steps - 5
-
-    def fault(point: str, step: int, generation: int, rank: int, kind: str = "SIGKILL") -> dict[str, Any]:
-        return {"point": point, "step": step, "generation": generation, "world_rank": rank, "kind": kind}
-
-    chain = [
-        fault("forward", 6, 1, 0, "exception"),
-        fault("before_commit", 8, 2, last),
-        *(fault("forming", step, 3, 0) for step in (5, 8)),  # from live replicas, or from the save of step 4
-        *(fault("healing", step, 4, 0) for step in (5, 8)),
-        fault("save", 12, 5, 0),
-        fault("backward", 16, 6, 0, "SIGSEGV"),
-        fault("before_update", 18, 7, 0, "exit"),
-        fault("in_update", 22, 8, 0),
-    ]
-    frozen = [fault("before_commit", STEP, 1, last, "SIGSTOP")]
-    killed = [fault("forward", STEP, 1, last)]  # while rank 0 sleeps: its replica needs nothing of rank 0 yet
-    return {
-        "undisturbed": Scenario(f"2×{half}, nothing happens", replicas),
-        "fewer": Scenario(f"{max(last, 1)} of {world} workers, nothing happens", {"workers": {"min": max(last, 1), "max": max(last, 1)}}),
-        "replicas": Scenario(f"2×{half}, SIGKILL, healed live, and back", replicas, Killer(world, kills, 5, late)),
-        "shards": Scenario(f"1×{world}, SIGKILL, healed from the bucket, and back", shards | saves, Killer(world, kills, early, late)),
-        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", shards),
-        "uncopied": Scenario(f"1×{world}, nothing happens, no copies", shards | none),
-        "host": Scenario(f"1×{world}, SIGKILL, healed from copies in host memory, and back", shards, Killer(world, kills, 5, late)),
-        "spare": Scenario(
-            f"1×{max(last, 1)} and a spare, SIGKILL, healed from host memory", shards | spare, Killer(max(last, 1), kills, 5, late)
-        ),
-        "freeze": Scenario(f"2×{half}, SIGSTOP", replicas | seldom, Killer(world, min(kills, 2), 5, late, signal.SIGSTOP)),
-        "points": Scenario(
-            "one fault in each of eight generations",
-            replicas | {"faults": chain, "checkpoint": {"save_every": 4}},
-            check=deaths,
-        ),
-        "staggered": Scenario(
-            "a frozen rank; rank 0 aborts 0.3 s before the others hear of it",
-            replicas | seldom | {"faults": frozen, "loss": "tests.support.mischief:early_abort"},
-            check=nobody_applied,
-        ),
-        "gil": Scenario(
-            "a rank is killed while rank 0 keeps the GIL for 3 s",
-            replicas | {"faults": killed, "loss": "tests.support.mischief:holding_the_gil"},
-        ),
-    }
-
-
-DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10}
-
-
-def deaths(done: Trial) -> dict[str, Any]:
-    """How many processes ended in which way that was not the end of the run; an exception that was survived is none."""
-    ended = [each.ended for each in done.witness.seen.values() if each.ended is not None]
-    ways = [each.signal.name if each.signal else f"exit {each.exit_code}" for each in ended]
-    return {"deaths": {way: ways.count(way) for way in sorted(set(ways) - {"exit 0"})}}
-
-
-def nobody_applied(done: Trial) -> dict[str, Any]:
-    """Each survivor of the first world applied each step once, by its counter; the journal: a later generation committed that step."""
-    frozen = done.witness.killed()
-    first = [each for each in done.witness.seen.values() if int(each.worker[1:]) <= done.job.workers.max and each not in frozen]
-    applied = {each.worker: each.final["updates_applied"] for each in (*first, *frozen)}
-    before = [each.final["updates_applied"] == STEP - 1 for each in frozen]
-    once = [each.final["updates_applied"] == done.job.steps for each in first]
-    later = done.ledger[STEP].generation > 1
-    return {
-        "updates_applied": applied,
-        "committed_by": done.ledger[STEP].generation,
-        "nobody_applied": later and all(once) and before == [True],
-    }
 
 
 def job_of(folder: Path, name: str, options: argparse.Namespace, changes: Mapping[str, Any]) -> Job:
     size, gpus = SIZES[options.size], int(options.device == "cuda")
     workers = {"min": 1, "max": options.world} | dict(changes.get("workers", {}))
+    copies = ({"buddy_every": 0} if options.nodes == 1 else {}) | dict(changes.get("copies", {}))  # else each has room for four more
     values: dict[str, Any] = {
         "name": name,
         "bucket": str(folder / "bucket"),
@@ -216,7 +88,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, changes: Mappin
         "checkpoint": {"save_every": 1000},
         "deadlines": DEADLINES,
     }
-    return Job(**(values | dict(changes) | {"workers": workers | {"gpus": gpus, "cpus": 1}}))
+    return Job(**(values | dict(changes) | {"workers": workers | {"gpus": gpus, "cpus": 1}, "copies": copies}))
 
 
 def content_hash(job: Job) -> str:
@@ -270,22 +142,42 @@ def kills_of(killer: Killer, changes: Sequence[Recovery], answers: Sequence[Mapp
     return rows
 
 
-def memory_of(job: Job) -> dict[str, list[int]]:
-    """MiB allocated by each process, oldest first, as it said every tenth step."""
-    found: dict[str, list[int]] = {}
+def memory_of(job: Job) -> dict[str, list[list[int]]]:
+    """MiB allocated and reserved by each process, oldest first, as it said every tenth step."""
+    found: dict[str, list[list[int]]] = {}
     for log in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log")):
-        said = re.findall(r"^memory: (\S+) generation \d+ step \d+ allocated (\d+)", log.read_text(errors="replace"), re.MULTILINE)
-        for worker, used in said:
-            found.setdefault(worker, []).append(int(used) >> 20)
+        said = re.findall(
+            r"^memory: (\S+) generation \d+ step \d+ allocated (\d+) reserved (\d+)", log.read_text(errors="replace"), re.MULTILINE
+        )
+        for worker, used, kept in said:
+            found.setdefault(worker, []).append([int(used) >> 20, int(kept) >> 20])
     return found
+
+
+def tell(line: Line) -> None:
+    """While it happens: a run that has to be given up tells how far it came."""
+    if not isinstance(line, StepLine):
+        print(f"    {line.at:.2f} {line.text[:300]}", flush=True)
+    elif line.step % 10 == 0:
+        print(f"    {line.at:.2f} step {line.step} of generation {line.generation}", flush=True)
+
+
+def give_up(folder: Path, name: str) -> None:
+    """The end of every log, and of every process: nothing is left on the GPUs for whoever comes next."""
+    print(f"== {name}: not over in time", flush=True)
+    for log in sorted((folder / "bucket").glob("*/logs/*/*.log")):
+        print(f"==== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:]), flush=True)
+    for pid in reversed(children(os.getpid())):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(3)
 
 
 def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
     began = time.monotonic()
-    done = trial(job, scenario.act, hash_it=False)
-    for line in done.lines:
-        if not isinstance(line, StepLine):
-            print(f"    {line.at:.2f} {line.text[:300]}", flush=True)
+    if scenario.act is not None and scenario.from_bucket:
+        scenario.act.ready = lambda: any(Path(job.bucket).glob(f"{job.name}/steps/*/g*/{MANIFEST}"))
+    done = trial(job, scenario.act, hash_it=False, tell=tell)
     found: dict[str, Any] = {
         "scenario": name,
         "about": scenario.about,
@@ -311,15 +203,16 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
         "growth_s": [each.committed_at - each.known_at for each in changes[1:] if each.planned],
         "fence_answers": [(each["generation"], each["worker"], each["seconds"]) for each in answers],
         "kills": kills_of(scenario.act, changes, answers) if scenario.act is not None else [],
+        "struck": len(scenario.act.kills) if scenario.act is not None else 0,
         "memory_mib": memory_of(job),
         **scenario.check(done),
     }
     return found
 
 
-def show(found: Mapping[str, Any], reference: str | None) -> None:
+def show(found: Mapping[str, Any]) -> None:
     """A paragraph for people."""
-    same = {None: "nothing to compare with", found.get("hash"): "the same bits"}.get(reference, "OTHER BITS")
+    same = {None: "nothing to compare with", True: "the same bits", False: "OTHER BITS"}[found["same_bits"]]
     print(
         f"\n== {found['scenario']}: {found['about']}: {found['state']} in {found['took_s']} s; {found.get('hash', '')} {same}", flush=True
     )
@@ -329,6 +222,8 @@ def show(found: Mapping[str, Any], reference: str | None) -> None:
     if answers:
         print(f"   fences answered: {_short([each for each in answers if each is not None])}; not answered: {answers.count(None)}")
     kills = found.get("kills", [])
+    if len(kills) < found.get("struck", 0):
+        print(f"   ONLY {len(kills)} of {found['struck']} strikes were followed to the end")
     for phase in PHASES if kills else ():
         values = [kill[phase] for kill in kills]
         print(f"   {phase:20} median {statistics.median(values):7.3f}   worst {max(values):7.3f}   of {len(values)}")
@@ -346,18 +241,38 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--world", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--world", type=int, help="default: all GPUs, once for each node")
+    parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--sockets", action="store_true")
     parser.add_argument("--reference", help="hash of an undisturbed run with the same --size and --steps; default: the first run's")
     parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later")
+    parser.add_argument("--limit", type=float, default=600, help="seconds after which a scenario is given up, and all with it")
     parser.add_argument("--work", type=Path, help="folder for buckets; default: a temporary one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.steps = options.steps or SIZES[options.size]["steps"]
+    options.world = options.world or torch.cuda.device_count() * options.nodes
     if options.world < 2:
         parser.error(f"--world {options.world}: somebody must be left; this machine has {torch.cuda.device_count()} GPUs")
     return options
+
+
+def start(nodes: int) -> None:
+    """Ray, on one node or on several that share this machine's GPUs, and of which NCCL makes hosts."""
+    if nodes == 1:
+        return cluster.connect("local")
+    os.environ |= VARIABLES
+    there = Cluster()
+    for number in range(nodes):
+        there.add_node(
+            num_cpus=8,
+            num_gpus=torch.cuda.device_count(),
+            object_store_memory=80 * 2**20,
+            include_dashboard=False,
+            env_vars={"NCCL_HOSTID": f"host{number}", "NCCL_SOCKET_IFNAME": "lo"},
+        )
+    ray.init(there.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
 
 
 def main() -> None:
@@ -367,21 +282,30 @@ def main() -> None:
     folder = Path(mkdtemp(dir=options.work))
     prepare(Path(sysconfig.get_path("stdlib")) / "asyncio", str(folder / f"tokens-{SIZES[options.size]['seq_len']}"), (".py",))
     known = scenarios(options.world, options.steps, options.kills)
-    device = torch.cuda.get_device_name(0) if options.device == "cuda" else "CPU"
-    about = f"{options.world} x {device}, torch {torch.__version__}, ray {ray.__version__}, {options.size}, sockets {options.sockets}"
+    devices = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if options.device == "cuda" else "CPU"
+    versions = f"torch {torch.__version__}, ray {ray.__version__}"
+    about = f"{options.world} ranks, {options.nodes} nodes, {devices}, {versions}, {options.size}, sockets {options.sockets}"
     print(about, flush=True)
-    cluster.connect("local")
+    start(options.nodes)
     table: list[dict[str, Any]] = []
-    target = options.out / f"gpu_recovery-{options.size}-{options.world}{'-sockets' if options.sockets else ''}.json"
+    kind = ("-sockets" if options.sockets else "") + (f"-{options.nodes}-nodes" if options.nodes > 1 else "")
+    target = options.out / f"gpu_recovery-{options.size}-{options.world}{kind}.json"
     for number, name in enumerate(options.scenario or known):
         if time.monotonic() - began > options.seconds:
             print(f"no time is left for {name}", flush=True)
             continue
         job = job_of(folder, f"run{number}", options, known[name].changes)
-        table.append(measure(name, known[name], job))
+        late = threading.Timer(options.limit, give_up, (folder, name))
+        late.daemon = True
+        late.start()
+        try:
+            table.append(measure(name, known[name], job))
+        finally:
+            late.cancel()
         reference = options.reference or table[0].get("hash")
-        table[-1]["same_bits"] = table[-1].get("hash") == reference
-        show(table[-1], reference)
+        compared = reference is not None and (number > 0 or options.reference is not None)
+        table[-1]["same_bits"] = table[-1].get("hash") == reference if compared else None
+        show(table[-1])
         with target.with_suffix(".log").open("a") as kept:
             for log in sorted((folder / "bucket").glob("*/logs/*/*.log")):
                 kept.write(f"==== {name} {log.name}\n{log.read_text(errors='replace')}\n")

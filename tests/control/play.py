@@ -106,10 +106,10 @@ class Play:
     def beat(self, node: str, *progress: tuple[str, int, int, int]) -> str:
         return self.tell(ev.Beat(NodeId(node), tuple(ev.Progress(WorkerId(w), self.generation, *done) for w, *done in progress)))
 
-    def save(self, version: Version, *workers: str) -> str:
+    def save(self, version: Version, *workers: str, by: int = 0) -> str:
         """Their parts arrive; then the manifest."""
         for worker in workers:
-            self.tell(ev.ShardSaved(WorkerId(worker), version))
+            self.tell(ev.ShardSaved(WorkerId(worker), version, by))
         return self.tell(ev.Saved(version, "digest"))
 
     # ---- what is so

@@ -158,7 +158,9 @@ def test_losing_a_member_while_finishing_saves_again_from_whoever_holds_it() -> 
     assert reason == "form generation 2 of w1 (1×1) at step 6 (live)"
     reformed(play)
     assert isinstance(play.run.state, Finishing)
-    assert play.save(Version(6, 1), "w1").endswith("finished at step 6")
+    assert play.tell(ev.ShardSaved(W1, Version(6, 1), by=1)).startswith("refused"), "it was on its way: a part in another layout"
+    assert play.tell(ev.SaveFailed(Version(6, 1), "disk full", by=1)).startswith("refused"), "nor does a failure of the one before"
+    assert play.save(Version(6, 1), "w1", by=2).endswith("finished at step 6")
     assert play.run.lineage == ((1, 6),), "the version is still generation 1's: nothing was computed again"
 
 

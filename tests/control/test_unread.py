@@ -49,22 +49,33 @@ def test_nothing_is_settled_or_begun_before_unknown_leases_have_run_out() -> Non
         assert isinstance(again.run.state, Stopping) and not again.did(Settle) and not again.did(Form)
         again.later(9.0)
     (form,) = again.did(Form)
-    assert again.did(Settle) and form.plan.generation == 1 + UNREAD + 1 and form.plan.version == Version(3, 1)
+    assert again.did(Settle) and form.plan.generation == 1 + 2 * UNREAD + 1 and form.plan.version == Version(3, 1)
     reformed(again)
     again.lose("w1")
     again.answer("w2", Version(3, 1))
-    assert again.generation == 1 + UNREAD + 2, "one after the other from there"
+    assert again.generation == 1 + 2 * UNREAD + 2, "one after the other from there"
 
 
 def test_a_run_that_waits_begins_nothing_either_and_does_not_fail_meanwhile() -> None:
     again = usurped(waiting(), "w1")
     assert isinstance(again.run.state, Waiting)
     again.tell(ev.Capacity(2))
-    assert list(again.run.starting) == ["w2", f"w{3 + UNREAD}"], "the next name may be taken, too"
+    assert list(again.run.starting) == ["w2", f"w{3 + 2 * UNREAD}"], "the next name may be taken, too"
     again.join(*again.run.starting)
     assert isinstance(again.run.state, Waiting)
     again.later(again.rules.lease_over_s)
-    assert again.did(Form)[0].plan.generation == UNREAD + 1
+    assert again.did(Form)[0].plan.generation == 2 * UNREAD + 1
+
+
+def test_two_that_could_read_nothing_begin_nothing_under_one_number() -> None:
+    """A process of the one before may still be reported lost, and an answer of its world be under way."""
+    numbers = []
+    for incarnation in (2, 3):
+        play = waiting()
+        play.tell(ev.Recovered(incarnation, (WorkerId("w1"),), (NodeId("n1"),), whole=False))
+        play.tell(ev.Capacity(2))
+        numbers.append((play.run.unread, *play.run.starting))
+    assert not set(numbers[0]) & set(numbers[1])
 
 
 def test_a_user_may_stop_it_meanwhile() -> None:
@@ -93,7 +104,7 @@ def test_a_member_of_a_later_generation_says_so() -> None:
         again.answer(worker, Version(5, 2))
     assert isinstance(again.run.state, Stopping)
     again.later(again.rules.lease_over_s)
-    assert isinstance(again.run.state, Forming) and again.plan.generation == 1 + UNREAD + 1 and again.plan.version == Version(5, 2)
+    assert isinstance(again.run.state, Forming) and again.plan.generation == 1 + 2 * UNREAD + 1 and again.plan.version == Version(5, 2)
 
 
 def test_what_a_later_generation_gave_up_is_no_checkpoint_any_more() -> None:

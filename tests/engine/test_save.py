@@ -24,9 +24,9 @@ def test_a_save_that_raises_is_reported_and_the_next_one_is_written(tmp_path: Pa
     """R1: an exception that nobody expected, in the background."""
     job, told = toy_job(tmp_path), list[Event]()
     checkpoints = Checkpoints(ObjectStore.open(job.bucket), job.name)
-    faults = Faults((Fault(point="save", kind="exception"),))
+    faults = Faults((Fault(point="save", kind="exception", generation=3),))
     saver = Saver(checkpoints, WorkerId("w1"), lambda event, shard=None: told.append(event), faults)
-    world = World.alone(torch.device("cpu"))
+    world = World.alone(torch.device("cpu"), generation=3)
     try:
         for step in (4, 8):
             saver.save(State(job, world, Version(step, 1)))
@@ -35,7 +35,7 @@ def test_a_save_that_raises_is_reported_and_the_next_one_is_written(tmp_path: Pa
         world.close()
     failed, saved = told
     assert isinstance(failed, SaveFailed) and failed.version.step == 4 and "InjectedError" in failed.reason
-    assert saved == ShardSaved(WorkerId("w1"), Version(8, 1))
+    assert failed.by == 3 and saved == ShardSaved(WorkerId("w1"), Version(8, 1), by=3)
 
 
 class Down(Checkpoints):
@@ -66,4 +66,4 @@ def test_who_still_writes_the_save_before_says_so_and_waits_for_it_once(tmp_path
         assert saver.done(60)
     finally:
         world.close()
-    assert told == [ShardSaved(WorkerId("w1"), Version(step, 1)) for step in (4, 8)]
+    assert told == [ShardSaved(WorkerId("w1"), Version(step, 1), by=1) for step in (4, 8)]

@@ -180,7 +180,7 @@ def test_giving_a_name_twice_is_noticed() -> None:
     """The rule is kept twice: names are durable before there are processes of that name, and a stranger's name is passed over."""
     journal = Edit("turn", "Form | Go | Settle | StartWorkers", "Form | Go | Settle")
     known = "        turn.know(next_worker=number_of(event.worker) + 1)  # another coordinator has given it its name\n"
-    assert "members that cannot act" in killed_by("forgetful_of_names", journal, Edit("membership", known, ""), scenario="usurpers")
+    assert "is given twice" in killed_by("forgetful_of_names", journal, Edit("membership", known, ""), scenario="usurpers")
 
 
 def test_a_checkpoint_that_counts_and_is_not_in_the_journal_is_noticed() -> None:
@@ -236,7 +236,7 @@ def test_a_number_that_may_be_taken_is_noticed() -> None:
 
 
 def test_not_waiting_for_the_leases_of_an_unknown_world_is_noticed() -> None:
-    edit = Edit("recovery", "    blind_until = turn.now + turn.rules.lease_over_s\n", "    blind_until = 0.0\n")
+    edit = Edit("recovery", "skipped = turn.now + turn.rules.lease_over_s, UNREAD", "skipped = 0.0, UNREAD")
     assert "nobody is out and a lease runs" in killed_by("blind", edit, scenario="abandoned")
 
 

@@ -128,12 +128,17 @@ class Trial:
     losses: list[float]
 
 
-def trial(job: Job, act: Any = None, *, hash_it: bool = True) -> Trial:
-    """Run ``job`` on the cluster of this process; export and hash its last state."""
-    witness, lines = Witness(job.name, act), []  # type: ignore[var-annotated]
+def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Line], None] = lambda _: None) -> Trial:
+    """Run ``job`` on the cluster of this process; export and hash its last state.  ``tell`` hears its story while it happens."""
+    witness, lines = Witness(job.name, act), list[Line]()
+
+    def show(line: Line) -> None:
+        lines.append(line)
+        tell(line)
+
     witness.start()
     try:
-        result = launch(job, show=lines.append)
+        result = launch(job, show=show)
     finally:
         witness.close()
     steps = ledger(Run.open(job).records())

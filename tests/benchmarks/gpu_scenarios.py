@@ -1,0 +1,189 @@
+"""What ``gpu_recovery`` does to its runs, and what must hold afterwards beyond the bits."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from elastic.report.story import StepLine
+from tests.support.chaos import Trial, Witness
+from tests.support.mischief import STEP
+
+
+@dataclass
+class Kill:
+    """One, and what the survivors' counters said of it."""
+
+    generation: int
+    at: float
+    step: int
+    microbatch: int
+    stepped_at: float = 0.0
+    asked: bool = False
+    """Where the survivors stand, since they were long in coming."""
+
+
+class Killer:
+    """Strikes the newest worker each time all ``workers`` have stepped together, in the middle of a step's microbatches."""
+
+    def __init__(self, workers: int, kills: int, after: int, until: int, kind: signal.Signals = signal.SIGKILL, *, spares: int = 0) -> None:
+        self.workers, self.wanted, self.after, self.until, self.kind, self.spares = workers, kills, after, until, kind, spares
+        self.kills: list[Kill] = []
+        self.ready: Callable[[], bool] = lambda: True
+        """Is there what the scenario heals from?"""
+        self.whole = (0, 0)
+        """(generation, step) at which the world was first seen whole."""
+
+    def __call__(self, witness: Witness, view: Any) -> bool:
+        if self.kills and not self.kills[-1].stepped_at:
+            self._await(witness, view)
+            return False
+        if len(self.kills) == self.wanted or view.step >= self.until:
+            return True
+        members = self._members(witness, view)
+        if view.state != "Running" or len(members) != self.workers or len(view.workers) != self.workers + self.spares:
+            return False
+        if self.whole[0] != view.generation:
+            self.whole = (view.generation, view.step)
+        victim = witness.seen[max(members, key=lambda name: int(name[1:]))]
+        counters = victim.counters
+        if view.unprotected_since is not None or not self.ready():
+            return False
+        middle = counters["microbatch"] >= 1 and counters["collective"] == 0 and counters["generation"] == view.generation
+        if middle and view.step >= max(self.whole[1] + 3, self.after):
+            self.kills.append(Kill(view.generation, time.time(), counters["step"] + 1, counters["microbatch"]))
+            victim.process.kill(self.kind)
+        return False
+
+    def _await(self, witness: Witness, view: Any) -> None:
+        """Until every member of the next world steps.  Whoever has not left after 3 s writes its threads' stacks into its log."""
+        if not self.kills[-1].asked and time.time() > self.kills[-1].at + 3:
+            self.kills[-1].asked = True
+            for each in witness.seen.values():
+                if each.process.running and each.counters["generation"] <= self.kills[-1].generation:
+                    each.process.kill(signal.SIGUSR1)
+        members = self._members(witness, view)
+        if view.generation > self.kills[-1].generation and view.state == "Running" and members:
+            since = [witness.seen[name].counters["stepping_since_ns"] / 1e9 for name in members]
+            if min(since) > self.kills[-1].at:
+                self.kills[-1].stepped_at = max(since)
+
+    def _members(self, witness: Witness, view: Any) -> list[str]:
+        """Those that are in the present world, and not spares; none before all are seen."""
+        seen = [witness.seen.get(name) for name in view.workers]
+        if not all(seen):
+            return []
+        return [each.worker for each in seen if each is not None and each.counters["generation"] == view.generation]
+
+
+@dataclass
+class Scenario:
+    """What is changed in the job, what strikes from outside, and what must hold afterwards beyond the bits."""
+
+    about: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    act: Killer | None = None
+    check: Callable[[Trial], dict[str, Any]] = lambda _: {}
+    from_bucket: bool = False
+    """It heals from a checkpoint: nobody is struck before there is one."""
+
+
+def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
+    """For so many GPUs.  Live healing needs replicas: 2 × world/2."""
+    last, half = world - 1, max(world // 2, 1)
+    replicas = {"parallel": {"dp_replicate": "auto", "min_shard": half}}
+    shards = {"parallel": {"dp_replicate": 1}}
+    none = {"copies": {"copy_every": 0}}
+    saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
+    spare = {"workers": {"min": 1, "max": max(last, 1), "spares": 1}}
+    seldom = {"deadlines": DEADLINES | {"stall_s": 5, "fence_s": 3}}
+    early, late = steps // 4 + 4, steps - 5
+
+    def fault(point: str, step: int, generation: int, rank: int, kind: str = "SIGKILL") -> dict[str, Any]:
+        return {"point": point, "step": step, "generation": generation, "world_rank": rank, "kind": kind}
+
+    chain = [
+        fault("forward", 6, 1, 0, "exception"),
+        fault("before_commit", 8, 2, last),
+        *(fault("forming", step, 3, 0) for step in (5, 8)),  # from live replicas, or from the save of step 4
+        *(fault("healing", step, 4, 0) for step in (5, 8)),
+        fault("save", 12, 5, 0),
+        fault("backward", 16, 6, 0, "SIGSEGV"),
+        fault("before_update", 18, 7, 0, "exit"),
+        fault("in_update", 22, 8, 0),
+    ]
+    frozen = [fault("before_commit", STEP, 1, last, "SIGSTOP")]
+    killed = [fault("forward", STEP, 1, last)]  # while rank 0 sleeps: its replica needs nothing of rank 0 yet
+    return {
+        "undisturbed": Scenario(f"2×{half}, nothing happens", replicas),
+        "fewer": Scenario(f"{max(last, 1)} of {world} workers, nothing happens", {"workers": {"min": max(last, 1), "max": max(last, 1)}}),
+        "replicas": Scenario(f"2×{half}, SIGKILL, healed live, and back", replicas, Killer(world, kills, 5, late)),
+        "shards": Scenario(
+            f"1×{world}, SIGKILL, healed from the bucket, and back", shards | saves, Killer(world, kills, early, late), from_bucket=True
+        ),
+        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", shards),
+        "uncopied": Scenario(f"1×{world}, nothing happens, no copies", shards | none),
+        "alternate": Scenario(f"1×{world}, copies after every other step", shards | {"copies": {"copy_every": 2}}, check=beside_copies),
+        "host": Scenario(f"1×{world}, SIGKILL, healed from copies in host memory, and back", shards, Killer(world, kills, 5, late)),
+        "spare": Scenario(
+            f"1×{max(last, 1)} and a spare, SIGKILL, healed from host memory",
+            shards | spare,
+            Killer(max(last, 1), kills, 5, late, spares=1),
+        ),
+        "freeze": Scenario(f"2×{half}, SIGSTOP", replicas | seldom, Killer(world, min(kills, 2), 5, late, signal.SIGSTOP)),
+        "points": Scenario(
+            "one fault in each of eight generations",
+            replicas | {"faults": chain, "checkpoint": {"save_every": 4}},
+            check=deaths,
+        ),
+        "staggered": Scenario(
+            "a frozen rank; rank 0 aborts 0.3 s before the others hear of it",
+            replicas | seldom | {"faults": frozen, "loss": "tests.support.mischief:early_abort"},
+            check=nobody_applied,
+        ),
+        "gil": Scenario(
+            "a rank is killed while rank 0 keeps the GIL for 3 s",
+            replicas | {"faults": killed, "loss": "tests.support.mischief:holding_the_gil"},
+        ),
+    }
+
+
+DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10, "stop_s": 300}
+
+
+def beside_copies(done: Trial) -> dict[str, Any]:
+    """Seconds of the steps beside which the state was copied, and of the others, of one run; the first twelve are not counted."""
+    lines = [line for line in done.lines if isinstance(line, StepLine)]
+    beside: dict[bool, list[float]] = {True: [], False: []}
+    for one, other in pairwise(lines[12:]):
+        if one.generation == other.generation and other.step == one.step + 1 and other.step in done.ledger:
+            beside[done.ledger[other.step].copied_through == one.step].append(other.at - one.at)
+    with_s, without_s = (statistics.median(beside[copied]) for copied in (True, False))
+    return {"beside_a_copy_s": beside[True], "without_s": beside[False], "throughput": without_s / with_s}
+
+
+def deaths(done: Trial) -> dict[str, Any]:
+    """How many processes ended in which way that was not the end of the run; an exception that was survived is none."""
+    ended = [each.ended for each in done.witness.seen.values() if each.ended is not None]
+    ways = [each.signal.name if each.signal else f"exit {each.exit_code}" for each in ended]
+    return {"deaths": {way: ways.count(way) for way in sorted(set(ways) - {"exit 0"})}}
+
+
+def nobody_applied(done: Trial) -> dict[str, Any]:
+    """Each survivor of the first world applied each step once, by its counter; the journal: a later generation committed that step."""
+    frozen = done.witness.killed()
+    first = [each for each in done.witness.seen.values() if int(each.worker[1:]) <= done.job.workers.max and each not in frozen]
+    applied = {each.worker: each.final["updates_applied"] for each in (*first, *frozen)}
+    before = [each.final["updates_applied"] == STEP - 1 for each in frozen]
+    once = [each.final["updates_applied"] == done.job.steps for each in first]
+    later = done.ledger[STEP].generation > 1
+    return {
+        "updates_applied": applied,
+        "committed_by": done.ledger[STEP].generation,
+        "nobody_applied": later and all(once) and before == [True],
+    }

@@ -145,8 +145,13 @@ class World:
     def connect(self, form_s: float, run_s: float) -> None:
         """A tiny collective on every group: a backend that connects lazily does so now, within ``form_s``.
 
-        ``run_s``: timeout of collectives afterwards; a last resort, since losses are dealt with by ``abort``.
+        ``run_s``: timeout of collectives afterwards; a last resort, since losses are dealt with by ``abort``.  That does not reach
+        whoever sits in ``ncclCommInitRank``, which waits for every member.  So they meet in the store once more, right before it, where
+        one who waits for a member that has died comes free with the store.
         """
+        here = [f"connects/{rank}" for rank in range(self.size)]
+        self.store.set(here[self.rank], "")
+        self.store.wait(here, datetime.timedelta(seconds=form_s))
         one, expected = torch.ones((), device=self.device), 1
         for group in self.groups:
             if group.size() > 1 or len(self.groups) == 1:  # in the others nobody waits for anybody

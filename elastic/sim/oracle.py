@@ -167,6 +167,8 @@ class Oracle:
                 known = self.evidence[before.generation]
                 self.evidence[before.generation] = {step: known[step] for step in known if step <= before.step}  # or it is told again
                 self.here.clear()  # what was said to the one before is said again, or lost
+                if before.plan is not None and before.generation not in self.settlements:
+                    self.settled.discard(before.generation)  # that it was left is forgotten
                 if not event.whole:
                     self._forget_the_unread(before)
                 gone = self.joined - set(event.workers)

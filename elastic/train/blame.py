@@ -46,5 +46,7 @@ def classify(error: Exception, ask_device: Callable[[], None]) -> tuple[str, str
     if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
         return "peer", ""
     theirs = [f for f in frames if not any(part in f.filename for part in OURS)]
+    if isinstance(error, torch.OutOfMemoryError) and not theirs:  # what earlier worlds left behind, perhaps: a new process has none of it
+        return "device", str(error).partition("\n")[0]
     frame = (theirs or frames)[-1]
     return "job", f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"

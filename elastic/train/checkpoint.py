@@ -1,7 +1,8 @@
 """Saving: every member writes its part of each checkpoint once, in the background, while the next step runs.
 
 The part is copied aside at the step boundary; what is uploaded can therefore not change.  One save is in flight at a time, so memory
-stays bounded: where the store does not keep up saves are left out, by all members the same (``Outcome.behind``), and steps go on.
+stays bounded: where the store does not keep up saves are left out, by all members the same (``Outcome.behind``), and steps go on.  Only
+that of a stop is never left out; it waits, aside, for the one before it.
 """
 
 from __future__ import annotations
@@ -67,13 +68,12 @@ class Saver:
         self._awaited: threading.Thread | None = None
 
     def save(self, state: State) -> None:
-        """Begin to save the version that ``state`` holds; waits for the save before it."""
-        self.wait()
+        """Begin to save the version that ``state`` holds, after the save before it.  Waits for neither: a bucket that is slow is no hang."""
         taken = snapshot(state)
         if not self.threaded:
             self._write(taken, state.world)
             return
-        self._thread = threading.Thread(target=self._write_behind, args=(taken, state.world), name="saver", daemon=True)
+        self._thread = threading.Thread(target=self._write_behind, args=(taken, state.world, self._thread), name="saver", daemon=True)
         self._thread.start()
 
     def done(self, patience_s: float) -> bool:
@@ -89,7 +89,9 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _write_behind(self, taken: Snapshot, world: World) -> None:
+    def _write_behind(self, taken: Snapshot, world: World, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         try:
             self._write(taken, world)
         except Exception as error:  # the end of a thread: who waits for this part must hear that it never comes

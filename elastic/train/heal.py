@@ -1,7 +1,7 @@
 """Bring every slice of a new shard to the plan's version, from the nearest place that holds it.
 
-Peers know from the same pure function who sends what to whom, so nothing is asked for: each pair exchanges one message with all its
-slices.  What a member holds already it copies from its own memory.
+Peers know from the same pure function who sends what to whom, so nothing is asked for: each pair exchanges all its slices, in few
+messages.  What a member holds already it copies from its own memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from elastic.train.state import DTYPES, Shard, State
 from elastic.train.step import Session
 from storage.checkpoints import Checkpoints
 from storage.slices import Slice, Tensor, shard_slice
+
+MESSAGE = 2**28
+"""Bytes of one message, which both sides stage on their device, beside the shard that is there and the one that is to be."""
 
 
 def nothing() -> None:
@@ -124,7 +127,34 @@ def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
 def _exchange(
     outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World, hook: Callable[[], None]
 ) -> int:
-    """One message for each pair of members, all at once; both sides list the same slices in the same order."""
+    """Round by round, a message for each pair of members in each; both sides list the same slices in the same order."""
+    sends, receives = ({rank: _messages(parts) for rank, parts in side.items()} for side in (outgoing, incoming))
+    rounds = max((len(messages) for messages in (*sends.values(), *receives.values())), default=0)
+    now = [
+        [{rank: messages[turn] for rank, messages in side.items() if messages[turn:]} for side in (sends, receives)]
+        for turn in range(rounds)
+    ]
+    return sum(_exchange_at_once(sending, receiving, world, hook) for sending, receiving in now)
+
+
+def _messages(parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """``parts`` in their order, in messages of at most ``MESSAGE`` bytes (or one row); a function of shapes, which both sides know."""
+    messages: list[list[torch.Tensor]] = []
+    room = 0
+    for part in parts:
+        rows = part.split(max(1, MESSAGE * len(part) // part.nbytes)) if part.nbytes > MESSAGE and part.shape else (part,)
+        for piece in rows:
+            if piece.nbytes > room or not messages:
+                messages.append([])
+                room = MESSAGE
+            messages[-1].append(piece)
+            room -= piece.nbytes
+    return messages
+
+
+def _exchange_at_once(
+    outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World, hook: Callable[[], None]
+) -> int:
     device = world.device
     sends = {rank: torch.cat([_bytes(part).to(device) for part in parts]) for rank, parts in outgoing.items()}
     receives = {rank: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device) for rank, parts in incoming.items()}

@@ -123,7 +123,6 @@ def refusals(run: Trial) -> list[str]:
     return [f"node {sentence.removeprefix('node ')}" for sentence in said if " is refused: " in sentence]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "names", [["code", "disk"], pytest.param(["code", "import", "storage", "disk", "torch"], marks=pytest.mark.full)], ids=len
 )

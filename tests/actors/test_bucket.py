@@ -73,7 +73,6 @@ class Outage:
 
 
 @pytest.mark.must_run_in_ci
-@pytest.mark.timeout(240)
 def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket: str, reference: Any) -> None:
     """H3, R11: one of two replicas is SIGKILLed while it saves to the bucket; the store itself is killed, and training goes on without;
     the run is stopped, and resumed straight from ``s3://``: the same bits.

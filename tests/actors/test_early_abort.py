@@ -12,7 +12,6 @@ from tests.support.toys import toy_job
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 def test_nobody_applies_a_step_that_one_aborted_too_early(tmp_path: Path) -> None:
     """R1: rank 2 is frozen before it contributes to the commit, rank 0 is fenced and aborts, rank 1 is not fenced for 0.3 s more."""
     same = {"steps": 24, "workers": {"min": 1, "max": 3}, "deadlines": {"stall_s": 5, "fence_s": 2}}

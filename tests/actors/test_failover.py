@@ -282,7 +282,6 @@ class Poisoner:
 
 
 @LONG
-@pytest.mark.timeout(300)
 def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_path: Path, undisturbed: Any) -> None:
     """Three tries; then workers save and stop, and the same command goes on from there."""
     (tmp_path / "gate").touch()
@@ -311,7 +310,6 @@ class Amnesia(Killer):
 
 
 @LONG
-@pytest.mark.timeout(300)
 def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undisturbed: Any) -> None:
     """The negative control: it is by the keeper's copy that the world is kept.  The run ends well all the same, in another world."""
     killer = Amnesia(tmp_path, [running(3)], disks_lost=(0,))
@@ -329,7 +327,6 @@ def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undist
 
 
 @LONG
-@pytest.mark.timeout(300)
 def test_together_with_a_worker(tmp_path: Path, undisturbed: Any) -> None:
     """R6, R8: nobody is there to notice the death of the worker; the next coordinator finds it gone."""
 
@@ -363,7 +360,6 @@ class Patient(Killer):
 
 
 @LONG
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(5))
 def test_at_random_moments(tmp_path: Path, undisturbed: Any, seed: int) -> None:
     """R6: eight times in one run, with a worker's death between."""
@@ -377,7 +373,6 @@ def test_at_random_moments(tmp_path: Path, undisturbed: Any, seed: int) -> None:
 
 
 @LONG
-@pytest.mark.timeout(300)
 def test_without_any_coordinator_everybody_leaves(tmp_path: Path) -> None:
     """The driver is gone, and the coordinator for good: workers and keepers leave after two leases, and nothing stays."""
     (tmp_path / "gate").touch()

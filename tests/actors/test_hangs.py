@@ -50,7 +50,6 @@ def told(chaos: Trial) -> list[str]:
     return [line.text for line in chaos.lines if isinstance(line, Sentence)]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("point", "kind", "layout"),
     [
@@ -120,7 +119,6 @@ def of_late(mark: Path, late_s: float, read_s: float) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_path: Path) -> None:
     """R3: a step that takes twice as long as the others, during which nobody moves for longer than ``stall_s``: nobody is blamed.  The
     control: one whose data do not come at all is expelled, and not the one that waits for it in a collective."""
@@ -139,7 +137,6 @@ def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 def test_whoever_cannot_leave_a_broken_world_is_replaced(tmp_path: Path) -> None:
     """R1, R3: one of three is killed; another one answers the fence, but its training thread never comes back, whatever is aborted.  The
     third waits no longer for it than two fences, and not until forming has failed; then it goes on alone, for there is no more room."""

@@ -30,7 +30,7 @@ from tests.support.nodes import Joined, Node, joined
 from tests.support.processes import Ended, Watched
 
 __all__ = ["undisturbed"]
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.full
 DOWN_STEPS = 5
 DEADLINE_S = 60.0
 STARTER = ThreadPoolExecutor(1)

@@ -35,7 +35,6 @@ def bend(region: Region) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("bent", [True, False], ids=["bent", "whole"])
 def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: Any, bent: bool) -> None:
     """Of three shards one is left only in the keeper's memory, where a bit has changed: who reads it notices, the keeper forgets it, and

@@ -14,8 +14,6 @@ from elastic.runs import Run
 from tests.support.chaos import Trial, assert_survived, assert_work, formed
 from tests.support.kills import FATAL, LAYOUTS, POINTS, Script, again_and_again, down_again, down_and_up, one_after_another, perform
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def survives(script: Script, folder: Path, reference: Any) -> None:
     assert_survived(perform(script, folder, "kills"), reference, worlds=script.worlds, tiers=script.tiers)

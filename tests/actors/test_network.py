@@ -34,7 +34,6 @@ LEASE_S = 12
 DEADLINES = {"grow_debounce_s": 5, "stall_s": 3, "fence_s": 3, "form_s": 20, "lease_s": LEASE_S}
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="no /dev/net/tun, of which hosts are made"),
 ]
 

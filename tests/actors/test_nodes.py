@@ -30,7 +30,6 @@ CPUS = 5
 """Of a worker: the head has 8."""
 BUDDY_EVERY = 2
 LONG = pytest.mark.full
-pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,7 +29,7 @@ from tests.support.door import WAYS, Door, Way
 from tests.support.swift import Swift
 from tests.support.toys import toy_job
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.full
 STEPS, GATE, DOWN_AT, OUTAGE_S, SAVE_EVERY = 40, 22, 9, 20.0, 4
 SAMPLES = 16 * STEPS
 

@@ -53,7 +53,6 @@ class Load:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(180)
 def test_nobody_is_taken_for_dead_who_is_only_busy(tmp_path: Path) -> None:
     """No beat is late by 2 s, and no world is formed anew.  The control: a lock that is held for 3 s is seen by the same measure, and does
     no harm either, for the world steps on."""

@@ -15,7 +15,6 @@ from tests.support.chaos import Trial, Witness, assert_survived, formed, trial
 from tests.support.kills import SAMPLES, Script
 from tests.support.room import Room
 
-pytestmark = pytest.mark.timeout(120)
 STEP = 8
 
 

@@ -30,7 +30,6 @@ DOUBLES = (
 
 
 @pytest.mark.must_run_in_ci
-@pytest.mark.timeout(240)
 def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any) -> None:
     """R8: one of three dies, a second while its world stops, another while the next one forms, which loses its store too."""
     gate = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE_STEP, 0, 2)[0]

@@ -50,7 +50,6 @@ def test_a_hand_rests_when_what_it_stopped_goes_on_or_has_ended() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command, from another thread of this process: a kill, a stop that thaws, an exception; the bits are the same."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.04}}
@@ -87,7 +86,6 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: Path) -> None:
     """R11: shards have only the bucket; what cannot be read there is put away, and the save before it taken: ``bucket_damage``.  Meanwhile
     the lease of one is counted by a clock that is too fast, of the other by one that is too slow: ``clock_skew``."""

@@ -36,7 +36,7 @@ from tests.support.commands import ROOT, user_job, user_package, view_of
 from tests.support.processes import processes
 
 STEPS = 60
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")]
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 WATCHED = """
 import hashlib, json, os, sys, time
 from pathlib import Path

@@ -50,6 +50,17 @@ def test_the_same_errors_while_the_device_answers() -> None:
     assert signature.startswith("AcceleratorError at ") and signature.endswith(" in raised")
 
 
+def test_memory_that_our_own_code_does_not_get() -> None:
+    """While no code of the user's runs: a new process may find what this one lacks.  The control is above."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nOf the allocated memory …")
+    try:
+        exec(compile("raise error", "/somewhere/elastic/train/heal.py", "exec"), {"error": error})
+    except torch.OutOfMemoryError as found:
+        assert found.__traceback__ is not None
+        ours = found.with_traceback(found.__traceback__.tb_next)
+    assert classify(ours, fine) == ("device", "CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 def test_what_is_told_apart_besides() -> None:
     assert classify(raised(Damaged("shard-0", "blake3 a", "blake3 b")), fine) == ("damaged", "")
     assert classify(raised(Unavailable("read", "no answer")), fine) == ("peer", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.train import heal
 from elastic.train.blame import classify, touch
 from elastic.train.heal import _exchange, nothing
 from elastic.train.state import build_model, tensors_of
@@ -87,6 +89,34 @@ def half_healed(world: World) -> tuple[str, str] | None:
 def test_who_is_left_while_slices_are_exchanged_blames_its_peer(ranks: Ranks) -> None:
     """R8, R20: not the job, which would have to answer for it the second time."""
     assert ranks.run(Layout(2, 1), half_healed) == [("peer", ""), None]
+
+
+def in_small_messages(world: World, *arguments: Any) -> Healed:
+    """As ``go_on``, in so many messages that one exchange takes hundreds of rounds, and tensors are cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heal, "MESSAGE", 500)
+        return go_on(world, *arguments)
+
+
+def test_many_messages_bring_what_one_does(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+    """What is staged is bounded, whatever the size of a shard; the bytes are the same, and so is the state."""
+    job, old, new = toy_job(tmp_path), Layout(1, 3), Layout(2, 2)
+    version = first_world(ranks, job, old)
+    members: list[Healed] = ranks.run(new, in_small_messages, job, holdings(old, version, range(3)), STEPS)
+    assert_healed(members)
+    assert ended(job, new, members) == reference.hash
+
+
+def test_a_message_holds_whole_rows_in_order() -> None:
+    """At most ``MESSAGE`` bytes, or one row; nothing is left out, and what is small goes together."""
+    parts = [torch.arange(6.0), torch.tensor(1.0), torch.arange(200.0).view(4, 50), torch.empty(0), torch.arange(3.0)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heal, "MESSAGE", 64)
+        messages = heal._messages(parts)
+    assert [[piece.numel() for piece in message] for message in messages] == [[6, 1], [50], [50], [50], [50], [0, 3]]
+    flat = torch.cat([piece.flatten() for message in messages for piece in message])
+    assert torch.equal(flat, torch.cat([part.flatten() for part in parts]))
+    assert all(piece.untyped_storage().data_ptr() in {part.untyped_storage().data_ptr() for part in parts} for m in messages for piece in m)
 
 
 def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) -> None:

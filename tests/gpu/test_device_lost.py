@@ -19,7 +19,6 @@ from tests.support.toys import toy_job
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes 2 GPUs"),
-    pytest.mark.timeout(300),
 ]
 STEPS = 48
 

@@ -67,7 +67,6 @@ def test_what_unrecorded_events_changed_is_needed() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", list(ALL))
 def test_every_decision_of_many_journals_was_made_from_what_is_in_them(scenario: str) -> None:
     assert journals_of(scenario, range(60)) == []

@@ -133,6 +133,7 @@ def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Li
     witness, lines = Witness(job.name, act), list[Line]()
 
     def show(line: Line) -> None:
+        print(line)  # a test that fails shows it
         lines.append(line)
         tell(line)
 

@@ -68,7 +68,7 @@ class Saver:
         self._awaited: threading.Thread | None = None
 
     def save(self, state: State) -> None:
-        """Begin to save the version that ``state`` holds, after the save before it.  Waits for neither: a bucket that is slow is no hang."""
+        """Begin to save the version that ``state`` holds, after the save before.  It waits for neither: a slow bucket is no hang."""
         taken = snapshot(state)
         if not self.threaded:
             self._write(taken, state.world)

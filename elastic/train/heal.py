@@ -130,11 +130,11 @@ def _exchange(
     """Round by round, a message for each pair of members in each; both sides list the same slices in the same order."""
     sends, receives = ({rank: _messages(parts) for rank, parts in side.items()} for side in (outgoing, incoming))
     rounds = max((len(messages) for messages in (*sends.values(), *receives.values())), default=0)
-    now = [
-        [{rank: messages[turn] for rank, messages in side.items() if messages[turn:]} for side in (sends, receives)]
-        for turn in range(rounds)
-    ]
-    return sum(_exchange_at_once(sending, receiving, world, hook) for sending, receiving in now)
+    received = 0
+    for turn in range(rounds):
+        sending, receiving = ({rank: each[turn] for rank, each in side.items() if turn < len(each)} for side in (sends, receives))
+        received += _exchange_at_once(sending, receiving, world, hook)
+    return received
 
 
 def _messages(parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:

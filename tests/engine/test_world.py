@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from elastic.engine.world import World, all_gather
 from elastic.plan.layout import Layout
+from elastic.train.blame import classify
 from tests.support.processes import Watched, state
 from tests.support.ranks import Ranks
 
@@ -27,7 +28,7 @@ FREED_S = 20.0
 @pytest.fixture(scope="module")
 def own() -> Iterator[Ranks]:
     """Processes of this module's own: it kills."""
-    pool = Ranks(4)
+    pool = Ranks(5)
     yield pool
     for process in pool.processes:
         process.kill()
@@ -142,6 +143,44 @@ def assert_freed(found: Freed, *, stuck: bool = True) -> None:
     assert found.error, "a collective whose peer never came must not end well"
     assert found.bystanders and found.store
     assert found.next_sum == 2.0
+
+
+def wait_for_the_dead(world: World, port: int) -> tuple[float, str, bool] | None:
+    """World rank 1 dies when the next world is formed, and not connected yet: how long rank 0 waits, for what, and whether abort helps."""
+    world.close()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    formed = World.form(store, generation=world.generation + 1, layout=world.layout, rank=world.rank, device=world.device, form_s=FREED_S)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors: list[str] = []
+
+    def connect() -> None:
+        try:
+            formed.connect(3 * FREED_S, 60)
+        except Exception as error:
+            errors.append(classify(error, lambda: None)[0])
+
+    began, thread = time.monotonic(), threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(0.5)
+    formed.abort()
+    thread.join(0.5)
+    aborted = not thread.is_alive()
+    thread.join(2 * FREED_S)
+    formed.close()
+    return time.monotonic() - began, "".join(errors), aborted
+
+
+def test_who_waits_for_a_member_that_died_before_it_was_connected(own: Ranks) -> None:
+    """No collective has begun, so no abort is needed, nor would it help (NCCL): the store ends, and whoever waits is free."""
+    later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own.start(Layout(2, 1), [0, 4], wait_for_the_dead, later.port)
+    own.processes[4].join(FREED_S)
+    assert own.processes[4].exitcode == -signal.SIGKILL, "the fault happened"
+    time.sleep(2)
+    del later
+    took_s, cause, aborted = own.answer(0)
+    assert not aborted and 2 < took_s < FREED_S and cause == "peer"
 
 
 def test_a_member_that_never_comes(own: Ranks) -> None:

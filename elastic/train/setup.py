@@ -64,7 +64,7 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
     if job.reproducible:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it fills every buffer, for those who read what nobody wrote
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # nobody reads what nobody wrote
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
     return device

@@ -11,6 +11,7 @@ import pytest
 
 from tests import capabilities
 from tests.capabilities import carried, carriers, result, rows, scan, table
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 IDS = list(rows())
@@ -33,7 +34,7 @@ def run_suite(folder: Path, source: str, *, ci: bool) -> subprocess.CompletedPro
     (folder / "test_suite.py").write_text(source)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CI": "true" if ci else ""}
     command = [sys.executable, "-m", "pytest", "-q", "-c", "pytest.ini", "--import-mode=importlib", "."]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_a_test_that_must_run_may_not_be_skipped_in_ci_and_the_last_result_counts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import elastic
 from elastic.errors import CodeError
 from elastic.imports import ROOT, _digest, check_packages, code_digest, load, own_digest
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_u8_a_shadowed_package_is_named_by_the_command(tmp_path: Path, name: str
     (tmp_path / name / "__init__.py").write_text("")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-m", "elastic", "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1
     assert done.stderr == f"elastic: {tmp_path / name} takes the place of Elastic's own package {name!r} ({ROOT / name}); rename it\n"
 

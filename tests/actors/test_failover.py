@@ -37,6 +37,7 @@ from storage.tails import DEPOSED
 from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.kills import SAMPLES
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched
 from tests.support.toys import toy_job
 
@@ -385,7 +386,7 @@ def test_without_any_coordinator_everybody_leaves(tmp_path: Path) -> None:
     command.process.send_signal(signal.SIGKILL)
     assert command.process.wait(10) == -signal.SIGKILL
     ray.kill(attach(job.name), no_restart=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while cluster.named(f"{view.token}/"):
         assert time.monotonic() < deadline, cluster.named(f"{view.token}/")
         time.sleep(0.1)

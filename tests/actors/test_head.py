@@ -27,12 +27,12 @@ from tests.support.chaos import Witness, assert_nothing_left, assert_survived, f
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
 from tests.support.nodes import Joined, Node, joined
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched
 
 __all__ = ["undisturbed"]
 pytestmark = pytest.mark.full
 DOWN_STEPS = 5
-DEADLINE_S = 60.0
 STARTER = ThreadPoolExecutor(1)
 """Ray's processes die with the *thread* that started them (PR_SET_PDEATHSIG): this one stays, a witness does not."""
 AHEAD = """
@@ -85,7 +85,7 @@ class HeadDown:
         return False
 
     def _let_them_step(self, witness: Witness) -> None:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         before = {worker: seen.counters["step"] for worker, seen in witness.seen.items()}
         while min(seen.counters["step"] - before[worker] for worker, seen in witness.seen.items()) < DOWN_STEPS:
             assert time.monotonic() < deadline, "they do not step without a head"

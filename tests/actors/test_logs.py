@@ -17,6 +17,7 @@ from actors.logs import LINES, Logs, last_lines, stack_of
 from actors.processes import Process
 from elastic.ids import NodeId, WorkerId
 from storage.objects import Data, ObjectStore
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import state
 
 STUCK = """
@@ -49,7 +50,7 @@ class Stuck:
         until(lambda: state(self.popen.pid) == "T")
 
 
-def until(true: Callable[[], bool], deadline_s: float = 30.0) -> None:
+def until(true: Callable[[], bool], deadline_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < end
@@ -114,7 +115,7 @@ def test_nobody_waits_for_a_slow_bucket(tmp_path: Path) -> None:
     class Slow(ObjectStore):
         def put(self, key: str, data: Data) -> None:
             asked.set()
-            assert slow.wait(30)
+            assert slow.wait(PATIENCE_S)
             folder.put(key, data)
 
     folder = ObjectStore.open(str(tmp_path))
@@ -122,7 +123,7 @@ def test_nobody_waits_for_a_slow_bucket(tmp_path: Path) -> None:
     logs = Logs(store, "run/logs/1", "run-0001-abcdef", NodeId("n1"))
     for worker in ("w1", "w2"):
         logs.keep(WorkerId(worker), "killed by signal 9 (SIGKILL)")
-    assert asked.wait(30) and not store.list("run/")
+    assert asked.wait(PATIENCE_S) and not store.list("run/")
     slow.set()
     logs.close()
     assert store.get("run/logs/1/w2.log").decode() == "# w2 on node n1: killed by signal 9 (SIGKILL)\n"

@@ -15,11 +15,11 @@ from elastic.data.cursor import Cursor
 from elastic.runs import Run
 from tests.support.busy import burn, busy_cores, hold_the_gil, worst_beat_s
 from tests.support.chaos import Witness, alone, assert_survived, trial
+from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
 STEPS, BEGIN, LAST = 40, 4, 30
 STALL_S, LATE_S, HELD_S = 10.0, 2.0, 3.0
-ANSWER_S = 60.0
 THREADS = 3
 """Of the keeper's four; the fourth answers the test."""
 
@@ -42,12 +42,12 @@ class Load:
             self.stack.enter_context(busy_cores(3))
             self.burning = [keeper.__ray_call__.remote(burn, str(self.done)) for _ in range(THREADS)]
             return False
-        self.late_s = ray.get(keeper.__ray_call__.remote(worst_beat_s), timeout=ANSWER_S)
+        self.late_s = ray.get(keeper.__ray_call__.remote(worst_beat_s), timeout=PATIENCE_S)
         self.done.touch()
-        self.rounds = ray.get(self.burning, timeout=ANSWER_S)
+        self.rounds = ray.get(self.burning, timeout=PATIENCE_S)
         self.stack.close()
-        ray.get(keeper.__ray_call__.remote(hold_the_gil, HELD_S), timeout=ANSWER_S)
-        self.held_late_s = ray.get(keeper.__ray_call__.remote(worst_beat_s), timeout=ANSWER_S)
+        ray.get(keeper.__ray_call__.remote(hold_the_gil, HELD_S), timeout=PATIENCE_S)
+        self.held_late_s = ray.get(keeper.__ray_call__.remote(worst_beat_s), timeout=PATIENCE_S)
         self.gate.touch()
         return True
 

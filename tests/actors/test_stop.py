@@ -19,6 +19,7 @@ from elastic.runs import Run
 from elastic.train.local import run_local
 from tests.support.chaos import exported_hash
 from tests.support.commands import Command, assert_no_actor_left, view_of
+from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
 STEPS = 60
@@ -89,7 +90,7 @@ def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbe
     command.process.send_signal(signal.SIGKILL)
     assert command.process.wait(10) == -signal.SIGKILL
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while attach("vanished") is not None:
         assert time.monotonic() < deadline, view_of("vanished")
         time.sleep(0.1)
@@ -140,7 +141,7 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
 
     view = view_of("detached")
     assert view is not None and view.generation == 1 and not view.stopping
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not reached("detached", view.step + 5)():
         assert time.monotonic() < deadline, view_of("detached")
         time.sleep(0.1)
@@ -148,7 +149,7 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
     (stopped_at,) = map(int, re.findall(r"stopped \(elastic stop\), resumes from step (\d+)", capsys.readouterr().out)[-1:])
     newest = Run.open(job).newest()
     assert newest is not None and newest.step == stopped_at and view.step + 5 <= stopped_at < job.steps
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while attach("detached") is not None:
         assert time.monotonic() < deadline
         time.sleep(0.05)

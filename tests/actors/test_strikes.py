@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from elastic.sim.faults import Fault, Kind, to_json
 from elastic.train.local import run_local
 from storage.objects import ObjectStore
 from tests.support.chaos import Witness, assert_nothing_left, exported_hash, formed, samples, trial
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import ENDED, state
 from tests.support.toys import toy_job
 
@@ -66,7 +68,7 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
     (tmp_path / "script.json").write_text(to_json(faults))
     assert main(["chaos", str(tmp_path / "job.toml"), "--script", str(tmp_path / "script.json")]) == 0
     shown = capsys.readouterr().out
-    training.join(120)
+    training.join(PATIENCE_S)
     assert results == ["Finished"], (lines[-20:], shown)
     assert exported_hash(job) == exported_hash(reference)
     (key,) = ObjectStore.open(job.bucket).list(f"{job.name}/chaos/")
@@ -131,8 +133,8 @@ def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: P
 
 def until_it_steps(name: str) -> None:
     """The run of this cluster; it needs seconds to begin."""
-    waited = threading.Event()
-    for _ in range(1200):
+    waited, until = threading.Event(), time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
         coordinator = attach(name)
         if coordinator is not None and ray.get(coordinator.view.remote(10**9)).step >= 3:
             return

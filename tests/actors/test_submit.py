@@ -33,6 +33,7 @@ from elastic.runs import Run
 from tests.support.chaos import Trial, Witness, alone, assert_survived, exported_hash, formed
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
 from tests.support.commands import ROOT, user_job, user_package, view_of
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import processes
 
 STEPS = 60
@@ -82,7 +83,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "quickstart-out")
     shutil.copytree(ROOT, copy, ignore=left_out)
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet"]  # isolation would fetch
-    subprocess.run(command, cwd=copy, check=True, timeout=100)
+    subprocess.run(command, cwd=copy, check=True, timeout=PATIENCE_S)
     (built,) = copy.glob("*.whl")
     return built
 
@@ -242,7 +243,7 @@ def test_ray_job_stop_and_a_save_that_comes_later(tmp_path: Path, nodes: Nodes, 
     assert view is not None and not view.over and view.stopping == "SIGTERM", "its driver is gone, the run is not done"
     assert submitted.wait() == 0 and "Stopped at step" not in submitted.text, "its driver did not live to see it"
     assert "stopped" in submitted.ray("status", submitted.id).lower()
-    assert_all_given_back(nodes, "slow", deadline_s=40)
+    assert_all_given_back(nodes, "slow")
     newest = Run.open(job).newest()
     assert newest is not None and newest.step >= 2
     assert f"stopped (SIGTERM), resumes from step {newest.step}" in Run.open(job).records()[-1]["reason"]
@@ -307,7 +308,7 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     for driver in drivers:
         os.kill(driver.pid, signal.SIGKILL)
     assert first.wait() == 1 and second.wait() == 1
-    assert_all_given_back(nodes, "ours", deadline_s=30)
+    assert_all_given_back(nodes, "ours")
     newest = Run.open(job).newest()
     assert newest is not None
     assert "its driver has not been heard for 4 s" in Run.open(job).records()[-1]["reason"]

@@ -23,9 +23,9 @@ from storage import journal
 from storage.errors import Deposed, Unavailable
 from storage.objects import Data, ObjectStore
 from storage.tails import DEPOSED, Tail
+from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
-DEADLINE_S = 30.0
 IN_BUCKET = "1 of 3 keepers took a copy of the journal, which is in the bucket"
 
 
@@ -136,7 +136,7 @@ def test_with_neither_it_stands_still_until_one_of_them_is_there(tmp_path: Path)
     store.up = False
     deciding = threading.Thread(target=desk.decide)
     deciding.start()
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not desk.said:
         assert time.monotonic() < deadline
         deciding.join(0.05)
@@ -145,5 +145,5 @@ def test_with_neither_it_stands_still_until_one_of_them_is_there(tmp_path: Path)
     ]
     assert deciding.is_alive() and desk.shipped == 0
     store.up = True
-    deciding.join(DEADLINE_S)
+    deciding.join(PATIENCE_S)
     assert desk.said[-1:] == [IN_BUCKET] and desk.shipped == 1

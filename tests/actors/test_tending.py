@@ -26,6 +26,7 @@ from elastic.runs import Run
 from elastic.train.counters import Counters, segment
 from elastic.train.preflight import preflight
 from tests.support.commands import ROOT, assert_no_actor_left, view_of
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import Watched
 from tests.support.toys import toy_job
 
@@ -42,7 +43,7 @@ def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
     return job, start(job, preflight(job).build, uuid.uuid4().hex)
 
 
-def until(true: Callable[[], Any], deadline_s: float = 60) -> Any:
+def until(true: Callable[[], Any], deadline_s: float = PATIENCE_S) -> Any:
     end = time.monotonic() + deadline_s
     while not (found := true()):
         assert time.monotonic() < end
@@ -136,7 +137,7 @@ def test_from_a_machine_that_is_no_node_it_is_said_what_to_do(tmp_path: Path) ->
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": str(ROOT)}
     for command in ("stop", "status", "attach", "clean"):
         done = subprocess.run(
-            [*alone, command, str(tmp_path / "job.toml")], env=ours, capture_output=True, text=True, timeout=50, check=False
+            [*alone, command, str(tmp_path / "job.toml")], env=ours, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
         assert done.returncode == 2 and "answers, but this machine is none of its nodes" in done.stdout, done
     view = view_of("elsewhere")

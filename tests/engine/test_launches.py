@@ -15,6 +15,7 @@ from elastic.job import Fault
 from elastic.train.faults import Faults, InjectedError
 from elastic.train.setup import LAUNCHES
 from tests.support.commands import ROOT
+from tests.support.patience import PATIENCE_S
 
 ASK = """
 import threading
@@ -34,7 +35,7 @@ def test_no_thread_launches_compiled_kernels_with_the_gil_held(prepare: str, ans
     """In threads that this process makes later too, for autograd's is one.  Where the control fails, torch has changed its default."""
     fresh = {name: value for name, value in os.environ.items() if name not in LAUNCHES}  # a local run of another test has set them here
     command = [sys.executable, "-c", ASK.format(prepare=prepare)]
-    ran = subprocess.run(command, cwd=ROOT, env=fresh, capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(command, cwd=ROOT, env=fresh, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert ran.stdout.strip() == answer
 
 

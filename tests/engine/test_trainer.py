@@ -24,6 +24,7 @@ from elastic.train.loop import Trainer
 from elastic.train.setup import make_session
 from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore
+from tests.support.patience import PATIENCE_S
 from tests.support.toys import Own, toy_job
 
 TRAINERS: list[Trainer] = []
@@ -88,6 +89,6 @@ def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None
         trainer.pause(1, save=False)
         running = Thread(target=trainer.run, daemon=True)
         running.start()
-        running.join(30)
+        running.join(PATIENCE_S)
         assert not running.is_alive(), events
     assert [shard.version.step for shard in trainer.gate.shards] == [1]

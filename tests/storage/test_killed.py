@@ -14,6 +14,7 @@ from storage.manifest import MANIFEST
 from storage.objects import ObjectStore
 from tests.storage.killed_commit import BEFORE, DURING
 from tests.storage.states import TENSORS, save, state_of
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ def seen(folder: Path) -> bool:
 
 def test_killed_at_every_boundary_of_a_save(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", str(ROOT / "tests/storage/killed_commit.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     *killed, undisturbed = json.loads(done.stdout)
     assert undisturbed[1] == 0

@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from storage.errors import Exists, Unavailable
 from storage.objects import PARTIAL, ObjectStore
 from tests.storage.conformance import Conformance
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +59,7 @@ def test_of_many_processes_one_creates(tmp_path: Path) -> None:
         assert writer.stdin is not None
         writer.stdin.write("go\n")
         writer.stdin.flush()
-    won = [writer.communicate(timeout=60)[0].split() for writer in writers]
+    won = [writer.communicate(timeout=PATIENCE_S)[0].split() for writer in writers]
     store = ObjectStore.open(str(tmp_path))
     assert sorted(key for keys in won for key in keys) == sorted(str(n) for n in range(50))
     for me, keys in zip("abc", won, strict=True):

@@ -41,6 +41,7 @@ from tests.storage.test_checkpoints import (
 from tests.storage.test_damage import test_a_damaged_manifest_is_never_latest
 from tests.storage.test_s3 import MIB5, QUICK, uploads
 from tests.support.buckets import below, enter
+from tests.support.patience import PATIENCE_S
 from tests.support.swift import Swift
 from tests.support.unruly import Unruly, flipped, flipped_upload, lost_answer, reset, says, truncated
 
@@ -164,10 +165,10 @@ def test_a_save_survives_the_servers_death(swift: Swift, swift_bucket: S3) -> No
     saver = threading.Thread(target=lambda: done.append(save(checkpoints, V, STATE, 2)))
     saver.start()
     try:
-        assert died.wait(30), "no attempt failed: the store was not down"
+        assert died.wait(PATIENCE_S), "no attempt failed: the store was not down"
     finally:
         swift.start()
-    saver.join(60)
+    saver.join(PATIENCE_S)
     assert len(done) == 1
     assert checkpoints.verify(V).good and checkpoints.verify(BEFORE).good
     assert receipts[0].file in checkpoints.manifest(V).files

@@ -29,6 +29,7 @@ from elastic.runs import Run
 from elastic.train.counters import FIELDS, Counters, segment
 from elastic.train.faults import EXIT_CODE
 from elastic.train.local import run_local
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched
 from tests.support.state_hash import state_hash
 
@@ -99,8 +100,8 @@ class Witness(threading.Thread):
 
     def close(self) -> None:
         self.done.set()
-        self.join(10)
-        deadline = time.monotonic() + 10
+        self.join(PATIENCE_S)
+        deadline = time.monotonic() + 60
         for each in self.seen.values():
             each.ended = each.ended or each.process.wait(max(deadline - time.monotonic(), 0.1))
             each.final = each.final or each.counters.as_dict()

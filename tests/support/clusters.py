@@ -25,6 +25,7 @@ import ray
 from ray.job_submission import JobSubmissionClient
 
 from actors import cluster
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Process, free_ports, frozen, kill_all, processes, wait_gone
 
 MARK = "NODE_OF_TEST"
@@ -51,7 +52,9 @@ def python_without_elastic(folder: Path) -> Path:
             if not OURS.fullmatch(entry.name) and not entry.name.startswith("elastic_train"):
                 (there / entry.name).symlink_to(entry)
     python = folder / "bin" / "python"
-    asked = subprocess.run([python, "-c", "import ray, elastic"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    asked = subprocess.run(
+        [python, "-c", "import ray, elastic"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert "No module named 'elastic'" in asked.stderr, asked
     return python
 
@@ -75,7 +78,7 @@ class Started:
                 stderr=subprocess.STDOUT,
             )  # in the process group of the tests: whoever ends that ends the nodes too
 
-    def says(self, pattern: str, deadline_s: float = 60) -> str:
+    def says(self, pattern: str, deadline_s: float = PATIENCE_S) -> str:
         """What it printed that looks so."""
         end = time.monotonic() + deadline_s
         while not (found := re.search(pattern, text := self.output.read_text(errors="replace"))):
@@ -83,7 +86,7 @@ class Started:
             time.sleep(0.05)
         return found[1] if found.groups() else found[0]
 
-    def has_an_agent(self, deadline_s: float = 60) -> None:
+    def has_an_agent(self, deadline_s: float = PATIENCE_S) -> None:
         """Waits for the process that takes submitted jobs; it comes a little later than the rest."""
         end = time.monotonic() + deadline_s
         while True:
@@ -184,10 +187,12 @@ class Submitted:
 
     def ray(self, *arguments: str) -> str:
         """``ray job …``, as in another terminal."""
-        done = subprocess.run(["ray", "job", *arguments], env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["ray", "job", *arguments], env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         return done.stdout + done.stderr
 
-    def until(self, true: Callable[[], Any], deadline_s: float = 90, ended: bool = False) -> None:
+    def until(self, true: Callable[[], Any], deadline_s: float = PATIENCE_S, ended: bool = False) -> None:
         """Wait for something while it runs, or, if ``ended``, although it may end."""
         end = time.monotonic() + deadline_s
         while not true():
@@ -195,7 +200,7 @@ class Submitted:
             assert time.monotonic() < end, f"nothing after {deadline_s} s:\n{self.text}"
             time.sleep(0.02)
 
-    def wait(self, deadline_s: float = 90) -> int:
+    def wait(self, deadline_s: float = PATIENCE_S) -> int:
         """Its exit code."""
         try:
             return self.process.wait(deadline_s)
@@ -204,8 +209,8 @@ class Submitted:
             raise AssertionError(f"still running after {deadline_s} s:\n{self.text}") from None
 
 
-def assert_all_given_back(nodes: Nodes, name: str, deadline_s: float = 15) -> None:
-    """No actor, no process, no placement group of the run, and every CPU is free again."""
+def assert_all_given_back(nodes: Nodes, name: str, deadline_s: float = 100) -> None:
+    """No actor, no process, no placement group of the run, and every CPU is free again: before workers would have left by themselves."""
     deadline = time.monotonic() + deadline_s
     while True:
         named = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster.NAMESPACE]

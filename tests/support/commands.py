@@ -20,6 +20,7 @@ from actors.coordinator import View
 from actors.launch import attach
 from elastic.job import Job
 from elastic.train.counters import segment
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, frozen, kill_all, wait_gone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +143,7 @@ class Command:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def until(self, true: Callable[[], object], deadline_s: float = 90) -> None:
+    def until(self, true: Callable[[], object], deadline_s: float = PATIENCE_S) -> None:
         """Wait for something while the command runs."""
         end = time.monotonic() + deadline_s
         while not true():
@@ -152,7 +153,7 @@ class Command:
                 raise AssertionError(f"nothing after {deadline_s} s:\n{self.text}")
             time.sleep(0.005)
 
-    def wait(self, deadline_s: float = 90) -> int:
+    def wait(self, deadline_s: float = PATIENCE_S) -> int:
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:

@@ -27,17 +27,17 @@ import ray
 from actors import cluster
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import Watched, frozen, processes
 
 MTU = 9000
 UPTIME_S = 1_000_000
 """By how much each host's clock is ahead of that of the one before it."""
-DEADLINE_S = 60.0
 MARK = "HOST_OF_TEST"
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=PATIENCE_S)
 
 
 class Hosts:
@@ -173,7 +173,7 @@ class Hosts:
         return alive.get(self.address(host))
 
     def _until(self, true: Callable[[], bool]) -> None:
-        until = time.monotonic() + DEADLINE_S
+        until = time.monotonic() + PATIENCE_S
         while not true():
             logs = "\n".join(log.read_text(errors="replace") for log in self.folder.glob("host-*.log"))
             assert time.monotonic() < until and self.raylets[0].poll() is None, logs
@@ -196,5 +196,5 @@ class Hosts:
         self.wire.wait(10)
         self.wire.stdout.close()
         for name in self.names[1:]:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=PATIENCE_S)
         shutil.rmtree(self.folder, ignore_errors=True)

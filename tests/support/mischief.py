@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from elastic.engine.loss import next_token
 from elastic.train.loop import Trainer
+from tests.support.patience import PATIENCE_S
 
 STEP = 6
 """The step of generation 1 in which mischief is done."""
@@ -55,7 +56,7 @@ def early_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 def _abort_early(me: Trainer) -> None:
     world, report, held = me.world, me.report, list[tuple[Any, ...]]()
     assert world is not None
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while me.gate.prepared != STEP and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(1.0)  # not to wait for something: for so long all but one stand in the commit, unfenced

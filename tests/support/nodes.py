@@ -20,9 +20,8 @@ from pathlib import Path
 
 import ray
 
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched, children, frozen, kill_all, wait_gone
-
-DEADLINE_S = 90
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Joined(dict[str, str]):
         """SIGKILL the node's raylet and all its processes, frozen first so that none sees another die; how each ended."""
         tree = frozen(self.processes[name].pid)
         kill_all(tree)
-        return wait_gone(tree, DEADLINE_S)
+        return wait_gone(tree, PATIENCE_S)
 
 
 @contextmanager
@@ -90,11 +89,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for pid in children(process.pid):
         with suppress(ProcessLookupError):
             tree.append(Watched(pid))
-    process.wait(DEADLINE_S)
+    process.wait(PATIENCE_S)
     for each in tree:
         if each.running:
             each.kill()
-    wait_gone(tree, DEADLINE_S)
+    wait_gone(tree, PATIENCE_S)
 
 
 def _alive() -> dict[str, str]:
@@ -104,7 +103,7 @@ def _alive() -> dict[str, str]:
 
 
 def _until(true: Callable[[], bool], folder: Path) -> None:
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end, "\n".join(log.read_text(errors="replace") for log in folder.glob("node-*.log"))
         time.sleep(0.01)

@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from elastic.plan.layout import Layout
-
-DEADLINE_S = 90
+from tests.support.patience import PATIENCE_S
 
 
 class Ranks:
@@ -52,8 +51,8 @@ class Ranks:
         return _value(*self._answer(process))
 
     def _answer(self, process: int) -> tuple[int, bool, Any]:
-        if not self.pipes[process].poll(DEADLINE_S):
-            raise TimeoutError(f"process {process} did not answer within {DEADLINE_S} s")
+        if not self.pipes[process].poll(PATIENCE_S):
+            raise TimeoutError(f"process {process} did not answer within {PATIENCE_S} s")
         failed, value = self.pipes[process].recv()
         return process, failed, value
 

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray._private import state  # no public call tells, without a dashboard, whether an actor waits
 
-READY_S = 30.0
+from tests.support.patience import PATIENCE_S
 
 
 class Taker:
@@ -23,12 +23,12 @@ class Room:
 
     def take(self, cpus: float) -> Any:
         taker = self._start(cpus)
-        ray.get(taker.__ray_ready__.remote(), timeout=READY_S)
+        ray.get(taker.__ray_ready__.remote(), timeout=PATIENCE_S)
         return taker
 
     def queue(self, cpus: float) -> Any:
         """Known to wait when this returns."""
-        taker, until = self._start(cpus), time.monotonic() + READY_S
+        taker, until = self._start(cpus), time.monotonic() + PATIENCE_S
         while state.actors(taker._actor_id.hex()).get("State") != "PENDING_CREATION":
             if time.monotonic() > until:
                 raise TimeoutError(f"the queued taker is {state.actors(taker._actor_id.hex())}; was there room?")

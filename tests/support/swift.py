@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import free_ports
 
 KEY, SECRET = "test:tester", "testing"
 REGION = "us-east-1"
-START_S = 60.0
 ROOT = Path(__file__).parents[2]
 SERVERS = ("object", "container", "account", "proxy")
 
@@ -108,7 +108,7 @@ class Swift:
                     env=os.environ | {"PYTHONPATH": str(ROOT)},
                     start_new_session=True,  # a server that is told to end tells its whole process group
                 )
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + PATIENCE_S
         for name, process in self.processes.items():
             while not listening(self.ports[name]):
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -154,7 +154,7 @@ class Swift:
                 rest = PROXY.format(pipeline=self.pipeline, secret=SECRET, region=REGION, nowhere=self.ports["nowhere"]) + PLAIN
             (self.folder / f"{name}-server.conf").write_text(common + rest)
         ports = [f"{name}={self.ports[name]}" for name in SERVERS[:-1]]
-        subprocess.run([sys.executable, "-W", "ignore", "-c", RINGS, str(self.folder), *ports], check=True, timeout=START_S)
+        subprocess.run([sys.executable, "-W", "ignore", "-c", RINGS, str(self.folder), *ports], check=True, timeout=PATIENCE_S)
 
 
 def listening(port: int) -> bool:

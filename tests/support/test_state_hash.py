@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.support import state_hash as module
+from tests.support.patience import PATIENCE_S
 from tests.support.state_hash import state_hash
 
 pytestmark = pytest.mark.fast
@@ -73,6 +74,6 @@ def test_it_stands_alone(tmp_path: Path) -> None:
     """Run as a program, isolated from our path, it prints the same and imports nothing of ours."""
     file = saved(tmp_path / "s", STATE)
     script = str(module.__file__)
-    done = subprocess.run([sys.executable, "-I", script, str(file)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-I", script, str(file)], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout.strip() == state_hash([file])
     assert "elastic" not in Path(script).read_text(encoding="utf-8")

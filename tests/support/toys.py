@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.job import Job
-
-GATE_S = 90.0
+from tests.support.patience import PATIENCE_S
 
 
 class Sums:
@@ -54,10 +53,10 @@ class Sums:
         return {"tokens": torch.tensor(rows, dtype=torch.int64)}
 
     def _pass(self, sample: int) -> None:
-        until = time.monotonic() + GATE_S
+        until = time.monotonic() + PATIENCE_S
         while sample in self.gates and not self.gates[sample].exists():
             if time.monotonic() > until:
-                raise TimeoutError(f"the gate {self.gates[sample]} was not opened within {GATE_S} s")
+                raise TimeoutError(f"the gate {self.gates[sample]} was not opened within {PATIENCE_S} s")
             time.sleep(0.005)
 
     def fingerprint(self) -> str:

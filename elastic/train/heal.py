@@ -129,7 +129,7 @@ def _exchange(
 ) -> int:
     """Round by round, a message for each pair of members in each; both sides list the same slices in the same order."""
     sends, receives = ({rank: _messages(parts) for rank, parts in side.items()} for side in (outgoing, incoming))
-    rounds = max((len(messages) for messages in (*sends.values(), *receives.values())), default=0)
+    rounds = max((len(messages) for messages in (*sends.values(), *receives.values())), default=1)
     received = 0
     for turn in range(rounds):
         sending, receiving = ({rank: each[turn] for rank, each in side.items() if turn < len(each)} for side in (sends, receives))

@@ -107,6 +107,15 @@ def test_many_messages_bring_what_one_does(ranks: Ranks, reference: Trained, tmp
     assert ended(job, new, members) == reference.hash
 
 
+def test_half_way_comes_for_those_too_who_exchange_nothing() -> None:
+    """They may be struck, or fenced, there."""
+    world, times = World.alone(torch.device("cpu")), list[int]()
+    try:
+        assert _exchange({}, {}, world, lambda: times.append(1)) == 0 and times == [1]
+    finally:
+        world.close()
+
+
 def test_a_message_holds_whole_rows_in_order() -> None:
     """At most ``MESSAGE`` bytes, or one row; nothing is left out, and what is small goes together."""
     parts = [torch.arange(6.0), torch.tensor(1.0), torch.arange(200.0).view(4, 50), torch.empty(0), torch.arange(3.0)]

@@ -21,7 +21,7 @@ def export(reader: Reader, destination: Path) -> list[Path]:
     """Write both files into the folder ``destination``, each whole or not at all; their paths."""
     destination.mkdir(parents=True, exist_ok=True)
     model = [tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS]
-    optimizer = [tensor for tensor in reader.tensors() if tensor.kind not in MODEL_KINDS]
+    optimizer = [tensor for tensor in reader.tensors() if tensor.kind not in (*MODEL_KINDS, "constant")]
     return [
         _write(reader, destination / "model.safetensors", model),
         _write(reader, destination / "optimizer.safetensors", optimizer),

@@ -11,6 +11,10 @@ import math
 import re
 from dataclasses import dataclass
 
+WHOLE = ("buffer", "constant", "scalar")
+"""Kinds of tensors that are whole in every shard.  A constant is a buffer that its model does not save (``persistent=False``): whoever
+heals needs it all the same, and an export has none."""
+
 
 @dataclass(frozen=True, order=True)
 class Version:
@@ -28,7 +32,7 @@ class Version:
 
 @dataclass(frozen=True, order=True)
 class Tensor:
-    """A whole tensor of the state.  ``kind``: parameter, ``moment.<name>``, buffer or scalar; ``dtype``: safetensors' name (``F32``)."""
+    """A whole tensor of the state.  ``kind``: parameter, ``moment.<name>`` or one of :data:`WHOLE`; ``dtype``: safetensors' (``F32``)."""
 
     name: str
     kind: str
@@ -76,8 +80,8 @@ def shard_interval(rows: int, count: int, index: int) -> tuple[int, int]:
 
 
 def shard_slice(tensor: Tensor, count: int, index: int) -> Slice:
-    """The part of ``tensor`` in shard ``index`` of ``count``, split along dim 0.  Scalars and buffers are whole in every shard."""
-    if not tensor.shape or tensor.kind in ("buffer", "scalar"):
+    """The part of ``tensor`` in shard ``index`` of ``count``, split along dim 0.  Those of :data:`WHOLE` are in every one."""
+    if not tensor.shape or tensor.kind in WHOLE:
         return tensor.whole()
     first, last = shard_interval(tensor.shape[0], count, index)
     return Slice(tensor.name, tensor.kind, (first, *(0 for _ in tensor.shape[1:])), (last, *tensor.shape[1:]))

@@ -146,21 +146,35 @@ class World:
         """A tiny collective on every group: a backend that connects lazily does so now, within ``form_s``.
 
         ``run_s``: timeout of collectives afterwards; a last resort, since losses are dealt with by ``abort``.  That does not reach
-        whoever sits in ``ncclCommInitRank``, which waits for every member.  So they meet in the store once more, right before it, where
-        one who waits for a member that has died comes free with the store.
+        whoever sits in ``ncclCommInitRank``, which waits for every member.  So they meet in the store right before each, where one who
+        waits for a member that has died comes free with the store.
         """
-        here = [f"connects/{rank}" for rank in range(self.size)]
-        self.store.set(here[self.rank], "")
-        self.store.wait(here, datetime.timedelta(seconds=form_s))
-        one, expected = torch.ones((), device=self.device), 1
-        for group in self.groups:
+        one, expected, until = torch.ones((), device=self.device), 1, time.monotonic() + form_s
+        for number, group in enumerate(self.groups):
             if group.size() > 1 or len(self.groups) == 1:  # in the others nobody waits for anybody
+                self._meet(f"connects/{number}", until)
                 dist.all_reduce(one, group=group)
                 expected *= group.size()
-        found = self.to_host(one, time.monotonic() + form_s).item()
+        found = self.to_host(one, until).item()
         if found != expected:
             raise WorldBroken(f"the first all-reduces of generation {self.generation} gave {found} instead of {expected}")
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
+
+    def _meet(self, where: str, until: float) -> None:
+        """Wait for all members in the store.  Raises ``dist.DistError`` at ``until``, or once the store is gone."""
+        self.store.set(f"{where}/{self.rank}", "")
+        keys = [f"{where}/{rank}" for rank in range(self.size)]
+        self.store.wait(keys, datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
+
+    def exchange(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        """All of ``operations`` at once.  Whoever cannot launch them, since an abort was quicker, can launch in the next world."""
+        try:
+            return dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError:
+            if self.device.type == "cuda":  # torch leaves NCCL's group open, and nothing that this thread launches would ever begin
+                with contextlib.suppress(RuntimeError):
+                    self.groups[0]._end_coalescing(self.device)
+            raise
 
     def to_host(self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False) -> torch.Tensor:
         """``tensor`` in host memory.  On an accelerator this polls and never synchronises: a collective whose peer died does not end.

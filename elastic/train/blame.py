@@ -27,10 +27,11 @@ def touch(device: torch.device) -> None:
         torch.cuda.current_stream(device).query()
 
 
-def classify(error: Exception, ask_device: Callable[[], None]) -> tuple[str, str]:
+def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool = False) -> tuple[str, str]:
     """(cause of ``Broken``, signature) of what stopped a generation here; ``ask_device`` is :func:`touch`, for this worker's.
 
-    A collective that failed is a peer's doing; that is told from the user's code by where the exception was raised.
+    A collective that failed is a peer's doing; that is told from the user's code by where the exception was raised.  ``forming``: no
+    step had begun; memory that is lacking then may be what earlier worlds have left behind, and a new process has it.
     """
     if isinstance(error, FencedOff):
         return "lease", ""
@@ -38,6 +39,8 @@ def classify(error: Exception, ask_device: Callable[[], None]) -> tuple[str, str
         ask_device()
     except RuntimeError as sticky:
         return "device", str(sticky).partition("\n")[0]
+    if forming and isinstance(error, torch.OutOfMemoryError):
+        return "device", _signature(error)
     if isinstance(error, Damaged):
         return "damaged", ""
     if isinstance(error, CopyLost):
@@ -45,8 +48,12 @@ def classify(error: Exception, ask_device: Callable[[], None]) -> tuple[str, str
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
         return "peer", ""
+    return "job", _signature(error)
+
+
+def _signature(error: Exception) -> str:
+    """Of what happened, the same when it happens again."""
+    frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not any(part in f.filename for part in OURS)]
-    if isinstance(error, torch.OutOfMemoryError) and not theirs:  # what earlier worlds left behind, perhaps: a new process has none of it
-        return "device", str(error).partition("\n")[0]
     frame = (theirs or frames)[-1]
-    return "job", f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"
+    return f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"

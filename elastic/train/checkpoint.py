@@ -2,7 +2,7 @@
 
 The part is copied aside at the step boundary; what is uploaded can therefore not change.  One save is in flight at a time, so memory
 stays bounded: where the store does not keep up saves are left out, by all members the same (``Outcome.behind``), and steps go on.  Only
-that of a stop is never left out; it waits, aside, for the one before it.
+that of a stop, or of the last step, is never left out; it waits, aside, for the one before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.train.faults import Faults
 from elastic.train.state import State
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import StorageError
-from storage.slices import Slice, Tensor, shard_slice
+from storage.slices import WHOLE, Slice, Tensor, shard_slice
 
 KEPT_REPORTS = 4
 Report = Callable[..., None]
@@ -47,7 +47,7 @@ def snapshot(state: State) -> Snapshot:
     replica, index = layout.coordinates(world.rank)
     parts = []
     for number, tensor in enumerate(state.tensors):
-        once = tensor.kind in ("buffer", "scalar") and index != 0
+        once = tensor.kind in WHOLE and index != 0
         if number % layout.dp_replicate != replica or once:
             continue
         part = shard_slice(tensor, state.shard.count, state.shard.index)
@@ -66,6 +66,7 @@ class Saver:
         """The latest reports: what a manifest is made of dies with the coordinator that it was reported to."""
         self._thread: threading.Thread | None = None
         self._awaited: threading.Thread | None = None
+        self._latest: Snapshot | None = None
 
     def save(self, state: State) -> None:
         """Begin to save the version that ``state`` holds, after the save before.  It waits for neither: a slow bucket is no hang."""
@@ -73,8 +74,10 @@ class Saver:
         if not self.threaded:
             self._write(taken, state.world)
             return
-        self._thread = threading.Thread(target=self._write_behind, args=(taken, state.world, self._thread), name="saver", daemon=True)
-        self._thread.start()
+        self._latest = taken
+        thread = threading.Thread(target=self._write_behind, args=(taken, state.world, self._thread), name="saver", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def done(self, patience_s: float) -> bool:
         """Has the save before been written?  It is waited for, but only once."""
@@ -92,6 +95,9 @@ class Saver:
     def _write_behind(self, taken: Snapshot, world: World, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
+        latest = self._latest
+        if latest is not None and latest is not taken and latest.version == taken.version:
+            return  # the world was left meanwhile, and the next one writes the same in its own parts
         try:
             self._write(taken, world)
         except Exception as error:  # the end of a thread: who waits for this part must hear that it never comes

@@ -80,7 +80,7 @@ def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
         sources = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor in state.tensors:
         value = state.shard.values[tensor.kind, tensor.name]
-        if tensor.kind not in ("parameter", "buffer"):
+        if tensor.kind not in ("parameter", "buffer", "constant"):
             value.zero_()
             continue
         whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=state.world.device)
@@ -132,6 +132,8 @@ def _exchange(
     rounds = max((len(messages) for messages in (*sends.values(), *receives.values())), default=1)
     received = 0
     for turn in range(rounds):
+        if turn:
+            hook()  # whoever was fenced meanwhile, and perhaps aborted, launches nothing more
         sending, receiving = ({rank: each[turn] for rank, each in side.items() if turn < len(each)} for side in (sends, receives))
         received += _exchange_at_once(sending, receiving, world, hook)
     return received
@@ -160,7 +162,7 @@ def _exchange_at_once(
     receives = {rank: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device) for rank, parts in incoming.items()}
     operations = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in sorted(sends.items())]
     operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in sorted(receives.items())]
-    under_way = dist.batch_isend_irecv(operations) if operations else []
+    under_way = world.exchange(operations)
     hook()
     for work in under_way:
         try:
@@ -170,7 +172,8 @@ def _exchange_at_once(
     world.finish()  # copies to the host synchronise, and must not do so behind a peer that died
     for rank, buffer in receives.items():
         for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):
-            part.copy_(raw.view(part.dtype).view(part.shape) if part.shape else raw.clone().view(part.dtype)[0])
+            aligned = raw if raw.storage_offset() % part.element_size() == 0 and part.shape else raw.clone()
+            part.copy_(aligned.view(part.dtype).view(part.shape))
     return sum(buffer.numel() for buffer in receives.values())
 
 

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -162,7 +163,11 @@ class Trainer:
         self.orders.put(None)
 
     def attach(self) -> None:
-        """Tell a coordinator that has taken over where this worker stands, and again what may have been lost with the one before."""
+        """Tell a coordinator that has taken over where this worker stands, and again what may have been lost with the one before.
+
+        A plan that was not entered yet is void, for this one may know nothing of it; if it does it says so again.
+        """
+        self._forget_what_was_not_begun()
         plan = self._plan
         self.report(Attached(self.worker, plan, plan is not None and plan.generation == self._done.gone))
         for event in list(self._said):
@@ -173,6 +178,16 @@ class Trainer:
             self.report(self.gate.fence(self.gate.generation))
         for event, shard in list(self.saver.told):
             self.report(event, shard)
+
+    def _forget_what_was_not_begun(self) -> None:
+        waiting = []
+        with suppress(queue.Empty):
+            while True:
+                waiting.append(self.orders.get_nowait())
+        for order in waiting:
+            if not isinstance(order, Enter):
+                self.orders.put(order)
+        self._done.entered = self.gate.generation
 
     # ---- training thread
 
@@ -210,7 +225,7 @@ class Trainer:
         except Leave:
             raise
         except Exception as error:  # a boundary: the coordinator is told, and decides
-            self._tell(plan, error)
+            self._tell(plan, error, forming=state is None)
         while not isinstance(order, Settled):
             order = self._await(plan.generation, Settled)
         outcome = order.outcome
@@ -332,10 +347,10 @@ class Trainer:
         behind = due(step, job.checkpoint.save_every, job.steps) and not self.saver.done(patience_s)
         return (self._boundary[1] if self._boundary[0] == generation else GO_ON) + BEHIND * behind
 
-    def _tell(self, plan: Plan, error: Exception) -> None:
+    def _tell(self, plan: Plan, error: Exception, *, forming: bool) -> None:
         if isinstance(error, FencedOff) and not error.lease:
             return
-        cause, signature = classify(error, partial(touch, self.device))
+        cause, signature = classify(error, partial(touch, self.device), forming=forming)
         trace = "".join(traceback.format_exception(error))
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""

@@ -17,7 +17,7 @@ from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.imports import load
 from elastic.job import Job
-from storage.slices import Slice, Tensor, Version, nbytes, shard_slice
+from storage.slices import WHOLE, Slice, Tensor, Version, nbytes, shard_slice
 
 DTYPES = {
     "F64": torch.float64,
@@ -64,6 +64,12 @@ def build_model(job: Job) -> nn.Module:
         raise ModelError(
             f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add one that sets every parameter"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ModelError(
+                f"{name!r} of {job.model!r} is {tensor.dtype}, which no checkpoint here can hold; make it one of {', '.join(DTYPES)}, "
+                f"say by torch.view_as_real, or compute it in forward"
+            )
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ModelError(f"parameter {name!r} of {job.model!r} has no dimensions and cannot be split; make it a tensor of shape [1]")
@@ -71,7 +77,7 @@ def build_model(job: Job) -> nn.Module:
 
 
 def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
-    """Every tensor of the state: parameters, their moments, persistent buffers, and the number of updates.  In a fixed order."""
+    """Every tensor of the state: parameters, their moments, buffers, and the number of updates.  In a fixed order."""
     found = []
     for name, parameter in model.named_parameters():
         found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)))
@@ -79,8 +85,7 @@ def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
             found += [Tensor(name, f"moment.{moment}", "F32", tuple(parameter.shape)) for moment in MOMENTS]
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
-        if name in persistent:
-            found.append(Tensor(name, "buffer", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
+        found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
     return (*found, UPDATES)
 
 
@@ -91,7 +96,7 @@ def bytes_of(tensors: tuple[Tensor, ...]) -> int:
 
 def rows_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """The distinct dim-0 lengths of the tensors that are split: what coverage by shards depends on."""
-    return tuple(sorted({t.shape[0] for t in tensors if t.shape and t.kind not in ("buffer", "scalar")}))
+    return tuple(sorted({t.shape[0] for t in tensors if t.shape and t.kind not in WHOLE}))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +127,7 @@ class State:
             match tensor.kind:
                 case "parameter":
                     value = local[tensor.name]
-                case "buffer":
+                case "buffer" | "constant":
                     value = buffers[tensor.name]
                 case "scalar":
                     value = self.optimizer.updates

@@ -50,15 +50,13 @@ def test_the_same_errors_while_the_device_answers() -> None:
     assert signature.startswith("AcceleratorError at ") and signature.endswith(" in raised")
 
 
-def test_memory_that_our_own_code_does_not_get() -> None:
-    """While no code of the user's runs: a new process may find what this one lacks.  The control is above."""
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nOf the allocated memory …")
-    try:
-        exec(compile("raise error", "/somewhere/elastic/train/heal.py", "exec"), {"error": error})
-    except torch.OutOfMemoryError as found:
-        assert found.__traceback__ is not None
-        ours = found.with_traceback(found.__traceback__.tb_next)
-    assert classify(ours, fine) == ("device", "CUDA out of memory. Tried to allocate 2.00 GiB")
+def test_memory_that_is_lacking_before_a_step_begins() -> None:
+    """A new process may have it; if it lacks it too, the signature says that it is the same again.  The control: in a step, as above."""
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which {} GiB is free."
+    errors = [torch.OutOfMemoryError(message.format(free)) for free in (1.25, 1.5)]
+    first, second = (classify(raised(error), fine, forming=True) for error in errors)
+    assert first == second and first[0] == "device" and first[1].startswith("OutOfMemoryError at ")
+    assert classify(raised(ValueError("the model's")), fine, forming=True)[0] == "job"
 
 
 def test_what_is_told_apart_besides() -> None:

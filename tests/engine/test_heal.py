@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from elastic.engine.world import World
+from elastic.errors import FencedOff, ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -20,8 +24,8 @@ from elastic.train.state import build_model, tensors_of
 from tests.engine.conftest import STEPS
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, finish
-from tests.support.toys import toy_job
+from tests.support.segments import Trained, finish, train
+from tests.support.toys import own, toy_job
 
 BROKE_AT = 2
 
@@ -74,6 +78,30 @@ def test_any_world_heals_from_any_other(
     assert ended(job, new, members) == reference.hash
 
 
+def test_a_buffer_that_the_model_does_not_save_is_state_too(ranks: Ranks, tmp_path: Path) -> None:
+    """Its memory holds nothing in a new world, whoever trains there; whether anybody's export has it is another matter."""
+    job = toy_job(tmp_path, model="tests.support.toys:own", model_args={})
+    constants = [tensor.name for tensor in tensors_of(build_model(job)) if tensor.kind == "constant"]
+    assert constants == ["scale"]
+    alone = train(ranks, job.replace(name="alone"), Layout(1, 1), STEPS)
+    version = first_world(ranks, job, Layout(1, 2))
+    members: list[Healed] = ranks.run(Layout(1, 3), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS)
+    assert_healed(members)
+    assert ended(job, Layout(1, 3), members) == alone.hash
+
+
+def complex_numbers() -> nn.Module:
+    model = own()
+    model.register_buffer("turns", torch.ones(4, dtype=torch.complex64), persistent=False)
+    return model
+
+
+def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
+    job = toy_job(tmp_path, model="tests.engine.test_heal:complex_numbers", model_args={})
+    with pytest.raises(ModelError, match=r"'turns' of 'tests\.engine\.test_heal:complex_numbers' is torch\.complex64, .*view_as_real"):
+        build_model(job)
+
+
 def half_healed(world: World) -> tuple[str, str] | None:
     """World rank 0 waits for a slice; the other one's sockets close instead."""
     if world.rank:
@@ -114,6 +142,60 @@ def test_half_way_comes_for_those_too_who_exchange_nothing() -> None:
         assert _exchange({}, {}, world, lambda: times.append(1)) == 0 and times == [1]
     finally:
         world.close()
+
+
+def fenced_between_two_rounds(world: World) -> tuple[int, str]:
+    """How often world rank 0 launched something, and what it left for; a member that it could not reach any more is not waited for."""
+    launched, hooks = [], []
+    launch = world.exchange
+
+    def exchange(operations: list[dist.P2POp]) -> list[dist.Work]:
+        launched.append(len(operations))
+        return launch(operations)
+
+    def hook() -> None:
+        hooks.append(1)
+        if len(hooks) == 2 and world.rank == 0:
+            raise FencedOff("fenced")
+
+    world.exchange = exchange  # type: ignore[method-assign]
+    part = [torch.ones(20)]
+    try:
+        _exchange(*(({1: part}, {}) if world.rank == 0 else ({}, {0: part})), world, hook)
+    except Exception as error:
+        return len(launched), type(error).__name__
+    return len(launched), ""
+
+
+def test_who_is_fenced_between_two_messages_launches_no_more(ranks: Ranks) -> None:
+    """R8: a launch after the abort would leave NCCL unable to form the next world."""
+
+    assert ranks.run(Layout(2, 1), small, fenced_between_two_rounds)[0] == (1, "FencedOff")
+
+
+def small(world: World, function: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heal, "MESSAGE", 40)
+        if world.rank == 1:
+            threading.Timer(3, world.abort).start()  # nobody sends it the second message
+        return function(world)
+
+
+def test_parts_of_several_widths_in_one_message(ranks: Ranks) -> None:
+    """An odd number of bytes before floats of eight."""
+    assert ranks.run(Layout(2, 1), of_several_widths) == [True, True]
+
+
+def of_several_widths(world: World) -> bool:
+    sent = [
+        torch.tensor([True, False, True]),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.linspace(0, 1, 5, dtype=torch.float64),
+        torch.tensor(7),
+    ]
+    found = [torch.zeros_like(part) for part in sent]
+    _exchange(*(({1: sent}, {}) if world.rank == 0 else ({}, {0: found})), world, nothing)
+    return world.rank == 0 or all(torch.equal(one, other) for one, other in zip(sent, found, strict=True))
 
 
 def test_a_message_holds_whole_rows_in_order() -> None:

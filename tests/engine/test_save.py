@@ -50,6 +50,20 @@ class Down(Checkpoints):
         return super().write_shard(version, name, parts, *more, **named)  # type: ignore[arg-type]
 
 
+def test_only_the_newest_of_several_saves_of_one_version_is_written(tmp_path: Path) -> None:
+    """The last step's worlds break one after the other: what a world that was left would write counts for nobody, and is not waited for."""
+    job, told = toy_job(tmp_path), list[Event]()
+    checkpoints = Down(job)
+    saver = Saver(checkpoints, WorkerId("w1"), lambda event, shard=None: told.append(event), Faults(()))
+    for generation in (1, 2, 3, 4):
+        world = World.alone(torch.device("cpu"), generation=generation)
+        saver.save(State(job, world, Version(8, 1)))
+        world.close()
+    checkpoints.back.set()
+    saver.wait()
+    assert told == [ShardSaved(WorkerId("w1"), Version(8, 1), by=generation) for generation in (1, 4)]
+
+
 def test_who_still_writes_the_save_before_says_so_and_waits_for_it_once(tmp_path: Path) -> None:
     """R11: a step is not to wait for the bucket; a save that is begun nevertheless is written after this one."""
     job, told = toy_job(tmp_path), list[Event]()

@@ -14,13 +14,13 @@ import torch
 from torch.distributed import TCPStore
 
 from elastic.control.commit import PAUSE
-from elastic.control.events import Ready, StepDone
+from elastic.control.events import Here, Ready, StepDone
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
 from elastic.train.counters import Counters
-from elastic.train.loop import Trainer
+from elastic.train.loop import Enter, Trainer
 from elastic.train.setup import make_session
 from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore
@@ -70,6 +70,31 @@ def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) ->
     fenced = model.startswith("tests.engine")
     assert sum(type(event) is Ready for event in events) == (0 if fenced else 1)
     assert len(trainer.gate.shards) == (0 if fenced else 1)
+
+
+@pytest.mark.parametrize(("taken_over", "said_again", "entered"), [(False, False, [1]), (True, False, []), (True, True, [1])])
+def test_a_plan_that_was_not_entered_is_void_for_the_next_coordinator(
+    tmp_path: Path, taken_over: bool, said_again: bool, entered: list[int]
+) -> None:
+    """It may know nothing of it, and its own would wait behind it; if it does, it says so.  The control: nobody has taken over."""
+    events: list[Any] = []
+
+    def report(event: Any) -> None:
+        events.append(event)
+        if isinstance(event, Ready):
+            trainer.settle(1, None)
+
+    with trainer_of(toy_job(tmp_path), report) as trainer:
+        order = trainer.orders.get()
+        trainer.orders.put(order)
+        assert isinstance(order, Enter)
+        if taken_over:
+            trainer.attach()
+        if said_again:
+            trainer.form(order.plan, order.store)
+        trainer.exit()
+        trainer.run()
+    assert [event.generation for event in events if isinstance(event, Here)] == entered
 
 
 def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None:

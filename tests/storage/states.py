@@ -20,6 +20,7 @@ TENSORS = (
     Tensor("half", "parameter", "BF16", (5,)),
     Tensor("steps", "buffer", "I64", (2, 2)),
     Tensor("mask", "buffer", "BOOL", (3,)),
+    Tensor("turns", "constant", "F32", (2,)),
     Tensor("updates", "scalar", "F32", ()),
 )
 

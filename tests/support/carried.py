@@ -21,7 +21,7 @@ from elastic.runs import Run
 from elastic.train.gate import Gate
 from elastic.train.state import Shard, State
 from storage.checkpoints import ShardReceipt
-from storage.slices import shard_interval, shard_slice
+from storage.slices import WHOLE, shard_interval, shard_slice
 from tests.support.collectives import Calls, counting
 from tests.support.segments import Member, member, shard_hash
 
@@ -114,7 +114,7 @@ def bytes_not_held(state: State, held: Sequence[Shard]) -> int:
     total = 0
     for tensor in state.tensors:
         row_bytes = prod(tensor.shape[1:]) * state.shard.values[tensor.kind, tensor.name].element_size()
-        if not tensor.shape or tensor.kind == "buffer":
+        if not tensor.shape or tensor.kind in WHOLE:
             total += 0 if held else prod(tensor.shape[:1]) * row_bytes
             continue
         rows = set(range(*shard_interval(tensor.shape[0], state.shard.count, state.shard.index)))

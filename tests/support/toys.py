@@ -93,7 +93,7 @@ class Late(Sums):
 
 
 class Own(nn.Module):
-    """A user's own model: no sharding table, odd sizes, a bias, uneven shards at every degree."""
+    """A user's own model: no sharding table, odd sizes, a bias, uneven shards at every degree, a buffer that is not saved."""
 
     def __init__(self, vocab: int = 29, dim: int = 19, layers: int = 3) -> None:
         super().__init__()
@@ -102,6 +102,7 @@ class Own(nn.Module):
             nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)) for _ in range(layers)
         )
         self.mix = nn.Linear(dim, dim)
+        self.register_buffer("scale", torch.linspace(0.9, 1.1, dim), persistent=False)  # a table, as rotary embeddings have one
         self.head = nn.Linear(dim, vocab)
 
     def init_weights(self) -> None:
@@ -114,7 +115,7 @@ class Own(nn.Module):
                 nn.init.normal_(parameter, std=0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = self.embed(tokens) * self.scale
         previous = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
         x = x + self.mix(previous)
         for layer in self.layers:

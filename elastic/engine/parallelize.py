@@ -88,17 +88,18 @@ def _wrapped(model: nn.Module) -> list[FSDPModule]:
 
 
 def _aliases(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Groups of (module, attribute) that are one tied parameter."""
+    """Groups of (module, attribute) that are one tied parameter, or one buffer."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append((module_name, name))
+        own = (module.named_parameters, module.named_buffers)
+        for name, tensor in (pair for named in own for pair in named(recurse=False, remove_duplicate=False)):
+            owners.setdefault(id(tensor), []).append((module_name, name))
     return [group for group in owners.values() if len(group) > 1]
 
 
 def _tie(model: nn.Module, aliases: list[list[tuple[str, str]]]) -> None:
     """``to_empty`` gives each owner memory of its own; tie them again."""
     for (first_module, first), *rest in aliases:
-        parameter = getattr(model.get_submodule(first_module), first)
+        tensor = getattr(model.get_submodule(first_module), first)
         for module_name, name in rest:
-            setattr(model.get_submodule(module_name), name, parameter)
+            setattr(model.get_submodule(module_name), name, tensor)

@@ -20,7 +20,7 @@ from elastic.plan.layout import Layout
 from elastic.train import heal
 from elastic.train.blame import classify, touch
 from elastic.train.heal import _exchange, nothing
-from elastic.train.state import build_model, tensors_of
+from elastic.train.state import State, build_model, tensors_of
 from tests.engine.conftest import STEPS
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
 from tests.support.ranks import Ranks
@@ -88,6 +88,24 @@ def test_a_buffer_that_the_model_does_not_save_is_state_too(ranks: Ranks, tmp_pa
     members: list[Healed] = ranks.run(Layout(1, 3), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS)
     assert_healed(members)
     assert ended(job, Layout(1, 3), members) == alone.hash
+
+
+def sharing() -> nn.Module:
+    model = own()
+    model.head.register_buffer("table", model.scale, persistent=False)
+    return model
+
+
+def test_a_buffer_of_several_modules_stays_one(tmp_path: Path) -> None:
+    """It has one name, and whoever fills it fills it for all."""
+    job = toy_job(tmp_path, model="tests.engine.test_heal:sharing", model_args={})
+    world = World.alone(torch.device("cpu"))
+    try:
+        model = State(job, world, Version(0, 0)).model
+    finally:
+        world.close()
+    assert [name for name, _ in model.named_buffers()] == ["scale"]
+    assert model.scale.data_ptr() == model.head.table.data_ptr()
 
 
 def complex_numbers() -> nn.Module:

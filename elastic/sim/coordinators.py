@@ -62,6 +62,12 @@ class Coordinator:
         return self.sim.clock.now + self.ahead_s
 
     @property
+    def counts_from(self) -> float:
+        """From when the deadlines of what it performs now count, by its own clock: to stand still before prolongs them if it was long."""
+        stood_s = self.sim.clock.now - self._decided_at
+        return self.now - (stood_s if stood_s <= STOOD_S else 0.0)
+
+    @property
     def acts(self) -> bool:
         return self.alive and self.frozen_until <= self.sim.clock.now and not self.run.over
 

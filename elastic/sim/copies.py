@@ -88,7 +88,7 @@ class CopiesOracle:
     def judge(self, before: RunState, action: Action) -> None:
         match action:
             case TakeStock() if action.generation not in self.asked or set(action.keepers) >= set(before.keepers):
-                self.asked[action.generation] = self.sim.coordinators.present.now
+                self.asked[action.generation] = self.sim.coordinators.present.counts_from
             case Release():
                 self._judge_release(before, action)
 

@@ -147,14 +147,14 @@ def test_from_a_machine_that_is_no_node_it_is_said_what_to_do(tmp_path: Path) ->
 
 def test_nothing_of_another_run_is_removed() -> None:
     """Of a run whose name begins the same, and of one whose process lives."""
-    other, ours = segment("mine-2-0001-abcdef", "w1"), segment("mine-0001-abcdef", "w1")
+    other, ours = segment("nobodys-2-0001-abcdef", "w1"), segment("nobodys-0001-abcdef", "w1")
     counters = [Counters(path, create=True) for path in (other, ours)]
     try:
         counters[1]["pid"] = os.getpid()
-        assert clear("mine", 0.0) == [] and other.exists() and ours.exists()
+        assert clear("nobodys", 0.0) == [] and other.exists() and ours.exists()
         counters[1]["pid"] = 0
-        assert clear("mine", 0.0) == [str(ours)] and other.exists()
-        assert reap("mine") == []
+        assert clear("nobodys", 0.0) == [str(ours)] and other.exists()
+        assert reap("nobodys") == []
     finally:
         for path in (other, ours):
             path.unlink(missing_ok=True)

@@ -169,6 +169,7 @@ class Oracle:
                 self.here.clear()  # what was said to the one before is said again, or lost
                 if before.plan is not None and before.generation not in self.settlements:
                     self.settled.discard(before.generation)  # that it was left is forgotten
+                self.counting |= self.sim.cluster.bucket.damaged & set(before.saved)  # that they were put away, too: it is found again
                 if not event.whole:
                     self._forget_the_unread(before)
                 gone = self.joined - set(event.workers)

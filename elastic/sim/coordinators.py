@@ -53,8 +53,8 @@ class Coordinator:
         """Who has answered it."""
         self._backlog: list[Event] = []
         self._decided: tuple[RunState, Event, Transition] | None = None
-        self._decided_at = 0.0
         """What may not be performed yet: its record lies nowhere where the next coordinator would find it."""
+        self._decided_at = 0.0
 
     @property
     def now(self) -> float:

@@ -45,7 +45,7 @@ def _compute(session: Session, world: World) -> None:
     """One microbatch, forward and backward, and the norm of its gradients."""
     state = State(session.job, world, Version(0, 0))
     with torch.no_grad():
-        for value in (*state.shard.values.values(), *state.model.buffers()):
+        for value in state.shard.values.values():
             value.zero_()
     batch = session.loader.read(session.cursor.microbatch_ids(1, 0, session.job.microbatch))
     state.model.train()

@@ -2,13 +2,14 @@
 
 Digests are of stored slices, so a stored slice is fetched whole even when a part of it is wanted: a reader gets at most one stored
 slice more at each edge of what it wants, and nothing when the layout is the one that was saved.  Neighbours in a file are fetched
-together, up to ``FETCH_BYTES`` at once.
+together, up to ``FETCH_BYTES`` at once, and several such requests are under way while the bytes of earlier ones are used.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,10 @@ from storage.objects import ObjectStore
 from storage.shards import ITEM_BYTES, check_header
 from storage.slices import Slice, Tensor, Version
 
-FETCH_BYTES = 64 * 2**20
+FETCH_BYTES = 16 * 2**20
+AT_ONCE = 8
+"""Requests under way, of ``AHEAD_BYTES`` together: one connection to an object store, or one thread, is slower than what waits for it."""
+AHEAD_BYTES = 2**29
 
 
 class Reader:
@@ -48,8 +52,8 @@ class Reader:
         """Every tensor of the state."""
         return sorted({row.tensor for row in self.rows})
 
-    def read(self, wanted: Iterable[Slice]) -> Iterator[tuple[Slice, bytearray]]:
-        """Each wanted slice with its bytes, in the order in which they lie in the files.
+    def read(self, wanted: Iterable[Slice]) -> Iterator[tuple[Slice, bytearray | memoryview]]:
+        """Each wanted slice with its bytes, not to be written to, in the order in which they lie in the files.
 
         Raises :class:`Incomplete` before anything is fetched if some of it is not there.
         """
@@ -67,6 +71,9 @@ class Reader:
             item = ITEM_BYTES[row.tensor.dtype]
             for number, part in users[row]:
                 each = slices[number]
+                if each == row.slice:
+                    yield each, data
+                    continue
                 buffer = buffers.setdefault(number, bytearray(each.count * item))
                 _box(buffer, each, part, item)[...] = _box(data, row.slice, part, item)
                 missing[number] -= 1
@@ -76,9 +83,7 @@ class Reader:
     def fetch(self, rows: Sequence[Stored]) -> memoryview:
         """The bytes of rows that lie next to each other in one file; not checked yet."""
         first, last = rows[0].first, rows[-1].last
-        data = self._get(rows[0].file, first, last)
-        self.bytes_read += len(data)
-        return memoryview(data)
+        return memoryview(self._get(rows[0].file, first, last))
 
     def check(self, row: Stored, data: memoryview) -> None:
         check_digest(f"{self.name_of(row.file)} ({describe(row.slice)}, bytes {row.first}-{row.last})", data, row.blake3)
@@ -88,12 +93,29 @@ class Reader:
         return self.store.full_name(f"{self.folder}/{file}")
 
     def _fetch(self, rows: Iterable[Stored]) -> Iterator[tuple[Stored, memoryview]]:
-        for group in neighbours(rows):
-            data = self.fetch(group)
-            for row in group:
-                part = data[row.first - group[0].first : row.last - group[0].first]
-                self.check(row, part)
-                yield row, part
+        """In the order of ``rows``, each checked."""
+        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch")
+        waiting: deque[tuple[list[Stored], Future[memoryview]]] = deque()
+        ahead = 0
+        try:
+            for group in (*neighbours(rows), None):
+                while waiting and (group is None or ahead + _bytes(group) > AHEAD_BYTES):
+                    done, future = waiting.popleft()
+                    data = future.result()
+                    ahead -= _bytes(done)
+                    self.bytes_read += len(data)
+                    yield from ((row, data[row.first - done[0].first : row.last - done[0].first]) for row in done)
+                if group is not None:
+                    waiting.append((group, pool.submit(self._checked, group)))
+                    ahead += _bytes(group)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _checked(self, group: Sequence[Stored]) -> memoryview:
+        data = self.fetch(group)
+        for row in group:
+            self.check(row, data[row.first - group[0].first : row.last - group[0].first])
+        return data
 
     def _get(self, file: str, first: int, last: int) -> bytes:
         try:
@@ -103,6 +125,10 @@ class Reader:
         if len(data) != last - first:
             raise Damaged(self.name_of(file), f"at least {last} bytes", f"{first + len(data)} bytes")
         return data
+
+
+def _bytes(group: Sequence[Stored]) -> int:
+    return group[-1].last - group[0].first
 
 
 def place(row: Stored) -> tuple[str, int, int]:

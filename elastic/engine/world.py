@@ -39,6 +39,8 @@ Endpoint = tuple[str, int]
 
 POLL_S = 0.0002
 TO_HOST = "to host"
+ROOM = 2**32
+"""Bytes of the device: with less free a world that forms gives back what torch keeps, since NCCL takes memory of its own."""
 FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """That of NCCL, where this torch has it; else that of the other backends (torch 2.13)."""
 
@@ -149,6 +151,10 @@ class World:
         whoever sits in ``ncclCommInitRank``, which waits for every member.  So they meet in the store right before each, where one who
         waits for a member that has died comes free with the store.
         """
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            if free < ROOM:
+                torch.cuda.empty_cache()  # every world computes on streams of its own, and what is free is kept for each
         one, expected, until = torch.ones((), device=self.device), 1, time.monotonic() + form_s
         for number, group in enumerate(self.groups):
             if group.size() > 1 or len(self.groups) == 1:  # in the others nobody waits for anybody

@@ -36,6 +36,8 @@ class Copier:
         self.copies: Copies | None = None
         self.made: Version | None = None
         """The newest version of the present world that was begun here: complete, in the order of launches, once ``settle`` was called."""
+        self._due: Shard | None = None
+        """Is to be copied, and is not yet."""
         self._frame = Frame({}, 0, 0)
         self._stepped_at = 0.0
         self._way = _Streamed(self, device) if device.type == "cuda" else _Threaded(self)
@@ -51,13 +53,13 @@ class Copier:
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
         self._way.pin(slots_for(plan.buddy_every))
-        self._copy(shard)
+        self._want(shard)
         self._stepped_at = time.monotonic()
 
     def leave(self) -> None:
         """The world is over: what is under way ends, before the memory that it reads goes."""
         self._way.wait()
-        self.made = None
+        self.made = self._due = None
 
     def committed(self, outcome: Outcome, shard: Shard | None) -> None:
         """A step was applied; ``shard``: may be copied now."""
@@ -72,16 +74,24 @@ class Copier:
         before = self.copies.begun
         self.copies = self.copies.after(outcome)
         if shard is not None and self.copies.begun != before:
-            self._copy(shard)
+            self._want(shard)
 
-    def _copy(self, shard: Shard) -> None:
-        copies = self.copies
-        assert copies is not None
-        for name, copy in (("send", copies.sent), ("safe", copies.buddied)):
+    def _want(self, shard: Shard) -> None:
+        assert self.copies is not None
+        for name, copy in (("send", self.copies.sent), ("safe", self.copies.buddied)):
             if copy is not None:
                 self.region.set_version(name, copy.version)
+        self._due = shard
+        if self._way.at_once:
+            self.launch()
+
+    def launch(self) -> None:
+        """Begin what is due.  To be called when the device has work for a while: thousands of launches would keep it waiting."""
+        shard, copies, self._due = self._due, self.copies, None
+        if shard is None or copies is None or copies.begun is None:
+            return
         slot = copies.slot(self.region.all_held()[: self._way.slots])
-        if slot is None or copies.begun is None:
+        if slot is None:
             return
         self._way.wait()
         self.region.begin(slot)
@@ -90,6 +100,7 @@ class Copier:
 
     def settle(self) -> Copied:
         """How far it is; whatever is launched from now on comes after the copy that says so."""
+        self.launch()
         self._way.settle()
         buddied = self.region.version("buddied")
         of_this_world = self.copies and buddied and version_at(self.copies.plan, buddied.step) == buddied
@@ -105,19 +116,20 @@ class Copier:
         """Of one copy."""
         return self._frame.bytes
 
-    def parts(self, slot: int, shard: Shard) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each tensor: its memory, where it goes, where its digests go."""
-        data, words = self.region.data_at(slot), torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
-        found = []
+    def parts(self, slot: int, shard: Shard) -> list[tuple[torch.Tensor, torch.Tensor, slice]]:
+        """For each tensor: its memory, where it goes, which digests are its."""
+        data, found = self.region.data_at(slot), []
         for tensor, place in self._frame.places.items():
             value = shard.values[tensor.kind, tensor.name]
             room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
-            found.append((value, room, words[place.first_block : place.first_block + place.blocks]))
+            found.append((value, room, slice(place.first_block, place.first_block + place.blocks)))
         return found
 
 
 class _Threaded:
     """Copies on a thread."""
+
+    at_once = True
 
     def __init__(self, copier: Copier) -> None:
         self.copier, self.slots = copier, copier.region.slots
@@ -135,12 +147,12 @@ class _Threaded:
     def begin(self, slot: int, copy: Copy, shard: Shard) -> None:
         self._under_way = self._pool.submit(self._copy, slot, copy, self.copier.parts(slot, shard))
 
-    def _copy(self, slot: int, copy: Copy, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-        began = time.monotonic()
+    def _copy(self, slot: int, copy: Copy, parts: list[tuple[torch.Tensor, torch.Tensor, slice]]) -> None:
+        began, sums = time.monotonic(), torch.frombuffer(self.copier.region.digests(slot), dtype=torch.int64)
         with torch.no_grad():
-            for value, room, words in parts:
+            for value, room, blocks in parts:
                 room.copy_(value)
-                words.copy_(digests(value))
+                digests(value, sums[blocks])
         self.copier.region.finish(slot, copy, self.copier.bytes)
         self._took_s = time.monotonic() - began
 
@@ -168,6 +180,8 @@ class _Threaded:
 class _Streamed:
     """Copies on a stream of their own, to memory that is pinned."""
 
+    at_once = False
+
     def __init__(self, copier: Copier, device: torch.device) -> None:
         self.copier, self.device = copier, device
         self._stream = torch.cuda.Stream(device)
@@ -175,6 +189,7 @@ class _Streamed:
         self._held_up = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._to_tell = False
         self._header = torch.zeros(len(SLOT), dtype=torch.int64, device=device)
+        self._sums = torch.zeros(copier.region.slot_blocks, dtype=torch.int64, device=device)
         self._under_way = False
         self.slots = 0
         """Those that are pinned, or will be soon: the others are not used."""
@@ -209,12 +224,18 @@ class _Streamed:
 
     def begin(self, slot: int, copy: Copy, shard: Shard) -> None:
         words = torch.frombuffer(self.copier.region.header(slot), dtype=torch.int64)
+        sums = torch.frombuffer(self.copier.region.digests(slot), dtype=torch.int64)
         complete, *others = fields_of(copy, self.copier.bytes)
         with torch.no_grad(), torch.cuda.stream(self._stream):
             self._first.record()
-            for value, room, sums in self.copier.parts(slot, shard):
+            for value, room, blocks in self.copier.parts(slot, shard):
                 room.copy_(value, non_blocking=True)
-                sums.copy_(digests(value), non_blocking=True)
+                if value.is_cuda:
+                    digests(value, self._sums[blocks])
+                else:  # of the host: its digests go with the launch, since a copy to the device may wait for the stream
+                    for block, word in zip(range(blocks.start, blocks.stop), digests(value).tolist(), strict=True):
+                        self._sums[block].fill_(word)
+            sums.copy_(self._sums, non_blocking=True)
             for field, number in enumerate((0, *others)):
                 self._header[field].fill_(number)
             words.copy_(self._header, non_blocking=True)

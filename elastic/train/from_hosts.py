@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from elastic.control.copying import Copy
-from elastic.copies.digest import digests
 from elastic.copies.region import BLOCK, WORD, Frame, Region, frame
 from elastic.copies.stock import request
 from elastic.copies.wire import Wire
@@ -24,6 +23,7 @@ from elastic.errors import CopyLost, StateMissing, WireError
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding, Move
+from elastic.train.lane import STAGE, Lane, Piece
 from elastic.train.state import Shard
 from storage.slices import Slice, Tensor, nbytes, shard_slice
 
@@ -45,14 +45,24 @@ Chunk = tuple[Range, torch.Tensor, torch.Tensor]
 """What was asked for, int64 [blocks] of digests, uint8 [bytes]; on the host."""
 
 
+@dataclass(frozen=True)
+class Access:
+    """``worker``'s to what keepers hold: the run's secret, and its own region, whose memory is pinned here."""
+
+    worker: WorkerId
+    secret: bytes
+    own: Region | None = None
+
+
 @torch.no_grad()
 def read(
-    shard: Shard, tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move], secret: bytes, hook: Callable[[], None]
+    shard: Shard, tensors: Sequence[Tensor], plan: Plan, access: Access, moves: Sequence[Move], lane: Lane, hook: Callable[[], None]
 ) -> int:
-    """Fill the parts of ``shard`` that ``moves`` take from keepers; returns the bytes used.  ``hook`` is called between two slices.
+    """Fill the parts of ``shard`` that ``moves`` take from keepers; returns the bytes used.  ``hook`` is called between two pieces.
 
     Raises :class:`CopyLost`.
     """
+    worker = access.worker
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
     here = plan.nodes[plan.world_rank(worker)]
 
@@ -69,12 +79,20 @@ def read(
     addresses, used = dict(plan.hosts), 0
     for holding, ranges in sorted(wanted.items(), key=lambda each: (each[0].keeper, each[0].worker, each[0].shard_index)):
         try:
-            wire = Wire.connect(addresses[holding.keeper], secret)
+            wire = Wire.connect(addresses[holding.keeper], access.secret)
         except WireError as error:
             raise CopyLost(f"the copy of {holding.worker} on node {holding.keeper[:8]} cannot be had: {error}", holding.keeper) from error
         try:
-            chunks = _local(wire, holding, ranges) if holding.keeper == here else _remote(wire, holding, ranges)
-            used += _fill(shard, holding, chunks, hook)
+            own = access.own if holding.worker == worker else None
+            chunks, still = _local(wire, holding, ranges, own) if holding.keeper == here else _remote(wire, holding, ranges)
+            size, right = _fill(shard, chunks, lane, hook)
+            if not still():
+                raise StateMissing("it was overwritten meanwhile")
+            if not right:
+                raise _Spoilt(
+                    f"the copy of {holding.worker} on node {holding.keeper[:8]} at {holding.version} is damaged: its digests differ"
+                )
+            used += size
         except _Spoilt as error:
             with contextlib.suppress(WireError):  # it has hung up: whoever is told of this avoids it
                 wire.send(_request("spoilt", holding))
@@ -91,50 +109,59 @@ class _Spoilt(Exception):
     """Bytes that have not their digest."""
 
 
-def _fill(shard: Shard, holding: Holding, chunks: Iterator[Chunk], hook: Callable[[], None]) -> int:
-    used, wrong = 0, None
-    for part, sums, raw in chunks:
-        room = shard.part(part.tensor, part.slice)
-        here = raw.to(room.device)
-        differs = (digests(here) != sums.to(room.device)).any()
-        wrong = differs if wrong is None else wrong | differs
-        size = nbytes(part.tensor, part.slice)
-        room.copy_(here[part.skip : part.skip + size].view(room.dtype).view(room.shape))
-        used += size
-        hook()
-    if wrong is not None and bool(wrong):
-        raise _Spoilt(f"the copy of {holding.worker} on node {holding.keeper[:8]} at {holding.version} is damaged: its digests differ")
-    return used
+def _fill(shard: Shard, chunks: Iterator[Chunk], lane: Lane, hook: Callable[[], None]) -> tuple[int, bool]:
+    """The bytes that were used, and whether what was read has its digests."""
+    used, sums = 0, [torch.empty(0, dtype=torch.int64)]
+    for chunk in chunks:
+        for piece in _pieces(shard, chunk):
+            lane.send(piece)
+            used += len(piece.room)
+            hook()
+        sums.append(chunk[1].clone())
+    return used, torch.equal(lane.arrived(), torch.cat(sums))
 
 
-def _local(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Iterator[Chunk]:
+def _pieces(shard: Shard, chunk: Chunk) -> Iterator[Piece]:
+    part, _, raw = chunk
+    room = shard.part(part.tensor, part.slice).reshape(-1).view(torch.uint8)
+    for first in range(0, part.bytes, STAGE):
+        last = min(first + STAGE, part.bytes)
+        begin, end = max(first, part.skip), min(last, part.skip + len(room))
+        yield Piece(room[begin - part.skip : end - part.skip], raw[first:last], begin - first)
+
+
+Answer = tuple[Iterator[Chunk], Callable[[], bool]]
+"""What was asked for; and whether it is still there, to be asked when all of it was used."""
+
+
+def _local(wire: Wire, holding: Holding, ranges: Sequence[Range], own: Region | None) -> Answer:
     """From the keeper's own memory, which is this node's."""
     wire.send(_request("where", holding))
     answer = wire.head()
     if answer["descriptor"] < 0:
         raise StateMissing("it is not there any more")
-    region = Region.of_process(answer["pid"], answer["descriptor"])
+    region = own or Region.of_process(answer["pid"], answer["descriptor"])
     slot = region.find(_copy(holding))
     if slot is None:
         raise StateMissing("it was overwritten")
     data = torch.frombuffer(region.data(slot), dtype=torch.uint8)
     sums = torch.frombuffer(region.digests(slot), dtype=torch.int64)
-    for part in ranges:
-        yield part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]
-    if region.find(_copy(holding)) != slot:
-        raise StateMissing("it was overwritten meanwhile")
+    chunks = ((part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]) for part in ranges)
+    return chunks, lambda: region.find(_copy(holding)) == slot
 
 
-def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Iterator[Chunk]:
+def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Answer:
     """Over the wire, in order."""
     wire.send(_request("read", holding) | {"ranges": [[part.offset, part.bytes, part.block, part.blocks] for part in ranges]})
     if not wire.head()["found"]:
         raise StateMissing("it is not there any more")
-    for part in ranges:
-        sums, raw = wire.receive(part.blocks * WORD), wire.receive(part.bytes)
-        yield part, torch.frombuffer(sums, dtype=torch.int64), torch.frombuffer(raw, dtype=torch.uint8)
-    if not wire.head()["still"]:
-        raise StateMissing("it was overwritten meanwhile")
+
+    def chunks() -> Iterator[Chunk]:
+        for part in ranges:
+            sums, raw = wire.receive(part.blocks * WORD), wire.receive(part.bytes)
+            yield part, torch.frombuffer(sums, dtype=torch.int64), torch.frombuffer(raw, dtype=torch.uint8)
+
+    return chunks(), lambda: bool(wire.head()["still"])
 
 
 def _request(ask: str, holding: Holding) -> dict[str, Any]:

@@ -7,6 +7,7 @@ messages.  What a member holds already it copies from its own memory.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,7 +21,8 @@ from elastic.ids import WorkerId
 from elastic.imports import load
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Move, missing, moves
-from elastic.train.from_hosts import read
+from elastic.train.from_hosts import Access, read
+from elastic.train.lane import Lane
 from elastic.train.state import DTYPES, Shard, State
 from elastic.train.step import Session
 from storage.checkpoints import Checkpoints
@@ -45,14 +47,19 @@ class Healing:
         if plan.tier != "init":
             self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
         if any(move.keeper and move.destination == worker for move in self.moves):
+            on_device = state.world.device.type == "cuda"
+            self._after = torch.cuda.current_stream().record_event() if on_device else None  # its memory may be in use until then
             threading.Thread(target=self._read, name="copies", daemon=True).start()
         else:
             self._reading.set_result(0)
 
     def _read(self) -> None:
         try:
-            shard, tensors, secret = self.state.shard, self.state.tensors, self.session.secret
-            self._reading.set_result(read(shard, tensors, self.plan, self.worker, self.moves, secret, self.leave_if_over))
+            copier, state = self.session.copier, self.state
+            access = Access(self.worker, self.session.secret, copier.region if copier else None)
+            with Lane(state.world.device, self._after) as lane:
+                used = read(state.shard, state.tensors, self.plan, access, self.moves, lane, self.leave_if_over)
+            self._reading.set_result(used)
         except Exception as error:  # raised where it is waited for
             self._reading.set_exception(error)
 
@@ -193,7 +200,9 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
             raise StateMissing(f"the checkpoint of {plan.version} holds {found} where the model has {tensor}; was the model changed?")
     for part, raw in reader.read([part for part in wanted if part.count]):
         tensor = by_name[part.kind, part.name]
-        value = torch.frombuffer(bytearray(raw), dtype=DTYPES[tensor.dtype]).view(part.shape)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it written to
+            value = torch.frombuffer(raw, dtype=DTYPES[tensor.dtype]).view(part.shape)
         state.shard.part(tensor, part).copy_(value)
         hook()
     return reader.bytes_read

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -36,13 +35,16 @@ from blake3 import blake3
 from ray.cluster_utils import Cluster
 
 from actors import cluster
+from actors.processes import log_file
 from elastic.data.prepare import prepare
 from elastic.job import Job
 from elastic.report.recoveries import Recovery, recoveries
 from elastic.report.story import Line, StepLine
 from elastic.runs import Run
+from elastic.train.counters import FOLDER as SEGMENTS
+from elastic.train.counters import Counters
 from storage.checkpoints import MANIFEST
-from tests.benchmarks.gpu_scenarios import DEADLINES, Killer, Scenario, scenarios
+from tests.benchmarks.gpu_scenarios import DEADLINES, Killer, Scenario, memory_of, scenarios
 from tests.benchmarks.peers.nodes import VARIABLES
 from tests.support.chaos import trial
 from tests.support.processes import children
@@ -63,7 +65,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"model": {"dim": 64, "layers": 3, "heads": 2}, "seq_len": 64, "steps": 60},
 }
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-TAIL = 20
+TAIL = 120
 """Lines of a log of a run that was given up."""
 PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "first_microbatch_s", "next_commit_s", "fence_answer_s")
 
@@ -93,11 +95,12 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, changes: Mappin
 
 def content_hash(job: Job) -> str:
     """blake3 over every tensor of the newest checkpoint, in order of name, whatever shards it lies in."""
-    run, digest = Run.open(job), blake3()
+    run, digest = Run.open(job), blake3(max_threads=blake3.AUTO)
     reader = run.checkpoints.open(run.version_at(job.steps))
     for tensor in sorted(reader.tensors()):
         for _, data in reader.read([tensor.whole()]):
-            digest.update(f"{tensor.kind}/{tensor.name}".encode() + data)
+            digest.update(f"{tensor.kind}/{tensor.name}".encode())
+            digest.update(data)
     return str(digest.hexdigest())[:16]
 
 
@@ -142,18 +145,6 @@ def kills_of(killer: Killer, changes: Sequence[Recovery], answers: Sequence[Mapp
     return rows
 
 
-def memory_of(job: Job) -> dict[str, list[list[int]]]:
-    """MiB allocated and reserved by each process, oldest first, as it said every tenth step."""
-    found: dict[str, list[list[int]]] = {}
-    for log in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log")):
-        said = re.findall(
-            r"^memory: (\S+) generation \d+ step \d+ allocated (\d+) reserved (\d+)", log.read_text(errors="replace"), re.MULTILINE
-        )
-        for worker, used, kept in said:
-            found.setdefault(worker, []).append([int(used) >> 20, int(kept) >> 20])
-    return found
-
-
 def tell(line: Line) -> None:
     """While it happens: a run that has to be given up tells how far it came."""
     if not isinstance(line, StepLine):
@@ -163,10 +154,17 @@ def tell(line: Line) -> None:
 
 
 def give_up(folder: Path, name: str) -> None:
-    """The end of every log, and of every process: nothing is left on the GPUs for whoever comes next."""
+    """Where everybody stands, the end of every log, and of every process: nothing is left on the GPUs for whoever comes next."""
     print(f"== {name}: not over in time", flush=True)
-    for log in sorted((folder / "bucket").glob("*/logs/*/*.log")):
-        print(f"==== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:]), flush=True)
+    living = sorted(SEGMENTS.glob("elastic-*-w*"))
+    for each in living:
+        with contextlib.suppress(OSError):
+            os.kill(Counters(each, create=False)["pid"], signal.SIGUSR1)
+    time.sleep(2)
+    logs = [log_file(*each.name.removeprefix("elastic-").rsplit("-", 1)) for each in living]
+    for log in sorted({*logs, *(folder / "bucket").glob("*/logs/*/*.log")}):
+        with contextlib.suppress(OSError):
+            print(f"==== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:]), flush=True)
     for pid in reversed(children(os.getpid())):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -192,7 +190,6 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
     steady = [b.at - a.at for a, b in pairwise(lines[4:]) if a.generation == b.generation]
     work = done.witness.total("microbatches_run")
     found |= {
-        "hash": content_hash(job),
         "losses": [done.losses[0], done.losses[-1]],
         "step_s": statistics.median(steady) if steady else None,
         "generations": done.witness.generation,
@@ -246,7 +243,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sockets", action="store_true")
     parser.add_argument("--reference", help="hash of an undisturbed run with the same --size and --steps; default: the first run's")
     parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later")
-    parser.add_argument("--limit", type=float, default=600, help="seconds after which a scenario is given up, and all with it")
+    parser.add_argument("--limit", type=float, default=600, help="seconds after which a run is given up, and all with it")
+    parser.add_argument("--bits", action=argparse.BooleanOptionalAction, default=True, help="compare them; large ones take minutes to read")
     parser.add_argument("--work", type=Path, help="folder for buckets; default: a temporary one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()
@@ -302,6 +300,9 @@ def main() -> None:
             table.append(measure(name, known[name], job))
         finally:
             late.cancel()
+        target.write_text(json.dumps({"about": about, "scenarios": table}, indent=1) + "\n")  # whatever becomes of the bits
+        if options.bits and table[-1]["state"] == "Finished":
+            table[-1]["hash"] = content_hash(job)
         reference = options.reference or table[0].get("hash")
         compared = reference is not None and (number > 0 or options.reference is not None)
         table[-1]["same_bits"] = table[-1].get("hash") == reference if compared else None

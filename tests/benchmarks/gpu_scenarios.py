@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from elastic.job import Job
 from elastic.report.story import StepLine
 from tests.support.chaos import Trial, Witness
 from tests.support.mischief import STEP
@@ -31,8 +34,20 @@ class Kill:
 class Killer:
     """Strikes the newest worker each time all ``workers`` have stepped together, in the middle of a step's microbatches."""
 
-    def __init__(self, workers: int, kills: int, after: int, until: int, kind: signal.Signals = signal.SIGKILL, *, spares: int = 0) -> None:
+    def __init__(
+        self,
+        workers: int,
+        kills: int,
+        after: int,
+        until: int,
+        kind: signal.Signals = signal.SIGKILL,
+        *,
+        spares: int = 0,
+        copy_every: int = 1,
+    ) -> None:
         self.workers, self.wanted, self.after, self.until, self.kind, self.spares = workers, kills, after, until, kind, spares
+        self.copy_every = copy_every
+        """A strike falls into a step that began with a copy."""
         self.kills: list[Kill] = []
         self.ready: Callable[[], bool] = lambda: True
         """Is there what the scenario heals from?"""
@@ -55,7 +70,7 @@ class Killer:
         if view.unprotected_since is not None or not self.ready():
             return False
         middle = counters["microbatch"] >= 1 and counters["collective"] == 0 and counters["generation"] == view.generation
-        if middle and view.step >= max(self.whole[1] + 3, self.after):
+        if middle and counters["step"] % self.copy_every == 0 and view.step >= max(self.whole[1] + 3, self.after):
             self.kills.append(Kill(view.generation, time.time(), counters["step"] + 1, counters["microbatch"]))
             victim.process.kill(self.kind)
         return False
@@ -93,16 +108,9 @@ class Scenario:
     """It heals from a checkpoint: nobody is struck before there is one."""
 
 
-def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
-    """For so many GPUs.  Live healing needs replicas: 2 × world/2."""
-    last, half = world - 1, max(world // 2, 1)
-    replicas = {"parallel": {"dp_replicate": "auto", "min_shard": half}}
-    shards = {"parallel": {"dp_replicate": 1}}
-    none = {"copies": {"copy_every": 0}}
-    saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
-    spare = {"workers": {"min": 1, "max": max(last, 1), "spares": 1}}
-    seldom = {"deadlines": DEADLINES | {"stall_s": 5, "fence_s": 3}}
-    early, late = steps // 4 + 4, steps - 5
+def faults(world: int) -> tuple[list[dict[str, Any]], ...]:
+    """A chain of one in each generation; the same one again and again; a rank that freezes in the commit; one that is killed in forward."""
+    last = world - 1
 
     def fault(point: str, step: int, generation: int, rank: int, kind: str = "SIGKILL") -> dict[str, Any]:
         return {"point": point, "step": step, "generation": generation, "world_rank": rank, "kind": kind}
@@ -117,8 +125,27 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
         fault("before_update", 18, 7, 0, "exit"),
         fault("in_update", 22, 8, 0),
     ]
+    again = [fault("backward", 10 * number + 5, number + 1, number % world, "exception") for number in range(AGAIN)]
     frozen = [fault("before_commit", STEP, 1, last, "SIGSTOP")]
     killed = [fault("forward", STEP, 1, last)]  # while rank 0 sleeps: its replica needs nothing of rank 0 yet
+    return chain, again, frozen, killed
+
+
+def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
+    """For so many GPUs.  Live healing needs replicas: 2 × world/2."""
+    last, half = world - 1, max(world // 2, 1)
+    replicas = {"parallel": {"dp_replicate": "auto", "min_shard": half}}
+    shards = {"parallel": {"dp_replicate": 1}}
+    copies = shards | {
+        "workers": {"min": max(last, 1), "max": world}
+    }  # no smaller world: a slot has room for the largest shard there may be
+    none = {"copies": {"copy_every": 0}}
+    saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
+    spare = {"workers": {"min": max(last - 1, 1), "max": max(last, 1), "spares": 1}}
+    seldom = {"deadlines": DEADLINES | {"stall_s": 5, "fence_s": 3}}
+    early, late = steps // 4 + 4, steps - 5
+
+    chain, again, frozen, killed = faults(world)
     return {
         "undisturbed": Scenario(f"2×{half}, nothing happens", replicas),
         "fewer": Scenario(f"{max(last, 1)} of {world} workers, nothing happens", {"workers": {"min": max(last, 1), "max": max(last, 1)}}),
@@ -126,10 +153,16 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
         "shards": Scenario(
             f"1×{world}, SIGKILL, healed from the bucket, and back", shards | saves, Killer(world, kills, early, late), from_bucket=True
         ),
-        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", shards),
+        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", copies),
         "uncopied": Scenario(f"1×{world}, nothing happens, no copies", shards | none),
-        "alternate": Scenario(f"1×{world}, copies after every other step", shards | {"copies": {"copy_every": 2}}, check=beside_copies),
-        "host": Scenario(f"1×{world}, SIGKILL, healed from copies in host memory, and back", shards, Killer(world, kills, 5, late)),
+        "alternate": Scenario(f"1×{world}, copies after every other step", copies | {"copies": {"copy_every": 2}}, check=beside_copies),
+        "both": Scenario(
+            f"1×{world}, copies after every other step, at the end SIGKILL, healed from host memory",
+            copies | {"copies": {"copy_every": 2}},
+            Killer(world, 1, steps - 8, late, copy_every=2),
+            check=beside_copies,
+        ),
+        "host": Scenario(f"1×{world}, SIGKILL, healed from copies in host memory, and back", copies, Killer(world, kills, 5, late)),
         "spare": Scenario(
             f"1×{max(last, 1)} and a spare, SIGKILL, healed from host memory",
             shards | spare,
@@ -146,6 +179,9 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
             replicas | seldom | {"faults": frozen, "loss": "tests.support.mischief:early_abort"},
             check=nobody_applied,
         ),
+        "again": Scenario(
+            f"1×{world}, copies after every step, {AGAIN} recoveries in place", shards | {"faults": again}, check=no_more_memory
+        ),
         "gil": Scenario(
             "a rank is killed while rank 0 keeps the GIL for 3 s",
             replicas | {"faults": killed, "loss": "tests.support.mischief:holding_the_gil"},
@@ -153,6 +189,7 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
     }
 
 
+AGAIN = 20
 DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10, "stop_s": 300}
 
 
@@ -165,6 +202,23 @@ def beside_copies(done: Trial) -> dict[str, Any]:
             beside[done.ledger[other.step].copied_through == one.step].append(other.at - one.at)
     with_s, without_s = (statistics.median(beside[copied]) for copied in (True, False))
     return {"beside_a_copy_s": beside[True], "without_s": beside[False], "throughput": without_s / with_s}
+
+
+def memory_of(job: Job) -> dict[str, list[list[int]]]:
+    """MiB allocated and reserved on the device, resident on the host, and allocated at most so far; by process, every tenth step."""
+    found: dict[str, list[list[int]]] = {}
+    said = re.compile(r"^memory: (\S+) generation \d+ step \d+ allocated (\d+) reserved (\d+) resident (\d+) peak (\d+)", re.MULTILINE)
+    for log in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log")):
+        for worker, *amounts in said.findall(log.read_text(errors="replace")):
+            found.setdefault(worker, []).append([int(amount) >> 20 for amount in amounts])
+    return found
+
+
+def no_more_memory(done: Trial) -> dict[str, Any]:
+    """What the last three of a run's worlds take beyond the third to the fifth, in any process: MiB allocated, reserved, resident."""
+    taken = list(memory_of(done.job).values())
+    more = [max(max(row[kind] for row in rows[-3:]) - max(row[kind] for row in rows[2:5]) for rows in taken) for kind in range(3)]
+    return {"more_memory_mib": more, "worlds": done.witness.generation}
 
 
 def deaths(done: Trial) -> dict[str, Any]:

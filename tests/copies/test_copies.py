@@ -24,9 +24,11 @@ from elastic.plan.copies import REMEMBERED, CopyRule
 from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding, moves
+from elastic.train import from_hosts
 from elastic.train.copier import Copier
-from elastic.train.from_hosts import read
+from elastic.train.from_hosts import Access, read
 from elastic.train.heal import nothing
+from elastic.train.lane import STAGE, Lane
 from elastic.train.state import DTYPES, Shard
 from storage.slices import Tensor, shard_slice
 
@@ -126,13 +128,19 @@ def heal(plan: Plan, worker: WorkerId) -> tuple[Shard, int]:
     index = plan.layout.coordinates(plan.world_rank(worker))[1]
     shard = empty(plan.version, plan.layout.dp_shard, index)
     todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
-    return shard, read(shard, TENSORS, plan, worker, todo, SECRET, nothing)
+    with Lane(torch.device("cpu"), None) as lane:
+        return shard, read(shard, TENSORS, plan, Access(worker, SECRET), todo, lane, nothing)
 
 
 @pytest.mark.parametrize("new", [Layout(1, 1), Layout(1, 3), Layout(2, 2), Layout(1, 4)], ids=str)
 @pytest.mark.parametrize("per_node", [1, 2, 4])
-def test_any_world_is_filled_from_copies_alone(new: Layout, per_node: int) -> None:
-    """1×4 on one, two or four nodes; everybody died, newcomers read from their own node's memory and over sockets."""
+@pytest.mark.parametrize("stage", [BLOCK, STAGE])
+def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, new: Layout, per_node: int, stage: int) -> None:
+    """1×4 on one, two or four nodes; everybody died, newcomers read from their own node's memory and over sockets.
+
+    In pieces of one block, or all of a tensor at once.
+    """
+    monkeypatch.setattr(from_hosts, "STAGE", stage)
     with cluster(Layout(1, 4), per_node) as (plan, nodes):
         enter(plan, nodes)
         held = [holding for node in nodes for holding in node.stock.held()]

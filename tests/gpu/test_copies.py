@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 
 from elastic.control.copying import Copy
-from elastic.copies.region import Region, frame
+from elastic.copies.region import BLOCK, Region, frame
+from elastic.copies.stock import Stock
+from elastic.errors import CopyLost
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
+from elastic.plan.transfer import moves
+from elastic.train import from_hosts
 from elastic.train.copier import Copier
+from elastic.train.from_hosts import Access
+from elastic.train.heal import nothing
+from elastic.train.lane import Lane
 from elastic.train.state import Shard
-from tests.copies.test_copies import AT, AUTO, TENSORS, outcome, shard_of
+from tests.copies.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -33,8 +42,9 @@ def copier_on(device: str) -> Copier:
 
 
 def at(step: int, device: str) -> Shard:
+    """As in a worker: the number of updates is on the host."""
     shard = shard_of(Version(step, AT.generation), 1, 0)
-    return Shard(shard.version, 1, 0, {key: value.to(device) for key, value in shard.values.items()})
+    return Shard(shard.version, 1, 0, {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()})
 
 
 def sleep_cycles() -> int:
@@ -84,6 +94,32 @@ def test_a_copy_is_none_until_it_is_done_and_holds_up_the_device_but_not_the_hos
     took_s, held_up_s = copier._way.measured()
     assert took_s is not None and took_s < SLEEP_S and 0.5 * SLEEP_S < held_up_s < 2 * SLEEP_S
     assert copier._way.measured() == (None, 0.0), "each copy is told of once"
+
+
+@pytest.mark.parametrize("worker", ["w0", "w1"], ids=["from its own pinned memory", "from that of another one"])
+def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(monkeypatch: pytest.MonkeyPatch, worker: str) -> None:
+    monkeypatch.setattr(from_hosts, "STAGE", BLOCK)
+    copier = copier_on("cuda")
+    copier.enter(PLAN, WorkerId("w0"), at(AT.step, "cuda"))
+    copier.settle()
+    torch.cuda.synchronize()
+    with closing(Stock(NodeId("n"), "127.0.0.1", SECRET)) as stock:
+        stock.adopt(WorkerId("w0"), os.getpid(), copier.region.descriptor)
+        places = {"nodes": (NodeId("n"),), "hosts": ((NodeId("n"), stock.address),)}
+        plan = replace(PLAN, generation=3, members=(WorkerId(worker),), tier="host", holders=tuple(stock.held()), **places)
+        todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
+        access = Access(WorkerId(worker), SECRET, copier.region)
+        shard = at(AT.step + 1, "cuda")
+
+        def fill() -> int:
+            with Lane(torch.device("cuda"), torch.cuda.current_stream().record_event()) as lane:
+                return from_hosts.read(shard, TENSORS, plan, access, todo, lane, nothing)
+
+        assert fill() == sum(value.nbytes for value in shard.values.values()) and equal(shard, at(AT.step, "cuda"))
+        (slot,) = [slot for slot, held in enumerate(copier.region.all_held()) if held is not None]
+        copier.region.data(slot)[3 * BLOCK] ^= 1
+        with pytest.raises(CopyLost, match="digests differ"):
+            fill()
 
 
 def test_a_world_that_breaks_before_its_copy_was_waited_for_leaves_nothing_to_measure() -> None:

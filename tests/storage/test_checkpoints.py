@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -21,6 +23,7 @@ from storage.shards import ITEM_BYTES
 from storage.slices import Slice, Tensor, Version
 from tests.storage.states import TENSORS, cut, part_of, save, state_of, write
 from tests.storage.test_cover import boxes, tilings
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.fast
 V = Version(10, 2)
@@ -91,6 +94,36 @@ def test_reading_in_the_saved_layout_reads_nothing_twice(checkpoints: Checkpoint
         parts = dict(reader.read([row.slice for row in receipt.rows]))
         assert parts == {row.slice: cut(state, row.tensor, row.slice) for row in receipt.rows}
         assert reader.bytes_read - before == sum(row.last - row.first for row in receipt.rows)
+
+
+@pytest.mark.parametrize(("room", "together", "comes"), [(2**29, 4, True), (1, 1, True), (1, 2, False)])
+def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch, room: int, together: int, comes: bool
+) -> None:
+    """The store answers once so many ask: more than there is room for never do."""
+    barrier = threading.Barrier(together)
+
+    class Together(ObjectStore):
+        waits = False
+
+        def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+            if self.waits:
+                barrier.wait(PATIENCE_S if comes else 0.5)
+            return super().get(key, start, stop)
+
+    monkeypatch.setattr("storage.reader.FETCH_BYTES", 1)  # each slice by itself
+    monkeypatch.setattr("storage.reader.AHEAD_BYTES", room)
+    state, checkpoints = state_of(TENSORS, seed=4), fresh()
+    save(checkpoints, V, state, 2)
+    store = Together(checkpoints.store.filesystem, checkpoints.store.root)
+    reader = Checkpoints(store, "run").open(V)
+    rows = [row for row in reader.rows if row.last > row.first]
+    rows = rows[: len(rows) // together * together]
+    assert len(rows) >= 4
+    store.waits = True
+    with nullcontext() if comes else pytest.raises(threading.BrokenBarrierError):
+        found = dict(reader.read([row.slice for row in rows]))
+        assert found == {row.slice: cut(state, row.tensor, row.slice) for row in rows}
 
 
 def test_neighbours_are_fetched_together(checkpoints: Checkpoints) -> None:

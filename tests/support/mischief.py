@@ -10,6 +10,8 @@ import gc
 import threading
 import time
 from functools import cache
+from mmap import PAGESIZE
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,14 +34,20 @@ def trainer() -> Trainer:
 
 
 def watched(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The usual loss; every tenth step says, in the worker's log, how much device memory is in use."""
+    """The usual loss; every tenth step says, in the worker's log, how much memory is in use."""
     me = trainer()
     world, step = me.world, me.session.faults.step
     if world is None:  # warming up
         return next_token(model, batch)
-    if torch.cuda.is_available() and step % 10 == 0 and _first(f"memory {step}", world.generation):
-        used, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        print(f"memory: {me.worker} generation {world.generation} step {step} allocated {used} reserved {kept}", flush=True)
+    if step % 10 == 0 and _first(f"memory {step}", world.generation):
+        used, kept, most = (
+            (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
+            if torch.cuda.is_available()
+            else (0, 0, 0)
+        )
+        here = int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
+        amounts = f"allocated {used} reserved {kept} resident {here} peak {most}"
+        print(f"memory: {me.worker} generation {world.generation} step {step} {amounts}", flush=True)
     return next_token(model, batch)
 
 

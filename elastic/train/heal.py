@@ -23,7 +23,7 @@ from elastic.plan.plan import Plan
 from elastic.plan.transfer import Move, missing, moves
 from elastic.train.from_hosts import Access, read
 from elastic.train.lane import Lane
-from elastic.train.state import DTYPES, Shard, State
+from elastic.train.state import BUFFERS, DTYPES, Shard, State
 from elastic.train.step import Session
 from storage.checkpoints import Checkpoints
 from storage.slices import Slice, Tensor, shard_slice
@@ -87,7 +87,7 @@ def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
         sources = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor in state.tensors:
         value = state.shard.values[tensor.kind, tensor.name]
-        if tensor.kind not in ("parameter", "buffer", "constant"):
+        if tensor.kind not in ("parameter", *BUFFERS):
             value.zero_()
             continue
         whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=state.world.device)

@@ -32,6 +32,9 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 UPDATES = Tensor("updates", "scalar", "F32", ())
 
+BUFFERS = ("buffer", "constant")
+"""Kinds of them: those that the model saves, and those that it does not."""
+
 Key = tuple[str, str]
 """(kind, name) of a tensor."""
 
@@ -127,7 +130,7 @@ class State:
             match tensor.kind:
                 case "parameter":
                     value = local[tensor.name]
-                case "buffer" | "constant":
+                case kind if kind in BUFFERS:
                     value = buffers[tensor.name]
                 case "scalar":
                     value = self.optimizer.updates
@@ -135,6 +138,10 @@ class State:
                     value = self.optimizer.moment(moment.removeprefix("moment."), tensor.name)
             values[tensor.kind, tensor.name] = value.detach()
         return values
+
+    def buffer_versions(self) -> dict[str, int]:
+        """By name, how often each buffer was written to."""
+        return {name: value._version for (kind, name), value in self.shard.values.items() if kind in BUFFERS}
 
     def grads(self) -> dict[str, torch.Tensor]:
         """This member's shard of the summed gradient, by name.  A parameter that was not used has zeros."""

@@ -17,6 +17,7 @@ from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.fold import squared_norm
 from elastic.engine.world import TO_HOST, World, all_gather
+from elastic.errors import ModelError
 from elastic.job import Job
 from elastic.plan.batch import active, rounds
 from elastic.train.copier import Copier
@@ -97,7 +98,9 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
         session.faults.aim(step)
         torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))
+        before = state.buffer_versions()
         loss, count = session.loss(state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
+        _refuse_changes(before, state)
         if session.copier is not None:
             session.copier.launch()
         (loss if index is not None else loss * 0).backward()
@@ -109,6 +112,16 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.counters.at("reads data")
         session.computing = ""
     return share
+
+
+def _refuse_changes(before: dict[str, int], state: State) -> None:
+    for name, version in state.buffer_versions().items():
+        if version != before[name]:
+            raise ModelError(
+                f"forward changed the buffer {name!r} of {state.job.model!r}: what it holds then depends on which worker computed which "
+                f"microbatch, and a world of another size would train another model; keep such a buffer out of the model, "
+                f"and use LayerNorm, RMSNorm or GroupNorm where it is BatchNorm's"
+            )
 
 
 def microbatch_seed(seed: int, step: int, microbatch: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,8 @@ from elastic.train.state import State, build_model, tensors_of
 from tests.engine.conftest import STEPS
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, finish, train
-from tests.support.toys import own, toy_job
+from tests.support.segments import Trained, finish, member, train
+from tests.support.toys import Own, own, toy_job
 
 BROKE_AT = 2
 
@@ -118,6 +120,34 @@ def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
     job = toy_job(tmp_path, model="tests.engine.test_heal:complex_numbers", model_args={})
     with pytest.raises(ModelError, match=r"'turns' of 'tests\.engine\.test_heal:complex_numbers' is torch\.complex64, .*view_as_real"):
         build_model(job)
+
+
+class Normalising(Own):
+    """Its running statistics are of whatever was computed here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(29)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.norm(super().forward(tokens).transpose(1, 2)).transpose(1, 2)
+        return logits
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_buffer_that_forward_changes_is_refused(tmp_path: Path, refused: bool) -> None:
+    """Another layout would give it another value."""
+    model = "Normalising" if refused else "own"
+    job = toy_job(tmp_path, model=f"tests.engine.test_heal:{model}", model_args={})
+    world = World.alone(torch.device("cpu"))
+    try:
+        with member(world, job, Version(0, 0)) as me, pytest.raises(ModelError) if refused else nullcontext() as error:
+            me.step()
+    finally:
+        world.close()
+    if error is not None:
+        assert re.search(r"forward changed the buffer 'norm\.(running_mean|num_batches_tracked)' of .*BatchNorm", str(error.value))
 
 
 def half_healed(world: World) -> tuple[str, str] | None:

@@ -54,7 +54,7 @@ def _mark(marks: dict[str, Any], record: Mapping[str, Any]) -> None:
         names = {name: action for name, action in names.items() if name == "Fence"}
     if "Fence" in names and "go" in marks:  # the new world broke before its first commit: another recovery begins
         marks.clear()
-    if {"Fence", "Pause"} & names.keys() and "known" not in marks:
+    if {"Fence", "Pause", "TakeStock"} & names.keys() and "known" not in marks:  # where all are lost, nobody is fenced
         marks.update(known=at, reason=record["reason"], planned="Pause" in names)
     if "Form" in names:
         marks.update(formed=at, generation=names["Form"]["plan"]["generation"], here=at, form=0.0, heal=0.0)

@@ -1,0 +1,43 @@
+"""Where the time of a recovery went, from the journal's records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.report.recoveries import recoveries
+
+pytestmark = pytest.mark.fast
+
+
+def record(at: float, kind: str, *actions: str, **event: Any) -> dict[str, Any]:
+    plan = {"plan": {"generation": 2}}
+    return {"at": at, "reason": kind, "event": {"$": kind, **event}, "actions": [{"$": name, **plan} for name in actions]}
+
+
+@pytest.mark.parametrize(("first", "planned"), [("Fence", False), ("TakeStock", False), ("Pause", True)])
+def test_each_phase_is_told_apart(first: str, planned: bool) -> None:
+    """TakeStock: all are lost, so that nobody is fenced, and keepers are asked."""
+    records = [
+        record(10.0, "Lost" if not planned else "Joined", first),
+        record(10.5, "Beat", "Form"),
+        record(11.0, "Here"),
+        record(13.0, "Ready", "Go", form_s=0.25, heal_s=(1.5).hex()),
+        record(17.0, "StepDone"),
+        record(18.0, "StepDone"),
+    ]
+    (found,) = recoveries(records)
+    assert (found.generation, found.planned, found.known_at, found.committed_at) == (2, planned, 10.0, 17.0)
+    assert (found.decide_s, found.abort_s, found.form_s, found.heal_s, found.go_s, found.step_s) == (0.5, 0.5, 0.25, 1.5, 0.25, 4.0)
+
+
+def test_a_world_that_broke_before_its_first_commit_is_part_of_the_next_recovery() -> None:
+    begun = [record(10.0, "Lost", "Fence"), record(10.5, "Fenced", "Form"), record(11.0, "Ready", "Go", form_s=0.1, heal_s=0.1)]
+    again = [
+        record(12.0, "Lost", "Fence"),
+        record(12.5, "Fenced", "Form"),
+        record(13.0, "Ready", "Go", form_s=0.1, heal_s=0.1),
+        record(14.0, "StepDone"),
+    ]
+    assert [each.known_at for each in recoveries(begun + again)] == [12.0]

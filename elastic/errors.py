@@ -6,7 +6,8 @@
     │   ├── ModelError           the model does not keep its contract
     │   └── DataError            the dataset does not, or it cannot be read
     ├── WorldBroken          2   a collective failed: a peer is gone, or the world was aborted under us
-    │   └── CopyLost             a keeper's copy that the plan counts on cannot be read
+    │   ├── CopyLost             a keeper's copy that the plan counts on cannot be read
+    │   └── AbortStuck           the abort of the world before does not end in this process
     ├── FencedOff            2   this worker may apply nothing more in a generation
     ├── StateMissing         2   state that the plan counts on is not where it says
     ├── WireError            2   the other end of a direct socket is gone, or a stranger
@@ -57,6 +58,10 @@ class CopyLost(WorldBroken):
     def __init__(self, message: str, keeper: str = "") -> None:
         super().__init__(message)
         self.keeper = keeper
+
+
+class AbortStuck(WorldBroken):
+    """The abort of a world does not end in this process, which can therefore be in no other one."""
 
 
 class FencedOff(ElasticError):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.control.commit import BadRecord
-from elastic.errors import CopyLost, FencedOff, WorldBroken
+from elastic.errors import AbortStuck, CopyLost, FencedOff, WorldBroken
 from storage.errors import Damaged, StorageError
 
 OURS = ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/copies/")
@@ -39,6 +39,8 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
         ask_device()
     except RuntimeError as sticky:
         return "device", str(sticky).partition("\n")[0]
+    if isinstance(error, AbortStuck):
+        return "device", str(error)
     if forming and isinstance(error, torch.OutOfMemoryError):
         return "device", _signature(error)
     if isinstance(error, Damaged):

@@ -24,7 +24,7 @@ from elastic.control.commit import BEHIND, GO_ON, PAUSE, SAVE_AND_PAUSE, CommitS
 from elastic.control.events import Attached, Broken, Event, Here, Ready, StepDone
 from elastic.control.saving import begins, due
 from elastic.engine.world import World
-from elastic.errors import FencedOff
+from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
 from elastic.train.blame import classify, touch
@@ -45,6 +45,8 @@ waiting for a bucket that is down."""
 WITNESS_S = 0.05
 """For the flight recorder to say what is in flight, before it is aborted."""
 SHOWN = 8
+ABORT_S = 15.0
+"""For an abort, which takes a second or two on a device that has much to do; in a process where it takes longer, something is stuck."""
 RUN_TIMEOUT_S = 24 * 3600.0
 """Of collectives: never the way a loss is noticed."""
 
@@ -263,7 +265,9 @@ class Trainer:
         met = time.monotonic()
         state = State(self.session.job, world, plan.version)
         if self._abort is not None:
-            self._abort.join()
+            self._abort.join(ABORT_S)
+            if self._abort.is_alive():
+                raise AbortStuck(f"the abort of the world before has not ended within {ABORT_S:g} s")
         built = time.monotonic()
         healing = Healing(state, plan, self.worker, self.session, partial(self._leave_if_fenced, plan))
         world.connect(self._form_s, RUN_TIMEOUT_S)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 from elastic.control.commit import PAUSE
-from elastic.control.events import Here, Ready, StepDone
+from elastic.control.events import Broken, Here, Ready, StepDone
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -95,6 +95,23 @@ def test_a_plan_that_was_not_entered_is_void_for_the_next_coordinator(
         trainer.exit()
         trainer.run()
     assert [event.generation for event in events if isinstance(event, Here)] == entered
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_process_in_which_an_abort_does_not_end_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: bool) -> None:
+    """It says so, long before the forming deadline, and is replaced.  The control: the abort ends while the next world is built."""
+    monkeypatch.setattr("elastic.train.loop.ABORT_S", 0.2 if not ends else PATIENCE_S)
+    events: list[Any] = []
+    stuck = Event()
+    with trainer_of(toy_job(tmp_path), events.append) as trainer:
+        trainer._abort = Thread(target=stuck.wait, args=(0.5 if ends else None,), daemon=True)
+        trainer._abort.start()
+        trainer.exit()
+        trainer.run()
+    stuck.set()
+    broken = [event for event in events if isinstance(event, Broken)]
+    assert [(event.cause, "has not ended" in event.signature) for event in broken] == ([] if ends else [("device", True)])
+    assert sum(isinstance(event, Ready) for event in events) == ends
 
 
 def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None:

@@ -37,11 +37,10 @@ def form(turn: Turn) -> None:
             turn.say(f"wait: what {count(len(keepers), 'keeper')} of {len(run.keepers)} hold may be newer than step {plan.version.step}")
         return
     given_up = lineage.abandoned(run.lineage, plan.version)
-    kept = stock.line_of(run, plan.version)
     turn.know(
         generation=plan.generation,
-        lineage=kept,
-        saves=tuple(each for each in run.saves if lineage.contains(kept, each.version)),
+        lineage=plan.lineage,
+        saves=tuple(each for each in run.saves if lineage.contains(plan.lineage, each.version)),
         last=None if given_up else run.last,
         untold=(),
         seats=plan.members,

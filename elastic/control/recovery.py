@@ -5,8 +5,9 @@ more: every action is safe to do twice.  Whatever was told to the dead one, and 
 nothing ends because of a coordinator's death: a world that steps is still that world.
 
 Where the journal itself ends too early (its disk and the keepers are gone), a member in a later generation proves it: that generation
-is fenced, and what its members hold says where the run stands.  There may be such a generation of which nobody can say anything, cut off
-together with its coordinator: until its leases have run out none is begun, and the next one gets a number that it cannot have.
+is fenced, its plan says what was committed before it, and what its members hold where the run stands.  There may be such a generation
+of which nobody can say anything, cut off together with its coordinator: until its leases have run out none is begun, and the next one
+gets a number that it cannot have.
 """
 
 from __future__ import annotations
@@ -158,18 +159,13 @@ def attached(turn: Turn, event: Attached) -> None:
 def _catch_up(turn: Turn, plan: Plan) -> None:
     """The journal ends before ``plan`` was made."""
     run = turn.run
-    line = run.lineage
-    if lineage.contains(line, plan.version):
-        line = lineage.cut(line, plan.version)
-    elif plan.version > lineage.tip(line):
-        line = lineage.extended(line, plan.version)
     cause = f"the journal ends in generation {run.generation}, but generation {plan.generation} was begun"
     found = {*run.workers, *run.starting}  # one that is said to start was found too, and will say that it has joined before it answers
     pending = tuple(worker for worker in plan.members if worker in found)
     unheard = tuple(worker for worker in plan.members if worker not in pending)
     state = Stopping(plan, cause, False, pending, turn.now + turn.rules.fence_s, expelled=unheard)
-    saved = tuple(version for version in run.saved if lineage.contains(line, version))  # it gave the others up: one was damaged, say
-    turn.know(generation=plan.generation, lineage=line, saved=saved, seats=plan.members, last=None, saves=())
+    saved = tuple(each for each in run.saved if lineage.contains(plan.lineage, each))  # it gave the others up: one was damaged, say
+    turn.know(generation=plan.generation, lineage=plan.lineage, saved=saved, seats=plan.members, last=None, saves=())
     turn.know(lease_until=turn.now + turn.rules.lease_over_s)
     if isinstance(run.state, Stopping):
         turn.know(state=state)

@@ -82,6 +82,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         buddy_every=rules.buddy_every if paired else 0,
         protected=newest_covered(kept, run.rows) or copied,
         buddied=buddied,
+        lineage=stock.line_of(run, source.version),
     )
 
 

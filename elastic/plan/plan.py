@@ -39,6 +39,8 @@ class Plan:
     """The newest version that keepers' copies alone have complete, as far as is known: not to be overwritten before there is another ..."""
     buddied: Version | None = None
     """... and the newest one that was complete at all buddies."""
+    lineage: tuple[tuple[int, int], ...] = ()
+    """Which generations committed the steps up to ``version``: nobody else may be left who knows."""
 
     def world_rank(self, worker: WorkerId) -> int:
         return self.members.index(worker)

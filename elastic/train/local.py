@@ -92,7 +92,7 @@ class _Local:
         while True:
             version = max(self.saved, default=Version(0, 0))
             self.lineage = lineage.cut(self.lineage, version)
-            self.plan = replace(self.plan, version=version, tier="bucket" if self.saved else "init")
+            self.plan = replace(self.plan, version=version, tier="bucket" if self.saved else "init", lineage=self.lineage)
             self._show_sentence(f"one worker in this process, from {version} ({self.plan.tier})")
             state = State(self.session.job, self.world, version)
             try:

@@ -293,7 +293,7 @@ def test_a_member_of_a_later_generation_proves_that_the_journal_is_too_short(sce
     again = take_over(SCENES[scene].play())
     plan = started(2).plan
     at = again.run.version
-    later = replace(plan, generation=again.generation + 3, version=at, members=tuple(again.run.workers)[:2])
+    later = replace(plan, generation=again.generation + 3, version=at, members=tuple(again.run.workers)[:2], lineage=again.run.lineage)
     again.tell(ev.Attached(later.members[0], later, stepping=True))
     assert isinstance(again.run.state, Stopping) and again.generation == later.generation
     assert again.did(Fence)[0].generation == later.generation

@@ -96,7 +96,7 @@ def test_a_member_of_a_later_generation_says_so() -> None:
     """It is in one that no record was found of: that one is fenced and waited for, and followed by one whose number is free."""
     play = stepping(2)
     plan = play.plan
-    later = Plan(1, 3, plan.layout, plan.members, Version(5, 2), "live", (), plan.store_node)
+    later = Plan(1, 3, plan.layout, plan.members, Version(5, 2), "live", (), plan.store_node, lineage=((1, 4), (2, 5)))
     again = usurped(play)
     again.tell(ev.Attached(WorkerId("w1"), later, stepping=True))
     assert isinstance(again.run.state, Stopping) and again.generation == 3
@@ -105,6 +105,52 @@ def test_a_member_of_a_later_generation_says_so() -> None:
     assert isinstance(again.run.state, Stopping)
     again.later(again.rules.lease_over_s)
     assert isinstance(again.run.state, Forming) and again.plan.generation == 1 + 2 * UNREAD + 1 and again.plan.version == Version(5, 2)
+
+
+def behind(play: Play) -> Play:
+    """Another coordinator takes over, and what ``play`` comes to from here is nowhere to be read."""
+    return usurped(Play(play.rules, play.run))
+
+
+def test_which_generations_committed_the_steps_that_no_journal_has_is_in_the_plan() -> None:
+    """The journal ends at step 2 of the first; that committed two more, the second one, and only the third can be asked."""
+    play = at_step(2, workers=3)
+    again = behind(play)
+    play.steps(3, 4)
+    for last, gone, left in ((4, "w1", ("w2", "w3")), (5, "w2", ("w3",))):
+        play.lose(gone)
+        version = play.run.version
+        assert version.step == last
+        for worker in left:
+            play.answer(worker, version)
+        reformed(play)
+        play.step(last + 1)
+    assert play.run.lineage == ((1, 4), (2, 5), (3, 6))
+    again.tell(ev.Attached(WorkerId("w3"), play.plan, stepping=True))
+    assert again.run.lineage == ((1, 4), (2, 5))
+    again.answer("w3", Version(6, 3), saw=6)
+    assert again.run.lineage == ((1, 4), (2, 5), (3, 6))
+
+
+def test_what_the_journal_has_and_a_later_generation_did_again_is_given_up() -> None:
+    """It ends at step 5; the second generation began from the checkpoint of step 2, and the third after the second's only step."""
+    play = at_step(5)
+    play.run = replace(play.run, saved=(Version(2, 1),))
+    again = behind(play)
+    play.lose("w1")
+    play.answer("w2", None)
+    assert play.plan.version == Version(2, 1)
+    reformed(play)
+    play.step(3)
+    play.join("w3")
+    play.answer("w2", Version(3, 2))
+    reformed(play)
+    play.step(4)
+    assert play.run.lineage == ((1, 2), (2, 3), (3, 4))
+    again.tell(ev.Attached(WorkerId("w2"), play.plan, stepping=True))
+    assert again.run.lineage == ((1, 2), (2, 3)) and again.run.saved == (Version(2, 1),)
+    again.answer("w2", Version(4, 3), saw=4)
+    assert again.run.version == Version(4, 3), "it is fewer steps than the journal knew of, and counts"
 
 
 def test_what_a_later_generation_gave_up_is_no_checkpoint_any_more() -> None:

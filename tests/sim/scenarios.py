@@ -103,6 +103,17 @@ def forgetting(seed: int) -> Scenario:
     return Scenario(rules=replace(rules, max_fruitless=50), faults=(*disks, *deaths, *workers), nodes=2, slots=3)
 
 
+def unshipped(seed: int) -> Scenario:
+    """Worlds come and go while the bucket is down; then their coordinator is cut off with all nodes, and another knows of none of them."""
+    rng = random.Random(seed)
+    at = rng.uniform(11.0, 14.0)
+    down = Fault(rng.uniform(4.0, 6.0), Kind.BUCKET_DOWN, duration_s=at - 2.0, amount=0.9)
+    deaths = (Fault(rng.uniform(5.0, at), Kind.SIGKILL, rng.randrange(4)) for _ in range(3))
+    cuts = (Fault(at + 3.0 * n, Kind.COORDINATOR_CUT, duration_s=rng.uniform(7.0, 7.9), amount=1.0) for n in range(3))
+    rules = small_rules(1, 4, LayoutRule(None, None, 1, "all"), target_step=25, save_every=50)
+    return Scenario(rules=rules, faults=(down, *deaths, *cuts), nodes=3, slots=5)
+
+
 def skewed(seed: int) -> Scenario:
     """Every member's clock is slow."""
     scenario = isolation(seed)
@@ -131,6 +142,7 @@ ALL = {
         severed,
         abandoned,
         forgetting,
+        unshipped,
         skewed,
         isolated_interregnum,
     )

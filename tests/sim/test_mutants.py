@@ -22,7 +22,7 @@ from tests.sim.mutants import Edit, Mutant
 from tests.sim.scenarios import ALL, flapping
 
 SEEDS, FEW = range(200), range(70)
-LONG = ("severed", "abandoned", "forgetting")
+LONG = ("severed", "abandoned", "forgetting", "unshipped")
 """Scenarios of which few seeds are enough."""
 
 
@@ -102,7 +102,7 @@ def test_counting_a_zombies_manifest_is_noticed() -> None:
 
 
 def test_a_lineage_that_is_not_cut_is_noticed() -> None:
-    edit = Edit("forming", "lineage=kept,", "lineage=run.lineage,")
+    edit = Edit("forming", "lineage=plan.lineage,", "lineage=run.lineage,")
     assert killed_by("boastful", edit)
 
 
@@ -192,6 +192,13 @@ def test_beginning_anew_after_a_coordinators_death_is_noticed() -> None:
     """What it folded from the journal is thrown away."""
     edit = Edit("recovery", "    _say_again(turn)\n", "    turn.know(lineage=())\n    _say_again(turn)\n")
     assert killed_by("amnesiac", edit, scenario="interregnum")
+
+
+def test_guessing_what_was_committed_before_a_plan_that_nobody_read_of_is_noticed() -> None:
+    """All steps since the journal ends, by the generation that committed the plan's version: there may have been others between."""
+    guess = "lineage.extended(run.lineage, plan.version) if plan.version > run.version else plan.lineage"
+    edit = Edit("recovery", "lineage=plan.lineage, saved=saved", f"lineage={guess}, saved=saved")
+    assert "is not what happened" in killed_by("guessing", edit, scenario="unshipped")
 
 
 # ---- the other side of each rule is kept by workers and keepers: here the model of them is broken

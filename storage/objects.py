@@ -43,6 +43,8 @@ class ObjectStore:
 
     local = False
     """Are the objects files of this machine, at ``root``/key?"""
+    at_once = 1
+    """How many requests it may be asked at once: one, as long as nobody knows better."""
 
     def __init__(self, filesystem: Any, root: str) -> None:
         self.filesystem, self.root = filesystem, root.rstrip("/")
@@ -150,6 +152,7 @@ class _Folder(ObjectStore):
     """Objects as files under a folder, which every process that uses it sees as the same place."""
 
     local = True
+    at_once = 8
 
     @property
     def url(self) -> str:

@@ -7,9 +7,10 @@ together, up to ``FETCH_BYTES`` at once, and several such requests are under way
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,8 @@ from storage.shards import ITEM_BYTES, check_header
 from storage.slices import Slice, Tensor, Version
 
 FETCH_BYTES = 16 * 2**20
-AT_ONCE = 8
-"""Requests under way, of ``AHEAD_BYTES`` together: one connection to an object store, or one thread, is slower than what waits for it."""
 AHEAD_BYTES = 2**29
+"""Of all requests under way: one connection to an object store, or one thread, is slower than what waits for it."""
 
 
 class Reader:
@@ -94,22 +94,31 @@ class Reader:
 
     def _fetch(self, rows: Iterable[Stored]) -> Iterator[tuple[Stored, memoryview]]:
         """In the order of ``rows``, each checked."""
-        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch")
         waiting: deque[tuple[list[Stored], Future[memoryview]]] = deque()
         ahead = 0
-        try:
-            for group in (*neighbours(rows), None):
-                while waiting and (group is None or ahead + _bytes(group) > AHEAD_BYTES):
-                    done, future = waiting.popleft()
-                    data = future.result()
-                    ahead -= _bytes(done)
-                    self.bytes_read += len(data)
-                    yield from ((row, data[row.first - done[0].first : row.last - done[0].first]) for row in done)
-                if group is not None:
-                    waiting.append((group, pool.submit(self._checked, group)))
-                    ahead += _bytes(group)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for group in (*neighbours(rows), None):
+            while waiting and (group is None or len(waiting) == self.store.at_once or ahead + _bytes(group) > AHEAD_BYTES):
+                done, future = waiting.popleft()
+                data = future.result()
+                ahead -= _bytes(done)
+                self.bytes_read += len(data)
+                yield from ((row, data[row.first - done[0].first : row.last - done[0].first]) for row in done)
+            if group is not None:
+                waiting.append((group, self._begin(group)))
+                ahead += _bytes(group)
+
+    def _begin(self, group: Sequence[Stored]) -> Future[memoryview]:
+        """On a thread for which nobody waits: a store that does not answer holds up who wants the bytes, and no exit."""
+        future: Future[memoryview] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._checked(group))
+            except Exception as error:  # raised where it is waited for
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="fetch", daemon=True).start()
+        return future
 
     def _checked(self, group: Sequence[Stored]) -> memoryview:
         data = self.fetch(group)

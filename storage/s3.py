@@ -62,6 +62,8 @@ Part = dict[str, Any]
 class S3(ObjectStore):
     """Objects under ``s3://bucket/prefix``.  Up to ``single_bytes`` are written by one PUT, more in parts."""
 
+    at_once = 8
+
     def __init__(
         self,
         filesystem: Any,
@@ -102,8 +104,9 @@ class S3(ObjectStore):
             self.size(key)
             return b""
         ranged = {"Range": f"bytes={first}-{'' if stop is None else stop - 1}"} if first or stop is not None else {}
+        shared_s = self.policy.transfer_s(self.at_once * (stop - first)) if stop is not None else 0.0  # the others use the same link
         try:
-            answer = self._call(key, "get_object", ranged)
+            answer = self._call(key, "get_object", ranged, shared_s)
         except Refused:  # 416: the object ends before
             return b""
         if ranged and not str(answer.get("ContentRange", "")).startswith(f"bytes {first}-"):

@@ -19,7 +19,7 @@ from elastic.control.copying import Copy
 from elastic.errors import StateMissing
 from storage.slices import Tensor, Version, nbytes, shard_slice
 
-MAGIC = 0x656C6173746963
+MAGIC = 0x656C617374696332
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
 VERSIONS = ("send", "buddied", "safe")

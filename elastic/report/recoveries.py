@@ -37,8 +37,12 @@ def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
     """Every change of worlds that reached a commit.  ``records``: journal records, in order."""
     found: list[Recovery] = []
     marks: dict[str, Any] = {}
+    living: set[str] = set()
     for record in records:
-        _mark(marks, record)
+        lost = record["event"]["worker"] if record["event"]["$"] == "Lost" else ""
+        _mark(marks, record, all_lost=living == {lost})
+        living.discard(lost)
+        living = next((set(each["plan"]["members"]) for each in record["actions"] if each["$"] == "Form"), living)
         if "committed" in marks:
             if "known" in marks and "formed" in marks:
                 found.append(_recovery(marks))
@@ -46,15 +50,16 @@ def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
     return found
 
 
-def _mark(marks: dict[str, Any], record: Mapping[str, Any]) -> None:
+def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -> None:
+    """``all_lost``: with this event, so that nobody is left to be fenced."""
     at, event, actions = record["at"], record["event"], record["actions"]
     names = {action["$"]: action for action in actions}
     kind = event["$"]
     if kind == "Recovered":  # what is new is a fence; the rest is said again
         names = {name: action for name, action in names.items() if name == "Fence"}
-    if "Fence" in names and "go" in marks:  # the new world broke before its first commit: another recovery begins
+    if ("Fence" in names or all_lost) and "go" in marks:  # the new world broke before its first commit: another recovery begins
         marks.clear()
-    if {"Fence", "Pause", "TakeStock"} & names.keys() and "known" not in marks:  # where all are lost, nobody is fenced
+    if ({"Fence", "Pause"} & names.keys() or all_lost) and "known" not in marks:
         marks.update(known=at, reason=record["reason"], planned="Pause" in names)
     if "Form" in names:
         marks.update(formed=at, generation=names["Form"]["plan"]["generation"], here=at, form=0.0, heal=0.0)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
-from elastic.control.commit import Copied, Outcome
+from elastic.control.commit import GO_ON, Copied, Outcome
 from elastic.control.copying import Copies, Copy, version_at
 from elastic.copies.digest import digests
 from elastic.copies.region import SLOT, Frame, Region, fields_of, frame
@@ -75,6 +77,8 @@ class Copier:
         self.copies = self.copies.after(outcome)
         if shard is not None and self.copies.begun != before:
             self._want(shard)
+            if outcome.boundary != GO_ON:
+                self.launch()
 
     def _want(self, shard: Shard) -> None:
         assert self.copies is not None
@@ -226,8 +230,7 @@ class _Streamed:
         words = torch.frombuffer(self.copier.region.header(slot), dtype=torch.int64)
         sums = torch.frombuffer(self.copier.region.digests(slot), dtype=torch.int64)
         complete, *others = fields_of(copy, self.copier.bytes)
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            self._first.record()
+        with torch.no_grad(), torch.cuda.stream(self._stream), self._recorded():
             for value, room, blocks in self.copier.parts(slot, shard):
                 room.copy_(value, non_blocking=True)
                 if value.is_cuda:
@@ -241,8 +244,17 @@ class _Streamed:
             words.copy_(self._header, non_blocking=True)
             self._header[0].fill_(complete)
             words[:1].copy_(self._header[:1], non_blocking=True)
+        self._to_tell = True
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """From the first launch to the last there was, whatever happens: ``wait`` is for all of them."""
+        self._first.record()
+        self._under_way = True
+        try:
+            yield
+        finally:
             self._last.record()
-        self._under_way = self._to_tell = True
 
     def settle(self) -> None:
         if self._under_way:

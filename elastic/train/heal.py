@@ -47,17 +47,16 @@ class Healing:
         if plan.tier != "init":
             self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
         if any(move.keeper and move.destination == worker for move in self.moves):
-            on_device = state.world.device.type == "cuda"
-            self._after = torch.cuda.current_stream().record_event() if on_device else None  # its memory may be in use until then
-            threading.Thread(target=self._read, name="copies", daemon=True).start()
+            lane = Lane(state.world.device)  # here, before a collective is launched behind which taking pinned memory would wait
+            threading.Thread(target=self._read, args=(lane,), name="copies", daemon=True).start()
         else:
             self._reading.set_result(0)
 
-    def _read(self) -> None:
+    def _read(self, lane: Lane) -> None:
         try:
             copier, state = self.session.copier, self.state
             access = Access(self.worker, self.session.secret, copier.region if copier else None)
-            with Lane(state.world.device, self._after) as lane:
+            with lane:
                 used = read(state.shard, state.tensors, self.plan, access, self.moves, lane, self.leave_if_over)
             self._reading.set_result(used)
         except Exception as error:  # raised where it is waited for
@@ -198,11 +197,11 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
         if stored.get((tensor.kind, tensor.name)) != tensor:
             found = stored.get((tensor.kind, tensor.name))
             raise StateMissing(f"the checkpoint of {plan.version} holds {found} where the model has {tensor}; was the model changed?")
-    for part, raw in reader.read([part for part in wanted if part.count]):
-        tensor = by_name[part.kind, part.name]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it written to
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it written to
+        for part, raw in reader.read([part for part in wanted if part.count]):
+            tensor = by_name[part.kind, part.name]
             value = torch.frombuffer(raw, dtype=DTYPES[tensor.dtype]).view(part.shape)
-        state.shard.part(tensor, part).copy_(value)
-        hook()
+            state.shard.part(tensor, part).copy_(value)
+            hook()
     return reader.bytes_read

@@ -32,13 +32,13 @@ class Piece:
 
 
 class Lane(AbstractContextManager["Lane"]):
-    """For the thread that heals.  ``after``: what the device has to have done before; None where there is none."""
+    """For one thread.  It begins after all that the present stream has to do: the memory that it fills may be in use until then."""
 
-    def __init__(self, device: torch.device, after: torch.cuda.Event | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device, self._stream = device, None
-        if after is not None:
+        if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            self._stream.wait_event(after)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
             self._stages = [(torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
         self._sums: list[torch.Tensor] = []
 

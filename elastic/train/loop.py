@@ -143,18 +143,23 @@ class Trainer:
             faulthandler.dump_traceback_later(SLOW_S)  # where every thread stands, into the log, unless the generation is left by then
         world = self.world
         if world is not None and world.generation == generation:
-            self._abort = threading.Thread(target=self._aborts, args=(world,), daemon=True)
+            self._abort = threading.Thread(target=self._aborts, args=(world, self._abort), daemon=True)
             self._abort.start()
         self.orders.put(Settled(generation, outcome))
 
-    def _aborts(self, world: World) -> None:
-        """Beside the control thread, which has the next plan to hear, and the training thread, which has it to build."""
+    def _aborts(self, world: World, before: threading.Thread | None) -> None:
+        """Beside the control thread, which has the next plan to hear, and the training thread, which has it to build.
+
+        It has ended when the one ``before`` has, too.
+        """
         witness = threading.Thread(target=self._tell_what_hangs, args=(world,), daemon=True)
         witness.start()
         witness.join(WITNESS_S)
         began = time.monotonic()
         world.abort()
         print(f"{self.worker}: generation {world.generation} aborted in {time.monotonic() - began:.3f} s", flush=True)
+        if before is not None:
+            before.join()
 
     def _tell_what_hangs(self, world: World) -> None:
         """For whoever reads the log of a hang; beside the abort, which does not depend on it."""
@@ -264,9 +269,9 @@ class Trainer:
             raise FencedOff(f"generation {plan.generation} was fenced while it was formed")
         met = time.monotonic()
         state = State(self.session.job, world, plan.version)
-        if self._abort is not None:
-            self._abort.join(ABORT_S)
-            if self._abort.is_alive():
+        if (abort := self._abort) is not None:
+            abort.join(ABORT_S)
+            if abort.is_alive():
                 raise AbortStuck(f"the abort of the world before has not ended within {ABORT_S:g} s")
         built = time.monotonic()
         healing = Healing(state, plan, self.worker, self.session, partial(self._leave_if_fenced, plan))

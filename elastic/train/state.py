@@ -139,9 +139,9 @@ class State:
             values[tensor.kind, tensor.name] = value.detach()
         return values
 
-    def buffer_versions(self) -> dict[str, int]:
-        """By name, how often each buffer was written to."""
-        return {name: value._version for (kind, name), value in self.shard.values.items() if kind in BUFFERS}
+    def buffer_marks(self) -> dict[str, tuple[int, int]]:
+        """By name, where the model has each buffer, and how often it was written to, as far as torch counts that."""
+        return {name: (buffer.data_ptr(), buffer._version) for name, buffer in self.model.named_buffers()}
 
     def grads(self) -> dict[str, torch.Tensor]:
         """This member's shard of the summed gradient, by name.  A parameter that was not used has zeros."""

@@ -82,6 +82,7 @@ def compute(session: Session, state: State, step: int) -> Share:
     """Forward and backward of this member's rounds; gradients are reduced as they come."""
     share, world, job = Share([], [], []), state.world, session.job
     state.model.train()
+    buffers = state.buffer_marks()
     session.counters.at("reads data")
     for round_, index, ids, batch in session.loader.microbatches(step, world.rank, world.size):
         session.counters.at("computes")
@@ -98,12 +99,11 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
         session.faults.aim(step)
         torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))
-        before = state.buffer_versions()
         loss, count = session.loss(state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
-        _refuse_changes(before, state)
         if session.copier is not None:
             session.copier.launch()
         (loss if index is not None else loss * 0).backward()
+        _refuse_changes(buffers, state)
         share.losses.append(loss.detach())
         share.counts.append(torch.as_tensor(count, device=world.device))
         share.samples.append(tuple(ids) if index is not None else ())
@@ -114,12 +114,12 @@ def compute(session: Session, state: State, step: int) -> Share:
     return share
 
 
-def _refuse_changes(before: dict[str, int], state: State) -> None:
-    for name, version in state.buffer_versions().items():
-        if version != before[name]:
+def _refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
+    for name, mark in state.buffer_marks().items():
+        if mark != before.get(name):
             raise ModelError(
-                f"forward changed the buffer {name!r} of {state.job.model!r}: what it holds then depends on which worker computed which "
-                f"microbatch, and a world of another size would train another model; keep such a buffer out of the model, "
+                f"forward or backward changed the buffer {name!r} of {state.job.model!r}: what it holds then depends on which worker "
+                f"computed which microbatch, and a world of another size would train another model; keep such a buffer out of the model, "
                 f"and use LayerNorm, RMSNorm or GroupNorm where it is BatchNorm's"
             )
 

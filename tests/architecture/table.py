@@ -104,6 +104,7 @@ BOUNDARIES = {
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
     "elastic/train/setup.py": "whatever the user's dataset raises while it is opened becomes a sentence",
+    "storage/reader.py": "whatever ends a thread that fetches is raised where its bytes are waited for",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
 """Where everything may be caught, and why."""

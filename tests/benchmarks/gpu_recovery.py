@@ -156,10 +156,11 @@ def tell(line: Line) -> None:
 def give_up(folder: Path, name: str) -> None:
     """Where everybody stands, the end of every log, and of every process: nothing is left on the GPUs for whoever comes next."""
     print(f"== {name}: not over in time", flush=True)
-    living = sorted(SEGMENTS.glob("elastic-*-w*"))
+    ours, living = set(children(os.getpid())), sorted(SEGMENTS.glob("elastic-*-w*"))
     for each in living:
         with contextlib.suppress(OSError):
-            os.kill(Counters(each, create=False)["pid"], signal.SIGUSR1)
+            if (pid := Counters(each, create=False)["pid"]) in ours:
+                os.kill(pid, signal.SIGUSR1)
     time.sleep(2)
     logs = [log_file(*each.name.removeprefix("elastic-").rsplit("-", 1)) for each in living]
     for log in sorted({*logs, *(folder / "bucket").glob("*/logs/*/*.log")}):

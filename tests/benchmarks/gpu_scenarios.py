@@ -194,11 +194,11 @@ DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10, "stop_s": 300}
 
 
 def beside_copies(done: Trial) -> dict[str, Any]:
-    """Seconds of the steps beside which the state was copied, and of the others, of one run; the first twelve are not counted."""
+    """Seconds of the steps of one world beside which the state was copied, and of the others; the first twelve are not counted."""
     lines = [line for line in done.lines if isinstance(line, StepLine)]
     beside: dict[bool, list[float]] = {True: [], False: []}
     for one, other in pairwise(lines[12:]):
-        if one.generation == other.generation and other.step == one.step + 1 and other.step in done.ledger:
+        if lines[12].generation == one.generation == other.generation and other.step == one.step + 1 and other.step in done.ledger:
             beside[done.ledger[other.step].copied_through == one.step].append(other.at - one.at)
     with_s, without_s = (statistics.median(beside[copied]) for copied in (True, False))
     return {"beside_a_copy_s": beside[True], "without_s": beside[False], "throughput": without_s / with_s}
@@ -216,7 +216,7 @@ def memory_of(job: Job) -> dict[str, list[list[int]]]:
 
 def no_more_memory(done: Trial) -> dict[str, Any]:
     """What the last three of a run's worlds take beyond the third to the fifth, in any process: MiB allocated, reserved, resident."""
-    taken = list(memory_of(done.job).values())
+    taken = [rows for rows in memory_of(done.job).values() if len(rows) > 5]
     more = [max(max(row[kind] for row in rows[-3:]) - max(row[kind] for row in rows[2:5]) for rows in taken) for kind in range(3)]
     return {"more_memory_mib": more, "worlds": done.witness.generation}
 

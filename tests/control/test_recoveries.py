@@ -11,31 +11,47 @@ from elastic.report.recoveries import recoveries
 pytestmark = pytest.mark.fast
 
 
-def record(at: float, kind: str, *actions: str, **event: Any) -> dict[str, Any]:
-    plan = {"plan": {"generation": 2}}
+def record(at: float, kind: str, *actions: str, members: tuple[str, ...] = ("w1",), **event: Any) -> dict[str, Any]:
+    plan = {"plan": {"generation": 2, "members": list(members)}}
     return {"at": at, "reason": kind, "event": {"$": kind, **event}, "actions": [{"$": name, **plan} for name in actions]}
 
 
-@pytest.mark.parametrize(("first", "planned"), [("Fence", False), ("TakeStock", False), ("Pause", True)])
-def test_each_phase_is_told_apart(first: str, planned: bool) -> None:
-    """TakeStock: all are lost, so that nobody is fenced, and keepers are asked."""
+BEGUN = [record(0.0, "Joined", "Form", members=("w1", "w2")), record(0.1, "Ready", "Go", form_s=0.1, heal_s=0.1), record(1.0, "StepDone")]
+
+
+@pytest.mark.parametrize(
+    ("first", "planned"),
+    [
+        ([record(10.0, "Lost", "Fence", worker="w1")], False),
+        ([record(9.0, "Lost", "Fence", worker="w3"), record(10.0, "Joined", "Pause")][1:], True),
+        ([record(9.0, "Lost", worker="w3"), record(9.5, "Lost", worker="w1"), record(10.0, "Lost", worker="w2")], False),
+    ],
+    ids=["fenced", "paused", "nobody is left to be fenced"],
+)
+def test_each_phase_is_told_apart(first: list[dict[str, Any]], planned: bool) -> None:
     records = [
-        record(10.0, "Lost" if not planned else "Joined", first),
+        *BEGUN,
+        *first,
         record(10.5, "Beat", "Form"),
         record(11.0, "Here"),
         record(13.0, "Ready", "Go", form_s=0.25, heal_s=(1.5).hex()),
         record(17.0, "StepDone"),
         record(18.0, "StepDone"),
     ]
-    (found,) = recoveries(records)
+    _, found = recoveries(records)
     assert (found.generation, found.planned, found.known_at, found.committed_at) == (2, planned, 10.0, 17.0)
     assert (found.decide_s, found.abort_s, found.form_s, found.heal_s, found.go_s, found.step_s) == (0.5, 0.5, 0.25, 1.5, 0.25, 4.0)
 
 
-def test_a_world_that_broke_before_its_first_commit_is_part_of_the_next_recovery() -> None:
-    begun = [record(10.0, "Lost", "Fence"), record(10.5, "Fenced", "Form"), record(11.0, "Ready", "Go", form_s=0.1, heal_s=0.1)]
+@pytest.mark.parametrize("fence", ["Fence", "StartWorkers"], ids=["fenced", "nobody is left to be fenced"])
+def test_a_world_that_broke_before_its_first_commit_is_part_of_the_next_recovery(fence: str) -> None:
+    begun = [
+        record(10.0, "Lost", "Fence", worker="w9"),
+        record(10.5, "Fenced", "Form"),
+        record(11.0, "Ready", "Go", form_s=0.1, heal_s=0.1),
+    ]
     again = [
-        record(12.0, "Lost", "Fence"),
+        record(12.0, "Lost", fence, worker="w1"),
         record(12.5, "Fenced", "Form"),
         record(13.0, "Ready", "Go", form_s=0.1, heal_s=0.1),
         record(14.0, "StepDone"),

@@ -112,11 +112,12 @@ def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
         shard = at(AT.step + 1, "cuda")
 
         def fill() -> int:
-            with Lane(torch.device("cuda"), torch.cuda.current_stream().record_event()) as lane:
+            with Lane(torch.device("cuda")) as lane:
                 return from_hosts.read(shard, TENSORS, plan, access, todo, lane, nothing)
 
         assert fill() == sum(value.nbytes for value in shard.values.values()) and equal(shard, at(AT.step, "cuda"))
         (slot,) = [slot for slot, held in enumerate(copier.region.all_held()) if held is not None]
+        assert torch.frombuffer(copier.region.data(slot), dtype=torch.uint8).is_pinned()
         copier.region.data(slot)[3 * BLOCK] ^= 1
         with pytest.raises(CopyLost, match="digests differ"):
             fill()

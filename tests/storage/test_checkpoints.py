@@ -104,7 +104,7 @@ def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
     barrier = threading.Barrier(together)
 
     class Together(ObjectStore):
-        waits = False
+        waits, at_once = False, 4
 
         def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
             if self.waits:

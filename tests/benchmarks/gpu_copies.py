@@ -1,0 +1,132 @@
+"""What a copy of one shard costs a device and its host, and how fast a shard comes back: one device, no world.
+
+    python -m tests.benchmarks.gpu_copies                     # a quarter of 3.2 B parameters; needs 30 GB of host memory
+    python -m tests.benchmarks.gpu_copies --size tiny         # a rehearsal, on a device too
+
+*launches*: milliseconds of the host for one copy, while nothing else runs; *products*: as many matrix products alone, and beside a
+copy; *back*: from memory that is pinned here, from that of another mapping as a dead worker leaves it, and the way torch would go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from elastic.control.copying import Copy
+from elastic.copies.digest import digests
+from elastic.copies.region import Region, frame
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.models.llama import Llama
+from elastic.plan.copies import CopyRule
+from elastic.plan.layout import Layout
+from elastic.plan.plan import Plan
+from elastic.plan.transfer import Holding
+from elastic.train.copier import Copier
+from elastic.train.from_hosts import Chunk, _fill, _range
+from elastic.train.heal import nothing
+from elastic.train.lane import Lane
+from elastic.train.state import DTYPES, Shard, tensors_of
+from storage.slices import shard_slice
+
+SIZES = {
+    "3b": {"dim": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "hidden": 8192, "vocab": 128256},
+    "tiny": {"dim": 64, "layers": 3, "heads": 2},
+}
+SHARDS = 4
+PRODUCTS = 600
+AT = Version(4, 2)
+
+
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Until the host is done with ``work``, and until the device is."""
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    work()
+    host = time.monotonic() - began
+    torch.cuda.synchronize()
+    return host, time.monotonic() - began
+
+
+def products(beside: Callable[[], object]) -> float:
+    """Milliseconds of the device for ``PRODUCTS`` of them, ``beside`` begun after a tenth; the median of three."""
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    taken = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for number in range(PRODUCTS):
+            torch.mm(left, right)
+            if number == PRODUCTS // 10:
+                beside()
+        last.record()
+        torch.cuda.synchronize()
+        taken.append(first.elapsed_time(last))
+    return statistics.median(taken[1:])
+
+
+def plainly(shard: Shard, chunks: list[Chunk]) -> None:
+    for part, _, raw in chunks:
+        room = shard.part(part.tensor, part.slice)
+        here = raw.to(room.device)
+        digests(here)
+        room.copy_(here.view(room.dtype).view(room.shape))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", choices=SIZES, default="3b")
+    size = SIZES[parser.parse_args().size]
+    with torch.device("meta"):
+        tensors = tensors_of(Llama(**size))
+    shape, values, device = frame(tensors, SHARDS, 0), {}, torch.device("cuda")
+    for tensor in tensors:
+        place = torch.device("cpu") if tensor.kind == "scalar" else device
+        values[tensor.kind, tensor.name] = torch.randn(shard_slice(tensor, SHARDS, 0).shape, device=place).to(DTYPES[tensor.dtype])
+    shard, gigabytes = Shard(AT, SHARDS, 0, values), shape.bytes / 1e9
+    region = Region.create(2, shape.bytes, shape.blocks)
+    region["keeper"] = os.getpid()
+    copier = Copier(region, tensors, device, CopyRule(copies=True, buddies=True))
+    copier.ready()
+    workers = tuple(WorkerId(f"w{rank}") for rank in range(SHARDS))
+    copier.enter(Plan(1, 2, Layout(1, SHARDS), workers, AT, "init", (), NodeId("n"), copy_every=1), workers[0], shard)
+
+    def copy() -> None:
+        copier._way.begin(0, Copy(AT, SHARDS, 0), shard)
+
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}: {len(tensors)} tensors, {gigabytes:.2f} GB", flush=True)
+    host, whole = map(statistics.median, zip(*(seconds(copy) for _ in range(5)), strict=True))
+    print(f"launches of a copy {1e3 * host:.1f} ms, its end after {1e3 * whole:.1f} ms: {gigabytes / whole:.1f} GB/s", flush=True)
+    print(
+        f"products alone {products(lambda: None):.1f} ms, beside a copy {products(copy):.1f}, alone {products(lambda: None):.1f}",
+        flush=True,
+    )
+    seconds(copy)
+    holding = Holding(workers[0], AT, SHARDS, 0, NodeId("n"))
+    ranges = [_range(tensor, shard_slice(tensor, SHARDS, 0), holding, shape) for tensor in tensors]
+    for name, memory in (("pinned", region), ("another mapping", Region.of_process(os.getpid(), region.descriptor)), ("torch's way", None)):
+        there = memory or Region.of_process(os.getpid(), region.descriptor)
+        data, sums = torch.frombuffer(there.data(0), dtype=torch.uint8), torch.frombuffer(there.digests(0), dtype=torch.int64)
+        chunks = [(each, sums[each.block : each.block + each.blocks], data[each.offset : each.offset + each.bytes]) for each in ranges]
+        for _ in range(2):
+            found = Shard(AT, SHARDS, 0, {key: torch.empty_like(value) for key, value in values.items()})
+            torch.cuda.synchronize()
+            began = time.monotonic()
+            if memory is None:
+                plainly(found, chunks)
+            else:
+                with Lane(device) as lane:
+                    assert _fill(found, iter(chunks), lane, nothing)[1], "digests differ"
+            torch.cuda.synchronize()
+            took = time.monotonic() - began
+            assert all(torch.equal(found.values[key], values[key]) for key in values)
+        print(f"back from {name}: {took:.3f} s, {gigabytes / took:.1f} GB/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -262,7 +262,10 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Attached:
-    """A worker has heard the new coordinator.  ``plan``: of the generation it is in; ``stepping``: it was told to go, so all were ready."""
+    """A worker has heard the new coordinator.
+
+    ``plan``: of the generation it is in, or was in last; ``stepping``: it is in it and was told to go, so all were ready.
+    """
 
     worker: WorkerId
     plan: Plan | None = None

@@ -4,8 +4,9 @@ The run is folded from the journal, never decided again.  Whatever the journal s
 more: every action is safe to do twice.  Whatever was told to the dead one, and perhaps not recorded, the workers tell once more.  So
 nothing ends because of a coordinator's death: a world that steps is still that world.
 
-Where the journal itself ends too early (its disk and the keepers are gone), a member in a later generation proves it: that generation
-is fenced, its plan says what was committed before it, and what its members hold where the run stands.  There may be such a generation
+Where the journal itself ends too early (its disk and the keepers are gone), whoever is in a later generation, or was in it last, proves
+it: that generation is fenced, its plan says what was committed before it, and what its members hold where the run stands.  An answer that
+the journal has of one of the same generation is asked for again: it may have been settled since.  There may be a later generation
 of which nobody can say anything, cut off together with its coordinator: until its leases have run out none is begun, and the next one
 gets a number that it cannot have.
 """
@@ -154,6 +155,16 @@ def attached(turn: Turn, event: Attached) -> None:
         _catch_up(turn, plan)
     elif plan is not None and plan.generation == run.generation and event.stepping and isinstance(run.state, Forming):
         go(turn, plan)
+    elif plan is not None and plan.generation == run.generation and turn.now < run.blind_until and isinstance(run.state, Stopping):
+        _ask_again(turn, run.state, event.worker)
+
+
+def _ask_again(turn: Turn, state: Stopping, worker: WorkerId) -> None:
+    """It may have applied the step that it had prepared when it answered."""
+    answers = tuple(answer for answer in state.answers if answer.worker != worker)
+    if answers != state.answers:
+        turn.amend(answers=answers, pending=(*state.pending, worker), deadline=turn.now + turn.rules.fence_s)
+        turn.do(Fence(state.plan.generation, (worker,)))
 
 
 def _catch_up(turn: Turn, plan: Plan) -> None:

@@ -53,6 +53,7 @@ class Worker(Process):
         self.joined = False
         self.phase = Phase.IDLE
         self.planned = self.fenced = 0  # highest generation it has begun / will apply nothing more of
+        self.plan: Plan | None = None
         self.held: set[tuple[Version, int, int]] = set()
         self.shard = (1, 0)
         self.prepared: int | None = None
@@ -86,25 +87,23 @@ class Worker(Process):
 
     def attached(self) -> None:
         """A coordinator has taken over: where this worker stands, and all that may have been told to nobody."""
-        world = self.world
-        stepping = world is not None and self.phase not in (Phase.FORMING, Phase.HEALING, Phase.READY)
+        stepping = self.phase not in (Phase.IDLE, Phase.FORMING, Phase.HEALING, Phase.READY)
         if not self.joined:
             return
         self.report(self.introduction)
-        self.report(Attached(self.name, None if world is None else world.plan, stepping and self._went))
-        if world is not None:
-            self._say_again()
+        self.report(Attached(self.name, self.plan, stepping and self._went))
+        if self.plan is not None:
+            self._say_again(self.plan)
         for version, generation in sorted(self.saved)[-4:]:
             self.report(ShardSaved(self.name, version, generation))
 
-    def _say_again(self) -> None:
-        """What it has said in the present world."""
-        if self.phase is not Phase.FORMING:
+    def _say_again(self, plan: Plan) -> None:
+        """What it has said in the present world, or in the last one: its answer to the fence."""
+        if self.phase not in (Phase.IDLE, Phase.FORMING):
             self.report(Here(self.name, self.planned))
         if self.phase is Phase.READY:
             self.report(Ready(self.name, self.planned))
-        assert self.world is not None
-        if self.world.plan.members[0] == self.name:
+        if plan.members[0] == self.name:
             for outcome in self.outcomes:
                 self.report(StepDone(self.name, outcome.generation, outcome))
         if self.fenced >= self.planned and not self.answer_due and self.phase is not Phase.APPLYING:
@@ -119,7 +118,7 @@ class Worker(Process):
             self._deferred.append((self.form, (plan,)))
             return
         check_plan(self, plan)
-        self.planned, self.world, self.phase = plan.generation, self.sim.world(plan), Phase.FORMING
+        self.planned, self.plan, self.world, self.phase = plan.generation, plan, self.sim.world(plan), Phase.FORMING
         self._planned_at, self._went = self.sim.clock.now, False
         self.shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(self.name))[1])
         self.boundary, self.prepared = GO_ON, None
@@ -282,7 +281,7 @@ class Worker(Process):
         if self.world is not None and self.world.generation < generation:
             self._deferred.append((self.fence, (generation,)))
             return
-        if generation < self.planned or (self.world is None and generation == self.planned):
+        if generation < self.planned:
             return
         newly, self.fenced = self.fenced < generation, max(self.fenced, generation)
         if self.phase is not Phase.APPLYING:

@@ -98,6 +98,7 @@ class Trainer:
         self.world: World | None = None
         self._done = Done()
         self._plan: Plan | None = None
+        """Of the generation it is in, or was in last."""
         self._said: list[Event] = []
         """In the present generation; said again to a coordinator that was not there."""
         self._boundary = (0, GO_ON)
@@ -176,13 +177,13 @@ class Trainer:
         """
         self._forget_what_was_not_begun()
         plan = self._plan
-        self.report(Attached(self.worker, plan, plan is not None and plan.generation == self._done.gone))
+        self.report(Attached(self.worker, plan, plan is not None and self._done.settled < plan.generation == self._done.gone))
         for event in list(self._said):
             self.report(event)
         for outcome in self.gate.seen() if plan is not None and plan.world_rank(self.worker) == 0 else ():
             self.report(StepDone(self.worker, outcome.generation, outcome))
         if self.gate.generation and self.gate.fenced >= self.gate.generation:
-            self.report(self.gate.fence(self.gate.generation))
+            self.fence(self.gate.generation)
         for event, shard in list(self.saver.told):
             self.report(event, shard)
 
@@ -244,7 +245,7 @@ class Trainer:
             if self.session.copier is not None:
                 self.session.copier.committed(outcome, None)
         self.gate.drop()
-        self._plan, self._said = None, []
+        self._said = []  # its plan is kept: it proves that there was this generation
         if self.session.copier is not None:
             self.session.copier.leave()
         self._close()

@@ -16,7 +16,7 @@ from elastic.control.recovery import UNREAD
 from elastic.control.states import Failed, Forming, Running, Stopped, Stopping, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.plan import Plan
-from tests.control.play import Play, reformed, started, stepping
+from tests.control.play import Play, outcome, reformed, started, stepping
 from tests.control.test_recovery import at_step, pausing, waiting
 
 pytestmark = pytest.mark.fast
@@ -192,3 +192,42 @@ def test_one_that_has_read_everything_goes_on_at_once() -> None:
     play.lose("w1")
     play.answer("w2", Version(3, 1))
     assert play.did(Form)[0].plan.generation == 2
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_one_that_has_left_a_later_generation_and_waits_says_so(says: bool) -> None:
+    """The journal ends with its answer of the first; it has left the third since, and nobody else is there.  The control says nothing."""
+    play = at_step(4, workers=3)
+    play.lose("w1")
+    play.answer("w2", Version(4, 1), saw=4)
+    held = play.shard("w2", Version(6, 3))
+    again = usurped(Play(play.rules, play.run), "w3")
+    play.answer("w3", Version(4, 1), saw=4)
+    reformed(play)
+    play.step(5)
+    play.join("w4")
+    for worker in ("w2", "w3"):
+        play.answer(worker, Version(5, 2), saw=5)
+    reformed(play)
+    last = play.plan
+    assert last.generation == 3 and last.lineage == ((1, 4), (2, 5))
+    left = ev.Fenced(WorkerId("w2"), 3, (replace(held, shard_count=last.layout.dp_shard),), None, (outcome(6, 3),))
+    again.tell(ev.Attached(WorkerId("w2"), last if says else None))
+    again.tell(left)
+    assert again.generation == (3 if says else 1)
+    again.later(again.rules.lease_over_s)
+    assert isinstance(again.run.state, Forming) and again.plan.members == ("w2",)
+    assert again.plan.version == (Version(6, 3) if says else Version(4, 1))
+
+
+def test_what_was_applied_after_an_answer_is_asked_for() -> None:
+    """The journal ends with the answer of one that had step 4 prepared; its coordinator settled that it counts, and it was applied."""
+    play = at_step(3, workers=3)
+    play.lose("w1")
+    play.answer("w2", Version(3, 1), prepared=4)
+    again = usurped(play, "w3")
+    again.tell(ev.Attached(WorkerId("w2"), play.plan))
+    assert again.did(Fence)[0].members == again.pending == ("w2",)
+    again.answer("w2", Version(4, 1), saw=4)
+    again.later(again.rules.lease_over_s)
+    assert isinstance(again.run.state, Forming) and again.plan.version == Version(4, 1) and again.run.lineage == ((1, 4),)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 from elastic.control.commit import PAUSE
-from elastic.control.events import Broken, Here, Ready, StepDone
+from elastic.control.events import Attached, Broken, Fenced, Here, Ready, StepDone
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -134,3 +134,48 @@ def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None
         running.join(PATIENCE_S)
         assert not running.is_alive(), events
     assert [shard.version.step for shard in trainer.gate.shards] == [1]
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_one_that_has_left_says_what_it_was_in_last(tmp_path: Path, left: bool) -> None:
+    """To a coordinator that may know nothing of that generation.  The control is still in it, at the boundary."""
+    events: list[Any] = []
+
+    def report(event: Any) -> None:
+        events.append(event)
+        if isinstance(event, Ready):
+            trainer.go(1)
+        if isinstance(event, Fenced) and not left:
+            trainer.exit()
+        elif isinstance(event, Fenced) and not trainer._done.settled:
+            trainer.settle(1, None)
+            trainer.exit()
+
+    with trainer_of(toy_job(tmp_path), report) as trainer:
+        trainer.pause(1, save=False)
+        running = Thread(target=trainer.run, daemon=True)
+        running.start()
+        running.join(PATIENCE_S)
+        assert not running.is_alive(), events
+        events.clear()
+        trainer.attach()
+    attached, *_, fenced = (event for event in events if isinstance(event, Attached | StepDone | Fenced))
+    assert isinstance(attached, Attached) and attached.plan is not None
+    assert (attached.plan.generation, attached.stepping) == (1, not left)
+    assert isinstance(fenced, Fenced) and fenced.generation == 1
+    assert [held.version for held in fenced.held] == [Version(1, 1)] and fenced.outcomes[-1].step == 1
+
+
+def test_an_answer_to_the_next_coordinator_waits_for_a_settlement_under_way(tmp_path: Path) -> None:
+    """Of what was prepared some may still be applied: only what is held after that is certain."""
+    events: list[Any] = []
+    with trainer_of(toy_job(tmp_path), events.append) as trainer:
+        trainer.gate.enter(1)
+        trainer.settle(1, None)
+        attaching = Thread(target=trainer.attach, daemon=True)
+        attaching.start()
+        attaching.join(0.2)
+        assert attaching.is_alive() and not any(isinstance(event, Fenced) for event in events)
+        trainer._left.set()
+        attaching.join(PATIENCE_S)
+    assert any(isinstance(event, Fenced) for event in events)

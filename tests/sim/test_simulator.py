@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control.events import Lost
+from elastic.control.events import Attached, Event, Fenced, Joined, Lost
+from elastic.control.machine import advance
 from elastic.plan.transfer import Holding, covered
 from elastic.sim import Coverage, Violation, run_many, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import STATES as STATES_WITH_FAULTS
 from elastic.sim.faults import Fault, Kind, Point, draw
 from elastic.sim.scenario import ROWS
+from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers
 from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, storm
@@ -211,3 +213,25 @@ def test_twenty_thousand_seeds_cover_every_pair() -> None:
     for seed in range(2_000):
         for scenario in (storm, edge, interregnum):
             simulate(seed, scenario(seed))
+
+
+def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the real worker does: there may have been no record of that generation.  It answers its fence once more, too."""
+    said: list[Event] = []
+    sim = Simulation(0, CALM, advance)
+    sim.run()
+    worker = min(sim.cluster.workers.values(), key=lambda each: each.name)
+    for how in ("report", "post"):
+        monkeypatch.setattr(worker, how, said.append)
+    generation = worker.planned
+    worker.fence(generation)
+    worker.settle(generation, None)
+    said.clear()
+    worker.attached()
+    assert [type(each) for each in said[:2]] == [Joined, Attached] and said[1] == Attached(worker.name, worker.plan)
+    assert worker.plan is not None and worker.plan.generation == generation
+    answer = next(each for each in said if isinstance(each, Fenced))
+    assert (answer.generation, {each.version for each in answer.held}) == (generation, {worker.version})
+    said.clear()
+    worker.fence(generation)
+    assert said == [answer]

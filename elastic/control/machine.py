@@ -52,7 +52,7 @@ __all__ = ["Transition", "advance"]
 def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition:
     """The only place where the run changes state.  ``now``: seconds of any clock that only grows."""
     turn = Turn(run, now, rules)
-    if why := refusal(run, event):
+    if why := refusal(run, event, now):
         turn.refuse(why)
         if run.over and isinstance(event, Joined):
             turn.do(Exit((event.worker,)))

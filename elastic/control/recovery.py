@@ -5,10 +5,10 @@ more: every action is safe to do twice.  Whatever was told to the dead one, and 
 nothing ends because of a coordinator's death: a world that steps is still that world.
 
 Where the journal itself ends too early (its disk and the keepers are gone), whoever is in a later generation, or was in it last, proves
-it: that generation is fenced, its plan says what was committed before it, and what its members hold where the run stands.  An answer that
-the journal has of one of the same generation is asked for again: it may have been settled since.  There may be a later generation
-of which nobody can say anything, cut off together with its coordinator: until its leases have run out none is begun, and the next one
-gets a number that it cannot have.
+it: that generation is fenced, its plan says what was committed before it, and what its members hold, and those that it left out, where
+the run stands.  An answer that the journal has of one of the same generation is asked for again: it may have been settled since.  There
+may be a later generation of which nobody can say anything, cut off together with its coordinator: until its leases have run out none is
+begun, and the next one gets a number that it cannot have.
 """
 
 from __future__ import annotations

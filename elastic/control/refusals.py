@@ -8,11 +8,23 @@ from elastic.control.states import RunState, Stopping
 OfAGeneration = Here | Ready | StepDone | Renewed | Broken | Fenced
 
 
-def refusal(run: RunState, event: Event) -> str | None:
+def refusal(run: RunState, event: Event, now: float) -> str | None:
     """Why ``event`` changes nothing; None when it is to be heard."""
     if run.over:
         return f"the run is over ({type(run.state).__name__})"
-    return _out_of_date(run, event) if isinstance(event, OfAGeneration) else None
+    if not isinstance(event, OfAGeneration) or (isinstance(event, Fenced) and left_out(run, event, now)):
+        return None
+    return _out_of_date(run, event)
+
+
+def left_out(run: RunState, event: Fenced, now: float) -> bool:
+    """Whether this is the answer of one who is in no later generation than an older one, to a coordinator that has not read why.
+
+    It was expelled, say, by one that was cut off before it was killed.  It applies nothing any more: what it holds counts.
+    """
+    if now >= run.blind_until or not isinstance(run.state, Stopping) or event.generation >= run.generation:
+        return False
+    return event.worker in run.workers and event.worker not in run.state.plan.members
 
 
 def _out_of_date(run: RunState, event: OfAGeneration) -> str | None:

@@ -100,6 +100,8 @@ def fenced(turn: Turn, event: Fenced) -> None:
         stop(turn, f"{event.worker} takes no more part")
         return fenced(turn, event)
     assert isinstance(state, Stopping)
+    if event.generation < state.plan.generation:  # it was left out of this one
+        return membership.hold(turn, {event.worker: event.held})
     if event.worker not in turn.run.workers:  # it died with its word on the way: what it saw counts, what it held is gone
         for outcome in sorted(event.outcomes, key=lambda each: each.step):
             committed(turn, outcome)

@@ -220,6 +220,21 @@ def test_one_that_has_left_a_later_generation_and_waits_says_so(says: bool) -> N
     assert again.plan.version == (Version(6, 3) if says else Version(4, 1))
 
 
+def test_what_one_holds_that_was_left_out_of_the_last_generation_counts() -> None:
+    """It was expelled by one that was cut off before it was killed; that one's last generation was begun without it."""
+    play = at_step(4, workers=3)
+    last = replace(play.plan, generation=3, members=(WorkerId("w2"),), version=Version(5, 2), lineage=((1, 4), (2, 5)))
+    held = replace(play.shard("w3", Version(5, 2)), shard_count=1, shard_index=0)
+    answer = ev.Fenced(WorkerId("w3"), 2, (held,), None, ())
+    again = usurped(play)
+    again.tell(ev.Attached(WorkerId("w2"), last, stepping=True))
+    assert again.generation == 3 and again.run.workers[WorkerId("w3")].holdings != (held,)
+    again.tell(answer)
+    assert again.run.workers[WorkerId("w3")].holdings == (held,) and again.pending == ("w2",)
+    aware = Play(again.rules, replace(again.run, blind_until=0.0))
+    assert "refused: Fenced of w3 is of generation 2, the run is at 3" in aware.tell(replace(answer, held=()))
+
+
 def test_what_was_applied_after_an_answer_is_asked_for() -> None:
     """The journal ends with the answer of one that had step 4 prepared; its coordinator settled that it counts, and it was applied."""
     play = at_step(3, workers=3)

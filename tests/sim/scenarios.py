@@ -114,6 +114,17 @@ def unshipped(seed: int) -> Scenario:
     return Scenario(rules=rules, faults=(down, *deaths, *cuts), nodes=3, slots=5)
 
 
+def expelled(seed: int) -> Scenario:
+    """Whom a coordinator expels lives on, for that one is cut off; the next has read of neither, after the bucket was down."""
+    rng = random.Random(seed)
+    at = rng.uniform(11.0, 14.0)
+    down = Fault(rng.uniform(4.0, 7.0), Kind.BUCKET_DOWN, duration_s=at - 2.0, amount=0.9)
+    deaths = tuple(Fault(rng.uniform(5.0, at + 3.0), Kind.SIGKILL, rng.randrange(4)) for _ in range(3))
+    cuts = (Fault(at + 2.0 * n, Kind.COORDINATOR_CUT, duration_s=rng.uniform(7.0, 7.9), amount=1.0) for n in range(3))
+    rules = small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=25, save_every=50)
+    return Scenario(rules=rules, faults=(down, *deaths, *cuts), nodes=3, slots=5)
+
+
 def skewed(seed: int) -> Scenario:
     """Every member's clock is slow."""
     scenario = isolation(seed)
@@ -143,6 +154,7 @@ ALL = {
         abandoned,
         forgetting,
         unshipped,
+        expelled,
         skewed,
         isolated_interregnum,
     )

@@ -19,10 +19,10 @@ from elastic.sim.journals import Journal
 from elastic.sim.process import Process
 from elastic.sim.worker import Worker
 from tests.sim.mutants import Edit, Mutant
-from tests.sim.scenarios import ALL, flapping
+from tests.sim.scenarios import ALL, expelled, flapping
 
 SEEDS, FEW = range(200), range(70)
-LONG = ("severed", "abandoned", "forgetting", "unshipped")
+LONG = ("severed", "abandoned", "forgetting", "unshipped", "expelled")
 """Scenarios of which few seeds are enough."""
 
 
@@ -69,8 +69,10 @@ def test_applying_a_step_without_evidence_is_noticed() -> None:
 
 
 def test_hearing_older_generations_is_noticed() -> None:
+    """Where such an answer to a fence is taken for one of the present generation; what it says is held is another matter."""
     edit = Edit("refusals", "if event.generation != run.generation:", "if event.generation > run.generation:")
-    assert killed_by("nostalgic", edit)
+    another = Edit("stepping", "if event.generation < state.plan.generation:", "if False:")
+    assert killed_by("nostalgic", edit, another)
 
 
 def test_ignoring_which_generation_committed_is_noticed() -> None:
@@ -199,6 +201,14 @@ def test_guessing_what_was_committed_before_a_plan_that_nobody_read_of_is_notice
     guess = "lineage.extended(run.lineage, plan.version) if plan.version > run.version else plan.lineage"
     edit = Edit("recovery", "lineage=plan.lineage, saved=saved", f"lineage={guess}, saved=saved")
     assert "is not what happened" in killed_by("guessing", edit, scenario="unshipped")
+
+
+def test_not_hearing_whom_the_last_generation_left_out_is_noticed() -> None:
+    edit = Edit("refusals", "isinstance(event, Fenced) and left_out(run, event, now)", "False")
+    deaf = Mutant("closed", (edit,)).advance()
+    with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
+        simulate(108, expelled(108), deaf)
+    assert simulate(108, expelled(108)).end
 
 
 # ---- the other side of each rule is kept by workers and keepers: here the model of them is broken

@@ -60,6 +60,14 @@ def trainer_of(job: Job, report: Callable[[Any], None]) -> Iterator[Trainer]:
             session.loader.close()
 
 
+def run_to_its_end(trainer: Trainer, events: list[Any]) -> None:
+    """``events``: what it reported, shown if it never ends."""
+    running = Thread(target=trainer.run, daemon=True)
+    running.start()
+    running.join(PATIENCE_S)
+    assert not running.is_alive(), events
+
+
 @pytest.mark.parametrize("model", ["tests.engine.test_trainer:fencing", "tests.support.toys:own"], ids=["fenced", "control"])
 def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) -> None:
     """An aborted receive can look complete, over garbage.  The control, which is not fenced, holds its shard and says so."""
@@ -129,10 +137,7 @@ def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None
 
     with trainer_of(toy_job(tmp_path), report) as trainer:
         trainer.pause(1, save=False)
-        running = Thread(target=trainer.run, daemon=True)
-        running.start()
-        running.join(PATIENCE_S)
-        assert not running.is_alive(), events
+        run_to_its_end(trainer, events)
     assert [shard.version.step for shard in trainer.gate.shards] == [1]
 
 
@@ -153,10 +158,7 @@ def test_one_that_has_left_says_what_it_was_in_last(tmp_path: Path, left: bool) 
 
     with trainer_of(toy_job(tmp_path), report) as trainer:
         trainer.pause(1, save=False)
-        running = Thread(target=trainer.run, daemon=True)
-        running.start()
-        running.join(PATIENCE_S)
-        assert not running.is_alive(), events
+        run_to_its_end(trainer, events)
         events.clear()
         trainer.attach()
     attached, *_, fenced = (event for event in events if isinstance(event, Attached | StepDone | Fenced))

@@ -68,7 +68,7 @@ class Oracle:
         self.answered: dict[int, set[WorkerId]] = defaultdict(set)
         self.evidence: dict[int, dict[int, Outcome]] = defaultdict(dict)
         self.told: set[tuple[int, int]] = set()
-        """(step, generation) of each commit that was reported at all, in time or not."""
+        """(step, generation) of each commit that was reported at all, in time or not, be it to a coordinator that was followed."""
         self.answered_at: dict[int, int] = defaultdict(int)
         """By generation: the latest step that one who answered its fence had applied."""
         self.went: set[int] = set()
@@ -115,6 +115,10 @@ class Oracle:
         for worker in (worker for action in transition.actions if isinstance(action, StartWorkers) for worker in action.workers):
             if self.names.setdefault(worker, transition) is not transition:
                 raise Violation(f"the name {worker} is given twice")
+        if isinstance(event, StepDone):
+            self.told.add((event.outcome.step, event.generation))
+        elif isinstance(event, Fenced):
+            self.told.update((each.step, each.generation) for each in event.outcomes)
         if by is not self.sim.coordinators.present:
             return self._judge_the_superseded(transition)
         if after.generation < before.generation or after.incarnation < before.incarnation:
@@ -146,10 +150,6 @@ class Oracle:
             raise Violation(f"a coordinator that was followed by another performs {harm[0]}")
 
     def _note(self, before: RunState, event: Event) -> None:
-        if isinstance(event, StepDone):
-            self.told.add((event.outcome.step, event.generation))
-        elif isinstance(event, Fenced):
-            self.told.update((each.step, each.generation) for each in event.outcomes)
         if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept):
             self.startups = 0
         match event:

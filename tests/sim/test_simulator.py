@@ -24,7 +24,7 @@ from elastic.sim.scenario import ROWS
 from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers
 from storage.slices import Version
-from tests.sim.scenarios import CALM, barren, edge, interregnum, storm
+from tests.sim.scenarios import CALM, barren, edge, interregnum, storm, unshipped
 
 SEEDS = range(200, 1000)
 OCCASIONS = (
@@ -235,3 +235,8 @@ def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monk
     said.clear()
     worker.fence(generation)
     assert said == [answer]
+
+
+def test_a_step_that_only_a_followed_coordinator_heard_of_was_told() -> None:
+    """It and the keepers beside it had the record; who came after could not read it, and built upon the step all the same."""
+    assert simulate(423, unshipped(423)).end == "Finished"

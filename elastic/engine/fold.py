@@ -55,8 +55,8 @@ class Fold:
 
     def _add(self, grads: Tensor, output: Tensor) -> None:
         """grads: flat [S × n], this rank's microbatch; output: flat [n], filled in the last round."""
-        layout = self.world.layout
-        pieces = self._exchange(grads.view(layout.dp_shard, -1))
+        self.world.keep_up()
+        pieces = self._exchange(grads.view(self.world.layout.dp_shard, -1))
         for piece in pieces[: self.round.active]:
             self.sum = piece.float() if self.sum is None else self.sum.add_(piece)
         if self.sum is None:

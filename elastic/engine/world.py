@@ -24,6 +24,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,8 @@ from elastic.plan.layout import Layout
 Endpoint = tuple[str, int]
 
 POLL_S = 0.0002
+LEAD = 8
+"""Calls of ``keep_up``, one for each block of a backward pass, that the host may be ahead of the device."""
 TO_HOST = "to host"
 ROOM = 2**32
 """Bytes of the device: with less free a world that forms gives back what torch keeps, since NCCL takes memory of its own."""
@@ -81,6 +84,7 @@ class World:
     groups: tuple[dist.ProcessGroup, ...] = field(init=False)
     """All of them, that of all members first."""
     staging: Staging = field(default_factory=lambda: Staging())
+    ahead: deque[torch.cuda.Event] = field(default_factory=lambda: deque())
     formed_ns: int = field(default_factory=time.time_ns)
 
     def __post_init__(self) -> None:
@@ -222,6 +226,19 @@ class World:
             event.record()
             while not event.query():
                 time.sleep(POLL_S)
+
+    def keep_up(self) -> None:
+        """Wait, by polling, until the device is not more than ``LEAD`` calls of this behind.
+
+        It would have to do all that was launched before an abort has ended; and behind a collective that hangs the queue of launches
+        would fill up, where a launch blocks.
+        """
+        if self.device.type == "cuda":
+            event = self.ahead.popleft() if len(self.ahead) == LEAD else torch.cuda.Event()
+            while not event.query():  # a new one has nothing to wait for
+                time.sleep(POLL_S)
+            event.record()
+            self.ahead.append(event)
 
     def abort(self) -> int:
         """Free whoever is stuck in a collective here.  From any thread; returns the number of sockets shut down (gloo)."""

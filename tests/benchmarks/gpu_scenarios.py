@@ -229,15 +229,15 @@ def deaths(done: Trial) -> dict[str, Any]:
 
 
 def nobody_applied(done: Trial) -> dict[str, Any]:
-    """Each survivor of the first world applied each step once, by its counter; the journal: a later generation committed that step."""
-    frozen = done.witness.killed()
-    first = [each for each in done.witness.seen.values() if int(each.worker[1:]) <= done.job.workers.max and each not in frozen]
-    applied = {each.worker: each.final["updates_applied"] for each in (*first, *frozen)}
-    before = [each.final["updates_applied"] == STEP - 1 for each in frozen]
-    once = [each.final["updates_applied"] == done.job.steps for each in first]
-    later = done.ledger[STEP].generation > 1
+    """By the counters of the first world: who did not survive it had not applied that step, the others applied each step once.  And by the
+    journal: a later generation committed it."""
+    first = [each for each in done.witness.seen.values() if int(each.worker[1:]) <= done.job.workers.max]
+    gone = done.witness.killed()
+    applied = {each.worker: each.final["updates_applied"] for each in first}
+    right = all(applied[each.worker] == (STEP - 1 if each in gone else done.job.steps) for each in first)
     return {
         "updates_applied": applied,
+        "replaced": [each.worker for each in gone],
         "committed_by": done.ledger[STEP].generation,
-        "nobody_applied": later and all(once) and before == [True],
+        "nobody_applied": right and bool(gone) and done.ledger[STEP].generation > 1,
     }

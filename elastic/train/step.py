@@ -100,8 +100,6 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.faults.aim(step)
         torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))
         loss, count = session.loss(state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
-        if session.copier is not None:
-            session.copier.launch()
         (loss if index is not None else loss * 0).backward()
         _refuse_changes(buffers, state)
         share.losses.append(loss.detach())

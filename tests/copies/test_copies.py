@@ -7,20 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from elastic.control.commit import NO_COPIES, PAUSE, Copied, Outcome
+from elastic.control.commit import NO_COPIES, Copied, Outcome
 from elastic.control.copying import Copy
 from elastic.copies.digest import digests
 from elastic.copies.region import BLOCK, Region, frame
 from elastic.copies.stock import Stock, request
 from elastic.copies.wire import Wire
-from elastic.engine.world import World
 from elastic.errors import CopyLost
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.copies import REMEMBERED, CopyRule
@@ -34,8 +31,6 @@ from elastic.train.heal import nothing
 from elastic.train.lane import STAGE, Lane
 from elastic.train.state import DTYPES, Shard
 from storage.slices import Tensor, shard_slice
-from tests.support.segments import member
-from tests.support.toys import toy_job
 
 SECRET = b"k" * 32
 AUTO = CopyRule(copies=True, buddies=True)
@@ -158,38 +153,25 @@ def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, 
             assert equal(shard, right) and used == sum(value.nbytes for value in right.values.values())
 
 
-def test_a_copy_is_begun_when_the_device_has_work_and_at_a_boundary_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a boundary nothing more is computed, and the world that follows takes a while."""
-    monkeypatch.setattr("elastic.train.copier._Threaded.at_once", False)
+def test_a_copy_that_is_given_up_is_none_and_the_one_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next world begins with one again."""
     with cluster(Layout(1, 1), 1) as (plan, nodes):
-        (worker,) = nodes[0].workers.values()
-        worker.enter(plan, WorkerId("w0"), shard_of(AT, 1, 0))
-        assert worker.region.all_held() == [None, None] and worker.made is None
-        assert worker.settle().copied_through == 4
-        worker.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
-        assert worker.made == AT
-        worker.launch()
-        assert worker.made == Version(5, 2)
-        worker.settle()
-        worker.committed(replace(outcome(6, copied=5), boundary=PAUSE), shard_of(Version(6, 2), 1, 0))
-        worker.leave()
-        assert worker.region.find(Copy(Version(6, 2), 1, 0)) is not None
-        worker.enter(replace(plan, generation=3, version=Version(6, 2)), WorkerId("w0"), shard_of(Version(6, 2), 1, 0))
-        worker.committed(outcome(7, copied=6), shard_of(Version(7, 2), 1, 0))
-        worker.leave()
-        assert worker.region.find(Copy(Version(7, 2), 1, 0)) is None
+        enter(plan, nodes)
+        (copier,) = nodes[0].workers.values()
 
+        def then_it_breaks(data: torch.Tensor, out: torch.Tensor) -> None:
+            digests(data, out)
+            copier.give_up()
 
-def test_a_step_begins_a_copy_when_its_first_forward_is_launched(tmp_path: Path) -> None:
-    world, begun = World.alone(torch.device("cpu")), []
-    try:
-        with member(world, toy_job(tmp_path), Version(0, 0)) as me:
-            done = me.session.counters
-            me.session.copier = SimpleNamespace(launch=lambda: begun.append(done["microbatch"]), settle=lambda: NO_COPIES)  # type: ignore[assignment]
-            me.step()
-    finally:
-        world.close()
-    assert begun[0] == 0 and done["step"] == 1
+        with monkeypatch.context() as at:
+            at.setattr("elastic.train.copier.digests", then_it_breaks)
+            copier.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
+            assert copier.settle() == NO_COPIES
+        assert {held for held in copier.region.all_held() if held} == {Copy(AT, 1, 0)}
+        copier.leave()
+        copier.enter(replace(plan, generation=3, version=Version(5, 2)), WorkerId("w0"), shard_of(Version(5, 2), 1, 0))
+        assert copier.settle().copied_through == 5
+        assert {held for held in copier.region.all_held() if held} == {Copy(AT, 1, 0), Copy(Version(5, 2), 1, 0)}
 
 
 def test_two_versions_are_there_and_the_older_one_is_read_when_it_is_wanted() -> None:

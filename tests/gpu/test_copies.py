@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic.control.copying import Copy
+from elastic.copies.digest import digests
 from elastic.copies.region import BLOCK, Region, frame
 from elastic.copies.stock import Stock
 from elastic.errors import CopyLost
@@ -74,26 +75,38 @@ def test_the_bytes_and_digests_are_those_of_the_other_way() -> None:
         assert bytes(one.data(slot)) == bytes(other.data(slot)) and bytes(one.digests(slot)) == bytes(other.digests(slot))
 
 
-def test_a_copy_is_none_until_it_is_done_and_holds_up_the_device_but_not_the_host() -> None:
-    copier, cycles = copier_on("cuda"), sleep_cycles()
+def begun_behind(cycles: int) -> Copier:
+    """One whose copy of step 5 waits for its stream to have slept."""
+    copier = copier_on("cuda")
     copier.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
-    copier.settle()
-    torch.cuda.synchronize()
+    assert copier.settle().copied_through == 4
     with torch.cuda.stream(copier._way._stream):  # type: ignore[union-attr]
         torch.cuda._sleep(cycles)
-    began = time.monotonic()
     copier.committed(outcome(5, copied=4), at(5, "cuda"))
-    assert copier.settle().copied_through == 5, "for whatever is launched from now on"
-    after = torch.ones((), device="cuda")
-    done = torch.cuda.Event()
-    done.record()
-    assert copier.region.find(Copy(Version(5, 2), 1, 0)) is None and not done.query(), "it is under way, and what is launched waits"
-    assert time.monotonic() - began < SLEEP_S / 2, "the host waits for nothing"
-    done.synchronize()
-    assert copier.region.find(Copy(Version(5, 2), 1, 0)) is not None and after.item() == 1
-    took_s, held_up_s = copier._way.measured()
-    assert took_s is not None and took_s < SLEEP_S and 0.5 * SLEEP_S < held_up_s < 2 * SLEEP_S
-    assert copier._way.measured() == (None, 0.0), "each copy is told of once"
+    return copier
+
+
+def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
+    cycles = sleep_cycles()
+    began = time.monotonic()
+    copier = begun_behind(cycles)
+    assert time.monotonic() - began < SLEEP_S / 2, "who begins one waits for nothing"
+    torch.ones((), device="cuda").item()
+    assert copier.region.find(Copy(Version(5, 2), 1, 0)) is None and time.monotonic() - began < SLEEP_S / 2, "nor does the device"
+    assert copier.settle().copied_through == 5 and copier.region.find(Copy(Version(5, 2), 1, 0)) is not None
+    assert 0.5 * SLEEP_S < copier._held_up_s < 2 * SLEEP_S
+
+
+def test_of_a_copy_that_is_given_up_two_pieces_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = list[int]()
+    monkeypatch.setattr("elastic.train.copier.PIECE", 1)
+    monkeypatch.setattr("elastic.train.copier.digests", lambda data, out: (digests(data, out), launched.append(data.nbytes)))
+    copier = begun_behind(sleep_cycles())
+    before = len(launched)
+    time.sleep(SLEEP_S / 4)
+    copier.give_up()
+    assert copier.settle().copied_through == -1 and copier.region.find(Copy(Version(5, 2), 1, 0)) is None
+    assert len(launched) - before <= 2 and copier.region.find(Copy(Version(4, 2), 1, 0)) is not None
 
 
 @pytest.mark.parametrize("worker", ["w0", "w1"], ids=["from its own pinned memory", "from that of another one"])

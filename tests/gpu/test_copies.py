@@ -75,21 +75,21 @@ def test_the_bytes_and_digests_are_those_of_the_other_way() -> None:
         assert bytes(one.data(slot)) == bytes(other.data(slot)) and bytes(one.digests(slot)) == bytes(other.digests(slot))
 
 
-def begun_behind(cycles: int) -> Copier:
-    """One whose copy of step 5 waits for its stream to have slept."""
-    copier = copier_on("cuda")
+def begun_behind(cycles: int) -> tuple[Copier, float]:
+    """One whose copy of step 5 waits for its stream to have slept; and when it was begun."""
+    copier, later = copier_on("cuda"), at(5, "cuda")
     copier.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
     assert copier.settle().copied_through == 4
+    torch.cuda.synchronize()
+    began = time.monotonic()
     with torch.cuda.stream(copier._way._stream):  # type: ignore[union-attr]
         torch.cuda._sleep(cycles)
-    copier.committed(outcome(5, copied=4), at(5, "cuda"))
-    return copier
+    copier.committed(outcome(5, copied=4), later)
+    return copier, began
 
 
 def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
-    cycles = sleep_cycles()
-    began = time.monotonic()
-    copier = begun_behind(cycles)
+    copier, began = begun_behind(sleep_cycles())
     assert time.monotonic() - began < SLEEP_S / 2, "who begins one waits for nothing"
     torch.ones((), device="cuda").item()
     assert copier.region.find(Copy(Version(5, 2), 1, 0)) is None and time.monotonic() - began < SLEEP_S / 2, "nor does the device"
@@ -100,8 +100,8 @@ def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
 def test_of_a_copy_that_is_given_up_two_pieces_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = list[int]()
     monkeypatch.setattr("elastic.train.copier.PIECE", 1)
-    monkeypatch.setattr("elastic.train.copier.digests", lambda data, out: (digests(data, out), launched.append(data.nbytes)))
-    copier = begun_behind(sleep_cycles())
+    monkeypatch.setattr("elastic.train.copier.digests", lambda data, out: (launched.append(data.nbytes), digests(data, out)))
+    copier, _ = begun_behind(sleep_cycles())
     before = len(launched)
     time.sleep(SLEEP_S / 4)
     copier.give_up()

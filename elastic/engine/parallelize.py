@@ -13,9 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from elastic.engine.fold import Fold, Round
+from elastic.engine.streams import stream
 from elastic.engine.world import World
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
+
+FSDP_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
+"""As torch calls them, 2.11 to 2.13."""
 
 
 def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Round]:
@@ -27,6 +31,8 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
     round_ = apply_fold(blueprint, world) if job.reproducible else apply_sum(blueprint, world)
     blueprint.to_empty(device=world.device)
     _tie(blueprint, aliases)
+    if world.device.type == "cuda":
+        keep_streams(blueprint, world)
     return blueprint, round_
 
 
@@ -81,6 +87,15 @@ def apply_sum(model: nn.Module, world: World) -> Round:
         for module in _wrapped(model):
             module.set_all_reduce_hook(lambda grads: torch.distributed.all_reduce(grads, group=world.replicate_group))
     return Round()
+
+
+def keep_streams(model: nn.Module, world: World) -> None:
+    """FSDP makes streams for each model that it wraps; this one gets those of the worlds before."""
+    state = model._get_fsdp_state()  # type: ignore[operator]  # of an FSDPModule
+    state._lazy_init()
+    for purpose in FSDP_STREAMS:
+        priority = getattr(state._comm_ctx, purpose).priority
+        setattr(state._comm_ctx, purpose, stream(purpose, world.device, priority))
 
 
 def _wrapped(model: nn.Module) -> list[FSDPModule]:

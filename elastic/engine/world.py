@@ -158,7 +158,7 @@ class World:
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             if free < ROOM:
-                torch.cuda.empty_cache()  # every world computes on streams of its own, and what is free is kept for each
+                torch.cuda.empty_cache()
         one, expected, until = torch.ones((), device=self.device), 1, time.monotonic() + form_s
         for number, group in enumerate(self.groups):
             if group.size() > 1 or len(self.groups) == 1:  # in the others nobody waits for anybody

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from elastic.control.commit import Copied, Outcome
 from elastic.control.copying import Copies, Copy, version_at
 from elastic.copies.digest import digests
 from elastic.copies.region import Frame, Region, frame
+from elastic.engine.streams import stream
 from elastic.ids import Version, WorkerId
 from elastic.plan.copies import CopyRule, Pace, slots_for
 from elastic.plan.plan import Plan
@@ -182,7 +184,7 @@ class _Pinned:
     """Memory of a device into a slot, on a stream of its own."""
 
     def __init__(self, region: Region, memory: torch.Tensor, device: torch.device) -> None:
-        self.region, self.memory, self._stream = region, memory, torch.cuda.Stream(device)
+        self.region, self.memory, self._stream = region, memory, stream("copies", device)
         self._sums = torch.zeros(region.slot_blocks, dtype=torch.int64, device=device)
         self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
         self.slots = 0
@@ -213,6 +215,7 @@ class _Pinned:
                     flush=True,
                 )
                 return
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.memory[start:end].data_ptr()).atexit = False
             start = region.data_at(slot + 1)
         print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 

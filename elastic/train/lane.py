@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic.copies.digest import digests
+from elastic.engine.streams import stream
 
 STAGE = 2**24
 """Bytes of one piece."""
@@ -37,7 +38,7 @@ class Lane(AbstractContextManager["Lane"]):
     def __init__(self, device: torch.device) -> None:
         self.device, self._stream = device, None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+            self._stream = stream("lane", device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
             self._stages = [(torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
         self._sums: list[torch.Tensor] = []

@@ -26,12 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from elastic.data.prepare import prepare
 from elastic.engine.fold import Fold, Round
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.models.llama import Llama
 from elastic.plan.layout import Layout
 from elastic.train.setup import prepare_process
 from tests.support.segments import member
@@ -45,11 +47,26 @@ ROUNDS = (1, 4)
 WARM = 3
 
 
+class Quick(Llama):
+    """Its weights cost no time, and their values do not matter here."""
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.01)
+
+
+def build(**args: Any) -> nn.Module:
+    with torch.device("meta"):
+        model = Quick(**args)
+    return model if torch.get_default_device().type == "meta" else model.to_empty(device="cpu")
+
+
 def job_of(folder: Path, options: argparse.Namespace, rounds: int, fold: bool) -> Job:
     size = SIZES[options.size]
     return Job(
         name="fold",
         bucket=str(folder / "bucket"),
+        model="tests.benchmarks.fold:build",
         model_args=size["model"],
         data={"args": {"path": str(folder / "tokens"), "seq_len": size["seq_len"]}},
         steps=1000,

@@ -91,7 +91,11 @@ def begun_behind(cycles: int) -> tuple[Copier, float]:
 def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
     copier, began = begun_behind(sleep_cycles())
     assert time.monotonic() - began < SLEEP_S / 2, "who begins one waits for nothing"
-    torch.ones((), device="cuda").item()
+    torch.ones((), device="cuda").add_(1)
+    done = torch.cuda.Event()
+    done.record()
+    while not done.query() and time.monotonic() < began + SLEEP_S:
+        time.sleep(0.001)
     assert copier.region.find(Copy(Version(5, 2), 1, 0)) is None and time.monotonic() - began < SLEEP_S / 2, "nor does the device"
     assert copier.settle().copied_through == 5 and copier.region.find(Copy(Version(5, 2), 1, 0)) is not None
     assert 0.5 * SLEEP_S < copier._held_up_s < 2 * SLEEP_S

@@ -1,0 +1,74 @@
+"""A world whose peer's sockets broke is left in no time, although torch has noticed the break before anybody aborts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from elastic.train.setup import NCCL
+from tests.support.commands import ROOT
+from tests.support.processes import free_ports
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+SCRIPT = """
+import gc, os, signal, sys, time
+import torch
+import torch.distributed as dist
+from elastic.engine.world import World
+from elastic.plan.layout import Layout
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+world = World.form(store, generation=1, layout=Layout(1, 2), rank=rank, device=torch.device("cuda", 0), form_s=60.0)
+world.connect(60.0, 3600.0)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1 << 20, device="cuda"))
+time.sleep(3)  # not to wait for something: so long torch's watchdog has to see it
+began = time.monotonic()
+world.abort()
+world.close()
+del world
+gc.collect()
+print(time.monotonic() - began)
+"""
+
+
+def seconds_to_leave(environment: dict[str, str]) -> float:
+    """From the abort until nothing of the world is left, in the process whose peer was killed."""
+    port = str(*free_ports(1))
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), port],
+            cwd=ROOT,
+            env=os.environ | NCCL | SOCKETS | environment | {"CUDA_VISIBLE_DEVICES": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, errors = members[0].communicate(timeout=150)
+    finally:
+        for member in members:
+            member.kill()
+            member.communicate()
+    assert members[0].returncode == 0 and "failure detected by watchdog" in errors, errors[-3000:]
+    print(f"left in {out.strip()} s")
+    return float(out)
+
+
+def test_a_world_is_left_at_once() -> None:
+    assert seconds_to_leave({}) < 5
+
+
+def test_torch_alone_would_sleep() -> None:
+    """Negative control: its own setting is 15000."""
+    assert seconds_to_leave({"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "3000"}) > 10

@@ -7,16 +7,17 @@ together, up to ``FETCH_BYTES`` at once, and several such requests are under way
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
+from storage.background import begin
 from storage.cover import Key, check_exact_cover, covering, describe
 from storage.documents import digest_of
 from storage.errors import Damaged, Incomplete, Missing, StorageError
@@ -104,21 +105,8 @@ class Reader:
                 self.bytes_read += len(data)
                 yield from ((row, data[row.first - done[0].first : row.last - done[0].first]) for row in done)
             if group is not None:
-                waiting.append((group, self._begin(group)))
+                waiting.append((group, begin(partial(self._checked, group), "fetch")))
                 ahead += _bytes(group)
-
-    def _begin(self, group: Sequence[Stored]) -> Future[memoryview]:
-        """On a thread for which nobody waits: a store that does not answer holds up who wants the bytes, and no exit."""
-        future: Future[memoryview] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self._checked(group))
-            except Exception as error:  # raised where it is waited for
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="fetch", daemon=True).start()
-        return future
 
     def _checked(self, group: Sequence[Stored]) -> memoryview:
         data = self.fetch(group)

@@ -12,7 +12,8 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ from elastic.ids import Version, WorkerId
 from elastic.plan.copies import CopyRule, Pace, slots_for
 from elastic.plan.plan import Plan
 from elastic.train.state import Shard
+from storage.background import begin
 from storage.slices import Tensor
 
 NEVER = -1
@@ -48,7 +50,6 @@ class Copier:
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
         self._way = _Pinned(region, self.memory, device) if device.type == "cuda" else _Plain(region)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._under_way: Future[bool] | None = None
         self._given_up = threading.Event()
 
@@ -101,7 +102,7 @@ class Copier:
         if slot is not None and copies.begun is not None:
             self._wait()
             self.region.begin(slot)
-            self._under_way = self._pool.submit(self._copy, slot, copies.begun, shard)
+            self._under_way = begin(partial(self._copy, slot, copies.begun, shard), "copies")
             self.made = shard.version
 
     def _copy(self, slot: int, copy: Copy, shard: Shard) -> bool:

@@ -6,11 +6,11 @@ messages.  What a member holds already it copies from its own memory.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from elastic.train.from_hosts import Access, read
 from elastic.train.lane import Lane
 from elastic.train.state import BUFFERS, DTYPES, Shard, State
 from elastic.train.step import Session
+from storage.background import begin
 from storage.checkpoints import Checkpoints
 from storage.slices import Slice, Tensor, shard_slice
 
@@ -43,24 +44,18 @@ class Healing:
         """``leave_if_over()`` raises once the healing has become pointless."""
         self.state, self.plan, self.worker, self.session, self.leave_if_over = state, plan, worker, session, leave_if_over
         self.moves: tuple[Move, ...] = ()
-        self._reading: Future[int] = Future()
+        self._reading: Future[int] | None = None
         if plan.tier != "init":
             self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
         if any(move.keeper and move.destination == worker for move in self.moves):
             lane = Lane(state.world.device)  # here, before a collective is launched behind which taking pinned memory would wait
-            threading.Thread(target=self._read, args=(lane,), name="copies", daemon=True).start()
-        else:
-            self._reading.set_result(0)
+            self._reading = begin(partial(self._read, lane), "copies")
 
-    def _read(self, lane: Lane) -> None:
-        try:
-            copier, state = self.session.copier, self.state
-            access = Access(self.worker, self.session.secret, copier.region if copier else None)
-            with lane:
-                used = read(state.shard, state.tensors, self.plan, access, self.moves, lane, self.leave_if_over)
-            self._reading.set_result(used)
-        except Exception as error:  # raised where it is waited for
-            self._reading.set_exception(error)
+    def _read(self, lane: Lane) -> int:
+        copier, state = self.session.copier, self.state
+        access = Access(self.worker, self.session.secret, copier.region if copier else None)
+        with lane:
+            return read(state.shard, state.tensors, self.plan, access, self.moves, lane, self.leave_if_over)
 
     def finish(self, held: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> None:
         """Fill the rest of the shard.  ``held``: what this worker still has, any version, any layout.  ``hook`` is called half way."""
@@ -69,7 +64,8 @@ class Healing:
             initialise(state, hook)
             return
         counters["healed_live_bytes"] += from_members(state, plan, self.worker, held, self.moves, hook)
-        counters["healed_host_bytes"] += self._reading.result()
+        if self._reading is not None:
+            counters["healed_host_bytes"] += self._reading.result()
         if plan.tier == "bucket":
             wanted = (shard_slice(tensor, state.shard.count, state.shard.index) for tensor in state.tensors)
             counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, missing(state.tensors, plan.holders, wanted), hook)

@@ -98,13 +98,12 @@ ENVIRONMENT = {
 BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
-    "elastic/train/heal.py": "whatever ends the thread that reads copies is raised where it is waited for",
     "elastic/train/copier.py": "a copy that fails ends the thread that makes it, never the step",
     "elastic/train/checkpoint.py": "whatever ends the thread that saves goes to the coordinator, which waits for its part",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
     "elastic/train/setup.py": "whatever the user's dataset raises while it is opened becomes a sentence",
-    "storage/reader.py": "whatever ends a thread that fetches is raised where its bytes are waited for",
+    "storage/background.py": "whatever ends a thread is raised where its result is waited for",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
 """Where everything may be caught, and why."""

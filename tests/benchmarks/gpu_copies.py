@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -31,6 +32,7 @@ from elastic.train.from_hosts import Chunk, _fill, _range
 from elastic.train.heal import nothing
 from elastic.train.lane import Lane
 from elastic.train.state import DTYPES, Shard, tensors_of
+from storage.background import begin
 from storage.slices import shard_slice
 
 SIZES = {
@@ -88,7 +90,7 @@ def main() -> None:
 
     def copy() -> None:
         copier._wait()
-        copier._under_way = copier._pool.submit(copier._copy, 0, Copy(AT, SHARDS, 0), shard)
+        copier._under_way = begin(partial(copier._copy, 0, Copy(AT, SHARDS, 0), shard), "copies")
 
     def alone() -> float:
         began = time.monotonic()

@@ -1,0 +1,24 @@
+"""Work on a thread that nobody's exit waits for: what hangs holds up whoever wants its result, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def begin(call: Callable[[], T], name: str) -> Future[T]:
+    """``call()``, on a thread of this name.  What it raises is raised by ``result()``."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # the end of a thread: raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -156,7 +156,8 @@ class Region:
     def finish(self, slot: int, copy: Copy, size: int) -> None:
         """It holds ``copy``, ``size`` bytes."""
         words = self.header(slot)
-        words[1:] = memoryview(_packed(*fields_of(copy, size)[1:])).cast("q")
+        fields = (copy.version.step, copy.version.generation, copy.shard_count, copy.shard_index, size)
+        words[1:] = memoryview(_packed(*fields)).cast("q")
         words[0] = 1
 
     def digests(self, slot: int) -> memoryview:
@@ -171,11 +172,6 @@ class Region:
     def data(self, slot: int) -> memoryview:
         first = self.data_at(slot)
         return self.memory[first : first + self.slot_bytes]
-
-
-def fields_of(copy: Copy, size: int) -> tuple[int, ...]:
-    """Of a slot that holds ``copy`` complete."""
-    return 1, copy.version.step, copy.version.generation, copy.shard_count, copy.shard_index, size
 
 
 def _packed(*words: int) -> bytes:

@@ -40,7 +40,7 @@ Endpoint = tuple[str, int]
 
 POLL_S = 0.0002
 LEAD = 8
-"""Calls of ``keep_up``, one for each block of a backward pass, that the host may be ahead of the device."""
+"""Calls of ``keep_up`` that the host may be ahead of the device."""
 TO_HOST = "to host"
 ROOM = 2**32
 """Bytes of the device: with less free a world that forms gives back what torch keeps, since NCCL takes memory of its own."""
@@ -228,10 +228,8 @@ class World:
                 time.sleep(POLL_S)
 
     def keep_up(self) -> None:
-        """Wait, by polling, until the device is not more than ``LEAD`` calls of this behind.
-
-        It would have to do all that was launched before an abort has ended; and behind a collective that hangs the queue of launches
-        would fill up, where a launch blocks.
+        """Wait, by polling, until the device is at most ``LEAD`` calls of this behind: it has to do all that was launched before an abort
+        ends.  Called for each block of a backward pass whose gradients are folded; a forward pass is launched whole.
         """
         if self.device.type == "cuda":
             event = self.ahead.popleft() if len(self.ahead) == LEAD else torch.cuda.Event()

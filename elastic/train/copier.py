@@ -1,8 +1,8 @@
 """The worker's side: after an update its shard is copied into a slot while the next step computes.
 
 A thread copies, on an accelerator over a stream of its own to memory that is pinned, and marks the slot complete at the end.  It launches
-piece by piece: a world that breaks does not wait for the rest, for an abort has to wait for all that the device was told.  Source for slots
-that outlive their writer: DESIGN section 5, step 6.
+piece by piece, since an abort has to wait for all that the device was told until then.  When a world ends the copy goes on, beside the
+forming of the next one: it reads the shard that is left.  Source for slots that outlive their writer: DESIGN section 5, step 6.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -22,6 +22,7 @@ from elastic.control.copying import Copies, Copy, version_at
 from elastic.copies.digest import digests
 from elastic.copies.region import Frame, Region, frame
 from elastic.engine.streams import stream
+from elastic.engine.world import POLL_S
 from elastic.ids import Version, WorkerId
 from elastic.plan.copies import CopyRule, Pace, slots_for
 from elastic.plan.plan import Plan
@@ -31,14 +32,14 @@ from storage.slices import Tensor
 
 NEVER = -1
 PIECE = 2**28
-"""Bytes: a device has at most two such pieces to copy, and the tensor that fills the second."""
+"""Bytes after which a device is given no more to copy than one more such piece; each ends with a tensor."""
 
 Part = tuple[torch.Tensor, torch.Tensor, slice]
 """Memory of a tensor, where it goes, which digests of the slot are its."""
 
 
 class Copier:
-    """Of one worker, for all its worlds.  For the training thread, but ``give_up``."""
+    """Of one worker, for all its worlds.  For the training thread."""
 
     def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device, rule: CopyRule) -> None:
         self.region, self.tensors, self.pace = region, tensors, Pace(rule)
@@ -50,8 +51,8 @@ class Copier:
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
         self._way = _Pinned(region, self.memory, device) if device.type == "cuda" else _Plain(region)
-        self._under_way: Future[bool] | None = None
-        self._given_up = threading.Event()
+        self._under_way: tuple[Future[None], Callable[[], None]] | None = None
+        """And how to do it again."""
 
     def ready(self) -> None:
         """Wait until copies run at full speed."""
@@ -59,23 +60,14 @@ class Copier:
 
     def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
         """A world begins; ``shard``: this member's, at the plan's version."""
+        self._wait()
         self.made, self._frame = None, frame(self.tensors, shard.count, shard.index)
         self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
         self._way.pin(slots_for(plan.buddy_every))
-        self._given_up.clear()
         self._begin(shard)
-        self._stepped_at = time.monotonic()
-
-    def give_up(self) -> None:
-        """What is under way need not end, since this member holds the same itself.  From any thread."""
-        self._given_up.set()
-
-    def leave(self) -> None:
-        """The world is over: what is under way ends, before the memory that it reads goes."""
-        self._wait()
-        self.made = None
+        self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
 
     def committed(self, outcome: Outcome, shard: Shard | None) -> None:
         """A step was applied; ``shard``: may be copied now."""
@@ -102,45 +94,45 @@ class Copier:
         if slot is not None and copies.begun is not None:
             self._wait()
             self.region.begin(slot)
-            self._under_way = begin(partial(self._copy, slot, copies.begun, shard), "copies")
+            copying = partial(self._copy, slot, copies.begun, shard)
+            self._under_way = begin(copying, "copies"), copying
             self.made = shard.version
 
-    def _copy(self, slot: int, copy: Copy, shard: Shard) -> bool:
-        """On the thread.  Whether it is complete."""
+    def _copy(self, slot: int, copy: Copy, shard: Shard) -> None:
+        """On the thread."""
         began = time.monotonic()
         with torch.no_grad():
-            complete = self._way.fill(slot, self._parts(slot, shard))
-        if complete:
-            self.region.finish(slot, copy, self.bytes)
-            self._took_s = time.monotonic() - began
-        return complete
+            self._way.fill(slot, self._parts(slot, shard))
+        self.region.finish(slot, copy, self.bytes)
+        self._took_s = time.monotonic() - began
 
-    def _parts(self, slot: int, shard: Shard) -> Iterator[Part | None]:
-        """Of ``shard``, for ``slot``; ends with None where it was given up."""
+    def _parts(self, slot: int, shard: Shard) -> Iterator[Part]:
+        """Of ``shard``, for ``slot``."""
         data = self.region.data_at(slot)
         for tensor, place in self._frame.places.items():
-            if self._given_up.is_set():
-                yield None
-                return
             value = shard.values[tensor.kind, tensor.name]
             room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
             yield value, room, slice(place.first_block, place.first_block + place.blocks)
 
     def _wait(self) -> None:
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+        """Until what is under way has ended.  What fails is tried once more: without it nothing would be copied until the next world."""
+        if self._under_way is None:
             return
-        began, complete = time.monotonic(), False
-        try:
-            complete = under_way.result()
-        except Exception:  # the end of a thread: the step needs no copy
-            traceback.print_exc()
-        if not complete:
-            self.made = None
-        self._held_up_s += time.monotonic() - began
+        (future, again), self._under_way = self._under_way, None
+        for attempt in (future.result, again):
+            try:
+                return attempt()
+            except Exception:  # the step needs no copy
+                traceback.print_exc()
+        self.made = None
 
     def settle(self) -> Copied:
         """Wait until it has ended; how far it is."""
+        if self._under_way is not None and not self._under_way[0].done():
+            self._way.computed()  # as long as the device computes it holds up nobody
+            began = time.monotonic()
+            self._wait()
+            self._held_up_s += time.monotonic() - began
         self._wait()
         buddied = self.region.version("buddied")
         of_this_world = self.copies and buddied and version_at(self.copies.plan, buddied.step) == buddied
@@ -169,16 +161,15 @@ class _Plain:
     def pin(self, slots: int) -> None:
         """There is nothing to pin for."""
 
-    def fill(self, slot: int, parts: Iterable[Part | None]) -> bool:
-        """Copy all and take their digests; False where they end with None."""
+    def computed(self) -> None:
+        """At once."""
+
+    def fill(self, slot: int, parts: Iterable[Part]) -> None:
+        """Copy all and take their digests."""
         sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
-        for part in parts:
-            if part is None:
-                return False
-            value, room, blocks = part
+        for value, room, blocks in parts:
             room.copy_(value)
             digests(value, sums[blocks])
-        return True
 
 
 class _Pinned:
@@ -220,19 +211,23 @@ class _Pinned:
             start = region.data_at(slot + 1)
         print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 
-    def fill(self, slot: int, parts: Iterable[Part | None]) -> bool:
-        """As ``_Plain``: nothing is under way any more when it ends."""
+    def computed(self) -> None:
+        """Wait for all that the present stream has to do."""
+        event = torch.cuda.Event()
+        event.record()
+        while not event.query():  # behind a collective that hangs until somebody aborts
+            time.sleep(POLL_S)
+
+    def fill(self, slot: int, parts: Iterable[Part]) -> None:
+        """As ``_Plain``: nothing is under way any more when it ends, however it does."""
         sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
         size, ours = 0, list[Part]()
         with torch.cuda.stream(self._stream):
             try:
-                for part in parts:
-                    if part is None:
-                        return False
-                    value, room, blocks = part
+                for value, room, blocks in parts:
                     room.copy_(value, non_blocking=True)
                     if not value.is_cuda:
-                        ours.append(part)
+                        ours.append((value, room, blocks))
                         continue
                     digests(value, self._sums[blocks])
                     size += value.nbytes
@@ -245,7 +240,6 @@ class _Pinned:
                 self._last.synchronize()
         for value, _, blocks in ours:
             digests(value, sums[blocks])
-        return True
 
     def _piece(self) -> None:
         """Of two that are launched the first is waited for."""

@@ -76,12 +76,10 @@ class Went:
 
 @dataclass
 class Done:
-    """Generations: the latest that was entered, that was told to go, that paused at a boundary all had agreed on, that was settled.  Orders
-    may come twice, from two coordinators."""
+    """Generations: the latest that was entered, that was told to go, that was settled.  Orders may come twice, from two coordinators."""
 
     entered: int = 0
     gone: int = 0
-    paused: int = 0
     settled: int = 0
 
 
@@ -144,8 +142,6 @@ class Trainer:
         if self.gate.generation == generation:
             self._left.clear()
             faulthandler.dump_traceback_later(SLOW_S)  # where every thread stands, into the log, unless the generation is left by then
-            if self.session.copier is not None and self._done.paused < generation:
-                self.session.copier.give_up()
         world = self.world
         if world is not None and world.generation == generation:
             self._abort = threading.Thread(target=self._aborts, args=(world, self._abort), daemon=True)
@@ -250,8 +246,6 @@ class Trainer:
                 self.session.copier.committed(outcome, None)
         self.gate.drop()
         self._said = []  # its plan is kept: it proves that there was this generation
-        if self.session.copier is not None:
-            self.session.copier.leave()
         self._close()
         faulthandler.cancel_dump_traceback_later()
         self._left.set()
@@ -352,7 +346,6 @@ class Trainer:
             if begins(outcome, job.checkpoint.save_every, job.steps):
                 self.saver.save(state)
             if outcome.boundary != GO_ON:
-                self._done.paused = plan.generation
                 self.report(self.gate.fence(plan.generation))  # not ``fence``: if this is being settled already, that waits for us to leave
                 return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -31,6 +32,7 @@ from elastic.train.heal import nothing
 from elastic.train.lane import STAGE, Lane
 from elastic.train.state import DTYPES, Shard
 from storage.slices import Tensor, shard_slice
+from tests.support.patience import PATIENCE_S
 
 SECRET = b"k" * 32
 AUTO = CopyRule(copies=True, buddies=True)
@@ -153,25 +155,43 @@ def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, 
             assert equal(shard, right) and used == sum(value.nbytes for value in right.values.values())
 
 
-def test_a_copy_that_is_given_up_is_none_and_the_one_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next world begins with one again."""
+def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what is left of the world before; and how long it took says nothing of the next one."""
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         (copier,) = nodes[0].workers.values()
-
-        def then_it_breaks(data: torch.Tensor, out: torch.Tensor) -> None:
-            digests(data, out)
-            copier.give_up()
-
+        goes_on = threading.Event()
         with monkeypatch.context() as at:
-            at.setattr("elastic.train.copier.digests", then_it_breaks)
+            at.setattr("elastic.train.copier.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
             copier.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
-            assert copier.settle() == NO_COPIES
-        assert {held for held in copier.region.all_held() if held} == {Copy(AT, 1, 0)}
-        copier.leave()
-        copier.enter(replace(plan, generation=3, version=Version(5, 2)), WorkerId("w0"), shard_of(Version(5, 2), 1, 0))
-        assert copier.settle().copied_through == 5
+            assert copier.region.find(Copy(Version(5, 2), 1, 0)) is None
+            threading.Timer(0.2, goes_on.set).start()
+            copier.enter(replace(plan, generation=3, version=Version(5, 2)), WorkerId("w0"), shard_of(Version(5, 2), 1, 0))
+        assert goes_on.is_set() and copier.settle().copied_through == 5
         assert {held for held in copier.region.all_held() if held} == {Copy(AT, 1, 0), Copy(Version(5, 2), 1, 0)}
+        copier.committed(replace(outcome(6, copied=5), generation=3), shard_of(Version(6, 3), 1, 0))
+        assert max(copier.pace._copies_s) < 0.1 and copier.pace.step_s < 0.1
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_copy_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failures: int) -> None:
+    """Without it no other would be begun in this world, and what one holds alone would not be protected."""
+    with cluster(Layout(1, 1), 1) as (plan, nodes):
+        enter(plan, nodes)
+        (copier,) = nodes[0].workers.values()
+        left = ["no memory"] * failures
+
+        def fail(data: torch.Tensor, out: torch.Tensor) -> None:
+            if left:
+                raise RuntimeError(left.pop())
+            digests(data, out)
+
+        monkeypatch.setattr("elastic.train.copier.digests", fail)
+        copier.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
+        assert copier.settle().copied_through == (5 if failures == 1 else -1)
+        assert capfd.readouterr().err.count("RuntimeError: no memory") == failures
+        assert (copier.region.find(Copy(Version(5, 2), 1, 0)) is not None) == (failures == 1)
+        assert copier.region.find(Copy(AT, 1, 0)) is not None
 
 
 def test_two_versions_are_there_and_the_older_one_is_read_when_it_is_wanted() -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+from elastic.engine.parallelize import FSDP_STREAMS
 from elastic.engine.world import World
+from elastic.ids import Version
 from elastic.job import Fault
 from elastic.train.faults import Faults, InjectedError
 from elastic.train.setup import LAUNCHES
+from elastic.train.state import State
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
+from tests.support.toys import toy_job
 
 ASK = """
 import threading
@@ -89,3 +94,14 @@ class _Seat:
     """All that a fault asks of a world."""
 
     rank, generation = 0, 1
+
+
+def test_the_streams_that_are_kept_are_all_that_fsdp_has(tmp_path: Path) -> None:
+    """By their private names, which a torch to come may change."""
+    world = World.alone(torch.device("cpu"))
+    try:
+        wrapped = State(toy_job(tmp_path), world, Version(0, 0)).model._get_fsdp_state()  # type: ignore[operator]
+        wrapped._lazy_init()
+        assert {name for name in vars(wrapped._comm_ctx) if name.endswith("_stream")} == set(FSDP_STREAMS)
+    finally:
+        world.close()

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+from elastic.engine.world import LEAD, World
 from elastic.train.setup import LAUNCHES
 from tests.support.commands import ROOT
 
@@ -90,3 +91,22 @@ def test_the_static_launcher_would_stop_them() -> None:
     blocked, longest = stuck(CALLS["compiled"], {"TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "1"})
     assert blocked > 0.5 * STUCK_S
     assert longest > 0.5 * STUCK_S
+
+
+@pytest.mark.parametrize("lead", [LEAD, 10**6], ids=["as it is", "with any lead (negative control)"])
+def test_the_host_keeps_near_the_device(monkeypatch: pytest.MonkeyPatch, lead: int) -> None:
+    """So an abort has little to wait for."""
+    monkeypatch.setattr("elastic.engine.world.LEAD", lead)
+    world, blocks = World.alone(torch.device("cuda")), 4 * LEAD
+    try:
+        done = [torch.cuda.Event() for _ in range(blocks)]
+        behind = []
+        for number in range(blocks):
+            world.keep_up()
+            behind.append(number - sum(event.query() for event in done[:number]))
+            torch.cuda._sleep(10**7)  # some milliseconds
+            done[number].record()
+        world.finish()
+    finally:
+        world.close()
+    assert (max(behind) <= LEAD) == (lead == LEAD)

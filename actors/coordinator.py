@@ -313,9 +313,9 @@ class Coordinator:
         now = self.clock()
         before = self.state
         transition = advance(before, event, now, self.rules)
-        self.state = transition.run
         if codec.worth_recording(event, before, transition):
             self._record(now, event, before, transition)
+        self.state = transition.run  # not before: nobody is shown what may yet be forgotten
         stood_s = self.clock() - now
         for action in transition.actions:
             self.group.perform(action)

@@ -66,8 +66,8 @@ class Copier:
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
         self._way.pin(slots_for(plan.buddy_every))
-        self._begin(shard)
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
+        self._begin(shard)
 
     def committed(self, outcome: Outcome, shard: Shard | None) -> None:
         """A step was applied; ``shard``: may be copied now."""

@@ -33,12 +33,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from elastic.engine import streams
 from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
 
 Endpoint = tuple[str, int]
 
-POLL_S = 0.0002
 LEAD = 8
 """Calls of ``keep_up`` that the host may be ahead of the device."""
 TO_HOST = "to host"
@@ -200,7 +200,7 @@ class World:
         while not event.query():
             if given_up() or time.monotonic() > until:
                 raise WorldBroken(f"a collective of generation {self.generation} did not end")
-            time.sleep(POLL_S)
+            time.sleep(streams.POLL_S)
         return host
 
     def reserve(self, key: str, like: torch.Tensor) -> None:
@@ -222,10 +222,7 @@ class World:
         It then looks completed, over garbage.  Who waited for one asks afterwards whether this member was fenced.
         """
         if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            while not event.query():
-                time.sleep(POLL_S)
+            streams.finish()
 
     def keep_up(self) -> None:
         """Wait, by polling, until the device is at most ``LEAD`` calls of this behind: it has to do all that was launched before an abort
@@ -233,8 +230,7 @@ class World:
         """
         if self.device.type == "cuda":
             event = self.ahead.popleft() if len(self.ahead) == LEAD else torch.cuda.Event()
-            while not event.query():  # a new one has nothing to wait for
-                time.sleep(POLL_S)
+            streams.wait_for(event)  # a new one has nothing to wait for
             event.record()
             self.ahead.append(event)
 

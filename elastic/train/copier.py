@@ -21,8 +21,7 @@ from elastic.control.commit import Copied, Outcome
 from elastic.control.copying import Copies, Copy, version_at
 from elastic.copies.digest import digests
 from elastic.copies.region import Frame, Region, frame
-from elastic.engine.streams import stream
-from elastic.engine.world import POLL_S
+from elastic.engine.streams import finish, stream
 from elastic.ids import Version, WorkerId
 from elastic.plan.copies import CopyRule, Pace, slots_for
 from elastic.plan.plan import Plan
@@ -200,23 +199,21 @@ class _Pinned:
         start = region.data_at(first) if first else 0
         for slot in range(first, last):
             end = region.data_at(slot) + region.slot_bytes
-            code = torch.cuda.cudart().cudaHostRegister(self.memory[start:end].data_ptr(), end - start, 0)
+            place = self.memory[start:end].data_ptr()
+            code = torch.cuda.cudart().cudaHostRegister(place, end - start, 0)
             if int(code):
                 print(
                     f"only {slot} of {region.slots} slots are pinned, copies to others are slow: cudaHostRegister said {code}",
                     flush=True,
                 )
                 return
-            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.memory[start:end].data_ptr()).atexit = False
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, place).atexit = False
             start = region.data_at(slot + 1)
         print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 
     def computed(self) -> None:
         """Wait for all that the present stream has to do."""
-        event = torch.cuda.Event()
-        event.record()
-        while not event.query():  # behind a collective that hangs until somebody aborts
-            time.sleep(POLL_S)
+        finish()
 
     def fill(self, slot: int, parts: Iterable[Part]) -> None:
         """As ``_Plain``: nothing is under way any more when it ends, however it does."""

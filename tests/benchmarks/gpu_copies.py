@@ -88,23 +88,19 @@ def main() -> None:
     workers = tuple(WorkerId(f"w{rank}") for rank in range(SHARDS))
     copier.enter(Plan(1, 2, Layout(1, SHARDS), workers, AT, "init", (), NodeId("n"), copy_every=1), workers[0], shard)
 
-    def copy() -> None:
-        copier._wait()
-        copier._under_way = begin(partial(copier._copy, 0, Copy(AT, SHARDS, 0), shard), "copies")
+    copier.settle()
+    copy = partial(copier._copy, 0, Copy(AT, SHARDS, 0), shard)
 
     def alone() -> float:
         began = time.monotonic()
         copy()
-        copier._wait()
         return time.monotonic() - began
 
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}: {len(tensors)} tensors, {gigabytes:.2f} GB", flush=True)
     taken = statistics.median(alone() for _ in range(5))
     print(f"a copy alone takes {1e3 * taken:.1f} ms: {gigabytes / taken:.1f} GB/s", flush=True)
-    print(
-        f"products alone {products(lambda: None):.1f} ms, beside a copy {products(copy):.1f}, alone {products(lambda: None):.1f}",
-        flush=True,
-    )
+    before, beside, after = (products(work) for work in (lambda: None, lambda: begin(copy, "copies"), lambda: None))
+    print(f"products alone {before:.1f} ms, beside a copy {beside:.1f}, alone {after:.1f}", flush=True)
     alone()
     holding = Holding(workers[0], AT, SHARDS, 0, NodeId("n"))
     ranges = [_range(tensor, shard_slice(tensor, SHARDS, 0), holding, shape) for tensor in tensors]

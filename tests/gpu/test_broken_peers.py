@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from elastic.train.setup import NCCL
+from tests.benchmarks.gpu_recovery import SOCKETS
 from tests.support.commands import ROOT
 from tests.support.processes import free_ports
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 SCRIPT = """
 import gc, os, signal, sys, time
 import torch

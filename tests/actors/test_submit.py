@@ -17,7 +17,6 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +135,9 @@ def where(folder: Path) -> list[dict[str, Any]]:
 
 
 def microbatches(folder: Path, *, ours: bool = False) -> list[str]:
-    """What the user's loss wrote down of each microbatch, in other processes than this one, or in this one.
-
-    The first one of each worker is that with which it warms up, over zeros, and counts for nothing.
-    """
+    """What the user's loss wrote down of each microbatch, in other processes than this one, or in this one."""
     files = [file for file in (folder / "project" / "seen").iterdir() if file.name.isdigit()]
-    lines = [file.read_text().splitlines() for file in files if (file.name == str(os.getpid())) == ours]
-    if not ours:
-        assert len({each[0] for each in lines}) == 1
-        lines = [each[1:] for each in lines]
-    return list(chain.from_iterable(lines))
+    return [line for file in files if (file.name == str(os.getpid())) == ours for line in file.read_text().splitlines()]
 
 
 def at_step(name: str, step: int) -> Any:

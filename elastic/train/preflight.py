@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +14,7 @@ from elastic.data.loader import Dataset
 from elastic.engine.parallelize import sharding_table
 from elastic.errors import ModelError
 from elastic.job import Job
-from elastic.plan.copies import explained
+from elastic.plan.copies import amount, explained
 from elastic.plan.layout import table
 from elastic.runs import Run
 from elastic.train.counters import Counters
@@ -21,6 +22,9 @@ from elastic.train.setup import build_of, make_session
 from elastic.train.state import build_model, bytes_of, tensors_of
 from storage.objects import ObjectStore
 from storage.selftest import check
+
+SLOW = 5e8
+"""Bytes of state a second: what a forming world may have to make do with, from a bucket or from ``init_weights`` on one core."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     check(ObjectStore.open(job.bucket), job.name)
     Run.open(job).trains_on(build.data)
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
-    return Checked(build, notes if local else [*notes, _copying(job, bytes_of(tensors_of(model)))])
+    state_bytes = bytes_of(tensors_of(model))
+    return Checked(build, notes if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
 
 
 def _copying(job: Job, state_bytes: int) -> str:
@@ -53,6 +58,18 @@ def _copying(job: Job, state_bytes: int) -> str:
     layouts = [layout for n, layout in table(rules.layout, rules.max_workers) if layout is not None and n >= rules.min_workers]
     shards = min((layout.dp_shard for layout in layouts), default=1)
     return explained(state_bytes, shards, rules.copy_every, rules.buddy_every, job.copy_rule(), job.copies.price_per_gb)
+
+
+def _forming(job: Job, state_bytes: int) -> list[str]:
+    """Of a state so large that a world could be stopped while it is still being filled."""
+    takes_s, form_s = state_bytes / SLOW, job.deadlines.form_s
+    if takes_s <= form_s / 2:
+        return []
+    return [
+        f"deadlines.form_s = {form_s:g} may be too short for {amount(state_bytes)} of state: at {amount(SLOW)} a second, as of a bucket or "
+        f"init_weights(), they take {takes_s:.0f} s, and a world that is not ready by then is formed anew; "
+        f"set it to {ceil(2 * takes_s)} or more"
+    ]
 
 
 def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:

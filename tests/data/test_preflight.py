@@ -41,6 +41,21 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, text: Pa
     preflight(job_on(tmp_path, tmp_path / "data", model_args={"vocab": 270, "dim": 16, "layers": 1, "heads": 2}))
 
 
+def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text: Path) -> None:
+    """8 B took 94 s in ``init_weights``.  What the sentence tells to set silences it."""
+    prepare(text, str(tmp_path / "data"))
+    large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
+
+    def told(model: dict[str, Any], form_s: float) -> list[str]:
+        job = job_on(tmp_path, tmp_path / "data", name=f"of-{model['dim']}", model_args=model, deadlines={"form_s": form_s})
+        return [note for note in preflight(job).notes if "form_s" in note]
+
+    assert told({"vocab": 257, "dim": 16, "layers": 1, "heads": 2}, 120) == []
+    (sentence,) = told(large, 120)
+    assert sentence.startswith("deadlines.form_s = 120 may be too short for 83.8 GB of state: "), sentence
+    assert told(large, float(sentence.split()[-3])) == [] != told(large, 300)
+
+
 # ---- a run is bound to its samples, not to their place
 
 

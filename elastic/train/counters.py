@@ -26,8 +26,8 @@ FIELDS = (
     "copies",
 )
 """``step``, ``microbatch``, ``collective``: last completed; ``operation``: what the worker is at, a number in :data:`OPERATIONS`;
-``microbatches_run``: since the process began, idle rounds not counted; ``stepping_since_ns``: wall clock at the start of the generation's
-first microbatch; ``copies``: the descriptor of its region of host copies, 0 for none."""
+``microbatches_run``: since the process began, idle rounds not counted; ``stepping_since_ns``: wall clock when the generation's
+first microbatch began to be computed, 0 before; ``copies``: the descriptor of its region of host copies, 0 for none."""
 OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates")
 FOLDER = Path("/dev/shm")
 

@@ -259,7 +259,7 @@ class Trainer:
 
     def _form(self, plan: Plan, store: tuple[str, int]) -> State:
         """The plan's world, and this worker's shard of the plan's version in it."""
-        self.session.counters["generation"] = plan.generation
+        self.session.counters["stepping_since_ns"], self.session.counters["generation"] = 0, plan.generation
         self.session.counters.at("forms")
         self._say(Here(self.worker, plan.generation))
         began = time.monotonic()
@@ -330,7 +330,6 @@ class Trainer:
         job, world, step = self.session.job, state.world, plan.version.step
         shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, world.size)
         self.session.faults.watch(state.model, world)
-        self.session.counters["stepping_since_ns"] = time.time_ns()
         copier = self.session.copier
         if copier is not None:
             copier.enter(plan, self.worker, state.shard)

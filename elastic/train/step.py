@@ -7,6 +7,7 @@ member, so all apply or none does.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ def compute(session: Session, state: State, step: int) -> Share:
     session.counters.at("reads data")
     for round_, index, ids, batch in session.loader.microbatches(step, world.rank, world.size):
         session.counters.at("computes")
+        session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
         state.round.active = active(round_, world.size, job.microbatches)
         state.round.last = round_ + 1 == rounds(job.microbatches, world.size)
         if job.reproducible or round_ == 0:

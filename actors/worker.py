@@ -69,8 +69,7 @@ class Worker:
             session = make_session(self.job, self.counters)
             tensors = tensors_of(build_model(self.job))
             rows = rows_of(tensors)
-            session.secret, session.copier = self.secret, make_copier(self.job, tensors, device)
-            self.counters["copies"] = session.copier.region.descriptor if session.copier else 0
+            session.secret, session.copier = self.secret, make_copier(self.job, tensors, device, self.counters)
             build = replace(build_of(session), host=cluster.host())
         except Unavailable as error:  # the next start may find the store answering
             self.report(StartFailed(self.worker, str(error)))

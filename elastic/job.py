@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from elastic.control.rules import Rules
 from elastic.errors import CodeError, JobError
 from elastic.imports import split
-from elastic.plan.copies import FIRST_BUDDY_EVERY, CopyRule
+from elastic.plan.copies import CopyRule
 from elastic.plan.layout import LayoutRule
 from elastic.settings import COMMAND_LINE, Where, merge, read_options, read_toml, sentences
 
@@ -142,7 +142,7 @@ class Copies(Part):
     copy_every: Annotated[int, Field(ge=0)] | Auto = "auto"
     """auto: every step, unless a copy takes longer."""
     buddy_every: Annotated[int, Field(ge=0)] | Auto = "auto"
-    """auto: as often as ``link_share`` allows, at most every 10 steps."""
+    """auto: as often as ``link_share`` allows, once a second at most."""
     cross_zone: bool = False
     """Buddies are in other zones (the label of Ray's nodes), not in the same one."""
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -309,7 +309,7 @@ class Job(Part):
             target_step=self.steps,
             save_every=self.checkpoint.save_every,
             copy_every=1 if self.copies.copy_every == "auto" else self.copies.copy_every,
-            buddy_every=FIRST_BUDDY_EVERY if self.copies.buddy_every == "auto" else self.copies.buddy_every,
+            buddy_every=1 if self.copies.buddy_every == "auto" else self.copies.buddy_every,
             cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
             spares=self.workers.spares,

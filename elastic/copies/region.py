@@ -19,12 +19,11 @@ from elastic.control.copying import Copy
 from elastic.errors import StateMissing
 from storage.slices import Tensor, Version, nbytes, shard_slice
 
-MAGIC = 0x656C617374696332
+MAGIC = 0x656C617374696333
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
-VERSIONS = ("send", "buddied", "safe")
-"""``send``: what the keeper is to bring to its buddy; ``buddied``: what is complete there, as the keeper says; ``safe``: what is complete
-at every member's buddy."""
+COPIES = ("send", "safe")
+"""``send``: what the keeper is to bring to its buddy; ``safe``: what is complete at every member's buddy, this worker's part of it."""
 BLOCK = 2**18
 """Bytes of one digest."""
 HEADER = (
@@ -34,10 +33,13 @@ HEADER = (
     "slot_blocks",
     "keeper",
     "brought_us",
-    *(f"{name}_{part}" for name in VERSIONS for part in ("step", "generation")),
+    "asked",
+    "brought",
+    *(f"{name}_{part}" for name in COPIES for part in ("step", "generation", "count", "index")),
 )
 """``keeper``: the process that has it open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us``: how long
-its node's link is busy when all workers there have a copy brought to the buddy, in microseconds; 0: that was never seen."""
+its node's link is busy when all workers there have a copy brought to the buddy, in microseconds; 0: that was never seen.  ``asked``: how
+many times the worker has said what is to be sent; ``brought``: the last of those, as the keeper says, that its present buddy has."""
 SLOT = ("complete", "step", "generation", "count", "index", "bytes")
 WORD = 8
 
@@ -101,7 +103,7 @@ class Region:
         os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks))
         with mmap.mmap(descriptor, PAGE) as first:
             words = memoryview(first).cast("q")
-            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, 0, 0, *[-1] * 2 * len(VERSIONS))).cast("q")
+            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, 0, 0, 0, 0, *[-1] * 4 * len(COPIES))).cast("q")
             words.release()
         return cls(descriptor)
 
@@ -116,16 +118,22 @@ class Region:
     def __setitem__(self, field: str, value: int) -> None:
         self._words[HEADER.index(field)] = value
 
-    def version(self, field: str) -> Version | None:
-        """One of :data:`VERSIONS`."""
-        step = self[f"{field}_step"]
-        return Version(step, self[f"{field}_generation"]) if step >= 0 else None
+    def copy(self, field: str) -> Copy | None:
+        """One of :data:`COPIES`."""
+        step, generation, count, index = (self[f"{field}_{part}"] for part in ("step", "generation", "count", "index"))
+        return Copy(Version(step, generation), count, index) if step >= 0 else None
 
-    def set_version(self, field: str, version: Version) -> None:
-        """The step last: until then nobody takes the two words for a version."""
+    def set_copy(self, field: str, copy: Copy | None) -> None:
+        """The step last: until then nobody takes the words for a copy."""
         self[f"{field}_step"] = -1
-        self[f"{field}_generation"] = version.generation
-        self[f"{field}_step"] = version.step
+        if copy is not None:
+            self[f"{field}_generation"], self[f"{field}_count"] = copy.version.generation, copy.shard_count
+            self[f"{field}_index"], self[f"{field}_step"] = copy.shard_index, copy.version.step
+
+    def send(self, copy: Copy | None) -> None:
+        """From now on the keeper is to see to it that its buddy has ``copy``, whatever it brought before."""
+        self.set_copy("send", copy)
+        self["asked"] += 1
 
     def header(self, slot: int) -> memoryview:
         """The words of :data:`SLOT`."""

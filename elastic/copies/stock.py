@@ -80,8 +80,12 @@ class Stock:
                     del self._others[worker]
 
     def pair(self, buddy: str) -> None:
-        """Bring the copies that workers mark to the keeper at ``buddy``; "" for none."""
-        self._buddy = buddy
+        """Bring the copies that workers ask for to the keeper at ``buddy``; "" for none.  Another one has none of them yet."""
+        with self._lock:
+            if buddy != self._buddy:
+                self._buddy = buddy
+                for region in self._own.values():
+                    region["brought"] = 0
 
     def close(self) -> None:
         self._closed.set()
@@ -133,7 +137,7 @@ class Stock:
 
     def _take(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
         """A copy that another keeper brings, into the slot that is not the newest one complete at all buddies."""
-        copy, safe = _wanted(head), Version(*head["safe"])
+        copy, safe = _wanted(head), _wanted(head["safe"]) if head["safe"] else None
         with self._lock:
             region = self._others.get(worker)
             if region is None or (region.slot_bytes, region.slot_blocks) != (head["slot_bytes"], head["slot_blocks"]):
@@ -163,40 +167,41 @@ class Stock:
             try:
                 with closing(Wire.connect(buddy, self.secret)) as wire:
                     while self._buddy == buddy and (due := self._due()):
-                        self._send(wire, *due)
+                        self._send(wire, buddy, *due)
             except WireError as error:
                 print(f"keeper of {self.node[:8]}: no copy reaches the buddy at {buddy}: {error}", flush=True)
                 self._closed.wait(RETRY_S)
 
     def _due(self) -> tuple[WorkerId, Region, int] | None:
-        """What is to be brought next: what a living worker has marked, once it is complete here and while its buddy lacks it."""
+        """What is to be brought next: what a living worker asks for, once it is complete here and until its buddy has it."""
         with self._lock:
             living = [(worker, region) for worker, region in self._own.items() if worker not in self._dead]
         found = []
         for worker, region in living:
-            marked = region.version("send")
-            if marked is not None and marked != region.version("buddied"):
-                found += [
-                    (copy.age, slot, worker, region) for slot, copy in enumerate(region.all_held()) if copy and copy.version == marked
-                ]
-        if not found:
-            return None
-        _, slot, worker, region = min(found, key=lambda each: each[:2])
-        return worker, region, slot
+            copy = region.copy("send") if region["brought"] != region["asked"] else None
+            slot = region.find(copy) if copy else None
+            if copy and slot is not None:
+                found.append((copy.age, worker, region, slot))
+        return min(found, key=lambda each: each[:2])[1:] if found else None
 
-    def _send(self, wire: Wire, worker: WorkerId, region: Region, slot: int) -> None:
-        copy, size, blocks = region.held(slot), region.filled(slot), region.slot_blocks
-        if copy is None:  # overwritten meanwhile
+    def _send(self, wire: Wire, buddy: str, worker: WorkerId, region: Region, slot: int) -> None:
+        asked, copy = region["asked"], region.held(slot)
+        if copy is None or copy != region.copy("send"):  # overwritten meanwhile, or another one is asked for
             return
-        safe = region.version("safe") or Version(-1, -1)
-        head = {"ask": "bring", "bytes": size, "blocks": blocks, "slot_bytes": region.slot_bytes, "slot_blocks": blocks}
-        head |= {"safe": [safe.step, safe.generation]} | request(worker, copy)
-        began = time.monotonic()
-        wire.send(head, [region.digests(slot).cast("B"), region.data(slot)[:size]])
-        wire.send({"still": region.held(slot) == copy})
-        if wire.head()["taken"]:
-            self._took(worker, time.monotonic() - began)
-            region.set_version("buddied", copy.version)
+        wire.send({"ask": "where"} | request(worker, copy))
+        there = wire.head()["descriptor"] >= 0
+        if not there:
+            size, blocks, safe = region.filled(slot), region.slot_blocks, region.copy("safe")
+            head = {"ask": "bring", "bytes": size, "blocks": blocks, "slot_bytes": region.slot_bytes, "slot_blocks": blocks}
+            head |= {"safe": request(worker, safe) if safe else None} | request(worker, copy)
+            began = time.monotonic()
+            wire.send(head, [region.digests(slot).cast("B"), region.data(slot)[:size]])
+            wire.send({"still": region.held(slot) == copy})
+            if there := wire.head()["taken"]:
+                self._took(worker, time.monotonic() - began)
+        with self._lock:
+            if there and self._buddy == buddy:
+                region["brought"] = asked
 
     def _took(self, worker: WorkerId, seconds: float) -> None:
         with self._lock:
@@ -227,6 +232,6 @@ def _outlived(region: Region, by: tuple[int, int]) -> bool:
     return not any(copy and copy.age >= by for copy in region.all_held())
 
 
-def _worth(copy: Copy | None, safe: Version) -> tuple[bool, bool, tuple[int, int]]:
+def _worth(copy: Copy | None, safe: Copy | None) -> tuple[bool, bool, tuple[int, int]]:
     """Of two slots the one that is worth less is overwritten."""
-    return (copy is not None and copy.version == safe, copy is not None, copy.age if copy else (-1, -1))
+    return (copy is not None and copy == safe, copy is not None, copy.age if copy else (-1, -1))

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from math import ceil
 
 FIRST_BUDDY_EVERY = 10
-"""Steps, at least: more often costs a small job more than it can lose."""
+"""Steps, until it was measured what bringing a copy to a buddy takes."""
+SELDOM_S = 1.0
+"""From one copy at a buddy to the next, at least: more often costs a small job more than it can lose."""
 REMEMBERED = 8
 BUDDY_SLOTS = 2
 """In which a keeper holds copies of another node's worker: the newest that all buddies have complete, and the next one."""
@@ -54,9 +56,11 @@ class Pace:
 
     def buddy_every(self, brought_s: float) -> int:
         """Steps from one copy at the buddies to the next, so that ``brought_s``, which the node's link was busy with one, is its share."""
-        if not self.rule.buddies or not self.step_s:
+        if not self.rule.buddies:
             return 0
-        return ceil(brought_s / self.rule.link_share / self.step_s)
+        if not brought_s or not self.step_s:
+            return FIRST_BUDDY_EVERY
+        return ceil(max(brought_s / self.rule.link_share, SELDOM_S) / self.step_s)
 
 
 def slots_for(buddy_every: int) -> int:
@@ -80,10 +84,11 @@ def explained(state_bytes: int, shards: int, copy_every: int, buddy_every: int, 
     )
     if not buddy_every:
         return f"{text}; none on other nodes (copies.buddy_every = 0)"
-    a_step = state_bytes / buddy_every
-    text += f"; on to another node {_often(buddy_every, rule.buddies)}, {amount(a_step)} a step over all links"
-    text += f", at most {rule.link_share:.0%} of each" if rule.buddies else ""
-    return text + (f"; {a_step / 1e9 * price_per_gb:.4f} a step at copies.price_per_gb = {price_per_gb:g}" if price_per_gb else "")
+    often, sent, each = _often(buddy_every, auto=False), state_bytes / buddy_every, "a step"
+    if rule.buddies:
+        often, sent, each = f"as often as {rule.link_share:.0%} of each link allow (auto)", state_bytes, "each time"
+    text += f"; on to another node {often}, {amount(sent)} {each} over all links"
+    return text + (f"; {sent / 1e9 * price_per_gb:.4f} {each} at copies.price_per_gb = {price_per_gb:g}" if price_per_gb else "")
 
 
 def _often(every: int, auto: bool) -> str:
@@ -99,13 +104,14 @@ def amount(size: float) -> str:
     return f"{size:.3g} {UNITS[-1]}"
 
 
-def no_room(needed: int, free: int, where: str, slots: int) -> str:
+def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: int) -> str:
     """Why copies of ``needed`` bytes do not fit where ``free`` are left; "" where they do.  ``where``: whose limit that is."""
     if needed <= free:
         return ""
     less = "copies.buddy_every = 0 two thirds of it, " if slots > slots_for(0) else ""
     return (
-        f"copies.copy_every: this worker's copies take {amount(needed)} of memory ({slots} slots), and {where} leaves {amount(free)}; "
-        f"raise it by {amount(needed - free)} a worker (on Kubernetes resources.limits.memory of the pod), or save it: "
+        f"copies.copy_every = {copy_every}: this worker's copies take {amount(needed)} of memory ({slots} slots), and {where} leaves "
+        f"{amount(free)} beside those of the node's other workers; raise it by {amount(needed - free)} a worker (on Kubernetes "
+        f"resources.limits.memory of the pod), or save it: "
         f"{less}copies.copy_every = 0 all of it, workers.min = more makes the largest shard smaller"
     )

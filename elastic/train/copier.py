@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from elastic.control.commit import Copied, Outcome
-from elastic.control.copying import Copies, Copy, version_at
+from elastic.control.copying import Copies, Copy
 from elastic.copies.digest import digests
 from elastic.copies.region import Frame, Region, frame
 from elastic.engine.streams import finish, stream
@@ -46,6 +46,8 @@ class Copier:
         self.copies: Copies | None = None
         self.made: Version | None = None
         """The newest version of the present world that was begun here: complete once ``settle`` was called."""
+        self.buddied: Version | None = None
+        """The newest version of the present world that its keeper's buddy has, as the keeper says."""
         self._frame = Frame({}, 0, 0)
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
@@ -60,10 +62,11 @@ class Copier:
     def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
         """A world begins; ``shard``: this member's, at the plan's version."""
         self._wait()
-        self.made, self._frame = None, frame(self.tensors, shard.count, shard.index)
+        self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.count, shard.index)
         self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
+        self.region.send(self.copies.sent)
         self._way.pin(slots_for(plan.buddy_every))
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
         self._begin(shard)
@@ -78,17 +81,16 @@ class Copier:
         if self._took_s is not None:
             self.pace.copied(self._took_s)
             self._took_s = None
-        before = self.copies.begun
-        self.copies = self.copies.after(outcome)
-        if shard is not None and self.copies.begun != before:
+        before, self.copies = self.copies, self.copies.after(outcome)
+        if shard is not None and self.copies.begun != before.begun:
+            if self.copies.sent != before.sent:
+                self.region.send(self.copies.sent)
             self._begin(shard)
 
     def _begin(self, shard: Shard) -> None:
         copies = self.copies
         assert copies is not None
-        for name, copy in (("send", copies.sent), ("safe", copies.buddied)):
-            if copy is not None:
-                self.region.set_version(name, copy.version)
+        self.region.set_copy("safe", copies.buddied)
         slot = copies.slot(self.region.all_held()[: self._way.slots])
         if slot is not None and copies.begun is not None:
             self._wait()
@@ -133,13 +135,14 @@ class Copier:
             self._wait()
             self._held_up_s += time.monotonic() - began
         self._wait()
-        buddied = self.region.version("buddied")
-        of_this_world = self.copies and buddied and version_at(self.copies.plan, buddied.step) == buddied
+        sent = self.copies.sent if self.copies else None
+        if sent and self.region["brought"] in (0, self.region["asked"]):
+            self.buddied = sent.version if self.region["brought"] else None
         return Copied(
             self.made.step if self.made and self.region["keeper"] else NEVER,
-            buddied.step if buddied and of_this_world else NEVER,
+            self.buddied.step if self.buddied else NEVER,
             self.pace.copy_every(),
-            self.pace.buddy_every(self.region["brought_us"] / 1e6),
+            self.pace.buddy_every(self.region["brought_us"] / 1e6) if sent else 0,
         )
 
     @property

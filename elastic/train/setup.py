@@ -25,7 +25,7 @@ from elastic.plan.layout import table
 from elastic.train.copier import Copier
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
-from elastic.train.limits import free_memory
+from elastic.train.limits import alone, free_memory, promised
 from elastic.train.step import Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
@@ -129,17 +129,24 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     return Session(job, load(job.loss), cursor, loader, counters, Faults(job.faults))
 
 
-def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device) -> Copier | None:
-    """With room for this worker's shard in the smallest world there may be.  None where the job wants no copies."""
+def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters) -> Copier | None:
+    """With room for this worker's shard in the smallest world there may be.  None where the job wants no copies.
+
+    Raises :class:`JobError` where this node has no room beside what its other workers' copies will take.
+    """
     if job.copies.copy_every == 0:
         return None
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
     largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
     buddies = bool(job.copies.buddy_every)
     slots = slots_a_worker(buddies)
-    if why := no_room(slots * largest.bytes, *free_memory(), slots):
-        raise JobError(why)
-    return Copier(Region.create(slots_for(buddies), largest.bytes, largest.blocks), tensors, device, job.copy_rule())
+    with alone():
+        free, where = free_memory()
+        if why := no_room(job.copies.copy_every, slots * largest.bytes, max(free - promised(), 0), where, slots):
+            raise JobError(why)
+        region = Region.create(slots_for(buddies), largest.bytes, largest.blocks)
+        counters["copies"] = region.descriptor
+    return Copier(region, tensors, device, job.copy_rule())
 
 
 def _opened(job: Job) -> Dataset:

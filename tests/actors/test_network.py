@@ -24,13 +24,15 @@ from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local
 from storage.checkpoints import Checkpoints
-from tests.support.chaos import Trial, Witness, assert_nothing_left, exported_hash, formed, samples, trial
+from tests.support.chaos import REDONE, Trial, Witness, assert_bytes, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.hosts import Hosts
 from tests.support.toys import toy_job
 
 STEPS = 120
 SAMPLES = 16 * STEPS
 LEASE_S = 12
+SHARDS: dict[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 1, "buddy_every": 1}}
+"""No replica: what is behind the cut the other side has as its buddy."""
 DEADLINES = {"grow_debounce_s": 5, "stall_s": 3, "fence_s": 3, "form_s": 20, "lease_s": LEASE_S}
 
 pytestmark = [
@@ -155,28 +157,33 @@ def counters(witness: Witness) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.must_run_in_ci
+@pytest.mark.parametrize("changes", [{}, SHARDS], ids=["replicas", "shards"])
 @pytest.mark.parametrize("way", ["cut", pytest.param("frozen", marks=pytest.mark.full)])
-def test_the_side_without_the_coordinator_commits_nothing_and_ends(tmp_path: Path, hosts: Hosts, reference: str, way: str) -> None:
+def test_the_side_without_the_coordinator_commits_nothing_and_ends(
+    tmp_path: Path, hosts: Hosts, reference: str, way: str, changes: dict[str, Any]
+) -> None:
     """R9, R10: a worker and its host are cut off, or stand still; the other trains on beside the coordinator.  The one is a zombie until
     the network is back, or until it thaws, when it is gone before it has applied, saved or said anything more."""
     lose = hosts.cut if way == "cut" else hosts.freeze
     script = Cut(hosts, tmp_path / "calm", lose, lambda view: view.generation == 2 and view.step >= script.at + 6)
-    chaos = trial(job_of(tmp_path, way), script)
+    chaos = trial(job_of(tmp_path, way, **changes), script)
     assert_same(chaos, reference)
     assert len(script.clocks) == 3, "no two hosts have the same monotonic clock"
     zombie, other = (chaos.witness.seen[script.homes[host]] for host in (script.victim, 3 - script.victim))
     worlds = formed(Run.open(chaos.job).records())
-    assert [(len(each.members), each.tier, each.redone) for each in worlds] == [(2, "init", 0), (1, "live", 0), (2, "live", 0)]
+    tier, redone = ("host", worlds[1].redone) if changes else ("live", 0)
+    assert [(len(each.members), each.tier, each.redone) for each in worlds] == [(2, "init", 0), (1, tier, redone), (2, "live", 0)]
+    assert redone <= REDONE["host"](chaos.job)
     assert worlds[1].members == (other.worker,) and zombie.worker not in worlds[2].members
     # it lived behind the cut, and neither there nor afterwards did it apply more than what was on its way when the cut came
     assert zombie.worker in script.alive and zombie.ended is not None
     assert zombie.final["updates_applied"] <= script.then[zombie.worker]["updates_applied"] + 1
     assert zombie.final["generation"] == 1
-    assert other.final["updates_applied"] == STEPS and other.final["generation"] == 3
+    assert other.final["updates_applied"] == STEPS + redone and other.final["generation"] == 3
     # of what it wrote nothing counts: of generation 1 there are no manifests beyond the cut
     saved = Checkpoints(Run.open(chaos.job).store, chaos.job.name).versions()
     assert all(each.version.step <= script.at + 1 for each in saved if each.version.generation == 1)
-    assert chaos.witness.total("healed_bucket_bytes") == 0
+    assert_bytes(chaos.witness, worlds)
 
 
 @pytest.mark.full

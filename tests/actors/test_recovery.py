@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from elastic.control.lineage import tip
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local
-from tests.support.chaos import Witness, assert_nothing_left, exported_hash, samples, trial
+from tests.support.chaos import REDONE, Witness, assert_nothing_left, exported_hash, samples, trial
 from tests.support.commands import Command, seen, user_job, user_package
 from tests.support.processes import Machine
 from tests.support.toys import toy_job
@@ -59,11 +59,13 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
     assert_nothing_left(chaos)
 
 
-def test_all_workers_die_at_once(tmp_path: Path, sixty: Any) -> None:
-    """H2, R14: the coordinator starts new ones, which go on from the bucket; nobody is asked."""
-    steps, save_every = sixty.job.steps, 4
+@pytest.mark.parametrize("tier", ["bucket", "host"])
+def test_all_workers_die_at_once(tmp_path: Path, sixty: Any, tier: str) -> None:
+    """H2, R14: the coordinator starts new ones, which go on from the bucket, or from what the dead have left in the memory of their keeper;
+    nobody is asked."""
+    steps, save_every = sixty.job.steps, 4 if tier == "bucket" else 100
     data = {"dataset": "tests.support.toys:Sums", "args": {**sixty.job.data.args, "read_s": 0.01}}
-    job = toy_job(tmp_path, name="all-die", steps=steps, data=data, checkpoint={"save_every": save_every}, copies={"copy_every": 0})
+    job = toy_job(tmp_path, name="all-die", steps=steps, data=data, checkpoint={"save_every": save_every}, **COPIES[tier])
 
     def kill_all(witness: Witness, view: View) -> bool:
         if view.step < 11 or len(witness.seen) < 2:
@@ -82,9 +84,16 @@ def test_all_workers_die_at_once(tmp_path: Path, sixty: Any) -> None:
     assert all(10 <= step < steps - 1 for step in killed.values()), killed
     assert [step for step, _ in samples(chaos.ledger)] == list(range(1, steps + 1))
     work = chaos.witness.total("microbatches_run")
-    assert steps * job.microbatches < work <= (steps + 2 * save_every + 1) * job.microbatches
-    assert chaos.witness.total("healed_bucket_bytes") > 0
+    again = 2 * save_every if tier == "bucket" else REDONE["host"](job)
+    assert steps * job.microbatches < work <= (steps + again + 1) * job.microbatches
+    assert {each: chaos.witness.total(f"healed_{each}_bytes") > 0 for each in COPIES} == {each: each == tier for each in COPIES}
     assert_nothing_left(chaos)
+
+
+COPIES: Mapping[str, dict[str, Any]] = {
+    "bucket": {"copies": {"copy_every": 0}},
+    "host": {"copies": {"copy_every": 1}, "parallel": {"dp_replicate": 1}},
+}
 
 
 def killed_and_resumed(folder: Path, package: str, start: Callable[[], Command], kill_at: list[int]) -> None:

@@ -18,12 +18,12 @@ from tests.support.room import Room
 STEP = 8
 
 
-def struck(folder: Path, spares: int) -> tuple[Script, Trial]:
+def struck(folder: Path, spares: int, layout: str = "replicate", tier: str = "live") -> tuple[Script, Trial]:
     """One of two members dies.  Without a spare another process is to come, for which there is room; with one there is none."""
-    script = Script("replicate", 2)
+    script = Script(layout, 2)
     script.form(2, "init")
     script.fault("backward", "SIGKILL", 1, STEP)
-    script.form(2, "live")
+    script.form(2, tier)
     room, gate = Room(), folder / "gate"
     sample = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(STEP - 2, 0, 2)[0]
 
@@ -55,15 +55,17 @@ def waited_for(chaos: Trial) -> list[str]:
 
 
 @pytest.mark.must_run_in_ci
-def test_a_spare_takes_a_dead_workers_seat(tmp_path: Path, script_reference: Any) -> None:
-    """R13: three processes, no more, from first to last; a plan follows the loss at once, and its state comes from the survivor."""
-    script, chaos = struck(tmp_path, spares=1)
+@pytest.mark.parametrize(("layout", "tier"), [("replicate", "live"), pytest.param("shard", "host", marks=pytest.mark.full)])
+def test_a_spare_takes_a_dead_workers_seat(tmp_path: Path, script_reference: Any, layout: str, tier: str) -> None:
+    """R13: three processes, no more, from first to last; a plan follows the loss at once, and its state comes from the survivor, or from
+    what the dead one has left in its keeper's memory."""
+    script, chaos = struck(tmp_path, 1, layout, tier)
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
     assert len(chaos.witness.seen) == 3 and waited_for(chaos) == []
     first, second = formed(Run.open(chaos.job).records())
     (spare,) = set(second.members) - set(first.members)
     (survivor,) = set(second.members) & set(first.members)
-    assert chaos.witness.seen[spare].final["healed_live_bytes"] > 0 and chaos.witness.seen[survivor].final["healed_live_bytes"] == 0
+    assert chaos.witness.seen[spare].final[f"healed_{tier}_bytes"] > 0 and chaos.witness.seen[survivor].final["healed_live_bytes"] == 0
     assert chaos.witness.seen[spare].final["updates_applied"] == chaos.job.steps - second.step
 
 

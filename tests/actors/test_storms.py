@@ -13,7 +13,7 @@ from actors.chaos import Chaos
 from actors.coordinator import View
 from elastic.data.cursor import Cursor
 from elastic.sim.faults import Fault, Kind
-from tests.benchmarks.storm import Storm, judge
+from tests.benchmarks.storm import SHARDS, Storm, judge
 from tests.support.chaos import Witness, trial
 from tests.support.commands import ROOT
 from tests.support.toys import toy_job
@@ -30,7 +30,8 @@ DOUBLES = (
 
 
 @pytest.mark.must_run_in_ci
-def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any) -> None:
+@pytest.mark.parametrize("changes", [{}, pytest.param(SHARDS, marks=pytest.mark.full)], ids=["replicas", "shards"])
+def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any, changes: dict[str, Any]) -> None:
     """R8: one of three dies, a second while its world stops, another while the next one forms, which loses its store too."""
     gate = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE_STEP, 0, 2)[0]
     args = {"samples": SAMPLES, "read_s": 0.02, "gates": {str(gate): str(tmp_path / "gate")}}
@@ -42,6 +43,7 @@ def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any) ->
         workers={"min": 1, "max": 3},
         checkpoint={"save_every": 5},
         deadlines={"grow_debounce_s": 0.5, "fence_s": 4, "form_s": 20},
+        **changes,
     )
     chaos = Chaos(job, DOUBLES)
 
@@ -61,13 +63,15 @@ def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any) ->
     assert struck.losses[-1] <= 0.8 * struck.losses[0]
     assert {strike.state for strike in chaos.performed} == {"Running", "Stopping", "Forming"}
     assert len(chaos.performed) >= len(DOUBLES) - 1, chaos.strikes  # one may find its victim dying already
+    assert (struck.witness.total("healed_host_bytes") > 0) == bool(changes)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("more", [[], ["--shards"]], ids=["replicas", "shards"])
 @pytest.mark.parametrize("seed", [11, 12])
-def test_a_storm(seed: int) -> None:
+def test_a_storm(seed: int, more: list[str]) -> None:
     """R8, R2: twenty faults of fourteen kinds on three nodes, in a process of its own; it says itself what is wrong."""
-    command = [sys.executable, "-m", "tests.benchmarks.storm", "--seed", str(seed), "--faults", "20", "--rehearsal"]
+    command = [sys.executable, "-m", "tests.benchmarks.storm", "--seed", str(seed), "--faults", "20", "--rehearsal", *more]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]

@@ -26,7 +26,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding, moves
 from elastic.train import from_hosts
-from elastic.train.copier import Copier
+from elastic.train.copier import NEVER, Copier
 from elastic.train.from_hosts import Access, read
 from elastic.train.heal import nothing
 from elastic.train.lane import STAGE, Lane
@@ -110,7 +110,7 @@ def enter(plan: Plan, nodes: Sequence[Node]) -> None:
         for worker, copier in node.workers.items():
             rank = plan.world_rank(worker)
             copier.enter(plan, worker, shard_of(AT, plan.layout.dp_shard, plan.layout.coordinates(rank)[1]))
-            assert copier.settle() == Copied(AT.step)
+            assert copier.settle()[:2] == (AT.step, NEVER)
 
 
 def pair(nodes: Sequence[Node]) -> None:
@@ -279,6 +279,44 @@ def test_a_buddy_has_what_its_node_lost() -> None:
         assert {each.worker for each in nodes[1].stock.held()} == {"w1"}
 
 
+@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1)], ids=str)
+def test_another_buddy_is_brought_what_the_one_before_had(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
+    """The node that kept copies for the first is lost.  The new world begins at the version that was there, cut otherwise or not: nobody
+    says that a buddy has it before the new one has."""
+    gate, take = threading.Event(), Stock._take
+    gate.set()
+
+    def held_up(*arguments: Any) -> None:
+        assert gate.wait(10)
+        take(*arguments)
+
+    monkeypatch.setattr(Stock, "_take", held_up)
+    with cluster(Layout(3, 1) if layout.dp_shard == 1 else Layout(1, 3), 1, slots=4) as (plan, nodes):
+        plan, left = replace(plan, buddy_every=1), nodes[:2]
+        for one, other in ((0, 2), (2, 1), (1, 0)):
+            nodes[one].stock.pair(nodes[other].stock.address)
+        enter(plan, nodes)
+        copiers = [node.workers[WorkerId(f"w{rank}")] for rank, node in enumerate(nodes)]
+        await_buddied(copiers, AT.step)
+        nodes[2].stock.close()
+        gate.clear()
+        new = replace(plan, generation=3, layout=layout, members=plan.members[:2], nodes=plan.nodes[:2])
+        pair(left)
+        for rank, copier in enumerate(copiers[:2]):
+            copier.enter(new, WorkerId(f"w{rank}"), shard_of(AT, layout.dp_shard, layout.coordinates(rank)[1]))
+        time.sleep(0.1)  # long enough for a keeper to look again
+        assert copiers[0].settle()[:2] == (AT.step, -1)
+        gate.set()
+        await_buddied(copiers[:2], AT.step)
+        kept = {(each.worker, each.shard_count, each.shard_index) for each in nodes[1].stock.held() if each.version == AT}
+        assert ("w0", layout.dp_shard, 0) in kept
+        third = Stock(NodeId("third"), "127.0.0.1", SECRET)
+        nodes[0].stock.pair(third.address)  # while the world steps
+        await_buddied(copiers[:2], AT.step)
+        assert {(each.worker, each.version) for each in third.held()} == {("w0", AT)}
+        third.close()
+
+
 def await_buddied(copiers: Sequence[Copier], step: int) -> None:
     deadline = time.monotonic() + 10
     while any(copier.settle()[:2] != (step, step) for copier in copiers):
@@ -327,7 +365,7 @@ def test_what_a_dead_worker_left_stays_until_it_is_released() -> None:
 def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
     """Half of it is there when older versions are released, and when the keeper ends."""
     where, data = Copy(Version(5, 2), 2, 1), bytes(range(200)) * 5
-    head = {"ask": "bring", "bytes": len(data), "blocks": 1, "slot_bytes": 4096, "slot_blocks": 1, "safe": [-1, -1]}
+    head = {"ask": "bring", "bytes": len(data), "blocks": 1, "slot_bytes": 4096, "slot_blocks": 1, "safe": None}
     stock = Stock(NodeId("n"), "127.0.0.1", SECRET)
     with closing(Wire.connect(stock.address, SECRET)) as wire:
 

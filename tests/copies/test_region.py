@@ -60,9 +60,13 @@ def test_slots_do_not_touch_each_other() -> None:
         assert (region.held(slot), region.filled(slot)) == (Copy(Version(slot, 1), 1, 0), 10_000)
     region.begin(1)
     assert [region.held(slot) is None for slot in range(3)] == [False, True, False]
-    assert region.version("safe") is None
-    region.set_version("safe", Version(4, 2))
-    assert region.version("safe") == Version(4, 2) and region.version("buddied") is None
+    assert region.copy("safe") is None
+    region.set_copy("safe", Copy(Version(4, 2), 3, 1))
+    assert region.copy("safe") == Copy(Version(4, 2), 3, 1) and region.copy("send") is None
+    region.send(Copy(Version(5, 2), 3, 1))
+    assert region.copy("send") == Copy(Version(5, 2), 3, 1) and (region["asked"], region["brought"]) == (1, 0)
+    region.send(None)
+    assert region.copy("send") is None and region["asked"] == 2
 
 
 def test_what_is_no_region_is_refused(tmp_path: Path) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from elastic.train.limits import free_memory
+from elastic.copies.region import PAGE
+from elastic.errors import JobError
+from elastic.train import setup
+from elastic.train.counters import Counters, segment
+from elastic.train.limits import alone, free_memory, promised
+from elastic.train.setup import make_copier
+from elastic.train.state import build_model, tensors_of
+from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.fast
 
@@ -21,6 +31,66 @@ def test_the_limit_that_is_met_first_counts(tmp_path: Path) -> None:
     assert free_memory(meminfo, tmp_path)[0] == 1_024_000, "no limit"
     (tmp_path / "memory.max").write_text("1000000\n")
     assert free_memory(meminfo, tmp_path) == (400_000, "the container (memory.max = 1000000)")
+
+
+def test_a_group_within_a_group_counts(tmp_path: Path) -> None:
+    """Of both versions: the limit may be this process's own group's, or one's above it."""
+    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
+    meminfo.write_text("MemAvailable:  1000 kB\n")
+    for line, inner, names in (
+        ("0::/pods/mine", "pods/mine", ("memory.max", "memory.current")),
+        ("4:memory:/pods/mine", "memory/pods/mine", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ):
+        own.write_text(f"1:name=systemd:/\n{line}\n")
+        folder = tmp_path / names[0]
+        for group, limit, used in ((folder / inner, 900_000, 500_000), ((folder / inner).parent, 800_000, 700_000)):
+            group.mkdir(parents=True, exist_ok=True)
+            for name, text in ((names[0], f"{limit}\n"), (names[1], f"{used}\n"), ("memory.stat", "inactive_file 0\n")):
+                (group / name).write_text(text)
+        assert free_memory(meminfo, folder, own) == (100_000, f"the container ({names[0]} = 800000)")
+
+
+def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers of one node that each find room for one: the second is refused, and room that was written to is counted once."""
+    job = toy_job(tmp_path, copies={"copy_every": 3})
+    tensors = tensors_of(build_model(job))
+    first, second = (Counters(segment(f"room-{os.getpid()}", worker), create=True) for worker in ("w1", "w2"))
+    try:
+        first["pid"] = second["pid"] = os.getpid()
+        before = promised()
+        region = make_copier(job, tensors, torch.device("cpu"), first).region  # type: ignore[union-attr]
+        size = region.memory.nbytes
+        assert size - 2 * PAGE <= promised() - before <= size
+        monkeypatch.setattr(setup, "free_memory", lambda: (2 * size, "the node (MemAvailable)"))
+        with pytest.raises(
+            JobError, match=r"^copies\.copy_every = 3: this worker's copies take .* raise it by .* resources\.limits\.memory"
+        ):
+            make_copier(job, tensors, torch.device("cpu"), second)
+        assert second["copies"] == 0
+        for slot in range(region.slots):
+            region.data(slot)[:] = bytes(region.slot_bytes)
+            region.digests(slot)[:] = memoryview(bytes(8 * region.slot_blocks)).cast("q")
+        assert promised() == before
+        monkeypatch.setattr(setup, "free_memory", lambda: (4 * size, "the node (MemAvailable)"))
+        assert make_copier(job, tensors, torch.device("cpu"), second) is not None
+    finally:
+        for worker in ("w1", "w2"):
+            segment(f"room-{os.getpid()}", worker).unlink()
+
+
+def test_one_worker_of_a_node_at_a_time() -> None:
+    entered = threading.Event()
+
+    def enter() -> None:
+        with alone():
+            entered.set()
+
+    with alone():
+        other = threading.Thread(target=enter)
+        other.start()
+        assert not entered.wait(0.2)
+    assert entered.wait(10)
+    other.join()
 
 
 def test_this_machine_says_so_too() -> None:

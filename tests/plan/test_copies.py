@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.plan.copies import CopyRule, Pace, amount, explained, no_room
+from elastic.plan.copies import FIRST_BUDDY_EVERY, CopyRule, Pace, amount, explained, no_room
 
 pytestmark = pytest.mark.fast
 GB = 10**9
@@ -32,7 +32,9 @@ def test_buddies_get_no_more_than_their_share_of_the_link() -> None:
     """A node's copies take 76.8 s at 1.25 GB/s."""
     assert paced(0.8).buddy_every(76.8) == 480 and 76.8 / (480 * 0.8) <= 0.2
     assert Pace(CopyRule(buddies=True, link_share=0.4), 0.8).buddy_every(76.8) == 240
-    assert paced(0.8).buddy_every(0.0) == 0, "none was brought yet"
+    assert paced(0.8).buddy_every(0.0) == FIRST_BUDDY_EVERY, "none was brought yet"
+    assert paced(2.0).buddy_every(0.3) == 1, "a second and a half of a link's share"
+    assert paced(0.05).buddy_every(0.001) == 20, "not more than one a second"
     assert paced(0.8, buddies=False).buddy_every(76.8) == 0
 
 
@@ -45,10 +47,14 @@ def test_a_step_is_as_long_as_recent_ones() -> None:
 
 def test_what_it_costs_is_said() -> None:
     auto = CopyRule(copies=True, buddies=True)
-    assert explained(96 * GB, 2, 1, 10, auto, 0.01) == (
+    assert explained(96 * GB, 2, 1, 1, auto, 0.01) == (
         "copies in host memory every step or more seldom (auto), of 96 GB of state: up to 288 GB a worker (6 slots, 2 shards at least); "
-        "on to another node every 10 steps or more seldom (auto), 9.6 GB a step over all links, at most 20% of each; "
-        "0.0960 a step at copies.price_per_gb = 0.01"
+        "on to another node as often as 20% of each link allow (auto), 96 GB each time over all links; "
+        "0.9600 each time at copies.price_per_gb = 0.01"
+    )
+    assert explained(96 * GB, 2, 5, 10, CopyRule(), 0.01) == (
+        "copies in host memory every 5 steps, of 96 GB of state: up to 288 GB a worker (6 slots, 2 shards at least); "
+        "on to another node every 10 steps, 9.6 GB a step over all links; 0.0960 a step at copies.price_per_gb = 0.01"
     )
     assert explained(3_000, 1, 5, 0, CopyRule()) == (
         "copies in host memory every 5 steps, of 3 kB of state: up to 6 kB a worker (2 slots, 1 shard at least); "
@@ -59,12 +65,13 @@ def test_what_it_costs_is_said() -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    assert no_room(10, 10, "the node", 4) == ""
-    sentence = no_room(96 * GB, 64 * GB, "the container (memory.max = 80000000000)", 6)
-    assert "take 96 GB of memory (6 slots), and the container (memory.max = 80000000000) leaves 64 GB" in sentence
+    assert no_room("auto", 10, 10, "the node", 4) == ""
+    sentence = no_room("auto", 96 * GB, 64 * GB, "the container (memory.max = 80000000000)", 6)
+    assert sentence.startswith("copies.copy_every = auto: this worker's copies take 96 GB")
+    assert "take 96 GB of memory (6 slots), and the container (memory.max = 80000000000) leaves 64 GB beside" in sentence
     assert (
         "resources.limits.memory" in sentence
         and "raise it by 32 GB" in sentence
         and "save it: copies.buddy_every = 0 two thirds of it, copies.copy_every = 0 all" in sentence
     )
-    assert "copies.buddy_every" not in no_room(96 * GB, 64 * GB, "the node", 2)
+    assert "copies.buddy_every" not in no_room(1, 96 * GB, 64 * GB, "the node", 2)

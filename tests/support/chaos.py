@@ -30,7 +30,7 @@ from elastic.train.counters import FIELDS, Counters, segment
 from elastic.train.faults import EXIT_CODE
 from elastic.train.local import run_local
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import Ended, Watched
+from tests.support.processes import Ended, Watched, actors_of_ours
 from tests.support.state_hash import state_hash
 
 
@@ -332,9 +332,18 @@ def assert_bytes(witness: Witness, generations: Sequence[Formed]) -> None:
 
 
 def assert_nothing_left(chaos: Trial) -> None:
-    """No process, no segment, no actor of the run."""
+    """No process, no segment, no memory of copies, no actor, no placement group of the run."""
     assert all(not seen.process.running for seen in chaos.witness.seen.values())
     assert not list(segment(chaos.witness.token, "").parent.glob(f"{segment(chaos.witness.token, '').name}*"))
     names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster.NAMESPACE]
     assert not [name for name in names if name.startswith((f"{chaos.job.name}/", chaos.witness.token))]
     assert not os.path.exists(f"/tmp/elastic/{chaos.witness.token}")
+    assert not [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+    until = time.monotonic() + GONE_S
+    while left := actors_of_ours(os.getpid()):
+        assert time.monotonic() < until, left
+        time.sleep(0.02)
+
+
+GONE_S = 10.0
+"""For a process that was ended a moment ago."""

@@ -25,6 +25,8 @@ INFO = struct.Struct("<QQ11Ii")
 """mask, cgroup id, eleven ids, exit code: the first published form of ``struct pidfd_info``."""
 PIDFD_GET_INFO = (3 << 30) | (INFO.size << 16) | (0xFF << 8) | 11
 SHM = Path("/dev/shm")
+ACTORS = ("ray::Coordinator", "ray::Keeper", "ray::Worker")
+COPIES = "/memfd:elastic-copies"
 POLL_S = 0.01
 SETTLES_S = 0.5
 STOP_S = 2.0
@@ -179,6 +181,21 @@ def kill_all(frozen: Sequence[Watched]) -> None:
     """SIGKILL to a frozen tree.  Children first: the kernel sends SIGHUP to a stopped process whose parent is gone."""
     for each in reversed(frozen):
         each.kill()
+
+
+def actors_of_ours(root: int) -> list[str]:
+    """Processes below ``root`` that are, by the title that Ray gives them, an actor of a run, or that have memory of copies open.
+
+    Ports, and memory of a device, go with the processes that hold them.
+    """
+    found = []
+    for pid in children(root):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+            opened = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+            if title.startswith(ACTORS) or any(name.startswith(COPIES) for name in opened):
+                found.append(f"{pid} {title}")
+    return found
 
 
 def free_ports(count: int) -> list[int]:

@@ -6,17 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import (
     SHM,
     Machine,
     StillRunning,
     Watched,
+    actors_of_ours,
     children,
     frozen,
     kill_all,
@@ -141,3 +144,18 @@ def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
         first.kill()  # the control: the wrong order
         process.wait(10)
         assert second.wait(10).signal is signal.SIGHUP
+
+
+def test_an_actor_that_is_left_and_memory_of_copies_are_found() -> None:
+    """What ``assert_nothing_left`` looks for; it would pass whatever was left if it found nothing."""
+    before, holds = actors_of_ours(os.getpid()), "import os; os.memfd_create('elastic-copies'); input()"
+    with (
+        child("ray::Keeper", "-c", "input()", executable=sys.executable) as (keeper, _),
+        child(sys.executable, "-c", holds, stdout=subprocess.PIPE) as (memory, _),
+        child("sleep", "60"),
+    ):
+        until = time.monotonic() + PATIENCE_S
+        while len(found := [each for each in actors_of_ours(os.getpid()) if each not in before]) < 2:
+            assert time.monotonic() < until, found
+        assert sorted(int(each.split()[0]) for each in found) == sorted((keeper.pid, memory.pid))
+    assert actors_of_ours(os.getpid()) == before

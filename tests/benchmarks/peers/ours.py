@@ -29,7 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "node, shards": SHARDS | {"copies": {"buddy_every": 1}},
     "process, spare": {"workers": {"min": 1, "max": WORKERS, "spares": 1}},
     "process, shards, spare": SHARDS | {"workers": {"min": 1, "max": WORKERS, "spares": 1}},
-    "hang": {"deadlines": {"grow_debounce_s": 1, "stall_s": 5}},
+    "hang": {"deadlines": {"grow_debounce_s": 1, "stall_s": 4}},
 }
 """What happens, and the settings for it.  Two replicas heal from each other; of shards a keeper has a copy, the dead worker's own or a
 buddy's; a spare waits on a third node."""

@@ -251,5 +251,6 @@ def check_room(workers: Workers) -> None:
         more = f"; and {len(total) - NODES_SHOWN} more nodes" if len(total) > NODES_SHOWN else ""
         raise PlatformGaveUp(
             f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; {have}{more}): "
-            f"wait for other jobs to end, add nodes, or lower workers.min or workers.cpus"
+            f"wait for other jobs to end, add nodes, or lower workers.min{' or workers.cpus' if workers.cpus else ''}"
+            f"{'; workers.gpus = 0 trains without GPUs' if workers.gpus else ''}"
         )

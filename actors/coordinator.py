@@ -63,7 +63,7 @@ DEPOSED, STUMBLED = 4, 5
 
 @dataclass(frozen=True)
 class View:
-    """What the coordinator tells whoever asks.  ``workers``: id -> (node, pid-bearing shared-memory segment is on that node)."""
+    """What the coordinator tells whoever asks.  ``workers``: each with its node."""
 
     state: str
     reason: str
@@ -82,6 +82,8 @@ class View:
     """The user's traceback, where the job is at fault."""
     unprotected_since: int | None
     """The step from which on not every member's state is complete in host memory, though it is to be."""
+    paces: tuple[int, int]
+    """Steps from one copy in host memory to the next, and at the buddies; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,7 @@ class Coordinator:
             over=self.over.is_set(),
             job_error=state.state.job_error if isinstance(state.state, Failed) else "",
             unprotected_since=state.unprotected_since,
+            paces=state.paces,
         )
 
     # ---- the loop

@@ -89,9 +89,9 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
 def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
     """Attach to the run, or start it; watch it to its end, or until this driver is told to go."""
     driver = uuid.uuid4().hex
-    coordinator = attach(job.name)
-    if coordinator is not None and _is_ending(coordinator):
-        _await_end(job.name, coordinator, show)
+    coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s  # by then the workers have left
+    if coordinator is not None and _is_ending(coordinator, deadline_s):
+        _await_end(job.name, coordinator, show, deadline_s)
         coordinator = None
     if coordinator is None:
         cluster.check_room(job.workers)
@@ -99,7 +99,7 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
     else:
         show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already"))
     try:
-        view = watch(coordinator, show, driver, requests, 2 * job.deadlines.lease_s)  # by then the workers have left
+        view = watch(coordinator, show, driver, requests, deadline_s)
     except PlatformGaveUp:
         reap(job.name)
         raise
@@ -134,13 +134,21 @@ def attach(name: str) -> Any | None:
         return None
 
 
-def _is_ending(coordinator: Any) -> bool:
+def _is_ending(coordinator: Any, deadline_s: float) -> bool:
     """Of a run that was asked to stop, or has ended, while this driver was not there."""
+    view = _view_of(coordinator, deadline_s)
+    return view is None or view.over or bool(view.stopping)
+
+
+def _view_of(coordinator: Any, deadline_s: float) -> View | None:
+    """None: it is gone.  Raises :class:`PlatformGaveUp` where it is there and does not answer."""
     try:
-        view: View = ray.get(coordinator.view.remote(10**9))
-        return view.over or bool(view.stopping)
+        view: View = ray.get(coordinator.view.remote(10**9), timeout=deadline_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise PlatformGaveUp(_silent(deadline_s)) from error
     except ray.exceptions.RayActorError:
-        return True
+        return None
+    return view
 
 
 def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float) -> Any:
@@ -151,21 +159,24 @@ def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float) -> 
     try:
         return ray.get(getattr(coordinator, question).remote(*arguments), timeout=deadline_s)
     except ray.exceptions.GetTimeoutError as error:
-        raise PlatformGaveUp(f"the coordinator of the run has not answered for {deadline_s:g} s; the same command resumes it") from error
+        raise PlatformGaveUp(_silent(deadline_s)) from error
     except ray.exceptions.RayActorError as error:
         why = str(error).strip().splitlines()[-1]
         raise PlatformGaveUp(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
 
 
-def _await_end(name: str, coordinator: Any, show: Show) -> None:
+def _silent(deadline_s: float) -> str:
+    return f"the coordinator of the run has not answered for {deadline_s:g} s (2 × deadlines.lease_s); the same command resumes it"
+
+
+def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> None:
     """The run goes on by itself to its last save; what comes after it begins from there."""
     said = False
-    with contextlib.suppress(ray.exceptions.RayActorError):
-        while not (view := ray.get(coordinator.view.remote(10**9))).over:
-            if not said:
-                show(Sentence(time.time(), f"{name} is stopping ({view.stopping}); this command goes on from there"))
-            said = True
-            time.sleep(POLL_S)
+    while (view := _view_of(coordinator, deadline_s)) is not None and not view.over:
+        if not said:
+            show(Sentence(time.time(), f"{name} is stopping ({view.stopping}); this command goes on from there"))
+        said = True
+        time.sleep(POLL_S)
     _await_gone(name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 from pathlib import Path
@@ -12,6 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, launch
+from actors.coordinator import View
 from actors.processes import clear
 from actors.terminal import say, show, show_result
 from elastic.errors import PlatformGaveUp
@@ -39,16 +39,19 @@ def coordinator_of(job: Job) -> Any | None:
     """Of the run, if it runs; else what there is of it is said."""
     if _connected(job) and (coordinator := launch.attach(job.name)):
         return coordinator
-    if Run.open(job).owner() is None:
+    owner, newest = Run.open(job).owner(), f"newest good checkpoint: {Run.open(job).newest() or 'none'}"
+    if owner is None:
         say(f"{job.name} has never run in {job.bucket}")
+    elif ray.is_initialized() or owner["address"] == "local":
+        say(f"{job.name} is not running; {newest}")
     else:
-        say(f"{job.name} is not running; newest good checkpoint: {Run.open(job).newest() or 'none'}")
+        say(f"{job.name} is not running, or its cluster, {owner['address']}, cannot be reached from here; {newest}")
     return None
 
 
 def status(job: Job, once: bool) -> int:
     coordinator = coordinator_of(job)
-    return 0 if coordinator is None else _watch(coordinator, 2 * job.deadlines.lease_s, once=once)
+    return 0 if coordinator is None else _watch(job, coordinator, once=once)
 
 
 def attach(job: Job, path: Path) -> int:
@@ -58,41 +61,54 @@ def attach(job: Job, path: Path) -> int:
 
 
 def stop(job: Job) -> int:
-    coordinator, deadline_s = coordinator_of(job), 2 * job.deadlines.lease_s
+    """Raises :class:`PlatformGaveUp` where the run's coordinator does not answer."""
+    coordinator = coordinator_of(job)
     if coordinator is None:
         return 0
     driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
-    with contextlib.suppress(PlatformGaveUp):
-        launch.ask(coordinator, "view", 0, driver, deadline_s=deadline_s)
-        _watch(coordinator, deadline_s, once=False, driver=driver, stop="elastic stop")
-        launch.ask(coordinator, "leave", driver, deadline_s=deadline_s)
-    return 0
+    return _watch(job, coordinator, once=False, driver=driver, stop="elastic stop")
 
 
-def _watch(coordinator: Any, deadline_s: float, once: bool, driver: str = "", stop: str = "") -> int:
-    """Where the run stands, and what happens to it until it is over.  ``stop``: each coordinator that it has is told to stop it."""
-    seen, incarnation = 0, 0
-    while True:
-        try:
+def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str = "") -> int:
+    """Where the run stands, and what happens to it until it is over.  ``stop``: each coordinator that it has is told to stop it.
+
+    Raises :class:`PlatformGaveUp` where one that is there does not answer; that it has gone is the end.
+    """
+    deadline_s = 2 * job.deadlines.lease_s
+    seen, incarnation, shown = 0, 0, ""
+    try:
+        while True:
             view = launch.ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s)
-            if view.incarnation != incarnation and stop and not view.over:
-                launch.ask(coordinator, "stop", stop, deadline_s=deadline_s)
-        except PlatformGaveUp:
-            return 0
-        if view.incarnation != incarnation:
-            seen, incarnation = 0, view.incarnation
-            workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
-            open_ = "" if view.unprotected_since is None else f", unprotected since step {view.unprotected_since}"
-            say(
-                f"{view.token}: {view.state}, step {view.step} of {view.steps}, generation {view.generation}, "
-                f"incarnation {view.incarnation}{open_}; workers {workers or 'none'}; {view.reason}"
-            )
-        for line in view.lines[-20:]:
-            show(line)
-        seen += len(view.lines)
-        if once or view.over:
-            return 0
-        time.sleep(0.2)
+            if view.incarnation != incarnation:
+                seen, incarnation = 0, view.incarnation
+                if stop and not view.over:
+                    launch.ask(coordinator, "stop", stop, deadline_s=deadline_s)
+            if (stands := _stands(view)) != shown:
+                say(f"{view.token}: {view.state}, step {view.step} of {view.steps}, {stands}; {view.reason}")
+            shown = stands
+            for line in view.lines[-20:]:
+                show(line)
+            seen += len(view.lines)
+            if view.over and driver:
+                launch.ask(coordinator, "leave", driver, deadline_s=deadline_s)
+            if once or view.over:
+                return 0
+            time.sleep(0.2)
+    except PlatformGaveUp:
+        if launch.attach(job.name) is not None:
+            raise
+        say(f"{job.name} is not running any more; newest good checkpoint: {Run.open(job).newest() or 'none'}")
+        return 0
+
+
+def _stands(view: View) -> str:
+    """What is said again when it changes."""
+    workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
+    copies, buddies = (f"every {pace} steps" if pace > 1 else "every step" if pace else "none" for pace in view.paces)
+    text = f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}"
+    if view.unprotected_since is not None:
+        return f"{text}; unprotected since step {view.unprotected_since}"
+    return f"{text}; copies in host memory {copies}, on other nodes {buddies}"
 
 
 def clean(job: Job, force: bool) -> int:

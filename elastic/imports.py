@@ -103,7 +103,8 @@ def own_digest() -> str:
 def code_digest(paths: Iterable[str]) -> str:
     """Each top-level package or module that ``paths`` (``pkg.module:name``, loaded before) lie in, with the digest of its sources.
 
-    Ours are left out; what those packages import from elsewhere is a matter of what is installed.
+    Ours are left out; what those packages import from elsewhere is a matter of what is installed, and what lies beside a module that
+    is a single file is not looked at: code of several files belongs into a package.
     """
     tops = sorted({split(path)[0].partition(".")[0] for path in paths} - set(PACKAGES))
     return ", ".join(f"{top} {_digest(_places(sys.modules[top]))}" for top in tops)

@@ -35,7 +35,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise JobError(f"the job file {str(path)!r} cannot be read: {error.strerror}; give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path.name} is not valid TOML: {error}") from None
+        raise JobError(f"{path.name} is not valid TOML: {error}; mend that line (`elastic train --help` lists the settings)") from None
 
 
 def read_options(arguments: Sequence[str], model: Model) -> dict[str, Any]:

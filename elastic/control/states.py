@@ -26,6 +26,8 @@ from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
 
 NEVER = float("inf")
+LATE = 10
+"""So many copies may be due before it is said that there is none."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,21 @@ class RunState:
     def unprotected_since(self) -> int | None:
         """The step from which on nothing of the present world is complete in host memory, though it is to be."""
         plan = self.plan
-        return plan.version.step if plan is not None and plan.copy_every and self.copied is None else None
+        if plan is None or not plan.copy_every or self.copied is None:
+            return plan.version.step if plan is not None and plan.copy_every else None
+        return self.copied.step if self.step - self.copied.step >= LATE * self.paces[0] else None
+
+    @property
+    def paces(self) -> tuple[int, int]:
+        """Steps from one copy of the present world in host memory to the next, and at the buddies (0: none), as its members agreed."""
+        plan, last = self.plan, self.last
+        if plan is None:
+            return 0, 0
+        agreed = (last.copy_every, last.buddy_every) if last is not None and last.generation == plan.generation else (0, 0)
+        copies, buddies = (
+            max(planned, each) if planned else 0 for planned, each in zip((plan.copy_every, plan.buddy_every), agreed, strict=True)
+        )
+        return copies, buddies
 
     @property
     def plan(self) -> Plan | None:

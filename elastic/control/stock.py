@@ -21,14 +21,11 @@ from elastic.control.commit import Outcome
 from elastic.control.copying import version_at
 from elastic.control.events import Kept
 from elastic.control.rules import Rules
-from elastic.control.states import Finishing, Host, Running, RunState, Stopping, Waiting
+from elastic.control.states import LATE, Finishing, Host, Running, RunState, Stopping, Waiting
 from elastic.control.turn import Turn
 from elastic.ids import NodeId, Version
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
-
-LATE = 10
-"""So many copies may be due before it is said that there is none."""
 
 
 def ask(turn: Turn) -> None:
@@ -115,8 +112,9 @@ def committed(turn: Turn, outcome: Outcome) -> None:
     copied = version_at(plan, outcome.copied_through) or run.copied
     buddied = version_at(plan, outcome.buddied_through) or run.buddied
     turn.know(copied=copied, buddied=buddied)
-    if copied is None and outcome.step - plan.version.step == LATE * plan.copy_every:
-        turn.say(f"unprotected since step {plan.version.step}: not every member of generation {plan.generation} has a copy in host memory")
+    since = copied.step if copied else plan.version.step
+    if outcome.step - since == LATE * max(plan.copy_every, outcome.copy_every):
+        turn.say(f"unprotected since step {since}: not every member of generation {plan.generation} has a later copy in host memory")
     safe = _safe(plan, copied, buddied)
     if safe is not None and _safe(plan, run.copied, run.buddied) is None:
         turn.do(Release(run.keepers, safe, safe))
@@ -141,7 +139,10 @@ def pair(turn: Turn, plan: Plan) -> None:
         return
     chosen = buddies_of(run, turn.rules, plan.nodes)
     if alone := tuple(dict.fromkeys(node for node in plan.nodes if node not in chosen)):
-        turn.say(f"no other node of the zone can hold copies of node {', '.join(node[:8] for node in alone)}")
+        turn.say(
+            f"no other node of the zone can hold copies of node {', '.join(node[:8] for node in alone)}, so no member's go to other nodes: "
+            f"add a node there, or set copies.cross_zone = true"
+        )
     if plan.buddy_every and (chosen != run.buddies or not isinstance(run.state, Running | Finishing)):
         addresses = {node: host.address for node, host in run.hosts.items()}
         turn.know(buddies=chosen)

@@ -192,7 +192,8 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
     for tensor in state.tensors:
         if stored.get((tensor.kind, tensor.name)) != tensor:
             found = stored.get((tensor.kind, tensor.name))
-            raise StateMissing(f"the checkpoint of {plan.version} holds {found} where the model has {tensor}; was the model changed?")
+            where = f"the checkpoint of {plan.version} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}"
+            raise StateMissing(f"{where}: its code was changed; go on with that which the run began with, or begin one of another name")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it written to
         for part, raw in reader.read([part for part in wanted if part.count]):

@@ -111,9 +111,10 @@ class _Local:
         self.show(self.story.lines[-1])
 
     def _saved(self, event: Event, shard: SavedShard | None = None) -> None:
-        if isinstance(event, SaveFailed) or shard is None:
-            raise PlatformGaveUp(f"a save failed: {event}")
-        assert isinstance(event, ShardSaved)
+        if isinstance(event, SaveFailed):
+            where = f"bucket = {self.session.job.bucket!r}"
+            raise PlatformGaveUp(f"the save of {event.version} to {where} failed: {event.reason}; mend that, and the same command resumes")
+        assert isinstance(event, ShardSaved) and shard is not None
         self.run.commit(event.version, [shard.receipt], self.lineage, shard.layout)
 
     def _show_sentence(self, text: str) -> None:

@@ -57,7 +57,10 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def prepare_process(job: Job, address: str = "") -> torch.device:
-    """Fix what would otherwise vary between processes; returns this worker's device.  ``address``: where other nodes reach this one."""
+    """Fix what would otherwise vary between processes; returns this worker's device.  ``address``: where other nodes reach this one.
+
+    Raises :class:`JobError` for what this machine has not.
+    """
     torch.set_num_threads(job.workers.threads)
     os.environ |= NCCL | LAUNCHES
     for variable, value in ALLOCATOR.items():
@@ -67,6 +70,11 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # nobody reads what nobody wrote
+    if job.workers.gpus and not torch.cuda.is_available():
+        raise JobError(
+            f"workers.gpus = {job.workers.gpus}, and torch {torch.__version__} finds no GPU for this process; "
+            f"install a torch for CUDA and its driver, or set workers.gpus = 0"
+        )
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
     return device
@@ -112,7 +120,8 @@ def interface_of(address: str) -> str:
 
 def kind_of(device: torch.device) -> str:
     """Workers of one kind compute the same bits."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # its kernels add in another order
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 

@@ -95,9 +95,25 @@ def test_without_copies_for_long_it_is_said_and_shown() -> None:
     play = stepping(3, layout=SHARDS, copy_every=1)
     reasons = [play.tell(ev.StepDone(WorkerId("w1"), 1, copied(step, -1))) for step in range(1, 12)]
     assert [reason for reason in reasons if reason] == [
-        "unprotected since step 0: not every member of generation 1 has a copy in host memory"
+        "unprotected since step 0: not every member of generation 1 has a later copy in host memory"
     ]
     assert play.run.unprotected_since == 0
     play.tell(ev.StepDone(WorkerId("w1"), 1, copied(12, 11)))
     assert play.run.unprotected_since is None
+    later = [play.tell(ev.StepDone(WorkerId("w1"), 1, copied(step, 11))) for step in range(13, 22)]
+    assert [reason for reason in later if reason] == [
+        "unprotected since step 11: not every member of generation 1 has a later copy in host memory"
+    ]
+    assert play.run.unprotected_since == 11, "they came to an end"
     assert stepping(3, layout=SHARDS).run.unprotected_since is None, "the job wants none"
+
+
+def test_of_copies_that_are_seldom_the_rhythm_counts_that_members_agreed_on() -> None:
+    play = stepping(3, layout=SHARDS, copy_every=1)
+    assert play.run.paces == (1, 0)
+    for step in range(1, 30):
+        assert not play.tell(ev.StepDone(WorkerId("w1"), 1, replace(copied(step, 0), copy_every=4)))
+    assert (play.run.paces, play.run.unprotected_since) == ((4, 0), None)
+    for step in range(30, 41):
+        play.tell(ev.StepDone(WorkerId("w1"), 1, replace(copied(step, 0), copy_every=4)))
+    assert play.run.unprotected_since == 0

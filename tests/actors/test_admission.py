@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 
+import elastic
 from actors.coordinator import View
 from actors.launch import attach
 from elastic.job import Job
@@ -36,6 +37,8 @@ class Unpicklable(Exception):
 
 raise Unpicklable("what only the head has", threading.Lock())
 """
+OLDER, NEWER = "2.11.0+cpu", "9.9.9"
+DIFFERENT = ["code", "import", "storage", "disk", "torch", "older", "newer"]
 TORCH = Path(torch.__file__).with_name("version.py")
 
 
@@ -49,6 +52,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken" / CODE / "code.py").write_text(BROKEN)
     (tmp_path / "bucket").mkdir()
     (tmp_path / "version.py").write_text(TORCH.read_text().replace(torch.__version__, f"{torch.__version__}.other"))
+    (tmp_path / "older.py").write_text(TORCH.read_text().replace(torch.__version__, OLDER))
+    ours = ROOT / "elastic" / "__init__.py"
+    (tmp_path / "newer.py").write_text(ours.read_text().replace(f'__version__ = "{elastic.__version__}"', f'__version__ = "{NEWER}"'))
     (tmp_path / "shadow" / "storage").mkdir(parents=True)
     (tmp_path / "shadow" / "storage" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "mine")
@@ -123,11 +129,10 @@ def refusals(run: Trial) -> list[str]:
     return [f"node {sentence.removeprefix('node ')}" for sentence in said if " is refused: " in sentence]
 
 
-@pytest.mark.parametrize(
-    "names", [["code", "disk"], pytest.param(["code", "import", "storage", "disk", "torch"], marks=pytest.mark.full)], ids=len
-)
+@pytest.mark.parametrize("names", [["code", "disk"], pytest.param(DIFFERENT, marks=pytest.mark.full)], ids=len)
 def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder: Path, names: list[str]) -> None:
-    """R22, U8, U11: other code, code that fails there only (and not in a pickle), a folder of the name of ours, other torch, other disk."""
+    """R22, U8, U11: other code, code that fails there only (and not in a pickle), a folder of the name of ours, torch of another build or
+    version, another Elastic, another disk."""
     code = folder / "mine" / CODE
     nodes = [
         Node("code", CPUS, instead={code: folder / "other" / CODE}),
@@ -135,9 +140,11 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder
         Node("storage", CPUS, instead={ROOT / "storage": folder / "shadow" / "storage"}),
         Node("disk", CPUS, empty=(folder / "bucket",)),
         torch_of_another_build(folder),
+        Node("older", CPUS, instead={TORCH: folder / "older.py"}),
+        Node("newer", CPUS, instead={ROOT / "elastic" / "__init__.py": folder / "newer.py"}),
     ]
     late = Latecomers(folder, *(node for node in nodes if node.name in names))
-    job = job_of(folder, least=1, most=6, steps=4000, data={"dataset": f"{CODE}.code:Walks", "args": {"read_s": 0.01}})
+    job = job_of(folder, least=1, most=8, steps=4000, data={"dataset": f"{CODE}.code:Walks", "args": {"read_s": 0.01}})
     with late.stack:
         run = trial(job, late, hash_it=False)
     assert run.result.state == "Stopped", run.result
@@ -149,6 +156,8 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder
         "storage": "; another folder of that name comes first on its path, or Elastic is not installed there",
         "disk": f"does not see bucket = {job.bucket!r} as the same place as node {head()[:8]}",
         "torch": f"torch {torch.__version__}.other, 1 threads, and only ",
+        "older": f"torch is {OLDER.partition('+')[0]} there and {torch.__version__.partition('+')[0]} on ",
+        "newer": f"Elastic is {NEWER} (sources ",
     }
     assert sorted(said) == sorted(names)
     for name in names:

@@ -15,12 +15,14 @@ import ray
 from actors.coordinator import View
 from actors.launch import attach
 from elastic.data.cursor import Cursor
+from elastic.data.prepare import prepare
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.runs import Run
 from storage.s3 import S3
+from tests.data.texts import write_texts
 from tests.support.buckets import allow
-from tests.support.chaos import Witness, alone, assert_nothing_left, trial
+from tests.support.chaos import Witness, alone, assert_nothing_left, assert_survived, trial
 from tests.support.swift import SECRET, Swift
 from tests.support.toys import toy_job
 
@@ -114,3 +116,22 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
     assert_nothing_left(second)
     run = Run.open(job)
     assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).saved)
+
+
+def test_samples_come_from_token_shards_in_the_bucket(tmp_path: Path, bucket: str) -> None:
+    """Data by ranges from the real server, checkpoints to it, one of two replicas is killed: the bits are those of a local folder."""
+    texts = write_texts(tmp_path / "text", {"a.txt": "It was the best of times. " * 240})
+    prepare(texts, str(tmp_path / "tokens"))
+    prepare(texts, f"{bucket}/tokens")
+    common = {"model_args": {"vocab": 257, "dim": 16, "layers": 2, "heads": 2}, "steps": 24, "checkpoint": {"save_every": 6}}
+
+    def reads(path: str | Path) -> dict[str, Any]:
+        return {"dataset": "elastic.data.tokens:TokenDataset", "args": {"path": str(path), "seq_len": 16}}
+
+    expected = alone(toy_job(tmp_path / "folder", name="local", data=reads(tmp_path / "tokens"), **common))
+    fault = {"point": "backward", "step": 9, "world_rank": 1}
+    later = {"deadlines": {"grow_debounce_s": 30}}
+    chaos = trial(
+        toy_job(bucket, name="tokens", data=reads(f"{bucket}/tokens"), faults=[fault], workers={"min": 1, "max": 2}, **later, **common)
+    )
+    assert_survived(chaos, expected, worlds=(2, 1), tiers=("init", "live"))

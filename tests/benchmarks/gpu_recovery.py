@@ -19,11 +19,13 @@ import os
 import shutil
 import signal
 import statistics
+import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
@@ -44,9 +46,9 @@ from elastic.runs import Run
 from elastic.train.counters import FOLDER as SEGMENTS
 from elastic.train.counters import Counters
 from storage.checkpoints import MANIFEST
-from tests.benchmarks.gpu_scenarios import DEADLINES, Killer, Scenario, memory_of, scenarios
+from tests.benchmarks.gpu_scenarios import DEADLINES, Killer, Scenario, compiled_of, deaths, memory_of, scenarios, transports_of
 from tests.benchmarks.peers.nodes import VARIABLES
-from tests.support.chaos import trial
+from tests.support.chaos import assert_nothing_left, trial
 from tests.support.processes import children
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -64,7 +66,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "medium": {"model": {"dim": 768, "layers": 12, "heads": 12}, "seq_len": 1024, "steps": 120},  # 0.09 B
     "tiny": {"model": {"dim": 64, "layers": 3, "heads": 2}, "seq_len": 64, "steps": 60},
 }
-SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
 TAIL = 120
 """Lines of a log of a run that was given up."""
 PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "first_microbatch_s", "next_commit_s", "fence_answer_s")
@@ -185,6 +187,10 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
     }
     if done.result.state != "Finished":
         return found | {"result": str(done.result)[:500]}
+    try:
+        assert_nothing_left(done)
+    except AssertionError as error:
+        found["left"] = str(error)
     records = Run.open(job).records()
     changes, answers = recoveries(records), fence_answers(records)
     lines = [line for line in done.lines if isinstance(line, StepLine)]
@@ -203,9 +209,33 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
         "kills": kills_of(scenario.act, changes, answers) if scenario.act is not None else [],
         "struck": len(scenario.act.kills) if scenario.act is not None else 0,
         "memory_mib": memory_of(job),
+        "compiled": compiled_of(job),
+        "transports": transports_of(job),
+        "ends": deaths(done)["deaths"],
+        "killed_by_us": len(scenario.act.kills) if scenario.act is not None and scenario.act.kind is signal.SIGKILL else None,
         **scenario.check(done),
     }
     return found
+
+
+def wrong(found: Mapping[str, Any], scenario: Scenario, *, sockets: bool) -> list[str]:
+    """What must not be, a word each; of a control, that it shows nothing."""
+    if scenario.harmful:
+        return [] if found.get("believed") else ["the control shows nothing"]
+    recompiled = {worker: graphs for worker, graphs in found.get("compiled", {}).items() if graphs[0] != graphs[1]}
+    others = {way: number for way, number in found.get("transports", {}).items() if not way.startswith("NET/")}
+    survived = found.get("killed_by_us") is None or sum(found.get("ends", {}).values()) == found["killed_by_us"]
+    checks = {
+        f"it ended as {found['state']}": found["state"] == "Finished",
+        "other bits": found["same_bits"] is not False,
+        "somebody applied": found.get("nobody_applied", True),
+        "strikes that were not followed": len(found.get("kills", ())) == found.get("struck", 0),
+        f"left: {found.get('left')}": "left" not in found,
+        f"compiled after the first step: {recompiled}": not recompiled,
+        f"others than the victims ended: {found.get('ends')}": survived,
+        f"not over sockets: {found.get('transports')}": not sockets or (bool(found.get("transports")) and not others),
+    }
+    return [sentence for sentence, holds in checks.items() if not holds]
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -219,9 +249,9 @@ def show(found: Mapping[str, Any]) -> None:
     answers = [seconds for *_, seconds in found.get("fence_answers", ())]
     if answers:
         print(f"   fences answered: {_short([each for each in answers if each is not None])}; not answered: {answers.count(None)}")
+    if found["wrong"]:
+        print(f"   WRONG: {'; '.join(found['wrong'])}", flush=True)
     kills = found.get("kills", [])
-    if len(kills) < found.get("struck", 0):
-        print(f"   ONLY {len(kills)} of {found['struck']} strikes were followed to the end")
     for phase in PHASES if kills else ():
         values = [kill[phase] for kill in kills]
         print(f"   {phase:20} median {statistics.median(values):7.3f}   worst {max(values):7.3f}   of {len(values)}")
@@ -246,6 +276,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later")
     parser.add_argument("--limit", type=float, default=600, help="seconds after which a run is given up, and all with it")
     parser.add_argument("--bits", action=argparse.BooleanOptionalAction, default=True, help="compare them; large ones take minutes to read")
+    parser.add_argument("--commit", default="not said", help="of this code, for the record")
     parser.add_argument("--work", type=Path, help="folder for buckets; default: a temporary one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()
@@ -274,7 +305,8 @@ def start(nodes: int) -> None:
     ray.init(there.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
 
 
-def main() -> None:
+def main() -> int:
+    """1 where something is as it must not be."""
     options, began = arguments(), time.monotonic()
     if options.sockets:
         os.environ |= SOCKETS  # before Ray starts: its processes inherit it
@@ -283,7 +315,8 @@ def main() -> None:
     known = scenarios(options.world, options.steps, options.kills)
     devices = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if options.device == "cuda" else "CPU"
     versions = f"torch {torch.__version__}, ray {ray.__version__}"
-    about = f"{options.world} ranks, {options.nodes} nodes, {devices}, {versions}, {options.size}, sockets {options.sockets}"
+    ranks = f"{options.world} ranks, {options.nodes} nodes, {devices}, {versions}"
+    about = f"{date.today()}, commit {options.commit}: {ranks}, {options.size}, sockets {options.sockets}"
     print(about, flush=True)
     start(options.nodes)
     table: list[dict[str, Any]] = []
@@ -307,6 +340,7 @@ def main() -> None:
         reference = options.reference or table[0].get("hash")
         compared = reference is not None and (number > 0 or options.reference is not None)
         table[-1]["same_bits"] = table[-1].get("hash") == reference if compared else None
+        table[-1]["wrong"] = wrong(table[-1], known[name], sockets=options.sockets and options.device == "cuda")
         show(table[-1])
         with target.with_suffix(".log").open("a") as kept:
             for log in sorted((folder / "bucket").glob("*/logs/*/*.log")):
@@ -315,7 +349,8 @@ def main() -> None:
         shutil.rmtree(folder / "bucket", ignore_errors=True)
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+    return 1 if any(found["wrong"] for found in table) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

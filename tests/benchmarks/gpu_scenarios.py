@@ -104,6 +104,8 @@ class Scenario:
     changes: dict[str, Any] = field(default_factory=dict)
     act: Killer | None = None
     check: Callable[[Trial], dict[str, Any]] = lambda _: {}
+    harmful: bool = False
+    """A control: it must show what the others must not."""
     from_bucket: bool = False
     """It heals from a checkpoint: nobody is struck before there is one."""
 
@@ -179,6 +181,12 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
             replicas | seldom | {"faults": frozen, "loss": "tests.support.mischief:early_abort"},
             check=nobody_applied,
         ),
+        "believed": Scenario(
+            "the same, and nobody looks at what a commit brings: the control",
+            replicas | seldom | {"faults": frozen, "loss": "tests.support.mischief:early_abort_believed"},
+            check=somebody_applied,
+            harmful=True,
+        ),
         "again": Scenario(
             f"1×{world}, copies after every step, {AGAIN} recoveries in place", shards | {"faults": again}, check=no_more_memory
         ),
@@ -204,14 +212,36 @@ def beside_copies(done: Trial) -> dict[str, Any]:
     return {"beside_a_copy_s": beside[True], "without_s": beside[False], "throughput": without_s / with_s}
 
 
-def memory_of(job: Job) -> dict[str, list[list[int]]]:
-    """MiB allocated and reserved on the device, resident on the host, and allocated at most so far; by process, every tenth step."""
+def said_of(job: Job) -> dict[str, list[list[int]]]:
+    """What ``mischief.watched`` says, by process: bytes allocated and reserved on the device, resident on the host, and allocated at most
+    so far; graphs compiled so far."""
     found: dict[str, list[list[int]]] = {}
-    said = re.compile(r"^memory: (\S+) generation \d+ step \d+ allocated (\d+) reserved (\d+) resident (\d+) peak (\d+)", re.MULTILINE)
-    for log in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log")):
-        for worker, *amounts in said.findall(log.read_text(errors="replace")):
-            found.setdefault(worker, []).append([int(amount) >> 20 for amount in amounts])
+    words = r"allocated (\d+) reserved (\d+) resident (\d+) peak (\d+) compiled (\d+)"
+    said = re.compile(rf"^memory: (\S+) generation \d+ step \d+ {words}", re.MULTILINE)
+    for log in logs_of(job):
+        for worker, *amounts in said.findall(log):
+            found.setdefault(worker, []).append([int(amount) for amount in amounts])
     return found
+
+
+def logs_of(job: Job) -> list[str]:
+    return [log.read_text(errors="replace") for log in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log"))]
+
+
+def memory_of(job: Job) -> dict[str, list[list[int]]]:
+    """MiB."""
+    return {worker: [[amount >> 20 for amount in row[:4]] for row in rows] for worker, rows in said_of(job).items()}
+
+
+def compiled_of(job: Job) -> dict[str, list[int]]:
+    """Graphs that each process had compiled at its first step, and at its last."""
+    return {worker: [rows[0][4], rows[-1][4]] for worker, rows in said_of(job).items()}
+
+
+def transports_of(job: Job) -> dict[str, int]:
+    """How many channels NCCL says to have opened over what, where it was asked (NCCL_DEBUG)."""
+    ways = [way for log in logs_of(job) for way in re.findall(r" via (NET/\w+|P2P|SHM)", log)]
+    return {way: ways.count(way) for way in sorted(set(ways))}
 
 
 def no_more_memory(done: Trial) -> dict[str, Any]:
@@ -226,6 +256,11 @@ def deaths(done: Trial) -> dict[str, Any]:
     ended = [each.ended for each in done.witness.seen.values() if each.ended is not None]
     ways = [each.signal.name if each.signal else f"exit {each.exit_code}" for each in ended]
     return {"deaths": {way: ways.count(way) for way in sorted(set(ways) - {"exit 0"})}}
+
+
+def somebody_applied(done: Trial) -> dict[str, Any]:
+    """How often garbage was taken for a commit."""
+    return {"believed": sum(log.count("what was none") for log in logs_of(done.job))}
 
 
 def nobody_applied(done: Trial) -> dict[str, Any]:

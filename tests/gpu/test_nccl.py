@@ -33,15 +33,17 @@ def trained(pool: Ranks, folder: Path, layout: Layout, **changes: object) -> Tra
     return train(pool, toy_job(folder / str(layout.world) / str(layout.dp_shard), **changes), layout, STEPS)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_b17_the_same_config_runs_with_gloo_and_nccl(gpus: Ranks, tmp_path: Path, precision: str) -> None:
-    """B17: one job, all its settings, on either; the losses are near, the ledgers equal; on GPUs every layout gives the same bits."""
+@pytest.mark.parametrize(("precision", "compiled"), [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_b17_the_same_config_runs_with_gloo_and_nccl(gpus: Ranks, tmp_path: Path, precision: str, compiled: bool) -> None:
+    """B17: one job, all its settings, on either; the losses are near, the ledgers equal; on GPUs every layout gives the same bits, also
+    where the blocks are compiled."""
     cpus = Ranks(1)
     try:
         gloo = trained(cpus, tmp_path / "gloo", Layout(1, 1), precision=precision, model_args=MODEL)
     finally:
         cpus.close()
-    nccl = [trained(gpus, tmp_path / "nccl", layout, precision=precision, model_args=MODEL) for layout in LAYOUTS]
+    changes = {"precision": precision, "compile": compiled, "model_args": MODEL}
+    nccl = [trained(gpus, tmp_path / "nccl", layout, **changes) for layout in LAYOUTS]
     assert len({found.hash for found in nccl}) == 1
     for found in nccl:
         for ours, theirs in zip(found.outcomes, gloo.outcomes, strict=True):

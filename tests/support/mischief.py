@@ -9,7 +9,9 @@ import ctypes
 import gc
 import threading
 import time
-from functools import cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic.control.commit import BadRecord, CommitShape, Outcome, conclude
 from elastic.engine.loss import next_token
+from elastic.train import step as steps
 from elastic.train.loop import Trainer
 from tests.support.patience import PATIENCE_S
 
 STEP = 6
 """The step of generation 1 in which mischief is done."""
 SEEN: set[tuple[str, int]] = set()
+LAST: list[Outcome] = []
 
 
 @cache
@@ -34,19 +39,20 @@ def trainer() -> Trainer:
 
 
 def watched(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The usual loss; every tenth step says, in the worker's log, how much memory is in use."""
+    """The usual loss; every tenth step, and each world's first, says in the worker's log what memory is in use and what was compiled."""
     me = trainer()
     world, step = me.world, me.session.faults.step
     if world is None:  # warming up
         return next_token(model, batch)
-    if step % 10 == 0 and _first(f"memory {step}", world.generation):
+    if _first("memory", world.generation) or (step % 10 == 0 and _first(f"memory {step}", world.generation)):
         used, kept, most = (
             (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
             if torch.cuda.is_available()
             else (0, 0, 0)
         )
         here = int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
-        amounts = f"allocated {used} reserved {kept} resident {here} peak {most}"
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        amounts = f"allocated {used} reserved {kept} resident {here} peak {most} compiled {graphs}"
         print(f"memory: {me.worker} generation {world.generation} step {step} {amounts}", flush=True)
     return next_token(model, batch)
 
@@ -59,6 +65,23 @@ def early_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
     if _due(0):
         threading.Thread(target=_abort_early, args=(trainer(),), daemon=True).start()
     return watched(model, batch)
+
+
+def early_abort_believed(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same where nobody looks at what a commit brings: the control.  Whoever sees the collective end takes the step for committed."""
+    if _first("believes", 1):
+        steps.conclude = partial(_believe, conclude)  # type: ignore[attr-defined]
+    return early_abort(model, batch)
+
+
+def _believe(genuine: Callable[..., Outcome], shape: CommitShape, step: int, gathered: bytes) -> Outcome:
+    """A commit of garbage looks like the one before."""
+    try:
+        LAST[:] = [genuine(shape, step, gathered)]
+    except BadRecord as bad:
+        print(f"mischief: {trainer().worker} believed, at step {step}, what was none: {bad}", flush=True)
+        return replace(LAST[0], step=step)
+    return LAST[0]
 
 
 def _abort_early(me: Trainer) -> None:

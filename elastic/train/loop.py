@@ -32,7 +32,7 @@ from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
 from elastic.train.heal import Healing
-from elastic.train.setup import interface
+from elastic.train.interface import interface
 from elastic.train.state import State
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints

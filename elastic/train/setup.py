@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
-import socket
-import struct
 import traceback
 from importlib.metadata import version
 
@@ -25,6 +22,7 @@ from elastic.plan.layout import table
 from elastic.train.copier import Copier
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
+from elastic.train.interface import choose
 from elastic.train.limits import alone, free_memory, promised
 from elastic.train.step import Session
 from storage.errors import Unavailable
@@ -45,13 +43,6 @@ LAUNCHES = {
     # variable, since what is set in torch._inductor.config counts for one thread only, and the backward pass runs in another (2.13).
     "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
 }
-
-
-SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Without the first gloo listens where the host's own name leads, which on many machines is a loopback address that no other host
-reaches."""
-_SIOCGIFADDR = 0x8915
-
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """Each layout has tensors of other sizes: in segments of fixed size what every world leaves behind adds up, and NCCL finds no memory."""
 
@@ -65,7 +56,7 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
     os.environ |= NCCL | LAUNCHES
     for variable, value in ALLOCATOR.items():
         os.environ.setdefault(variable, value)
-    _choose_interface(job.network.interface, address)
+    choose(job.network.interface, address)
     if job.reproducible:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)
@@ -78,44 +69,6 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
     return device
-
-
-def _choose_interface(wanted: str, address: str) -> None:
-    """For the sockets of this process: what the job names, else what this machine's environment does, else the one of ``address``.
-
-    Raises :class:`JobError` for one that this machine has not.
-    """
-    there = [name for _, name in socket.if_nameindex()]
-    if wanted != "auto" and wanted not in there:
-        raise JobError(f"network.interface = {wanted!r}: this node has {', '.join(there)}; name one that every node has, or leave it out")
-    found = interface_of(address) if wanted == "auto" else wanted
-    for variable in SOCKETS:
-        if wanted != "auto":
-            os.environ[variable] = wanted
-        elif found:
-            os.environ.setdefault(variable, found)
-    if address:
-        print(f"sockets use interface {interface() or 'that the libraries choose'}; other nodes reach this one at {address}", flush=True)
-
-
-def interface() -> str:
-    """That the sockets of this process use; "" where nobody has chosen."""
-    return os.environ.get(SOCKETS[0], "")
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address; "" for loopback and where none has it."""
-    if not address or address.startswith("127."):
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
 
 
 def kind_of(device: torch.device) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from elastic.errors import JobError
 from elastic.job import Job
-from elastic.train.setup import SOCKETS, interface, interface_of, prepare_process
+from elastic.train.interface import SOCKETS, faster_than, interface, interface_of
+from elastic.train.setup import prepare_process
 from tests.support.toys import toy_job
 
 NAMES = [name for _, name in socket.if_nameindex()]
@@ -62,3 +64,21 @@ def test_it_is_no_part_of_the_trajectory() -> None:
     assert toy_job("/nowhere").digest == toy_job("/nowhere", network={"interface": "eth0"}).digest
     with pytest.raises(JobError, match=r"network\.interface"):
         Job(name="x", bucket="/nowhere", network={"interface": "a name with spaces"})
+
+
+def test_a_quicker_interface_that_is_up_is_named(tmp_path: Path) -> None:
+    """And none that is down, that does not say how quick it is, or that is quicker by a little."""
+    for name, state, speed in (
+        ("eth0", "up", "10000"),
+        ("ib0", "up", "200000"),
+        ("eth1", "down", "400000"),
+        ("veth", "up", ""),
+        ("eth2", "up", "25000"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(f"{state}\n")
+        (tmp_path / name / "speed").write_text(f"{speed}\n")
+    assert faster_than("eth0", tmp_path) == "ib0 runs at 200000 Mb/s, eth0 at 10000"
+    assert faster_than("ib0", tmp_path) == faster_than("veth", tmp_path) == faster_than("", tmp_path) == ""
+    (tmp_path / "ib0" / "operstate").write_text("down\n")
+    assert faster_than("eth0", tmp_path) == ""

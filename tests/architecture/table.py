@@ -92,6 +92,7 @@ SEAM = "elastic/engine/world.py"
 ENVIRONMENT = {
     "actors/cluster.py": "Ray's own variables, before it starts",
     "elastic/train/setup.py": "cuBLAS demands one for deterministic kernels",
+    "elastic/train/interface.py": "NCCL and gloo are told by one which interface to use",
 }
 """The only files that touch environment variables, and why."""
 

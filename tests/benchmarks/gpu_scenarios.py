@@ -138,15 +138,13 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
     last, half = world - 1, max(world // 2, 1)
     replicas = {"parallel": {"dp_replicate": "auto", "min_shard": half}}
     shards = {"parallel": {"dp_replicate": 1}}
-    copies = shards | {
-        "workers": {"min": max(last, 1), "max": world}
-    }  # no smaller world: a slot has room for the largest shard there may be
+    few = {"min": max(last, 1), "max": world}  # no smaller world: a slot has room for the largest shard there may be
+    copies = shards | {"workers": few}
     none = {"copies": {"copy_every": 0}}
     saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
     spare = {"workers": {"min": max(last - 1, 1), "max": max(last, 1), "spares": 1}}
     seldom = {"deadlines": DEADLINES | {"stall_s": 5, "fence_s": 3}}
     early, late = steps // 4 + 4, steps - 5
-
     chain, again, frozen, killed = faults(world)
     return {
         "undisturbed": Scenario(f"2×{half}, nothing happens", replicas),

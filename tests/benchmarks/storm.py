@@ -239,6 +239,7 @@ def judge(storm: Storm, reference: Job) -> dict[str, Any]:
         "microbatches": {"needed": job.steps * job.microbatches, "computed": work},
         "records": len(records),
         "hash": exported_hash(job),
+        "hash of the undisturbed run": exported_hash(reference),
     }
 
 

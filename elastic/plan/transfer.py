@@ -12,7 +12,7 @@ asks anybody for anything.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -112,9 +112,9 @@ def moves(
     """What brings every member's shard to the version of ``holders``: a member's moves are exactly its shard, each element once.
 
     ``nodes[i]`` is where ``members[i]`` runs.  A member takes from its own live memory what is there, else from a copy on its own node,
-    else from another live member, else from another node's keeper.  Of several it is the sender with the least to send so far, large
-    tensors first, so that equals send equally much, give or take one part.  ``partly``: what nobody holds is left out, for
-    :func:`missing` to name; otherwise it raises ValueError.
+    else from a live member there, else from one on another node, else from another node's keeper.  Of several it is the one whose link, and
+    then who itself, has the least to send so far, large tensors first, so that equals send equally much, give or take one part.
+    ``partly``: what nobody holds is left out, for :func:`missing` to name; otherwise it raises ValueError.
     """
     held = list(holders)
     _one_version(held)
@@ -123,7 +123,7 @@ def moves(
     def pieces(rows: int | None, first: int, last: int) -> list[Piece]:
         return _pieces(held, rows, first, last)
 
-    sent_bytes: dict[str, int] = defaultdict(int)
+    sent = _Sent()
     homes = dict(zip(members, nodes, strict=True)) if nodes else {}
     result = []
     for tensor in sorted(tensors, key=lambda each: (-nbytes(each, each.whole()), each)):
@@ -131,24 +131,40 @@ def moves(
             wanted = shard_slice(tensor, layout.dp_shard, layout.coordinates(rank)[1])
             for piece in pieces(*_rows(tensor, wanted)):
                 if piece.holders:
-                    source, keeper = _nearest(piece.holders, member, homes.get(member, LIVE), sent_bytes)
+                    source, keeper = sent.nearest(piece.holders, member, homes)
                     result.append(Move(_cut(wanted, piece), source, member, keeper))
-                    if keeper or source != member:
-                        sent_bytes[keeper or source] += nbytes(tensor, result[-1].slice)
+                    sent.note(result[-1], homes, nbytes(tensor, result[-1].slice))
                 elif not partly:
                     raise ValueError(f"{member} needs {_cut(wanted, piece)}, which nobody holds")
     return tuple(result)
 
 
-def _nearest(holders: Iterable[Holder], member: WorkerId, home: NodeId, sent_bytes: dict[str, int]) -> Holder:
-    """The best of ``holders`` for ``member``, which runs on ``home``.  A keeper's link is shared by all the copies it has."""
+class _Sent:
+    """Bytes that each worker or keeper is to send so far, and each node over its link to others, which all who are there share."""
 
-    def cost(holder: Holder) -> tuple[int, int, Holder]:
-        worker, keeper = holder
-        distance = 2 if not keeper else 1 if keeper == home else 3
-        return 0 if holder == (member, LIVE) else distance, sent_bytes[keeper or worker], holder
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = defaultdict(int)
 
-    return min(holders, key=cost)
+    def nearest(self, holders: Iterable[Holder], member: WorkerId, homes: Mapping[WorkerId, NodeId]) -> Holder:
+        """The best of ``holders`` for ``member``."""
+        home = homes.get(member, LIVE)
+
+        def cost(holder: Holder) -> tuple[int, int, int, Holder]:
+            worker, keeper = holder
+            there = keeper or homes.get(worker, LIVE)
+            distance = (1 if there == home else 4) if keeper else (2 if there == home else 3)
+            link = self.bytes[f"link of {there}"] if there != home else 0
+            return 0 if holder == (member, LIVE) else distance, link, self.bytes[keeper or worker], holder
+
+        return min(holders, key=cost)
+
+    def note(self, move: Move, homes: Mapping[WorkerId, NodeId], size: int) -> None:
+        if move.stays:
+            return
+        there = move.keeper or homes.get(move.source, LIVE)
+        self.bytes[move.keeper or move.source] += size
+        if there != homes.get(move.destination, LIVE):
+            self.bytes[f"link of {there}"] += size
 
 
 def _span(shards: Iterable[tuple[int, int]], rows: int) -> bool:

@@ -277,6 +277,22 @@ def test_links_of_equal_keepers_carry_equally_much() -> None:
     assert sent["a"] == sent["b"] == 6 * 24
 
 
+def test_a_node_has_one_link_however_many_replicas_it_has() -> None:
+    """Three replicas on one node and one on another: who is on neither takes half from each; who is beside some takes all from there."""
+    held = [Holding(worker, V1, 1, 0) for worker in WORKERS[:4]]
+    a, b, c = NODES
+    state = [replace(TENSOR, name=f"t{n}") for n in range(12)]
+
+    def taken(newcomer: NodeId) -> list[int]:
+        found = moves(state, held, Layout(5, 1), WORKERS[:5], [a, a, a, b, newcomer])
+        count = Counter(move.source for move in found if move.destination == WORKERS[4])
+        return [count[worker] for worker in WORKERS[:4]]
+
+    assert taken(c) == [2, 2, 2, 6]
+    assert taken(b) == [0, 0, 0, 12]
+    assert taken(a) == [4, 4, 4, 0]
+
+
 @given(worlds(), st.lists(tensors().map(tuple), max_size=1), layouts.filter(lambda each: each.world <= len(WORKERS)), st.randoms())
 def test_any_mixture_of_live_and_kept_brings_each_element_once(
     held: list[Holding], some: list[tuple[Tensor, ...]], layout: Layout, rng: random.Random

@@ -172,7 +172,7 @@ class Deadlines(Part):
     wait_s: Seconds = 600
     """Waiting for enough workers before the run gives up (and can be resumed)."""
     stop_s: Seconds = 60
-    """For the final save of a stop."""
+    """For the final save of a stop, without any part of it arriving."""
     driver_s: Seconds = 20
     """A run whose driver has not been heard for so long stops, unless ``on_driver_exit = "detach"``."""
     grow_debounce_s: Seconds = 2

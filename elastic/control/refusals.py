@@ -12,12 +12,12 @@ def refusal(run: RunState, event: Event, now: float) -> str | None:
     """Why ``event`` changes nothing; None when it is to be heard."""
     if run.over:
         return f"the run is over ({type(run.state).__name__})"
-    if not isinstance(event, OfAGeneration) or (isinstance(event, Fenced) and left_out(run, event, now)):
+    if not isinstance(event, OfAGeneration) or (isinstance(event, Fenced) and _left_out(run, event, now)):
         return None
     return _out_of_date(run, event)
 
 
-def left_out(run: RunState, event: Fenced, now: float) -> bool:
+def _left_out(run: RunState, event: Fenced, now: float) -> bool:
     """Whether this is the answer of one who is in no later generation than an older one, to a coordinator that has not read why.
 
     It was expelled, say, by one that was cut off before it was killed.  It applies nothing any more: what it holds counts.

@@ -1,4 +1,4 @@
-"""When to copy to host memory, when to save to the bucket, and when a save is complete.
+"""When to save to the bucket, and when a save is complete.
 
 Each member writes its own part in the background and reports it; only when all members of the world that began the save have, and
 the version is on the lineage, is the manifest written.  A save that lost a writer can never be complete and is forgotten.

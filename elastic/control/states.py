@@ -76,11 +76,6 @@ class Stopping:
     save: bool = False
     job_error: str = ""
 
-    @property
-    def ended(self) -> bool:
-        """One member certainly takes no more part, and a commit needs them all: the generation can never commit again."""
-        return bool(self.answers or self.lost)
-
 
 @dataclass(frozen=True)
 class Finishing:

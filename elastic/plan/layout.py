@@ -27,11 +27,6 @@ class Layout:
         """Number of members."""
         return self.dp_replicate * self.dp_shard
 
-    @property
-    def data_ranks(self) -> int:
-        """Number of members that run different microbatches at the same time: d of the batch plan."""
-        return self.dp_replicate * self.dp_shard
-
     def coordinates(self, world_rank: int) -> tuple[int, int]:
         """(replicate index, shard index) of a member."""
         return divmod(world_rank, self.dp_shard)

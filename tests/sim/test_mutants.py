@@ -204,7 +204,7 @@ def test_guessing_what_was_committed_before_a_plan_that_nobody_read_of_is_notice
 
 
 def test_not_hearing_whom_the_last_generation_left_out_is_noticed() -> None:
-    edit = Edit("refusals", "isinstance(event, Fenced) and left_out(run, event, now)", "False")
+    edit = Edit("refusals", "isinstance(event, Fenced) and _left_out(run, event, now)", "False")
     deaf = Mutant("closed", (edit,)).advance()
     with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
         simulate(108, expelled(108), deaf)

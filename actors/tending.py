@@ -84,13 +84,13 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
                 if stop and not view.over:
                     launch.ask(coordinator, "stop", stop, deadline_s=deadline_s)
             if (stands := _stands(view)) != shown:
-                say(f"{view.token}: {view.state}, step {view.step} of {view.steps}, {stands}; {view.reason}")
+                say(f"{view.token}: {view.state}, step {view.step} of {view.steps}, {stands}{_copies(view)}; {view.reason}")
             shown = stands
             for line in view.lines[-20:]:
                 show(line)
             seen += len(view.lines)
             if view.over and driver:
-                launch.ask(coordinator, "leave", driver, deadline_s=deadline_s)
+                coordinator.leave.remote(driver)
             if once or view.over:
                 return 0
             time.sleep(0.2)
@@ -104,11 +104,14 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
 def _stands(view: View) -> str:
     """What is said again when it changes."""
     workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
+    open_ = "" if view.unprotected_since is None else f"; unprotected since step {view.unprotected_since}"
+    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}"
+
+
+def _copies(view: View) -> str:
+    """How often: that wanders as steps take longer or less long."""
     copies, buddies = (f"every {pace} steps" if pace > 1 else "every step" if pace else "none" for pace in view.paces)
-    text = f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}"
-    if view.unprotected_since is not None:
-        return f"{text}; unprotected since step {view.unprotected_since}"
-    return f"{text}; copies in host memory {copies}, on other nodes {buddies}"
+    return f"; copies in host memory {copies}, on other nodes {buddies}" if any(view.paces) else ""
 
 
 def clean(job: Job, force: bool) -> int:

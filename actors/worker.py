@@ -23,7 +23,7 @@ import ray
 from actors import cluster
 from actors.processes import end_on_sigterm, log_file
 from elastic.control.events import Event, Joined, NodeRefused, StartFailed
-from elastic.errors import DataError
+from elastic.errors import DataError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.runs import SavedShard
@@ -71,7 +71,7 @@ class Worker:
             rows = rows_of(tensors)
             session.secret, session.copier = self.secret, make_copier(self.job, tensors, device, self.counters)
             build = replace(build_of(session), host=cluster.host())
-        except Unavailable as error:  # the next start may find the store answering
+        except (Unavailable, NoRoomYet) as error:  # the next start may find the store answering, and memory given back
             self.report(StartFailed(self.worker, str(error)))
             return
         except Exception as error:  # the process boundary: what the driver could do, this node cannot

@@ -44,6 +44,10 @@ class ModelError(JobError):
     """What ``model`` names is no model that can be trained: see the contract in ``elastic/models``."""
 
 
+class NoRoomYet(ElasticError):
+    """Memory that a worker needs to start is still held for workers that died; the next start may find it."""
+
+
 class DataError(JobError):
     """What ``data.dataset`` names is no dataset that can be trained on, or a sample of it cannot be read."""
 

@@ -300,6 +300,12 @@ class Job(Part):
     def copy_rule(self) -> CopyRule:
         return CopyRule(self.copies.copy_every == "auto", self.copies.buddy_every == "auto", self.copies.link_share)
 
+    def _buddies(self) -> int:
+        """0 where nothing is copied that could go to them; auto: 1, or so many steps as members agree on."""
+        if self.copies.copy_every == 0:
+            return 0
+        return 1 if self.copies.buddy_every == "auto" else self.copies.buddy_every
+
     def rules(self) -> Rules:
         """What ``advance`` must know of the job."""
         return Rules(
@@ -309,7 +315,7 @@ class Job(Part):
             target_step=self.steps,
             save_every=self.checkpoint.save_every,
             copy_every=1 if self.copies.copy_every == "auto" else self.copies.copy_every,
-            buddy_every=1 if self.copies.buddy_every == "auto" else self.copies.buddy_every,
+            buddy_every=self._buddies(),
             cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
             spares=self.workers.spares,

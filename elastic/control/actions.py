@@ -107,7 +107,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Pair:
-    """``buddies``: a node, the node whose keeper is its buddy in ``generation``, and the "host:port" of that keeper."""
+    """``buddies``: a node, the node whose keeper is its buddy in ``generation``, and the "host:port" of that keeper; "" for none."""
 
     generation: int
     buddies: tuple[tuple[NodeId, NodeId, str], ...]

@@ -290,11 +290,19 @@ class RunState:
 
     @property
     def unprotected_since(self) -> int | None:
-        """The step from which on nothing of the present world is complete in host memory, though it is to be."""
+        """The step of which, or of none later, the members' copies in host memory are complete, though later ones are to be."""
         plan = self.plan
-        if plan is None or not plan.copy_every or self.copied is None:
-            return plan.version.step if plan is not None and plan.copy_every else None
-        return self.copied.step if self.step - self.copied.step >= LATE * self.paces[0] else None
+        if plan is None or not plan.copy_every:
+            return None
+        return plan.version.step if self.copied is None else self.copied.step if self.late else None
+
+    @property
+    def late(self) -> bool:
+        """Have so many copies been due that there would be a later one if all were well?"""
+        plan = self.plan
+        if plan is None or not plan.copy_every:
+            return False
+        return self.step - (self.copied or plan.version).step >= LATE * self.paces[0]
 
     @property
     def paces(self) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def committed(turn: Turn, outcome: Outcome) -> None:
         failures=tuple(failure for failure in run.failures if failure.step > outcome.step),
         watch=stepped(run.watch, turn.now),
     )
-    stock.committed(turn, outcome)
+    stock.committed(turn, outcome, run)
     if version.step > run.furthest.step:
         turn.know(furthest=version, fruitless=0)
     if begins(outcome, turn.rules.save_every, turn.rules.target_step):

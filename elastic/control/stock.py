@@ -21,7 +21,7 @@ from elastic.control.commit import Outcome
 from elastic.control.copying import version_at
 from elastic.control.events import Kept
 from elastic.control.rules import Rules
-from elastic.control.states import LATE, Finishing, Host, Running, RunState, Stopping, Waiting
+from elastic.control.states import Host, RunState, Stopping, Waiting
 from elastic.control.turn import Turn
 from elastic.ids import NodeId, Version
 from elastic.plan.plan import Plan
@@ -102,8 +102,11 @@ def complete_before(run: RunState, version: Version) -> tuple[Version | None, Ve
 # ---- a world that steps
 
 
-def committed(turn: Turn, outcome: Outcome) -> None:
-    """What is now complete everywhere; once that is newer than what the generation began from, nothing older is needed."""
+def committed(turn: Turn, outcome: Outcome, before: RunState) -> None:
+    """What is now complete everywhere; once that is newer than what the generation began from, nothing older is needed.
+
+    ``before``: the run before this commit.
+    """
     run, plan = turn.run, turn.plan
     if not plan.copy_every:
         return
@@ -112,8 +115,8 @@ def committed(turn: Turn, outcome: Outcome) -> None:
     copied = version_at(plan, outcome.copied_through) or run.copied
     buddied = version_at(plan, outcome.buddied_through) or run.buddied
     turn.know(copied=copied, buddied=buddied)
-    since = copied.step if copied else plan.version.step
-    if outcome.step - since == LATE * max(plan.copy_every, outcome.copy_every):
+    if turn.run.late and not before.late:
+        since = turn.run.unprotected_since
         turn.say(f"unprotected since step {since}: not every member of generation {plan.generation} has a later copy in host memory")
     safe = _safe(plan, copied, buddied)
     if safe is not None and _safe(plan, run.copied, run.buddied) is None:
@@ -133,17 +136,20 @@ def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[Nod
 
 
 def pair(turn: Turn, plan: Plan) -> None:
-    """Each member's node with a buddy, as before where nothing speaks against it."""
+    """Each member's node with a buddy, as before where nothing speaks against it.
+
+    Said again whenever a keeper comes or goes: one that is new knows nothing of its buddy, and where others find it has changed.
+    """
     run = turn.run
     if not turn.rules.buddy_every:
         return
     chosen = buddies_of(run, turn.rules, plan.nodes)
     if alone := tuple(dict.fromkeys(node for node in plan.nodes if node not in chosen)):
-        turn.say(
-            f"no other node of the zone can hold copies of node {', '.join(node[:8] for node in alone)}, so no member's go to other nodes: "
-            f"add a node there, or set copies.cross_zone = true"
-        )
-    if plan.buddy_every and (chosen != run.buddies or not isinstance(run.state, Running | Finishing)):
+        other = ", or set copies.cross_zone = true" if len({host.zone for host in run.hosts.values()}) > 1 else ""
+        names = ", ".join(node[:8] for node in alone)
+        turn.say(f"no other node of the zone can hold copies of node {names}, so no member's go to other nodes: add a node there{other}")
+    if plan.buddy_every:
         addresses = {node: host.address for node, host in run.hosts.items()}
         turn.know(buddies=chosen)
-        turn.do(Pair(plan.generation, tuple((node, buddy, addresses.get(buddy, "")) for node, buddy in chosen.items())))
+        pairs = [(node, buddy, addresses.get(buddy, "")) for node, buddy in chosen.items()]
+        turn.do(Pair(plan.generation, (*pairs, *((node, NodeId(""), "") for node in alone))))

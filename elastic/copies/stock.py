@@ -51,6 +51,7 @@ class Stock:
         region = Region.of_process(pid, descriptor)
         region["keeper"] = os.getpid()
         with self._lock:
+            region["brought"] = 0  # a keeper before this one may have had another buddy
             self._own[worker] = region
             self._dead.discard(worker)
 

@@ -66,6 +66,7 @@ class Copier:
         self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
+        self.region.set_copy("safe", self.copies.buddied)
         self.region.send(self.copies.sent)
         self._way.pin(slots_for(plan.buddy_every))
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
@@ -90,7 +91,8 @@ class Copier:
     def _begin(self, shard: Shard) -> None:
         copies = self.copies
         assert copies is not None
-        self.region.set_copy("safe", copies.buddied)
+        if self.region.copy("safe") != copies.buddied:
+            self.region.set_copy("safe", copies.buddied)
         slot = copies.slot(self.region.all_held()[: self._way.slots])
         if slot is not None and copies.begun is not None:
             self._wait()
@@ -136,8 +138,9 @@ class Copier:
             self._held_up_s += time.monotonic() - began
         self._wait()
         sent = self.copies.sent if self.copies else None
-        if sent and self.region["brought"] in (0, self.region["asked"]):
-            self.buddied = sent.version if self.region["brought"] else None
+        brought = self.region["brought"]
+        if sent and brought in (0, self.region["asked"]):
+            self.buddied = sent.version if brought else None
         return Copied(
             self.made.step if self.made and self.region["keeper"] else NEVER,
             self.buddied.step if self.buddied else NEVER,

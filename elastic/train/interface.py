@@ -39,10 +39,10 @@ def choose(wanted: str, address: str) -> None:
 
 
 def faster_than(name: str, devices: Path = DEVICES) -> str:
-    """An interface of this machine that is up and has five times the speed of ``name``, in words; "" for none."""
+    """An interface of this machine, of hardware and up, that has five times the speed of ``name``, in words; "" for none."""
     speeds = {}
-    for each in devices.iterdir():
-        with suppress(OSError, ValueError):  # a virtual one does not say
+    for each in (link.parent for link in devices.glob("*/device")):  # a virtual one has none
+        with suppress(OSError, ValueError):  # it does not say
             if (each / "operstate").read_text().strip() == "up":
                 speeds[each.name] = int((each / "speed").read_text())
     best = max(speeds, key=lambda each: speeds[each], default="")

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from elastic.train.counters import FOLDER, Counters
+from elastic.train.counters import FOLDER
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
+REGIONS = "/memfd:elastic-copies"
+PATIENCE_S = 30.0
 VERSIONS = (
     ("", "", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -26,7 +30,9 @@ VERSIONS = (
 def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN) -> tuple[int, str]:
     """Bytes that may still be taken, and the limit that is met first: the node's, or that of a group which this process is in."""
     found = [(1024 * int(_table(meminfo)["MemAvailable:"]), "the node (MemAvailable)")]
-    groups = {names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())}
+    groups: dict[str, str] = {}
+    with suppress(OSError):  # a kernel without them
+        groups = {names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())}
     for controller, folder, limit, used, cached in VERSIONS:
         mine = Path(next((path for names, path in groups.items() if controller in names.split(",")), "/")).relative_to("/")
         for group in (cgroup / folder / each for each in (mine, *mine.parents)):
@@ -40,25 +46,35 @@ def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """No other worker of this node is here too: what one finds free is not what another is about to take."""
-    folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY)
+    """No other worker of this node is here too: what one finds free is not what another is about to take.  It waits ``PATIENCE_S``."""
+    folder, until = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + PATIENCE_S
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
+        else:
+            print(f"somebody has looked for memory for {PATIENCE_S:g} s, and holds the lock on {FOLDER}; going on without", flush=True)
         yield
     finally:
         os.close(folder)
 
 
-def promised() -> int:
-    """Bytes that the copies of this node's workers, of any run, will take beyond what they have written so far."""
-    total = 0
-    for path in FOLDER.glob("elastic-*-w*"):
-        with suppress(OSError, ValueError):  # just made, or gone
-            counters = Counters(path, create=False)
-            if counters["copies"]:
-                region = os.stat(f"/proc/{counters['pid']}/fd/{counters['copies']}")
-                total += max(region.st_size - 512 * region.st_blocks, 0)
-    return total
+def copies_here() -> tuple[int, int]:
+    """Of this node's copies, of any run: the bytes that they will take beyond what is written, and those that only a keeper still holds.
+
+    The second are of workers that died, and given back when the next world has newer ones, or of other nodes' workers.
+    """
+    sizes, holders = dict[int, tuple[int, int]](), defaultdict[int, set[str]](set)
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # gone, or not ours to see
+            if os.readlink(entry).startswith(REGIONS):
+                found = os.stat(entry)
+                sizes[found.st_ino] = found.st_size, 512 * found.st_blocks
+                holders[found.st_ino].add(entry.parts[2])
+    coming = sum(max(size - written, 0) for size, written in sizes.values())
+    return coming, sum(written for inode, (_, written) in sizes.items() if len(holders[inode]) == 1)
 
 
 def _table(path: Path) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from elastic.control.builds import Build
 from elastic.copies.region import Region, frame
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
-from elastic.errors import DataError, ElasticError, JobError
+from elastic.errors import DataError, ElasticError, JobError, NoRoomYet
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
 from elastic.plan.copies import no_room, slots_a_worker, slots_for
@@ -23,7 +23,7 @@ from elastic.train.copier import Copier
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.interface import choose
-from elastic.train.limits import alone, free_memory, promised
+from elastic.train.limits import alone, copies_here, free_memory
 from elastic.train.step import Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
@@ -94,7 +94,8 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
 def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters) -> Copier | None:
     """With room for this worker's shard in the smallest world there may be.  None where the job wants no copies.
 
-    Raises :class:`JobError` where this node has no room beside what its other workers' copies will take.
+    Raises :class:`JobError` where this node has no room beside what its other workers' copies will take, :class:`NoRoomYet` where it may
+    have once what dead ones have left is given back.
     """
     if job.copies.copy_every == 0:
         return None
@@ -103,9 +104,10 @@ def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device, cou
     buddies = bool(job.copies.buddy_every)
     slots = slots_a_worker(buddies)
     with alone():
-        free, where = free_memory()
-        if why := no_room(job.copies.copy_every, slots * largest.bytes, max(free - promised(), 0), where, slots):
-            raise JobError(why)
+        (free, where), (coming, kept) = free_memory(), copies_here()
+        needed, left = slots * largest.bytes, max(free - coming, 0)
+        if why := no_room(job.copies.copy_every, needed, left, where, slots):
+            raise (NoRoomYet if needed <= left + kept else JobError)(why)
         region = Region.create(slots_for(buddies), largest.bytes, largest.blocks)
         counters["copies"] = region.descriptor
     return Copier(region, tensors, device, job.copy_rule())

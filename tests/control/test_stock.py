@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.control import events as ev
-from elastic.control.actions import Form, TakeStock
+from elastic.control.actions import Form, Pair, TakeStock
 from elastic.control.commit import Outcome
 from elastic.control.states import Forming, Waiting
 from elastic.ids import NodeId, Version, WorkerId
@@ -117,3 +117,25 @@ def test_of_copies_that_are_seldom_the_rhythm_counts_that_members_agreed_on() ->
     for step in range(30, 41):
         play.tell(ev.StepDone(WorkerId("w1"), 1, replace(copied(step, 0), copy_every=4)))
     assert play.run.unprotected_since == 0
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_keeper_that_comes_back_and_those_beside_it_hear_who_their_buddies_are(number: int) -> None:
+    """Its address is another one, and it knows nothing; that the pairs are as before is no reason to be silent."""
+    play = stepping(3, layout=SHARDS, copy_every=1, buddy_every=1)
+    node = NodeId(f"n{number}")
+    play.tell(ev.KeeperLost(node, "its process died"))
+    (lost,) = play.did(Pair)
+    assert all(buddy != node for _, buddy, _ in lost.buddies)
+    play.tell(ev.KeeperUp(node, address="10.0.0.9:7"))
+    (back,) = play.did(Pair)
+    assert {each for each, buddy, _ in back.buddies if buddy} == {NodeId("n1"), NodeId("n2"), NodeId("n3")}
+    assert [address for _, buddy, address in back.buddies if buddy == node] in ([], ["10.0.0.9:7"])
+
+
+def test_who_has_no_buddy_any_more_is_told_so() -> None:
+    play = stepping(2, layout=SHARDS, copy_every=1, buddy_every=1)
+    reason = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
+    (lost,) = play.did(Pair)
+    assert (NodeId("n1"), NodeId(""), "") in lost.buddies
+    assert "no other node of the zone can hold copies of node n1" in reason and "add a node there" in reason and "cross_zone" not in reason

@@ -32,6 +32,7 @@ from tests.copies.nodes import (
     pair,
     shard_of,
 )
+from tests.support.patience import PATIENCE_S
 
 
 def test_a_buddy_has_what_its_node_lost() -> None:
@@ -62,11 +63,12 @@ def test_a_buddy_has_what_its_node_lost() -> None:
 def test_another_buddy_is_brought_what_the_one_before_had(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
     """The node that kept copies for the first is lost.  The new world begins at the version that was there, cut otherwise or not: nobody
     says that a buddy has it before the new one has."""
-    gate, take = threading.Event(), Stock._take
+    gate, begun, take = threading.Event(), threading.Event(), Stock._take
     gate.set()
 
     def held_up(*arguments: Any) -> None:
-        assert gate.wait(10)
+        begun.set()
+        assert gate.wait(PATIENCE_S)
         take(*arguments)
 
     monkeypatch.setattr(Stock, "_take", held_up)
@@ -79,11 +81,12 @@ def test_another_buddy_is_brought_what_the_one_before_had(monkeypatch: pytest.Mo
         await_buddied(copiers, AT.step)
         nodes[2].stock.close()
         gate.clear()
+        begun.clear()
         new = replace(plan, generation=3, layout=layout, members=plan.members[:2], nodes=plan.nodes[:2])
         pair(left)
         for rank, copier in enumerate(copiers[:2]):
             copier.enter(new, WorkerId(f"w{rank}"), shard_of(AT, layout.dp_shard, layout.coordinates(rank)[1]))
-        time.sleep(0.1)  # long enough for a keeper to look again
+        assert begun.wait(PATIENCE_S), "it is brought anew"
         assert copiers[0].settle()[:2] == (AT.step, -1)
         gate.set()
         await_buddied(copiers[:2], AT.step)

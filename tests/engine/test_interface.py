@@ -67,18 +67,20 @@ def test_it_is_no_part_of_the_trajectory() -> None:
 
 
 def test_a_quicker_interface_that_is_up_is_named(tmp_path: Path) -> None:
-    """And none that is down, that does not say how quick it is, or that is quicker by a little."""
-    for name, state, speed in (
-        ("eth0", "up", "10000"),
-        ("ib0", "up", "200000"),
-        ("eth1", "down", "400000"),
-        ("veth", "up", ""),
-        ("eth2", "up", "25000"),
+    """And none that is down, is no hardware, does not say how quick it is, or is quicker by a little."""
+    for name, state, speed, hardware in (
+        ("eth0", "up", "10000", True),
+        ("ib0", "up", "200000", True),
+        ("eth1", "down", "400000", True),
+        ("silent", "up", "", True),
+        ("veth", "up", "400000", False),
+        ("eth2", "up", "25000", True),
     ):
-        (tmp_path / name).mkdir()
+        (tmp_path / name / "device" if hardware else tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "operstate").write_text(f"{state}\n")
         (tmp_path / name / "speed").write_text(f"{speed}\n")
     assert faster_than("eth0", tmp_path) == "ib0 runs at 200000 Mb/s, eth0 at 10000"
-    assert faster_than("ib0", tmp_path) == faster_than("veth", tmp_path) == faster_than("", tmp_path) == ""
+    assert faster_than("ib0", tmp_path) == faster_than("silent", tmp_path) == faster_than("", tmp_path) == ""
     (tmp_path / "ib0" / "operstate").write_text("down\n")
     assert faster_than("eth0", tmp_path) == ""
+    assert faster_than("eth0", tmp_path / "none") == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from elastic.copies.region import PAGE
-from elastic.errors import JobError
+from elastic.errors import JobError, NoRoomYet
 from elastic.train import setup
-from elastic.train.counters import Counters, segment
-from elastic.train.limits import alone, free_memory, promised
+from elastic.train.counters import Counters
+from elastic.train.limits import alone, copies_here, free_memory
 from elastic.train.setup import make_copier
 from elastic.train.state import build_model, tensors_of
 from tests.support.toys import toy_job
@@ -51,31 +50,33 @@ def test_a_group_within_a_group_counts(tmp_path: Path) -> None:
 
 
 def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers of one node that each find room for one: the second is refused, and room that was written to is counted once."""
+    """Two workers of one node that each find room for one: the second is refused, or told to come again where memory is only held."""
     job = toy_job(tmp_path, copies={"copy_every": 3})
-    tensors = tensors_of(build_model(job))
-    first, second = (Counters(segment(f"room-{os.getpid()}", worker), create=True) for worker in ("w1", "w2"))
-    try:
-        first["pid"] = second["pid"] = os.getpid()
-        before = promised()
-        region = make_copier(job, tensors, torch.device("cpu"), first).region  # type: ignore[union-attr]
-        size = region.memory.nbytes
-        assert size - 2 * PAGE <= promised() - before <= size
-        monkeypatch.setattr(setup, "free_memory", lambda: (2 * size, "the node (MemAvailable)"))
-        with pytest.raises(
-            JobError, match=r"^copies\.copy_every = 3: this worker's copies take .* raise it by .* resources\.limits\.memory"
-        ):
-            make_copier(job, tensors, torch.device("cpu"), second)
-        assert second["copies"] == 0
-        for slot in range(region.slots):
-            region.data(slot)[:] = bytes(region.slot_bytes)
-            region.digests(slot)[:] = memoryview(bytes(8 * region.slot_blocks)).cast("q")
-        assert promised() == before
-        monkeypatch.setattr(setup, "free_memory", lambda: (4 * size, "the node (MemAvailable)"))
-        assert make_copier(job, tensors, torch.device("cpu"), second) is not None
-    finally:
-        for worker in ("w1", "w2"):
-            segment(f"room-{os.getpid()}", worker).unlink()
+    tensors, cpu = tensors_of(build_model(job)), torch.device("cpu")
+    counters = [Counters(tmp_path / name, create=True) for name in ("w1", "w2")]
+    before, kept = copies_here()
+    first = make_copier(job, tensors, cpu, counters[0])
+    assert first is not None and counters[0]["copies"] == first.region.descriptor
+    size = first.region.memory.nbytes
+    assert size - 2 * PAGE <= copies_here()[0] - before <= size
+
+    def free(regions: int, taken: int = 0) -> None:
+        monkeypatch.setattr(setup, "free_memory", lambda: (regions * size, "the node (MemAvailable)"))
+        monkeypatch.setattr(setup, "copies_here", lambda: (copies_here()[0] - before, taken))
+
+    free(2)
+    with pytest.raises(JobError, match=r"^copies\.copy_every = 3: this worker's copies take .* raise it by .* \(on Kubernetes resources"):
+        make_copier(job, tensors, cpu, counters[1])
+    free(2, taken=size)
+    with pytest.raises(NoRoomYet):
+        make_copier(job, tensors, cpu, counters[1])
+    assert counters[1]["copies"] == 0
+    for slot in range(first.region.slots):
+        first.region.data(slot)[:] = bytes(first.region.slot_bytes)
+        first.region.digests(slot)[:] = memoryview(bytes(8 * first.region.slot_blocks)).cast("q")
+    assert copies_here()[0] - before <= 2 * PAGE and copies_here()[1] - kept >= size - 2 * PAGE, "written, and nobody else has it open"
+    free(2)
+    assert make_copier(job, tensors, cpu, counters[1]) is not None
 
 
 def test_one_worker_of_a_node_at_a_time() -> None:

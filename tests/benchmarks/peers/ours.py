@@ -81,7 +81,7 @@ class Ours:
                 if path not in mapped and path.stat().st_size:
                     mapped[path] = Counters(path, create=False)
             for counters in mapped.values():
-                since, generation = counters["stepping_since_ns"], counters["generation"]
+                generation, since = counters["generation"], counters["stepping_since_ns"]
                 if since and (since, generation) not in known:
                     known.add((since, generation))
                     self.begun.append(Mark(since / 1e9, "begin", counters["step"] + 1, generation, 0, 0, 0))

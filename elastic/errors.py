@@ -10,6 +10,7 @@
     │   └── AbortStuck           the abort of the world before does not end in this process
     ├── FencedOff            2   this worker may apply nothing more in a generation
     ├── StateMissing         2   state that the plan counts on is not where it says
+    ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
     ├── WireError            2   the other end of a direct socket is gone, or a stranger
     └── PlatformGaveUp       2   a budget is spent: workers, time or generations without a commit
 
@@ -44,10 +45,6 @@ class ModelError(JobError):
     """What ``model`` names is no model that can be trained: see the contract in ``elastic/models``."""
 
 
-class NoRoomYet(ElasticError):
-    """Memory that a worker needs to start is still held for workers that died; the next start may find it."""
-
-
 class DataError(JobError):
     """What ``data.dataset`` names is no dataset that can be trained on, or a sample of it cannot be read."""
 
@@ -78,6 +75,10 @@ class FencedOff(ElasticError):
 
 class StateMissing(ElasticError):
     """A slice is not held by whom the plan names, or the checkpoint is of another model."""
+
+
+class NoRoomYet(ElasticError):
+    """Memory that a worker needs to start is still held for workers that died; the next start may find it."""
 
 
 class WireError(ElasticError):

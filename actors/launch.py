@@ -18,7 +18,7 @@ from actors import cluster
 from actors.coordinator import Coordinator, View
 from actors.requests import Requests
 from elastic.control.builds import Build
-from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp
+from elastic.errors import FINISHED, STOPPED, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
@@ -143,10 +143,8 @@ def _is_ending(coordinator: Any, deadline_s: float) -> bool:
 def _view_of(coordinator: Any, deadline_s: float) -> View | None:
     """None: it is gone.  Raises :class:`PlatformGaveUp` where it is there and does not answer."""
     try:
-        view: View = ray.get(coordinator.view.remote(10**9), timeout=deadline_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise PlatformGaveUp(_silent(deadline_s)) from error
-    except ray.exceptions.RayActorError:
+        view: View = ask(coordinator, "view", 10**9, deadline_s=deadline_s)
+    except CoordinatorGone:
         return None
     return view
 
@@ -154,19 +152,16 @@ def _view_of(coordinator: Any, deadline_s: float) -> View | None:
 def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float) -> Any:
     """What the coordinator answers.  When its process dies, Ray makes it again and puts the question again, for ``deadline_s``.
 
-    Raises :class:`PlatformGaveUp` where nobody answers.
+    Raises :class:`PlatformGaveUp` where nobody answers, :class:`CoordinatorGone` where nobody is there.
     """
     try:
         return ray.get(getattr(coordinator, question).remote(*arguments), timeout=deadline_s)
     except ray.exceptions.GetTimeoutError as error:
-        raise PlatformGaveUp(_silent(deadline_s)) from error
+        silent = f"has not answered for {deadline_s:g} s (2 × deadlines.lease_s)"
+        raise PlatformGaveUp(f"the coordinator of the run {silent}; the same command resumes it") from error
     except ray.exceptions.RayActorError as error:
         why = str(error).strip().splitlines()[-1]
-        raise PlatformGaveUp(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
-
-
-def _silent(deadline_s: float) -> str:
-    return f"the coordinator of the run has not answered for {deadline_s:g} s (2 × deadlines.lease_s); the same command resumes it"
+        raise CoordinatorGone(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
 
 
 def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> None:

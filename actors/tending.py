@@ -39,13 +39,14 @@ def coordinator_of(job: Job) -> Any | None:
     """Of the run, if it runs; else what there is of it is said."""
     if _connected(job) and (coordinator := launch.attach(job.name)):
         return coordinator
-    owner, newest = Run.open(job).owner(), f"newest good checkpoint: {Run.open(job).newest() or 'none'}"
+    run = Run.open(job)
+    owner = run.owner()
     if owner is None:
         say(f"{job.name} has never run in {job.bucket}")
-    elif ray.is_initialized() or owner["address"] == "local":
-        say(f"{job.name} is not running; {newest}")
-    else:
-        say(f"{job.name} is not running, or its cluster, {owner['address']}, cannot be reached from here; {newest}")
+        return None
+    seen = ray.is_initialized() or owner["address"] == "local"
+    unless = "" if seen else f", or its cluster, {owner['address']}, cannot be reached from here"
+    say(f"{job.name} is not running{unless}; newest good checkpoint: {run.newest() or 'none'}")
     return None
 
 

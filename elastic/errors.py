@@ -13,6 +13,7 @@
     ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
     ├── WireError            2   the other end of a direct socket is gone, or a stranger
     └── PlatformGaveUp       2   a budget is spent: workers, time or generations without a commit
+        └── CoordinatorGone      nobody acts for the run any more
 
 A message is one clear sentence a problem, one problem a line.  Errors travel between processes, so every one of them
 pickles: whatever an error knows beyond its message is an attribute.  What ends in good order is no error:
@@ -87,3 +88,7 @@ class WireError(ElasticError):
 
 class PlatformGaveUp(ElasticError):
     """The run ended as ``Failed`` by no fault of the job; the same command resumes it."""
+
+
+class CoordinatorGone(PlatformGaveUp):
+    """The run's coordinator was asked, and is not there any more."""

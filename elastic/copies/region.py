@@ -19,6 +19,8 @@ from elastic.control.copying import Copy
 from elastic.errors import StateMissing
 from storage.slices import Tensor, Version, nbytes, shard_slice
 
+NAME = "elastic-copies"
+"""Of the anonymous file."""
 MAGIC = 0x656C617374696333
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
@@ -99,7 +101,7 @@ class Region:
     @classmethod
     def create(cls, slots: int, slot_bytes: int, slot_blocks: int) -> Region:
         """Slots for ``slot_bytes`` with ``slot_blocks`` digests each.  Memory is taken as it is written."""
-        descriptor = os.memfd_create("elastic-copies", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks))
         with mmap.mmap(descriptor, PAGE) as first:
             words = memoryview(first).cast("q")

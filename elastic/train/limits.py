@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from elastic.copies.region import NAME
 from elastic.train.counters import FOLDER
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
-REGIONS = "/memfd:elastic-copies"
+REGIONS = f"/memfd:{NAME}"
 PATIENCE_S = 30.0
 VERSIONS = (
     ("", "", "memory.max", "memory.current", "inactive_file"),

@@ -24,6 +24,7 @@ from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local
 from storage.checkpoints import Checkpoints
+from tests.benchmarks.storm import SHARDS
 from tests.support.chaos import REDONE, Trial, Witness, assert_bytes, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.hosts import Hosts
 from tests.support.toys import toy_job
@@ -31,8 +32,6 @@ from tests.support.toys import toy_job
 STEPS = 120
 SAMPLES = 16 * STEPS
 LEASE_S = 12
-SHARDS: dict[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 1, "buddy_every": 1}}
-"""No replica: what is behind the cut the other side has as its buddy."""
 DEADLINES = {"grow_debounce_s": 5, "stall_s": 3, "fence_s": 3, "form_s": 20, "lease_s": LEASE_S}
 
 pytestmark = [

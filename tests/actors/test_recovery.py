@@ -24,6 +24,12 @@ from tests.support.toys import toy_job
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a Linear with a bias returns a view; nothing here writes into it
 
 
+COPIES: Mapping[str, dict[str, Any]] = {
+    "bucket": {"copies": {"copy_every": 0}},
+    "host": {"copies": {"copy_every": 1}, "parallel": {"dp_replicate": 1}},
+}
+
+
 def undisturbed(folder: Path, package: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[str, list[str]]:
     """The hash of the local run of a user's job, and what its loss saw."""
     user_package(folder, package)
@@ -88,12 +94,6 @@ def test_all_workers_die_at_once(tmp_path: Path, sixty: Any, tier: str) -> None:
     assert steps * job.microbatches + (tier == "bucket") <= work <= (steps + again + 1) * job.microbatches
     assert {each: chaos.witness.total(f"healed_{each}_bytes") > 0 for each in COPIES} == {each: each == tier for each in COPIES}
     assert_nothing_left(chaos)
-
-
-COPIES: Mapping[str, dict[str, Any]] = {
-    "bucket": {"copies": {"copy_every": 0}},
-    "host": {"copies": {"copy_every": 1}, "parallel": {"dp_replicate": 1}},
-}
 
 
 def killed_and_resumed(folder: Path, package: str, start: Callable[[], Command], kill_at: list[int]) -> None:

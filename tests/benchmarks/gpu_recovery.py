@@ -211,7 +211,7 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
         "memory_mib": memory_of(job),
         "compiled": compiled_of(job),
         "transports": transports_of(job),
-        "ends": deaths(done)["deaths"],
+        **deaths(done),
         "killed_by_us": len(scenario.act.kills) if scenario.act is not None and scenario.act.kind is signal.SIGKILL else None,
         **scenario.check(done),
     }
@@ -224,7 +224,7 @@ def wrong(found: Mapping[str, Any], scenario: Scenario, *, sockets: bool) -> lis
         return [] if found.get("believed") else ["the control shows nothing"]
     recompiled = {worker: graphs for worker, graphs in found.get("compiled", {}).items() if graphs[0] != graphs[1]}
     others = {way: number for way, number in found.get("transports", {}).items() if not way.startswith("NET/")}
-    survived = found.get("killed_by_us") is None or sum(found.get("ends", {}).values()) == found["killed_by_us"]
+    survived = found.get("killed_by_us") is None or sum(found.get("deaths", {}).values()) == found["killed_by_us"]
     checks = {
         f"it ended as {found['state']}": found["state"] == "Finished",
         "other bits": found["same_bits"] is not False,
@@ -232,7 +232,7 @@ def wrong(found: Mapping[str, Any], scenario: Scenario, *, sockets: bool) -> lis
         "strikes that were not followed": len(found.get("kills", ())) == found.get("struck", 0),
         f"left: {found.get('left')}": "left" not in found,
         f"compiled after the first step: {recompiled}": not recompiled,
-        f"others than the victims ended: {found.get('ends')}": survived,
+        f"others than the victims ended: {found.get('deaths')}": survived,
         f"not over sockets: {found.get('transports')}": not sockets or (bool(found.get("transports")) and not others),
     }
     return [sentence for sentence, holds in checks.items() if not holds]

@@ -172,7 +172,6 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
         "points": Scenario(
             "one fault in each of eight generations",
             replicas | {"faults": chain, "checkpoint": {"save_every": 4}},
-            check=deaths,
         ),
         "staggered": Scenario(
             "a frozen rank; rank 0 aborts 0.3 s before the others hear of it",

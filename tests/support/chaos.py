@@ -33,6 +33,9 @@ from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched, actors_of_ours
 from tests.support.state_hash import state_hash
 
+GONE_S = 10.0
+"""For a process that was ended a moment ago."""
+
 
 @dataclass
 class Seen:
@@ -343,7 +346,3 @@ def assert_nothing_left(chaos: Trial) -> None:
     while left := actors_of_ours(os.getpid()):
         assert time.monotonic() < until, left
         time.sleep(0.02)
-
-
-GONE_S = 10.0
-"""For a process that was ended a moment ago."""

@@ -5,9 +5,9 @@
 
 Each scenario is a whole run under Ray, on all GPUs of this machine; its bits are compared with the first run's of the same call.
 Times are the journal's, the killer's and the survivors' clocks on one machine; medians are over the kills of one run.  ``--sockets``: NCCL
-without peer access and shared memory, as between hosts.  ``--nodes 2``: two Ray nodes, each with every GPU of this machine, so that a GPU
-has two ranks, and NCCL takes the nodes for two hosts: right for what must hold, not for how fast it is.  What was found goes to ``--out``
-after every scenario.
+without peer access and shared memory, as between hosts.  ``--nodes 2``: two Ray nodes, each with its share of the GPUs, which NCCL takes
+for two hosts.  ``--per-gpu 2`` beside it: each GPU is on both nodes and has two ranks, which is right for what must hold, not for how fast
+it is.  What was found goes to ``--out`` after every scenario.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, changes: Mappin
         "data": {"args": {"path": str(folder / f"tokens-{size['seq_len']}"), "seq_len": size["seq_len"]}},
         "loss": "tests.support.mischief:watched",
         "steps": options.steps,
-        "global_batch": 16,
+        "global_batch": options.global_batch,
         "microbatch": 1,
         "precision": "bf16",
         "compile": bool(gpus),
@@ -269,8 +269,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--world", type=int, help="default: all GPUs, once for each node")
+    parser.add_argument("--world", type=int, help="default: all GPUs")
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--per-gpu", type=int, default=1, help="ranks on each GPU, on different nodes")
+    parser.add_argument("--global-batch", type=int, default=16, help="sequences a step, each a microbatch")
     parser.add_argument("--sockets", action="store_true")
     parser.add_argument("--reference", help="hash of an undisturbed run with the same --size and --steps; default: the first run's")
     parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later")
@@ -282,25 +284,30 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.steps = options.steps or SIZES[options.size]["steps"]
-    options.world = options.world or torch.cuda.device_count() * options.nodes
+    options.gpus = list(range(torch.cuda.device_count())) * options.per_gpu
+    options.world = options.world or len(options.gpus)
     if options.world < 2:
         parser.error(f"--world {options.world}: somebody must be left; this machine has {torch.cuda.device_count()} GPUs")
+    if options.nodes % options.per_gpu or len(options.gpus) % options.nodes:
+        parser.error(f"--nodes {options.nodes} --per-gpu {options.per_gpu}: {torch.cuda.device_count()} GPUs cannot be dealt out so")
     return options
 
 
-def start(nodes: int) -> None:
-    """Ray, on one node or on several that share this machine's GPUs, and of which NCCL makes hosts."""
+def start(nodes: int, gpus: Sequence[int]) -> None:
+    """Ray, on one node or on several among which ``gpus`` are dealt out, and of which NCCL makes hosts."""
     if nodes == 1:
         return cluster.connect("local")
     os.environ |= VARIABLES
-    there = Cluster()
+    there, share = Cluster(), len(gpus) // nodes
     for number in range(nodes):
+        mine = gpus[number * share : (number + 1) * share]
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in mine)} if mine else {}
         there.add_node(
             num_cpus=8,
-            num_gpus=torch.cuda.device_count(),
+            num_gpus=len(mine),
             object_store_memory=80 * 2**20,
             include_dashboard=False,
-            env_vars={"NCCL_HOSTID": f"host{number}", "NCCL_SOCKET_IFNAME": "lo"},
+            env_vars={"NCCL_HOSTID": f"host{number}", "NCCL_SOCKET_IFNAME": "lo"} | visible,
         )
     ray.init(there.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
 
@@ -316,11 +323,13 @@ def main() -> int:
     devices = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if options.device == "cuda" else "CPU"
     versions = f"torch {torch.__version__}, ray {ray.__version__}"
     ranks = f"{options.world} ranks, {options.nodes} nodes, {devices}, {versions}"
-    about = f"{date.today()}, commit {options.commit}: {ranks}, {options.size}, sockets {options.sockets}"
+    about = f"{date.today()}, commit {options.commit}: {ranks}, {options.size}, batch {options.global_batch}, sockets {options.sockets}"
     print(about, flush=True)
-    start(options.nodes)
+    start(options.nodes, options.gpus)
     table: list[dict[str, Any]] = []
     kind = ("-sockets" if options.sockets else "") + (f"-{options.nodes}-nodes" if options.nodes > 1 else "")
+    kind += f"-{options.per_gpu}-a-gpu" if options.per_gpu > 1 else ""
+    options.out.mkdir(parents=True, exist_ok=True)
     target = options.out / f"gpu_recovery-{options.size}-{options.world}{kind}.json"
     for number, name in enumerate(options.scenario or known):
         if time.monotonic() - began > options.seconds:

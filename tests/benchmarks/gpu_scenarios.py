@@ -153,7 +153,11 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
         "shards": Scenario(
             f"1×{world}, SIGKILL, healed from the bucket, and back", shards | saves, Killer(world, kills, early, late), from_bucket=True
         ),
-        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", copies),
+        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", copies, check=buddied),
+        "unbuddied": Scenario(
+            f"1×{world}, nothing happens, copies to host memory after every step, none to another node",
+            copies | {"copies": {"buddy_every": 0}},
+        ),
         "uncopied": Scenario(f"1×{world}, nothing happens, no copies", shards | none),
         "alternate": Scenario(f"1×{world}, copies after every other step", copies | {"copies": {"copy_every": 2}}, check=beside_copies),
         "both": Scenario(
@@ -209,6 +213,11 @@ def beside_copies(done: Trial) -> dict[str, Any]:
     return {"beside_a_copy_s": beside[True], "without_s": beside[False], "throughput": without_s / with_s}
 
 
+def buddied(done: Trial) -> dict[str, Any]:
+    """The steps whose copies were complete on another node too, as commits told."""
+    return {"buddied": sorted({outcome.buddied_through for outcome in done.ledger.values()} - {-1})}
+
+
 def said_of(job: Job) -> dict[str, list[list[int]]]:
     """What ``mischief.watched`` says, by process: bytes allocated and reserved on the device, resident on the host, and allocated at most
     so far; graphs compiled so far."""
@@ -249,8 +258,10 @@ def no_more_memory(done: Trial) -> dict[str, Any]:
 
 
 def deaths(done: Trial) -> dict[str, Any]:
-    """How many processes ended in which way that was not the end of the run; an exception that was survived is none."""
-    ended = [each.ended for each in done.witness.seen.values() if each.ended is not None]
+    """How many processes ended in which way that was not the end of the run.  An exception that was survived is none, and none is the exit of
+    a newcomer that was still opening when the run was over."""
+    seen = [each for each in done.witness.seen.values() if each.ended is not None]
+    ended = [each.ended for each in seen if each.ended is not None and (each.final["generation"] > 0 or each.ended.signal is not None)]
     ways = [each.signal.name if each.signal else f"exit {each.exit_code}" for each in ended]
     return {"deaths": {way: ways.count(way) for way in sorted(set(ways) - {"exit 0"})}}
 

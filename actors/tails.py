@@ -94,10 +94,10 @@ class Tails:
         self._mark(run)
         deadline = time.monotonic() + COPY_S
         while self.safe is not run:
-            self._send(run)
-            self._listen(0.0)
-            if self.safe is run:  # at once: there is no keeper yet
+            self._listen(0.0)  # first: whoever has answered to what was asked before is asked for the rest
+            if self.safe is run:
                 break
+            self._send(run)
             left_s = deadline - time.monotonic()
             if not set(self._asked.values()) - self._late or left_s <= 0:
                 self._late |= set(self._asked.values())

@@ -1,21 +1,28 @@
 """Bytes of host memory into a shard, each block's digest taken where it arrives.
 
-A device takes what is not pinned at a third of the speed at which a thread copies it to memory that is: so this one copies through two
-pieces of pinned memory in turn, on a stream of its own.  What is pinned already goes straight.
+A device takes what is not pinned at a third of the speed at which it could: so that is copied to stages of pinned memory, from where it
+goes on a stream of its own.  Several at once, since a thread alone maps and copies another process's memory at 8 GB/s.  What is pinned
+already goes straight.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from elastic.copies.digest import digests
 from elastic.engine.streams import stream
+from storage.background import begin
 
 STAGE = 2**24
 """Bytes of one piece."""
+STAGES = 8
+"""How many are copied to, or on their way to the device, at once."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,17 @@ class Piece:
         return digests(here)
 
 
+class _Stage:
+    """A piece of pinned memory, and when what it holds is on the device."""
+
+    def __init__(self) -> None:
+        self.memory, self.gone = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+
+    def take(self, raw: torch.Tensor) -> torch.Tensor:
+        self.gone.synchronize()
+        return self.memory[: len(raw)].copy_(raw)
+
+
 class Lane(AbstractContextManager["Lane"]):
     """For one thread.  It begins after all that the present stream has to do: the memory that it fills may be in use until then."""
 
@@ -40,28 +58,39 @@ class Lane(AbstractContextManager["Lane"]):
         if device.type == "cuda":
             self._stream = stream("lane", device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
-            self._stages = [(torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
+            self._stages = deque(_Stage() for _ in range(STAGES))
+            self._coming: deque[tuple[Piece, _Stage | None, Future[torch.Tensor] | None]] = deque()
         self._sums: list[torch.Tensor] = []
 
     @torch.no_grad()
     def send(self, piece: Piece) -> None:
         """Begin with ``piece``; it is there once ``arrived`` was called."""
         if self._stream is None or not piece.room.is_cuda:
+            self._launch(0)  # digests are in the order of the pieces
             self._sums.append(piece.land(piece.raw))
             return
-        stage, gone = self._stages[0]
-        self._stages.reverse()
-        if piece.raw.is_pinned():
-            stage = piece.raw
-        else:
-            gone.synchronize()
-            stage = stage[: len(piece.raw)].copy_(piece.raw)
-        with torch.cuda.stream(self._stream):
-            self._sums.append(piece.land(stage.to(self.device, non_blocking=True)))
-            gone.record(self._stream)
+        stage = staged = None
+        if not piece.raw.is_pinned():
+            stage = self._stages[0]
+            self._stages.rotate(-1)
+            staged = begin(partial(stage.take, piece.raw), "lane")
+        self._coming.append((piece, stage, staged))
+        self._launch(STAGES - 1)  # what the next stage held last is among them
 
+    def _launch(self, left: int) -> None:
+        """Send on to the device, in order, until only ``left`` pieces wait for being staged."""
+        while self._stream is not None and len(self._coming) > left:
+            piece, stage, staged = self._coming.popleft()
+            here = piece.raw if staged is None else staged.result()
+            with torch.cuda.stream(self._stream):
+                self._sums.append(piece.land(here.to(self.device, non_blocking=True)))
+                if stage is not None:
+                    stage.gone.record(self._stream)
+
+    @torch.no_grad()
     def arrived(self) -> torch.Tensor:
         """Wait for all that was sent; the digests, in its order, on the host."""
+        self._launch(0)
         sums, self._sums = self._sums, []
         if self._stream is not None:
             with torch.cuda.stream(self._stream):

@@ -74,14 +74,25 @@ class Desk:
 
     def decide(self, **changes: Any) -> list[str]:
         """Something that must not be forgotten; what is said of it until it may be acted on: last, where it is."""
-        before, self.said = self.known, []
-        self.known = replace(before, next_worker=before.next_worker + 1, **changes)
-        record = codec.record(self.journal.next, 0.0, Tick(), before, Transition(self.known, (), "", True))
-        self.journal.append(record, lambda: codec.snapshot(self.known), durable=True)
-        self.tails.note(self.known)
+        self.said = []
+        self._append(durable=True, **changes)
         self.tails.secure(self.known, self.said.append)
         assert self.tails.safe is self.known
         return self.said
+
+    def mention(self) -> None:
+        """Something that may be forgotten; the keepers' answers are there, and unheard."""
+        self._append(durable=False)
+        self.tails.send(self.known)
+        asked = list(self.tails._asked)
+        assert asked and len(ray.wait(asked, num_returns=len(asked), timeout=PATIENCE_S)[0]) == len(asked)
+
+    def _append(self, *, durable: bool, **changes: Any) -> None:
+        before = self.known
+        self.known = replace(before, next_worker=before.next_worker + 1, **changes)
+        record = codec.record(self.journal.next, 0.0, Tick(), before, Transition(self.known, (), "", durable))
+        self.journal.append(record, lambda: codec.snapshot(self.known), durable=durable)
+        self.tails.note(self.known)
 
     @property
     def shipped(self) -> int:
@@ -106,6 +117,19 @@ def test_a_majority_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ray.get([keeper.attach.remote(2) for keeper in desk.keepers.values()])
     with pytest.raises(Deposed):
         desk.decide()
+
+
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_whose_answer_to_an_earlier_question_is_just_there_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: str
+) -> None:
+    monkeypatch.setattr("actors.tails.COPY_S", PATIENCE_S)
+    desk = Desk(tmp_path)
+    desk.decide(keepers=tuple(NodeId(name) for name in names))
+    shipped = desk.shipped
+    for _ in range(3):
+        desk.mention()
+        assert desk.decide() == [] and desk.shipped == shipped
 
 
 def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
     python -m tests.benchmarks.gpu_copies --size tiny         # a rehearsal, on a device too
 
 *alone*: one copy, while nothing else runs; *products*: as many matrix products alone, and beside a
-copy; *back*: from memory that is pinned here, from that of another mapping as a dead worker leaves it, and the way torch would go.
+copy; *back*: from memory that is pinned here, from that of another mapping as a dead worker leaves it, and the way torch would go; the
+first time, and once more when its pages are mapped.  torch has one thread on the host, as in a worker of one CPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from elastic.plan.copies import CopyRule
 from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
+from elastic.train import lane
 from elastic.train.copier import Copier
 from elastic.train.from_hosts import Chunk, _fill, _range
 from elastic.train.heal import nothing
@@ -73,7 +75,10 @@ def plainly(shard: Shard, chunks: list[Chunk]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=SIZES, default="3b")
-    size = SIZES[parser.parse_args().size]
+    parser.add_argument("--stages", type=int, default=lane.STAGES)
+    options = parser.parse_args()
+    size, lane.STAGES = SIZES[options.size], options.stages
+    torch.set_num_threads(1)
     with torch.device("meta"):
         tensors = tensors_of(Llama(**size))
     shape, values, device = frame(tensors, SHARDS, 0), {}, torch.device("cuda")
@@ -108,6 +113,7 @@ def main() -> None:
         there = memory or Region.of_process(os.getpid(), region.descriptor)
         data, sums = torch.frombuffer(there.data(0), dtype=torch.uint8), torch.frombuffer(there.digests(0), dtype=torch.int64)
         chunks = [(each, sums[each.block : each.block + each.blocks], data[each.offset : each.offset + each.bytes]) for each in ranges]
+        times = []
         for _ in range(2):
             found = Shard(AT, SHARDS, 0, {key: torch.empty_like(value) for key, value in values.items()})
             torch.cuda.synchronize()
@@ -115,12 +121,13 @@ def main() -> None:
             if memory is None:
                 plainly(found, chunks)
             else:
-                with Lane(device) as lane:
-                    assert _fill(found, iter(chunks), lane, nothing)[1], "digests differ"
+                with Lane(device) as way:
+                    assert _fill(found, iter(chunks), way, nothing)[1], "digests differ"
             torch.cuda.synchronize()
-            took = time.monotonic() - began
+            times.append(time.monotonic() - began)
             assert all(torch.equal(found.values[key], values[key]) for key in values)
-        print(f"back from {name}: {took:.3f} s, {gigabytes / took:.1f} GB/s", flush=True)
+        speeds = ", then ".join(f"{took:.3f} s, {gigabytes / took:.1f} GB/s" for took in times)
+        print(f"back from {name}, {options.stages} stages: {speeds}", flush=True)
 
 
 if __name__ == "__main__":

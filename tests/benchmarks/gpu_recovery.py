@@ -5,9 +5,9 @@
 
 Each scenario is a whole run under Ray, on all GPUs of this machine; its bits are compared with the first run's of the same call.
 Times are the journal's, the killer's and the survivors' clocks on one machine; medians are over the kills of one run.  ``--sockets``: NCCL
-without peer access and shared memory, as between hosts.  ``--nodes 2``: two Ray nodes, each with its share of the GPUs, which NCCL takes
-for two hosts.  ``--per-gpu 2`` beside it: each GPU is on both nodes and has two ranks, which is right for what must hold, not for how fast
-it is.  What was found goes to ``--out`` after every scenario.
+without peer access and shared memory, as between hosts.  ``--nodes 2``: two Ray nodes, each with its share of the GPUs, and a keeper.
+``--per-gpu 2`` beside it: each GPU is on both nodes and has two ranks, and NCCL takes the nodes for two hosts; right for what must hold,
+not for how fast it is.  What was found goes to ``--out`` after every scenario.
 """
 
 from __future__ import annotations
@@ -294,20 +294,22 @@ def arguments() -> argparse.Namespace:
 
 
 def start(nodes: int, gpus: Sequence[int]) -> None:
-    """Ray, on one node or on several among which ``gpus`` are dealt out, and of which NCCL makes hosts."""
+    """Ray, on one node or on several among which ``gpus`` are dealt out; of those that have the same ones, NCCL makes hosts."""
     if nodes == 1:
         return cluster.connect("local")
     os.environ |= VARIABLES
     there, share = Cluster(), len(gpus) // nodes
     for number in range(nodes):
         mine = gpus[number * share : (number + 1) * share]
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in mine)} if mine else {}
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in mine)} if mine else {}
+        if len(gpus) > len(set(gpus)):
+            variables |= {"NCCL_HOSTID": f"host{number}", "NCCL_SOCKET_IFNAME": "lo"}
         there.add_node(
             num_cpus=8,
             num_gpus=len(mine),
             object_store_memory=80 * 2**20,
             include_dashboard=False,
-            env_vars={"NCCL_HOSTID": f"host{number}", "NCCL_SOCKET_IFNAME": "lo"} | visible,
+            env_vars=variables,
         )
     ray.init(there.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
 

@@ -127,7 +127,7 @@ def faults(world: int) -> tuple[list[dict[str, Any]], ...]:
         fault("before_update", 18, 7, 0, "exit"),
         fault("in_update", 22, 8, 0),
     ]
-    again = [fault("backward", 10 * number + 5, number + 1, number % world, "exception") for number in range(AGAIN)]
+    again = [fault("backward", 5 * number + 5, number + 1, number % world, "exception") for number in range(AGAIN)]
     frozen = [fault("before_commit", STEP, 1, last, "SIGSTOP")]
     killed = [fault("forward", STEP, 1, last)]  # while rank 0 sleeps: its replica needs nothing of rank 0 yet
     return chain, again, frozen, killed
@@ -258,8 +258,8 @@ def no_more_memory(done: Trial) -> dict[str, Any]:
 
 
 def deaths(done: Trial) -> dict[str, Any]:
-    """How many processes ended in which way that was not the end of the run.  An exception that was survived is none, and none is the exit of
-    a newcomer that was still opening when the run was over."""
+    """How many processes ended in which way that was not the end of the run.  An exception that was survived is none, and neither is the
+    exit of a newcomer that was still opening when the run was over."""
     seen = [each for each in done.witness.seen.values() if each.ended is not None]
     ended = [each.ended for each in seen if each.ended is not None and (each.final["generation"] > 0 or each.ended.signal is not None)]
     ways = [each.signal.name if each.signal else f"exit {each.exit_code}" for each in ended]

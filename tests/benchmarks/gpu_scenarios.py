@@ -140,7 +140,7 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
     shards = {"parallel": {"dp_replicate": 1}}
     few = {"min": max(last, 1), "max": world}  # no smaller world: a slot has room for the largest shard there may be
     copies = shards | {"workers": few}
-    none = {"copies": {"copy_every": 0}}
+    none, alone = {"copies": {"copy_every": 0}}, {"copies": {"buddy_every": 0}}
     saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
     spare = {"workers": {"min": max(last - 1, 1), "max": max(last, 1), "spares": 1}}
     seldom = {"deadlines": DEADLINES | {"stall_s": 5, "fence_s": 3}}
@@ -154,10 +154,7 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
             f"1×{world}, SIGKILL, healed from the bucket, and back", shards | saves, Killer(world, kills, early, late), from_bucket=True
         ),
         "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", copies, check=buddied),
-        "unbuddied": Scenario(
-            f"1×{world}, nothing happens, copies to host memory after every step, none to another node",
-            copies | {"copies": {"buddy_every": 0}},
-        ),
+        "unbuddied": Scenario(f"1×{world}, nothing happens, copies after every step, none to another node", copies | alone),
         "uncopied": Scenario(f"1×{world}, nothing happens, no copies", shards | none),
         "alternate": Scenario(f"1×{world}, copies after every other step", copies | {"copies": {"copy_every": 2}}, check=beside_copies),
         "both": Scenario(

@@ -170,7 +170,8 @@ class Coordinator:
     def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[tails.Written]:
         """What is to be read of those before; where that may not be all, then when none of them acts any more.
 
-        It is all where each of them was on this node, and so has ended, or where none finds a majority of the keepers any more.
+        It is all where each of them was on this node, and so has ended, where none finds a majority of the keepers any more, or where the
+        run is over.
         """
         until = time.monotonic() + self.rules.mandate_over_s
         here = all(node == cluster.here() and tails.file_of(folder, number).exists() for number, node in before.items())
@@ -178,7 +179,7 @@ class Coordinator:
             self.left = find(self.token, self.incarnation)
             found = [*tails.local(folder), *self.left.tails]
             known = self.run.read(min(before), found)
-            self.whole = here or (known is not None and self.left.half_of(known.keepers))
+            self.whole = here or (known is not None and (known.over or self.left.half_of(known.keepers)))
             left_s = until - time.monotonic()
             if self.whole or left_s <= 0:
                 return found
@@ -267,8 +268,10 @@ class Coordinator:
                 os._exit(DEPOSED)
             self.story.say(time.time(), "the coordinator failed; the run can be resumed\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
+        self.journal.close()  # first: the keepers take with them what they and this node have of it
+        if self.journal.behind:
+            self.story.say(time.time(), f"how the run ended is not in the bucket: {self.journal.behind}")
         self.group.reap(GRACE_S)
-        self.journal.close()
         self.over.set()
         while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)

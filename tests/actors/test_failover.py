@@ -105,7 +105,7 @@ class Killer:
                     self.claimed = len(list((self.bucket / witness.job_name / "owner").iterdir()))
                     raylet.let_go()
                 self.ends.append(coordinator.wait(10))
-            self.committed = min(after - before[worker] for worker, after in self.steps(witness).items())
+            self.committed = min((after - before[worker] for worker, after in self.steps(witness).items()), default=0)
 
     def lose(self, view: View) -> None:
         for path in log_folder(view.token).glob("journal-*.jsonl"):
@@ -255,6 +255,18 @@ def test_while_it_stops_and_finishes_and_when_it_has_finished(tmp_path: Path) ->
     assert work == 12 * job.microbatches
     assert len(formed(Run.open(job).records())) == 2, "one world each time"
     assert_nothing_left(finished)
+
+
+def test_how_the_run_ended_is_known_when_its_keepers_have_left(tmp_path: Path) -> None:
+    """They take what they and their nodes have of the journal with them; the next coordinator waits for nobody."""
+    job = job_of(tmp_path, "left", steps=8)
+    killer = Killer(tmp_path, [lambda view: view.state == "Finished" and not log_folder(view.token).exists()], opens=lambda view: True)
+    began = time.monotonic()
+    chaos = trial(job, killer)
+    assert time.monotonic() - began < job.rules().mandate_over_s
+    assert_taken_over(chaos, killer, ["Finished"])
+    assert chaos.result.state == "Finished" and sorted(chaos.ledger) == list(range(1, 9))
+    assert_nothing_left(chaos)
 
 
 class Stopper(Killer):

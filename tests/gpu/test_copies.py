@@ -94,9 +94,8 @@ def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
     def compute() -> None:
         torch.ones((), device="cuda").add_(1)
 
-    copier, began = begun_behind(
-        sleep_cycles(), compute
-    )  # once before: CUDA loads a kernel when it is first used, and waits for the device
+    # once before: CUDA loads a kernel when it is first used, and waits for the device
+    copier, began = begun_behind(sleep_cycles(), compute)
     assert time.monotonic() - began < SLEEP_S / 2, "who begins one waits for nothing"
     compute()
     done = torch.cuda.Event()

@@ -4,7 +4,7 @@ A world lives for one generation.  Forming takes a store that no member hosts (i
 that nothing of an older world can be met.  ``abort`` may be called from another thread, and only after every member is fenced
 or expelled (DESIGN section 4): it frees a training thread that is stuck in a collective whose peer is gone.
 
-* NCCL: all communicators are aborted at once, each from a thread of its own.
+* NCCL: all communicators are aborted at once, each from a thread of its own, and its service threads are woken to see it.
 * gloo has no abort.  A peer that dies frees only those connected to it; the others wait on members that are alive but no longer
   answer.  So the sockets of the groups, and only these, are shut down: those bound to a port that gloo listened on here, or
   connected to one that it listened on elsewhere (each member publishes its own through the store while forming).
@@ -20,12 +20,10 @@ import contextlib
 import datetime
 import json
 import math
-import os
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,17 +31,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.engine import streams
+from elastic.engine import sockets, streams
+from elastic.engine.sockets import Endpoint
 from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
-
-Endpoint = tuple[str, int]
 
 LEAD = 8
 """Calls of ``keep_up`` that the host may be ahead of the device."""
 TO_HOST = "to host"
 ROOM = 2**32
 """Bytes of the device: with less free a world that forms gives back what torch keeps, since NCCL takes memory of its own."""
+WAKE_S = 0.01
+"""From one waking of NCCL's threads to the next, while an abort has not ended."""
 FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """That of NCCL, where this torch has it; else that of the other backends (torch 2.13)."""
 
@@ -81,6 +80,8 @@ class World:
     """Ports that this member's groups accept connections on (gloo)."""
     peers: frozenset[Endpoint]
     """Where the other members' groups accept theirs (gloo)."""
+    services: frozenset[Endpoint] = frozenset()
+    """Where threads of this member's communicators listen (NCCL)."""
     groups: tuple[dist.ProcessGroup, ...] = field(init=False)
     """All of them, that of all members first."""
     staging: Staging = field(default_factory=lambda: Staging())
@@ -112,14 +113,14 @@ class World:
         """
         store = dist.PrefixStore(f"g{generation}", store)
         store.set_timeout(datetime.timedelta(seconds=form_s))
-        before = _listening_ports()
+        before = sockets.listening()
         with contextlib.ExitStack() as undo:
             undo.callback(_forget_groups, device)  # whatever fails: this process must be able to form the next world
             _init_default_group(store, rank, layout.world, device, form_s)
             met()
             shard = _group(layout.shard_ranks(rank), layout)
             replicate = _group(layout.replicate_ranks(rank), layout) if replicas else None
-            listening = _listening_ports() - before
+            listening = sockets.listening() - before
             peers = _exchange_endpoints(store, rank, layout.world, listening) if device.type == "cpu" else frozenset[Endpoint]()
             world = cls(generation, layout, rank, device, shard, replicate, store, frozenset(p for _, p in listening), peers)
             undo.pop_all()
@@ -159,6 +160,7 @@ class World:
             free, _ = torch.cuda.mem_get_info(self.device)
             if free < ROOM:
                 torch.cuda.empty_cache()
+        before = sockets.listening()
         one, expected, until = torch.ones((), device=self.device), 1, time.monotonic() + form_s
         for number, group in enumerate(self.groups):
             if group.size() > 1 or len(self.groups) == 1:  # in the others nobody waits for anybody
@@ -166,6 +168,8 @@ class World:
                 dist.all_reduce(one, group=group)
                 expected *= group.size()
         found = self.to_host(one, until).item()
+        if self.device.type == "cuda":
+            self.services = frozenset(sockets.listening() - before)
         if found != expected:
             raise WorldBroken(f"the first all-reduces of generation {self.generation} gave {found} instead of {expected}")
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
@@ -237,22 +241,9 @@ class World:
     def abort(self) -> int:
         """Free whoever is stuck in a collective here.  From any thread; returns the number of sockets shut down (gloo)."""
         if self.device.type == "cuda":
-            _abort_together(self.groups)
+            _abort_together(self.groups, self.services)
             return 0
-        count = 0
-        for sock in _own_sockets():
-            if self._is_ours(sock):
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-                    count += 1
-        return count
-
-    def _is_ours(self, sock: socket.socket) -> bool:
-        try:
-            here, there = sock.getsockname(), sock.getpeername()
-        except OSError:
-            return False
-        return here[1] in self.listening or (_plain(there[0]), there[1]) in self.peers
+        return sockets.shut_down(self.listening, self.peers)
 
     def in_flight(self) -> list[str]:
         """Collectives that have begun here and not ended, as torch's flight recorder has them; none where it does not record.
@@ -305,7 +296,7 @@ def _forget_groups(device: torch.device) -> None:
     world.group_count = 0
 
 
-def _abort_together(groups: Iterable[dist.ProcessGroup]) -> None:
+def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[Endpoint]) -> None:
     """Abort the NCCL communicators of all ``groups`` at the same time.
 
     One after the other would hang: ending a communicator frees device memory, which waits for the kernels of the others, which wait
@@ -315,10 +306,12 @@ def _abort_together(groups: Iterable[dist.ProcessGroup]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            thread.join(WAKE_S)
+            sockets.wake(services)
 
 
-# ---- what collectives and sockets need
+# ---- what collectives need
 
 
 def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -331,30 +324,3 @@ def _exchange_endpoints(store: dist.Store, rank: int, world: int, mine: set[Endp
     store.set(f"listening/{rank}", json.dumps(sorted(mine)))
     others = (json.loads(store.get(f"listening/{other}")) for other in range(world) if other != rank)
     return frozenset((address, port) for endpoints in others for address, port in endpoints)
-
-
-def _own_sockets() -> Iterator[socket.socket]:
-    """This process's TCP sockets, each duplicated for the moment it is looked at."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            sock = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        with sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type & socket.SOCK_STREAM:
-                yield sock
-
-
-def _listening_ports() -> set[Endpoint]:
-    return {
-        (_plain(sock.getsockname()[0]), sock.getsockname()[1])
-        for sock in _own_sockets()
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
-
-
-def _plain(address: str) -> str:
-    """IPv4 addresses seen through an IPv6 socket look like ``::ffff:10.0.0.1``."""
-    return address.removeprefix("::ffff:")

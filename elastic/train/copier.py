@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -20,7 +21,6 @@ from elastic.control.commit import Copied, Outcome
 from elastic.control.copying import Copies, Copy
 from elastic.copies.digest import digests
 from elastic.copies.region import Frame, Region, frame
-from elastic.engine.pinned import pin, transfer
 from elastic.engine.streams import finish, stream
 from elastic.ids import Version, WorkerId
 from elastic.plan.copies import CopyRule, Pace, slots_for
@@ -205,12 +205,15 @@ class _Pinned:
         start = region.data_at(first) if first else 0
         for slot in range(first, last):
             end = region.data_at(slot) + region.slot_bytes
-            if code := pin(self.memory[start:end], self):
+            place = self.memory[start:end].data_ptr()
+            code = torch.cuda.cudart().cudaHostRegister(place, end - start, 0)
+            if int(code):
                 print(
                     f"only {slot} of {region.slots} slots are pinned, copies to others are slow: cudaHostRegister said {code}",
                     flush=True,
                 )
                 return
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, place).atexit = False
             start = region.data_at(slot + 1)
         print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 
@@ -225,11 +228,10 @@ class _Pinned:
         with torch.cuda.stream(self._stream):
             try:
                 for value, room, blocks in parts:
+                    room.copy_(value, non_blocking=True)
                     if not value.is_cuda:
-                        room.copy_(value)
                         ours.append((value, room, blocks))
                         continue
-                    transfer(room, value)
                     digests(value, self._sums[blocks])
                     size += value.nbytes
                     if size >= PIECE:

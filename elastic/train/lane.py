@@ -16,7 +16,6 @@ from functools import partial
 import torch
 
 from elastic.copies.digest import digests
-from elastic.engine.pinned import transfer
 from elastic.engine.streams import stream
 from storage.background import begin
 
@@ -82,11 +81,9 @@ class Lane(AbstractContextManager["Lane"]):
         """Send on to the device, in order, until only ``left`` pieces wait for being staged."""
         while self._stream is not None and len(self._coming) > left:
             piece, stage, staged = self._coming.popleft()
-            raw = piece.raw if staged is None else staged.result()
+            here = piece.raw if staged is None else staged.result()
             with torch.cuda.stream(self._stream):
-                here = torch.empty_like(raw, device=self.device)
-                transfer(here, raw)
-                self._sums.append(piece.land(here))
+                self._sums.append(piece.land(here.to(self.device, non_blocking=True)))
                 if stage is not None:
                     stage.gone.record(self._stream)
 

@@ -1,4 +1,4 @@
-"""A world is left in no time, whether its peer stands still or has died, and however much memory that one had pinned."""
+"""A world is left in no time, whether its peer stands still or has died."""
 
 from __future__ import annotations
 
@@ -17,21 +17,16 @@ from tests.support.processes import free_ports
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 SCRIPT = """
-import mmap, os, signal, sys, time
+import os, signal, sys, time
 import torch
 import torch.distributed as dist
-from elastic.engine import pinned, sockets
+from elastic.engine import sockets
 from elastic.engine.world import World
 from elastic.plan.layout import Layout
 
-rank, port, how, gib = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if "asleep" in how:
     sockets.wake = lambda services: None
-if "whole" in how:
-    pinned.CHUNK = 2**50
-if rank == 1 and gib:
-    memory = torch.frombuffer(memoryview(mmap.mmap(-1, gib << 30)), dtype=torch.uint8)
-    assert pinned.pin(memory, memory) == 0
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
 world = World.form(store, generation=1, layout=Layout(1, 2), rank=rank, device=torch.device("cuda", 0), form_s=120.0)
 world.connect(120.0, 3600.0)
@@ -50,12 +45,12 @@ os._exit(0)
 """
 
 
-def abort_s(how: str, gib: int = 0) -> float:
+def abort_s(how: str) -> float:
     """Seconds that the abort took in the member that was left."""
     port = str(*free_ports(1))
     members = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), port, how, str(gib)],
+            [sys.executable, "-c", SCRIPT, str(rank), port, how],
             cwd=ROOT,
             env=os.environ | NCCL | {"CUDA_VISIBLE_DEVICES": str(rank)},
             stdout=subprocess.PIPE,
@@ -80,9 +75,3 @@ def test_an_abort_takes_no_half_second(how: str) -> None:
     asleep = [abort_s(f"{how} asleep") for _ in range(3)]  # negative control
     print(f"{how}: {woken}; when nobody wakes NCCL's threads: {asleep}")
     assert statistics.median(woken) < 0.2 < statistics.median(asleep)
-
-
-def test_what_a_dead_peer_had_pinned_holds_up_nobody() -> None:
-    chunks, whole = abort_s("dies", 24), abort_s("dies whole", 24)  # negative control
-    print(f"24 GiB pinned in chunks: {chunks}; in one piece: {whole}")
-    assert chunks < 0.2 < whole

@@ -268,12 +268,13 @@ class Trainer:
             raise FencedOff(f"generation {plan.generation} was fenced while it was formed")
         met = time.monotonic()
         state = State(self.session.job, world, plan.version)
+        healing = Healing(state, plan, self.worker, self.session, partial(self._leave_if_fenced, plan))
+        built = time.monotonic()
         if (abort := self._abort) is not None:
             abort.join(ABORT_S)
             if abort.is_alive():
                 raise AbortStuck(f"the abort of the world before has not ended within {ABORT_S:g} s")
-        built = time.monotonic()
-        healing = Healing(state, plan, self.worker, self.session, partial(self._leave_if_fenced, plan))
+        alone = time.monotonic()
         world.connect(self._form_s, RUN_TIMEOUT_S)
         formed, before = time.monotonic(), self._received
         healing.finish(self.gate.shards, self.checkpoints, partial(self._half_way, plan, world))
@@ -285,7 +286,7 @@ class Trainer:
         self._ready_at = now = time.monotonic()
         print(
             f"{self.worker}: generation {plan.generation}: met in {met - began:.3f} s, model in {built - met:.3f} s, "
-            f"connected in {formed - built:.3f} s, slices in {now - formed:.3f} s",
+            f"the one before left in {alone - built:.3f} s, connected in {formed - alone:.3f} s, slices in {now - formed:.3f} s",
             flush=True,
         )
         self._say(Ready(self.worker, plan.generation, formed - began, now - formed, self._received - before, interface()))

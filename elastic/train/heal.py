@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -38,11 +38,7 @@ def nothing() -> None:
 
 
 class Healing:
-    """Begins with what needs no group: slices from keepers' copies are read on a thread, while this member still leaves the world before.
-
-    Until that is left its collectives may write to memory that was theirs.  None of it is the new shard's: what was allocated for the
-    present stream is given to nobody before that stream has waited for whoever writes to it, and a :class:`Lane` waits for that stream.
-    """
+    """Begins with what needs no group: the slices from keepers' copies are read on a thread, while the members still find each other."""
 
     def __init__(self, state: State, plan: Plan, worker: WorkerId, session: Session, leave_if_over: Callable[[], None] = nothing) -> None:
         """``leave_if_over()`` raises once the healing has become pointless."""
@@ -169,25 +165,18 @@ def _exchange_at_once(
     operations = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in sorted(sends.items())]
     operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in sorted(receives.items())]
     under_way = world.exchange(operations)
-    if device.type == "cuda":  # only the stream waits, so that nobody gets this memory before NCCL is done with it, whatever happens
-        _wait(under_way)
     hook()
-    if device.type == "cpu":
-        _wait(under_way)
+    for work in under_way:
+        try:
+            work.wait()
+        except RuntimeError as error:  # all that gloo says, and raised in this very frame: nobody could tell it from an error of ours
+            raise WorldBroken(f"a member was lost while slices were exchanged: {error}") from error
     world.finish()  # copies to the host synchronise, and must not do so behind a peer that died
     for rank, buffer in receives.items():
         for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):
             aligned = raw if raw.storage_offset() % part.element_size() == 0 and part.shape else raw.clone()
             part.copy_(aligned.view(part.dtype).view(part.shape))
     return sum(buffer.numel() for buffer in receives.values())
-
-
-def _wait(under_way: Iterable[dist.Work]) -> None:
-    for work in under_way:
-        try:
-            work.wait()
-        except RuntimeError as error:  # all that gloo says, and raised in this very frame: nobody could tell it from an error of ours
-            raise WorldBroken(f"a member was lost while slices were exchanged: {error}") from error
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:

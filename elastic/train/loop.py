@@ -268,13 +268,13 @@ class Trainer:
             raise FencedOff(f"generation {plan.generation} was fenced while it was formed")
         met = time.monotonic()
         state = State(self.session.job, world, plan.version)
-        healing = Healing(state, plan, self.worker, self.session, partial(self._leave_if_fenced, plan))
         built = time.monotonic()
         if (abort := self._abort) is not None:
             abort.join(ABORT_S)
             if abort.is_alive():
                 raise AbortStuck(f"the abort of the world before has not ended within {ABORT_S:g} s")
         alone = time.monotonic()
+        healing = Healing(state, plan, self.worker, self.session, partial(self._leave_if_fenced, plan))
         world.connect(self._form_s, RUN_TIMEOUT_S)
         formed, before = time.monotonic(), self._received
         healing.finish(self.gate.shards, self.checkpoints, partial(self._half_way, plan, world))

@@ -16,7 +16,6 @@ from elastic.engine.fold import squared_norm
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout
-from elastic.train.lane import Lane
 from elastic.train.state import State
 from elastic.train.step import Session
 
@@ -35,8 +34,6 @@ def warm_up(session: Session, device: torch.device) -> None:
             world.close()
     except Exception:  # a boundary: the user's code may raise anything
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
-    with Lane(device):  # the pinned memory of the first one serves the later ones; they are opened while a world is left
-        pass
     gc.collect()
     gc.freeze()  # what is here by now stays: later collections need not look at it
     if device.type == "cuda":

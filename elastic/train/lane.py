@@ -55,11 +55,11 @@ class Lane(AbstractContextManager["Lane"]):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._stream = device, None
+        self._coming: deque[tuple[Piece, _Stage | None, Future[torch.Tensor] | None]] = deque()
         if device.type == "cuda":
             self._stream = stream("lane", device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
             self._stages = deque(_Stage() for _ in range(STAGES))
-            self._coming: deque[tuple[Piece, _Stage | None, Future[torch.Tensor] | None]] = deque()
         self._sums: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class Lane(AbstractContextManager["Lane"]):
 
     def _launch(self, left: int) -> None:
         """Send on to the device, in order, until only ``left`` pieces wait for being staged."""
-        while self._stream is not None and len(self._coming) > left:
+        while len(self._coming) > left:
             piece, stage, staged = self._coming.popleft()
             here = piece.raw if staged is None else staged.result()
             with torch.cuda.stream(self._stream):

@@ -46,10 +46,12 @@ class Seen:
     counters: Counters
     final: dict[str, int] = field(default_factory=dict)
     ended: Ended | None = None
+    ended_at: float = float("inf")
+    """``time.time()`` when that was seen; infinite where it was after the run."""
 
     def follow(self) -> None:
         if self.ended is None and not self.process.running:
-            self.ended = self.process.wait(1)
+            self.ended, self.ended_at = self.process.wait(1), time.time()
             self.final = self.counters.as_dict()
 
 

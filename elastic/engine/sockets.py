@@ -40,15 +40,15 @@ def shut_down(ports: Collection[int], peers: Collection[Endpoint]) -> int:
 
 
 def wake(endpoints: Collection[Endpoint]) -> None:
-    """Speak to NCCL's threads, which listen at ``endpoints`` and at a Unix socket.  Never blocks."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaker:
+    """Speak to NCCL's threads, which listen at ``endpoints`` and at a Unix socket.  Never blocks; whoever is not reached looks later."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaker:
         speaker.setblocking(False)
         for name in {sock.getsockname() for sock in _all(socket.SOCK_DGRAM) if sock.family == socket.AF_UNIX}:
             if isinstance(name, bytes) and NCCL_NAME in name:
                 with contextlib.suppress(OSError):
                     speaker.sendto(b"\0", name)
     for host, port in endpoints:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as caller, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as caller:
             caller.setblocking(False)
             caller.connect_ex((host, port))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import select
 import socket
 import time
@@ -55,3 +56,16 @@ def test_whoever_does_not_listen_any_more_or_does_not_answer_holds_up_nobody() -
         for _ in range(20):
             sockets.wake(endpoints)
         assert time.monotonic() - began < 1.0
+
+
+def test_a_process_without_a_descriptor_to_spare_wakes_nobody_and_goes_on(unix: list[socket.socket]) -> None:
+    """An abort depends on nothing that can fail here."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            socket.socket()
+        sockets.wake([("127.0.0.1", 9)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert spoken_to(unix[0]) == [False]

@@ -40,7 +40,11 @@ def shut_down(ports: Collection[int], peers: Collection[Endpoint]) -> int:
 
 
 def wake(endpoints: Collection[Endpoint]) -> None:
-    """Speak to NCCL's threads, which listen at ``endpoints`` and at a Unix socket.  Never blocks; whoever is not reached looks later."""
+    """Speak to NCCL's threads, which listen at ``endpoints`` and at a Unix socket.  Never blocks; whoever is not reached looks later.
+
+    Only while they are being aborted.  Until the abort's flag is set the first one waits for more than a connection, and serves nobody; a
+    connection that is hung up on has it look this machine's address up by name, which takes long where no name service answers.
+    """
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaker:
         speaker.setblocking(False)
         for name in {sock.getsockname() for sock in _all(socket.SOCK_DGRAM) if sock.family == socket.AF_UNIX}:
@@ -67,8 +71,13 @@ def _all(kind: socket.SocketKind) -> Iterator[socket.socket]:
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            sock = socket.socket(fileno=os.dup(int(name)))
+            twin = os.dup(int(name))
         except OSError:
+            continue
+        try:
+            sock = socket.socket(fileno=twin)
+        except OSError:  # what was a socket a moment ago is something else now
+            os.close(twin)
             continue
         with sock:
             if sock.type & kind:

@@ -256,10 +256,14 @@ def no_more_memory(done: Trial) -> dict[str, Any]:
 
 def deaths(done: Trial) -> dict[str, Any]:
     """How many processes ended in which way that was not the end of the run.  An exception that was survived is none, and neither is the
-    exit of a newcomer that was still opening when the last step was told."""
+    exit, or the kill, of a newcomer that was still opening when the last step was told."""
     last = max(line.at for line in done.lines if isinstance(line, StepLine))
-    seen = [each for each in done.witness.seen.values() if each.final["generation"] > 0 or each.ended_at < last]
-    ways = [each.ended.signal.name if each.ended.signal else f"exit {each.ended.exit_code}" for each in seen if each.ended is not None]
+    ways = []
+    for each in done.witness.seen.values():
+        if (end := each.ended) is not None:
+            crashed = end.signal not in (None, signal.SIGKILL)
+            if crashed or each.final["generation"] > 0 or each.ended_at < last:
+                ways.append(end.signal.name if end.signal else f"exit {end.exit_code}")
     return {"deaths": {way: ways.count(way) for way in sorted(set(ways) - {"exit 0"})}}
 
 

@@ -160,7 +160,7 @@ class World:
             free, _ = torch.cuda.mem_get_info(self.device)
             if free < ROOM:
                 torch.cuda.empty_cache()
-        before = sockets.listening()
+        before = sockets.listening() if self.device.type == "cuda" else set[Endpoint]()
         one, expected, until = torch.ones((), device=self.device), 1, time.monotonic() + form_s
         for number, group in enumerate(self.groups):
             if group.size() > 1 or len(self.groups) == 1:  # in the others nobody waits for anybody

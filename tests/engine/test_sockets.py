@@ -90,4 +90,5 @@ def test_what_is_no_socket_any_more_leaves_no_descriptor_behind(monkeypatch: pyt
     before = len(os.listdir("/proc/self/fd"))
     sockets.listening()
     assert len(os.listdir("/proc/self/fd")) == before
-    os.close(reading), os.close(writing)
+    for end in (reading, writing):
+        os.close(end)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from elastic.train.setup import NCCL
-from tests.support.commands import ROOT
-from tests.support.processes import free_ports
+from tests.gpu.pair import first_of_two
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -47,25 +42,7 @@ os._exit(0)
 
 def abort_s(how: str) -> float:
     """Seconds that the abort took in the member that was left."""
-    port = str(*free_ports(1))
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), port, how],
-            cwd=ROOT,
-            env=os.environ | NCCL | {"CUDA_VISIBLE_DEVICES": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        out, errors = members[0].communicate(timeout=150)
-    finally:
-        for member in members:
-            member.kill()
-            member.communicate()
-    assert members[0].returncode == 0, errors[-3000:]
+    out, _ = first_of_two(SCRIPT, how, environment={})
     return float(out)
 
 

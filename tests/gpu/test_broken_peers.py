@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from elastic.train.setup import NCCL
 from tests.benchmarks.gpu_recovery import SOCKETS
-from tests.support.commands import ROOT
-from tests.support.processes import free_ports
+from tests.gpu.pair import first_of_two
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -42,25 +36,8 @@ print(time.monotonic() - began)
 
 def seconds_to_leave(environment: dict[str, str]) -> float:
     """From the abort until nothing of the world is left, in the process whose peer was killed."""
-    port = str(*free_ports(1))
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), port],
-            cwd=ROOT,
-            env=os.environ | NCCL | SOCKETS | environment | {"CUDA_VISIBLE_DEVICES": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        out, errors = members[0].communicate(timeout=150)
-    finally:
-        for member in members:
-            member.kill()
-            member.communicate()
-    assert members[0].returncode == 0 and "failure detected by watchdog" in errors, errors[-3000:]
+    out, errors = first_of_two(SCRIPT, environment=SOCKETS | environment)
+    assert "failure detected by watchdog" in errors, errors[-3000:]
     print(f"left in {out.strip()} s")
     return float(out)
 

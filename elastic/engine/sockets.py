@@ -12,6 +12,8 @@ import socket
 from collections.abc import Collection, Iterator
 
 Endpoint = tuple[str, int]
+Service = Endpoint | bytes
+"""Accepts TCP connections, or hears at a Unix socket of that name."""
 
 TCP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 NCCL_NAME = b"nccl-socket-"
@@ -39,22 +41,53 @@ def shut_down(ports: Collection[int], peers: Collection[Endpoint]) -> int:
     return count
 
 
-def wake(endpoints: Collection[Endpoint]) -> None:
-    """Speak to NCCL's threads, which listen at ``endpoints`` and at a Unix socket.  Never blocks; whoever is not reached looks later.
+def services() -> set[Service]:
+    """Where this process's threads listen, those of NCCL (of any of its communicators) and others."""
+    names = (sock.getsockname() for sock in _all(socket.SOCK_DGRAM) if sock.family == socket.AF_UNIX)
+    return {name for name in names if isinstance(name, bytes) and NCCL_NAME in name} | listening()
 
-    Only while they are being aborted.  Until the abort's flag is set the first one waits for more than a connection, and serves nobody; a
-    connection that is hung up on has it look this machine's address up by name, which takes long where no name service answers.
+
+class Waking:
+    """Speaks to NCCL's threads at ``services`` while their communicators are being aborted, so that they look for the abort's flag.
+
+    First to those at Unix sockets, which end once the flag is set, as soon as they hear anything.  When all of them have, the others are
+    called: before, they would wait for what a caller has to say, and serve nobody.  Each twice, since it looks before it listens; nobody
+    hangs up before the abort has ended: NCCL would look this machine's address up by name, to complain.
+
+    Nothing blocks; whoever is not reached looks later.
     """
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaker:
-        speaker.setblocking(False)
-        for name in {sock.getsockname() for sock in _all(socket.SOCK_DGRAM) if sock.family == socket.AF_UNIX}:
-            if isinstance(name, bytes) and NCCL_NAME in name:
-                with contextlib.suppress(OSError):
-                    speaker.sendto(b"\0", name)
-    for host, port in endpoints:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as caller:
-            caller.setblocking(False)
-            caller.connect_ex((host, port))
+
+    def __init__(self, services: Collection[Service]) -> None:
+        self._names = {each for each in services if isinstance(each, bytes)}
+        self._endpoints = {each for each in services if not isinstance(each, bytes)} if self._names else set[Endpoint]()
+        self._callers = contextlib.ExitStack()
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._names:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaker:
+                    speaker.setblocking(False)
+                    self._names = {name for name in self._names if _hears(speaker, name)}
+            while self._endpoints and not self._names:
+                host, port = self._endpoints.pop()
+                for _ in range(2):
+                    caller = self._callers.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+                    caller.setblocking(False)
+                    caller.connect_ex((host, port))
+
+    def end(self) -> None:
+        """Hang up."""
+        self._callers.close()
+
+
+def _hears(speaker: socket.socket, name: bytes) -> bool:
+    try:
+        speaker.sendto(b"\0", name)
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # its queue is full
+        return True
+    return True
 
 
 def _is_among(sock: socket.socket, ports: Collection[int], peers: Collection[Endpoint]) -> bool:
@@ -72,10 +105,12 @@ def _all(kind: socket.SocketKind) -> Iterator[socket.socket]:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             twin = os.dup(int(name))
+            blocking = os.get_blocking(twin)
         except OSError:
             continue
         try:
             sock = socket.socket(fileno=twin)
+            os.set_blocking(twin, blocking)  # which socket.setdefaulttimeout changes, for the original too
         except OSError:  # what was a socket a moment ago is something else now
             os.close(twin)
             continue

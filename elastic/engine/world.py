@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.engine import sockets, streams
-from elastic.engine.sockets import Endpoint
+from elastic.engine.sockets import Endpoint, Service, Waking
 from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
 
@@ -41,8 +41,8 @@ LEAD = 8
 TO_HOST = "to host"
 ROOM = 2**32
 """Bytes of the device: with less free a world that forms gives back what torch keeps, since NCCL takes memory of its own."""
-WAKE_S = 0.01
-"""From one waking of NCCL's threads to the next, while an abort has not ended."""
+WAKE_S = (0.005, 0.5)
+"""From an abort's beginning until NCCL's threads are woken, and twice as long until the next time, up to what NCCL itself takes."""
 FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """That of NCCL, where this torch has it; else that of the other backends (torch 2.13)."""
 
@@ -80,7 +80,7 @@ class World:
     """Ports that this member's groups accept connections on (gloo)."""
     peers: frozenset[Endpoint]
     """Where the other members' groups accept theirs (gloo)."""
-    services: frozenset[Endpoint] = frozenset()
+    services: frozenset[Service] = frozenset()
     """Where threads of this member's communicators listen (NCCL)."""
     groups: tuple[dist.ProcessGroup, ...] = field(init=False)
     """All of them, that of all members first."""
@@ -160,16 +160,16 @@ class World:
             free, _ = torch.cuda.mem_get_info(self.device)
             if free < ROOM:
                 torch.cuda.empty_cache()
-        before = sockets.listening() if self.device.type == "cuda" else set[Endpoint]()
+        before = sockets.services() if self.device.type == "cuda" else set[Service]()
         one, expected, until = torch.ones((), device=self.device), 1, time.monotonic() + form_s
         for number, group in enumerate(self.groups):
             if group.size() > 1 or len(self.groups) == 1:  # in the others nobody waits for anybody
                 self._meet(f"connects/{number}", until)
                 dist.all_reduce(one, group=group)
                 expected *= group.size()
+        if self.device.type == "cuda":  # while nobody has waited for a peer yet
+            self.services = frozenset(sockets.services() - before)
         found = self.to_host(one, until).item()
-        if self.device.type == "cuda":
-            self.services = frozenset(sockets.listening() - before)
         if found != expected:
             raise WorldBroken(f"the first all-reduces of generation {self.generation} gave {found} instead of {expected}")
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
@@ -296,7 +296,7 @@ def _forget_groups(device: torch.device) -> None:
     world.group_count = 0
 
 
-def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[Endpoint]) -> None:
+def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[Service]) -> None:
     """Abort the NCCL communicators of all ``groups`` at the same time.
 
     One after the other would hang: ending a communicator frees device memory, which waits for the kernels of the others, which wait
@@ -305,10 +305,14 @@ def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[En
     threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
     for thread in threads:
         thread.start()
+    waking, (pause_s, longest_s) = Waking(services), WAKE_S
     for thread in threads:
+        thread.join(pause_s)
         while thread.is_alive():
-            thread.join(WAKE_S)
-            sockets.wake(services)
+            waking.wake()
+            pause_s = min(2 * pause_s, longest_s)
+            thread.join(pause_s)
+    waking.end()
 
 
 # ---- what collectives need

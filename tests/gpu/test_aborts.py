@@ -21,7 +21,7 @@ from elastic.plan.layout import Layout
 
 rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if "asleep" in how:
-    sockets.wake = lambda services: None
+    sockets.Waking.wake = lambda self: None
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
 world = World.form(store, generation=1, layout=Layout(1, 2), rank=rank, device=torch.device("cuda", 0), form_s=120.0)
 world.connect(120.0, 3600.0)

@@ -10,7 +10,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding, Move
 from elastic.train.lane import STAGE, Lane, Piece
 from elastic.train.state import Shard
+from storage.background import begin
 from storage.slices import Slice, Tensor, nbytes, shard_slice
 
 
@@ -54,17 +55,25 @@ class Access:
     own: Region | None = None
 
 
-@torch.no_grad()
-def read(
-    shard: Shard, tensors: Sequence[Tensor], plan: Plan, access: Access, moves: Sequence[Move], lane: Lane, hook: Callable[[], None]
-) -> int:
-    """Fill the parts of ``shard`` that ``moves`` take from keepers; returns the bytes used.  ``hook`` is called between two pieces.
+def sources(moves: Sequence[Move], worker: WorkerId) -> int:
+    """How many copies ``worker`` is to read from."""
+    return len({(move.keeper, move.source) for move in moves if move.keeper and move.destination == worker})
 
-    Raises :class:`CopyLost`.
+
+def read(
+    shard: Shard,
+    tensors: Sequence[Tensor],
+    plan: Plan,
+    access: Access,
+    moves: Sequence[Move],
+    lanes: Sequence[Lane],
+    hook: Callable[[], None],
+) -> int:
+    """Fill the parts of ``shard`` that ``moves`` take from keepers, from as many copies at once as there are ``lanes``.
+
+    Returns the bytes used.  ``hook`` is called between two pieces.  Raises :class:`CopyLost`, once nobody writes to ``shard`` any more.
     """
-    worker = access.worker
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
-    here = plan.nodes[plan.world_rank(worker)]
 
     @cache
     def frame_of(count: int, index: int) -> Frame:
@@ -72,37 +81,54 @@ def read(
 
     wanted: dict[Holding, list[Range]] = defaultdict(list)
     for move in moves:
-        if move.keeper and move.destination == worker and move.slice.count:
+        if move.keeper and move.destination == access.worker and move.slice.count:
             tensor = by_name[move.slice.kind, move.slice.name]
             holding = _holding(plan, move, tensor)
             wanted[holding].append(_range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index)))
-    addresses, used = dict(plan.hosts), 0
-    for holding, ranges in sorted(wanted.items(), key=lambda each: (each[0].keeper, each[0].worker, each[0].shard_index)):
-        try:
-            wire = Wire.connect(addresses[holding.keeper], access.secret)
-        except WireError as error:
-            raise CopyLost(f"the copy of {holding.worker} on node {holding.keeper[:8]} cannot be had: {error}", holding.keeper) from error
-        try:
-            own = access.own if holding.worker == worker else None
-            chunks, still = _local(wire, holding, ranges, own) if holding.keeper == here else _remote(wire, holding, ranges)
-            size, right = _fill(shard, chunks, lane, hook)
-            if not still():
-                raise StateMissing("it was overwritten meanwhile")
-            if not right:
-                raise _Spoilt(
-                    f"the copy of {holding.worker} on node {holding.keeper[:8]} at {holding.version} is damaged: its digests differ"
-                )
-            used += size
-        except _Spoilt as error:
-            with contextlib.suppress(WireError):  # it has hung up: whoever is told of this avoids it
-                wire.send(_request("spoilt", holding))
-                wire.head()
-            raise CopyLost(str(error), holding.keeper) from None
-        except (WireError, StateMissing, OSError) as error:
-            raise CopyLost(f"the copy of {holding.worker} on node {holding.keeper[:8]} was lost: {error}", holding.keeper) from error
-        finally:
-            wire.close()
-    return used
+    waiting = iter(sorted(wanted.items(), key=lambda each: (each[0].keeper, each[0].worker, each[0].shard_index)))
+
+    @torch.no_grad()
+    def drain(lane: Lane) -> int:
+        """Whoever is done with one copy takes the next."""
+        return sum(_read_one(shard, plan, access, holding, ranges, lane, hook) for holding, ranges in waiting)
+
+    others = [begin(partial(drain, lane), "copies") for lane in lanes[1:]]
+    try:
+        used = drain(lanes[0])
+    finally:
+        for other in others:
+            other.exception()
+    return used + sum(other.result() for other in others)
+
+
+def _read_one(
+    shard: Shard, plan: Plan, access: Access, holding: Holding, ranges: Sequence[Range], lane: Lane, hook: Callable[[], None]
+) -> int:
+    """``ranges`` of one copy."""
+    where = f"the copy of {holding.worker} on node {holding.keeper[:8]}"
+    try:
+        wire = Wire.connect(dict(plan.hosts)[holding.keeper], access.secret)
+    except WireError as error:
+        raise CopyLost(f"{where} cannot be had: {error}", holding.keeper) from error
+    try:
+        own = access.own if holding.worker == access.worker else None
+        near = holding.keeper == plan.nodes[plan.world_rank(access.worker)]
+        chunks, still = _local(wire, holding, ranges, own) if near else _remote(wire, holding, ranges)
+        used, right = _fill(shard, chunks, lane, hook)
+        if not still():
+            raise StateMissing("it was overwritten meanwhile")
+        if not right:
+            raise _Spoilt(f"{where} at {holding.version} is damaged: its digests differ")
+        return used
+    except _Spoilt as error:
+        with contextlib.suppress(WireError):  # it has hung up: whoever is told of this avoids it
+            wire.send(_request("spoilt", holding))
+            wire.head()
+        raise CopyLost(str(error), holding.keeper) from None
+    except (WireError, StateMissing, OSError) as error:
+        raise CopyLost(f"{where} was lost: {error}", holding.keeper) from error
+    finally:
+        wire.close()
 
 
 class _Spoilt(Exception):

@@ -6,6 +6,7 @@ messages.  What a member holds already it copies from its own memory.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ from elastic.ids import WorkerId
 from elastic.imports import load
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Move, missing, moves
-from elastic.train.from_hosts import Access, read
-from elastic.train.lane import Lane
+from elastic.train.from_hosts import Access, read, sources
+from elastic.train.lane import LANES, Lane
 from elastic.train.state import BUFFERS, DTYPES, Shard, State
 from elastic.train.step import Session
 from storage.background import begin
@@ -38,7 +39,7 @@ def nothing() -> None:
 
 
 class Healing:
-    """Begins with what needs no group: the slices from keepers' copies are read on a thread, while the members still find each other."""
+    """Begins with what needs no group: the slices from keepers' copies are read on threads, while the members still find each other."""
 
     def __init__(self, state: State, plan: Plan, worker: WorkerId, session: Session, leave_if_over: Callable[[], None] = nothing) -> None:
         """``leave_if_over()`` raises once the healing has become pointless."""
@@ -47,15 +48,18 @@ class Healing:
         self._reading: Future[int] | None = None
         if plan.tier != "init":
             self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
-        if any(move.keeper and move.destination == worker for move in self.moves):
-            lane = Lane(state.world.device)  # here, before a collective is launched behind which taking pinned memory would wait
-            self._reading = begin(partial(self._read, lane), "copies")
+        count = min(sources(self.moves, worker), LANES)
+        if count > 0:
+            lanes = [Lane(state.world.device, i) for i in range(count)]  # before a collective behind which taking pinned memory would wait
+            self._reading = begin(partial(self._read, lanes), "copies")
 
-    def _read(self, lane: Lane) -> int:
+    def _read(self, lanes: list[Lane]) -> int:
         copier, state = self.session.copier, self.state
         access = Access(self.worker, self.session.secret, copier.region if copier else None)
-        with lane:
-            return read(state.shard, state.tensors, self.plan, access, self.moves, lane, self.leave_if_over)
+        with contextlib.ExitStack() as open_:
+            for lane in lanes:
+                open_.enter_context(lane)
+            return read(state.shard, state.tensors, self.plan, access, self.moves, lanes, self.leave_if_over)
 
     def finish(self, held: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> None:
         """Fill the rest of the shard.  ``held``: what this worker still has, any version, any layout.  ``hook`` is called half way."""

@@ -22,7 +22,9 @@ from storage.background import begin
 STAGE = 2**24
 """Bytes of one piece."""
 STAGES = 8
-"""How many are copied to, or on their way to the device, at once."""
+"""How many of a lane are copied to, or on their way to the device, at once."""
+LANES = 4
+"""At most, of one worker: what is pinned comes at the speed of the bus while another source is still being staged or sent."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,12 @@ class _Stage:
 class Lane(AbstractContextManager["Lane"]):
     """For one thread.  It begins after all that the present stream has to do: the memory that it fills may be in use until then."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, number: int = 0) -> None:
+        """``number``: of those that this worker has open at the same time."""
         self.device, self._stream = device, None
-        self._coming: deque[tuple[Piece, _Stage | None, Future[torch.Tensor] | None]] = deque()
+        self._coming: deque[tuple[Piece, _Stage, Future[torch.Tensor] | None]] = deque()
         if device.type == "cuda":
-            self._stream = stream("lane", device)
+            self._stream = stream(f"lane {number}", device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
             self._stages = deque(_Stage() for _ in range(STAGES))
         self._sums: list[torch.Tensor] = []
@@ -69,23 +72,21 @@ class Lane(AbstractContextManager["Lane"]):
             self._launch(0)  # digests are in the order of the pieces
             self._sums.append(piece.land(piece.raw))
             return
-        stage = staged = None
-        if not piece.raw.is_pinned():
-            stage = self._stages[0]
-            self._stages.rotate(-1)
-            staged = begin(partial(stage.take, piece.raw), "lane")
-        self._coming.append((piece, stage, staged))
+        stage = self._stages[0]
+        self._stages.rotate(-1)
+        self._coming.append((piece, stage, None if piece.raw.is_pinned() else begin(partial(stage.take, piece.raw), "lane")))
         self._launch(STAGES - 1)  # what the next stage held last is among them
 
     def _launch(self, left: int) -> None:
         """Send on to the device, in order, until only ``left`` pieces wait for being staged."""
         while len(self._coming) > left:
             piece, stage, staged = self._coming.popleft()
+            if staged is None:
+                stage.gone.synchronize()
             here = piece.raw if staged is None else staged.result()
             with torch.cuda.stream(self._stream):
                 self._sums.append(piece.land(here.to(self.device, non_blocking=True)))
-                if stage is not None:
-                    stage.gone.record(self._stream)
+                stage.gone.record(self._stream)
 
     @torch.no_grad()
     def arrived(self) -> torch.Tensor:

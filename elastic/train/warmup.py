@@ -16,6 +16,7 @@ from elastic.engine.fold import squared_norm
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout
+from elastic.train.lane import LANES, Lane
 from elastic.train.state import State
 from elastic.train.step import Session
 
@@ -34,6 +35,10 @@ def warm_up(session: Session, device: torch.device) -> None:
             world.close()
     except Exception:  # a boundary: the user's code may raise anything
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
+    if session.copier is not None:
+        for lane in [Lane(device, number) for number in range(LANES)]:  # torch keeps their pinned memory for those of a recovery
+            with lane:
+                pass
     gc.collect()
     gc.freeze()  # what is here by now stays: later collections need not look at it
     if device.type == "cuda":

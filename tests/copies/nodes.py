@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from elastic.plan.transfer import Holding, moves
 from elastic.train.copier import NEVER, Copier
 from elastic.train.from_hosts import Access, read
 from elastic.train.heal import nothing
-from elastic.train.lane import Lane
+from elastic.train.lane import LANES, Lane
 from elastic.train.state import DTYPES, Shard
 from storage.slices import Tensor, shard_slice
 
@@ -117,12 +117,12 @@ def later(plan: Plan, layout: Layout, homes: Sequence[tuple[WorkerId, NodeId]], 
     return replace(new, version=holders[0].version)
 
 
-def heal(plan: Plan, worker: WorkerId) -> tuple[Shard, int]:
+def heal(plan: Plan, worker: WorkerId, lanes: int = LANES, hook: Callable[[], None] = nothing) -> tuple[Shard, int]:
     index = plan.layout.coordinates(plan.world_rank(worker))[1]
     shard = empty(plan.version, plan.layout.dp_shard, index)
     todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
-    with Lane(torch.device("cpu")) as lane:
-        return shard, read(shard, TENSORS, plan, Access(worker, SECRET), todo, lane, nothing)
+    ways = [Lane(torch.device("cpu"), number) for number in range(lanes)]
+    return shard, read(shard, TENSORS, plan, Access(worker, SECRET), todo, ways, hook)
 
 
 def await_buddied(copiers: Sequence[Copier], step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,47 @@ def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, 
             shard, used = heal(there, worker)
             right = shard_of(AT, new.dp_shard, new.coordinates(rank)[1])
             assert equal(shard, right) and used == sum(value.nbytes for value in right.values.values())
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_as_many_copies_are_read_at_once_as_there_are_lanes(lanes: int) -> None:
+    """Two of a healing's threads meet; one alone waits in vain."""
+    together = threading.Barrier(2)
+    met = threading.local()
+
+    def meet() -> None:
+        if not hasattr(met, "once"):
+            met.once = True
+            together.wait(5 if lanes == 2 else 0.5)
+
+    with cluster(Layout(1, 2), 1) as (plan, nodes):
+        enter(plan, nodes)
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
+        if lanes == 2:
+            assert equal(heal(there, WorkerId("n"), lanes, meet)[0], shard_of(AT, 1, 0))
+        else:
+            with pytest.raises(threading.BrokenBarrierError):
+                heal(there, WorkerId("n"), lanes, meet)
+
+
+def test_whoever_gives_up_leaves_when_nobody_writes_any_more() -> None:
+    """The other one is in the middle of its copy then."""
+    together, ended = threading.Barrier(2), threading.Event()
+
+    def hook() -> None:
+        if not ended.is_set():
+            together.wait(5)
+        if threading.current_thread() is threading.main_thread():
+            raise CopyLost("fenced", nodes[0].name)
+        time.sleep(0.3)
+        ended.set()
+
+    with cluster(Layout(1, 2), 1) as (plan, nodes):
+        enter(plan, nodes)
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
+        with pytest.raises(CopyLost, match="fenced"):
+            heal(there, WorkerId("n"), 2, hook)
+        assert ended.is_set()
 
 
 def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.benchmarks.gpu_recovery import SOCKETS
 from tests.gpu.pair import first_of_two
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 SCRIPT = """
 import gc, os, signal, sys, time
 import torch
@@ -27,10 +27,12 @@ dist.all_reduce(torch.ones(1 << 20, device="cuda"))
 time.sleep(3)  # not to wait for something: so long torch's watchdog has to see it
 began = time.monotonic()
 world.abort()
+time.sleep(2)  # for its watchdog to look at what was aborted: then it sleeps, if ever
 world.close()
 del world
 gc.collect()
-print(time.monotonic() - began)
+print(time.monotonic() - began - 2, flush=True)
+os._exit(0)
 """
 
 

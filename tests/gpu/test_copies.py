@@ -133,8 +133,8 @@ def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
         shard = at(AT.step + 1, "cuda")
 
         def fill() -> int:
-            with Lane(torch.device("cuda")) as lane:
-                return from_hosts.read(shard, TENSORS, plan, access, todo, lane, nothing)
+            with Lane(torch.device("cuda"), 0) as one, Lane(torch.device("cuda"), 1) as other:
+                return from_hosts.read(shard, TENSORS, plan, access, todo, [one, other], nothing)
 
         assert fill() == sum(value.nbytes for value in shard.values.values()) and equal(shard, at(AT.step, "cuda"))
         (slot,) = [slot for slot, held in enumerate(copier.region.all_held()) if held is not None]

@@ -7,6 +7,7 @@ is that of a block.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,18 +88,26 @@ def read(
             wanted[holding].append(_range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index)))
     waiting = iter(sorted(wanted.items(), key=lambda each: (each[0].keeper, each[0].worker, each[0].shard_index)))
 
+    failed = threading.Event()
+
+    def between() -> None:
+        hook()
+        if failed.is_set():
+            raise _Over
+
     @torch.no_grad()
     def drain(lane: Lane) -> int:
         """Whoever is done with one copy takes the next."""
-        return sum(_read_one(shard, plan, access, holding, ranges, lane, hook) for holding, ranges in waiting)
+        with contextlib.ExitStack() as otherwise:
+            otherwise.callback(failed.set)
+            used = sum(_read_one(shard, plan, access, holding, ranges, lane, between) for holding, ranges in waiting)
+            otherwise.pop_all()
+        return used
 
-    others = [begin(partial(drain, lane), "copies") for lane in lanes[1:]]
-    try:
-        used = drain(lanes[0])
-    finally:
-        for other in others:
-            other.exception()
-    return used + sum(other.result() for other in others)
+    readers = [begin(partial(drain, lane), "copies") for lane in lanes]
+    if errors := [error for reader in readers if (error := reader.exception())]:
+        raise min(errors, key=lambda error: isinstance(error, _Over))
+    return sum(reader.result() for reader in readers)
 
 
 def _read_one(
@@ -133,6 +142,10 @@ def _read_one(
 
 class _Spoilt(Exception):
     """Bytes that have not their digest."""
+
+
+class _Over(Exception):
+    """Another lane has failed, and with it the healing."""
 
 
 def _fill(shard: Shard, chunks: Iterator[Chunk], lane: Lane, hook: Callable[[], None]) -> tuple[int, bool]:

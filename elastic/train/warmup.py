@@ -33,12 +33,12 @@ def warm_up(session: Session, device: torch.device) -> None:
             _compute(session, world)
         finally:
             world.close()
+        if session.copier is not None:
+            for lane in [Lane(device, number) for number in range(LANES)]:  # torch keeps their pinned memory for those of a recovery
+                with lane:
+                    pass
     except Exception:  # a boundary: the user's code may raise anything
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
-    if session.copier is not None:
-        for lane in [Lane(device, number) for number in range(LANES)]:  # torch keeps their pinned memory for those of a recovery
-            with lane:
-                pass
     gc.collect()
     gc.freeze()  # what is here by now stays: later collections need not look at it
     if device.type == "cuda":

@@ -80,24 +80,24 @@ def test_as_many_copies_are_read_at_once_as_there_are_lanes(lanes: int) -> None:
                 heal(there, WorkerId("n"), lanes, meet)
 
 
-def test_whoever_gives_up_leaves_when_nobody_writes_any_more() -> None:
-    """The other one is in the middle of its copy then."""
-    together, ended = threading.Barrier(2), threading.Event()
+def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is in the middle of a copy of many pieces then."""
+    monkeypatch.setattr(from_hosts, "STAGE", BLOCK)
+    together, calls, ended = threading.Barrier(2), list[int](), threading.Event()
 
     def hook() -> None:
-        if not ended.is_set():
-            together.wait(5)
-        if threading.current_thread() is threading.main_thread():
-            raise CopyLost("fenced", nodes[0].name)
+        calls.append(threading.get_ident())
+        if len(calls) <= 2 and together.wait(5) == 0:
+            raise CopyLost("lost", nodes[0].name)
         time.sleep(0.3)
         ended.set()
 
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
         there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
-        with pytest.raises(CopyLost, match="fenced"):
+        with pytest.raises(CopyLost, match="lost"):
             heal(there, WorkerId("n"), 2, hook)
-        assert ended.is_set()
+        assert ended.is_set() and len(calls) == 2 == len(set(calls))
 
 
 def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

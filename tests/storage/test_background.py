@@ -1,0 +1,44 @@
+"""What runs on a thread says how it ended, and keeps nothing alive."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from functools import partial
+
+import pytest
+
+from storage.background import begin
+from tests.support.patience import PATIENCE_S
+
+
+class Big:
+    """What a call hangs on to."""
+
+
+def fail(big: Big) -> None:
+    raise ValueError("no")
+
+
+def test_what_is_raised_is_raised_where_it_is_waited_for() -> None:
+    assert begin(lambda: 3, "three").result() == 3
+    with pytest.raises(ValueError, match="no"):
+        begin(partial(fail, Big()), "fails").result()
+
+
+def test_a_call_that_failed_is_forgotten_with_its_future() -> None:
+    """A shard of a healing that failed lies on the device, where the next one needs the room."""
+    gc.disable()
+    try:
+        big = Big()
+        future = begin(partial(fail, big), "fails")
+        assert isinstance(future.exception(), ValueError)
+        gone = weakref.ref(big)
+        del big, future
+        deadline = time.monotonic() + PATIENCE_S
+        while gone() is not None and time.monotonic() < deadline:  # the thread is about to end
+            time.sleep(0.001)
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -167,8 +167,8 @@ class World:
                 self._meet(f"connects/{number}", until)
                 dist.all_reduce(one, group=group)
                 expected *= group.size()
-        if self.device.type == "cuda":  # while nobody has waited for a peer yet
-            self.services = frozenset(sockets.services() - before)
+                if self.device.type == "cuda":  # at once: a member may be lost before the next group is there
+                    self.services = frozenset(sockets.services() - before)
         found = self.to_host(one, until).item()
         if found != expected:
             raise WorldBroken(f"the first all-reduces of generation {self.generation} gave {found} instead of {expected}")

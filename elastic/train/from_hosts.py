@@ -24,7 +24,7 @@ from elastic.errors import CopyLost, StateMissing, WireError
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding, Move
-from elastic.train.lane import STAGE, Lane, Piece
+from elastic.train.lane import STAGE, Coming, Lane, Piece
 from elastic.train.state import Shard
 from storage.background import begin
 from storage.slices import Slice, Tensor, nbytes, shard_slice
@@ -43,8 +43,8 @@ class Range:
     skip: int
 
 
-Chunk = tuple[Range, torch.Tensor, torch.Tensor]
-"""What was asked for, int64 [blocks] of digests, uint8 [bytes]; on the host."""
+Chunk = tuple[Range, torch.Tensor, torch.Tensor | Wire]
+"""What was asked for, int64 [blocks] of digests, uint8 [bytes], both on the host; or the wire on which these bytes come next."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,8 @@ def _pieces(shard: Shard, chunk: Chunk) -> Iterator[Piece]:
     for first in range(0, part.bytes, STAGE):
         last = min(first + STAGE, part.bytes)
         begin, end = max(first, part.skip), min(last, part.skip + len(room))
-        yield Piece(room[begin - part.skip : end - part.skip], raw[first:last], begin - first)
+        here = Coming(raw, last - first) if isinstance(raw, Wire) else raw[first:last]
+        yield Piece(room[begin - part.skip : end - part.skip], here, begin - first)
 
 
 Answer = tuple[Iterator[Chunk], Callable[[], bool]]
@@ -197,8 +198,7 @@ def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Answer:
 
     def chunks() -> Iterator[Chunk]:
         for part in ranges:
-            sums, raw = wire.receive(part.blocks * WORD), wire.receive(part.bytes)
-            yield part, torch.frombuffer(sums, dtype=torch.int64), torch.frombuffer(raw, dtype=torch.uint8)
+            yield part, torch.frombuffer(wire.receive(part.blocks * WORD), dtype=torch.int64), wire
 
     return chunks(), lambda: bool(wire.head()["still"])
 

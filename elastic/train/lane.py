@@ -2,13 +2,13 @@
 
 A device takes what is not pinned at a third of the speed at which it could: so that is copied to stages of pinned memory, from where it
 goes on a stream of its own.  Several at once, since a thread alone maps and copies another process's memory at 6 GB/s.  What is pinned
-already goes straight.
+already goes straight; what comes over a wire is received where it is pinned.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from elastic.copies.digest import digests
+from elastic.copies.wire import Wire
 from elastic.engine.streams import stream
 from storage.background import begin
 
@@ -28,11 +29,19 @@ LANES = 4
 
 
 @dataclass(frozen=True)
+class Coming:
+    """So many bytes, the next ones on ``wire``.  Memory that is used again and again takes them: new memory costs more than they do."""
+
+    wire: Wire
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Piece:
     """``raw``, whole blocks on the host, of which ``room`` (uint8, flat) gets what comes after the first ``skip`` bytes."""
 
     room: torch.Tensor
-    raw: torch.Tensor
+    raw: torch.Tensor | Coming
     skip: int
 
     def land(self, here: torch.Tensor) -> torch.Tensor:
@@ -41,15 +50,27 @@ class Piece:
         return digests(here)
 
 
+def receive(raw: Coming, memory: torch.Tensor) -> torch.Tensor:
+    """Into the beginning of ``memory`` (uint8, on the host), which is returned."""
+    here = memory[: raw.bytes]
+    raw.wire.receive_into(memoryview(here.numpy()))  # type: ignore[arg-type]
+    return here
+
+
 class _Stage:
     """A piece of pinned memory, and when what it holds is on the device."""
 
     def __init__(self) -> None:
         self.memory, self.gone = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
 
-    def take(self, raw: torch.Tensor) -> torch.Tensor:
+    def take(self, raw: torch.Tensor | Coming) -> torch.Tensor:
         self.gone.synchronize()
-        return self.memory[: len(raw)].copy_(raw)
+        return receive(raw, self.memory) if isinstance(raw, Coming) else self.memory[: len(raw)].copy_(raw)
+
+    def pass_by(self, raw: torch.Tensor) -> torch.Tensor:
+        """It is pinned already, and only waits for its turn."""
+        self.gone.synchronize()
+        return raw
 
 
 class Lane(AbstractContextManager["Lane"]):
@@ -58,7 +79,8 @@ class Lane(AbstractContextManager["Lane"]):
     def __init__(self, device: torch.device, number: int = 0) -> None:
         """``number``: of those that this worker has open at the same time."""
         self.device, self._stream = device, None
-        self._coming: deque[tuple[Piece, _Stage, Future[torch.Tensor] | None]] = deque()
+        self._host = torch.empty(STAGE, dtype=torch.uint8)
+        self._coming: deque[tuple[Piece, _Stage, Callable[[], torch.Tensor]]] = deque()
         if device.type == "cuda":
             self._stream = stream(f"lane {number}", device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -68,22 +90,27 @@ class Lane(AbstractContextManager["Lane"]):
     @torch.no_grad()
     def send(self, piece: Piece) -> None:
         """Begin with ``piece``; it is there once ``arrived`` was called."""
+        raw = piece.raw
         if self._stream is None or not piece.room.is_cuda:
             self._launch(0)  # digests are in the order of the pieces
-            self._sums.append(piece.land(piece.raw))
+            self._sums.append(piece.land(receive(raw, self._host) if isinstance(raw, Coming) else raw))
             return
         stage = self._stages[0]
         self._stages.rotate(-1)
-        self._coming.append((piece, stage, None if piece.raw.is_pinned() else begin(partial(stage.take, piece.raw), "lane")))
+        if isinstance(raw, Coming):
+            here = stage.take(raw)  # now: what is asked of the wire next comes after it
+            self._coming.append((piece, stage, lambda: here))
+            self._launch(0)
+            return
+        ready = partial(stage.pass_by, raw) if raw.is_pinned() else begin(partial(stage.take, raw), "lane").result
+        self._coming.append((piece, stage, ready))
         self._launch(STAGES - 1)  # what the next stage held last is among them
 
     def _launch(self, left: int) -> None:
         """Send on to the device, in order, until only ``left`` pieces wait for being staged."""
         while len(self._coming) > left:
-            piece, stage, staged = self._coming.popleft()
-            if staged is None:
-                stage.gone.synchronize()
-            here = piece.raw if staged is None else staged.result()
+            piece, stage, ready = self._coming.popleft()
+            here = ready()
             with torch.cuda.stream(self._stream):
                 self._sums.append(piece.land(here.to(self.device, non_blocking=True)))
                 stage.gone.record(self._stream)

@@ -110,7 +110,8 @@ def _all(kind: socket.SocketKind) -> Iterator[socket.socket]:
             continue
         try:
             sock = socket.socket(fileno=twin)
-            os.set_blocking(twin, blocking)  # which socket.setdefaulttimeout changes, for the original too
+            if socket.getdefaulttimeout() is not None:
+                os.set_blocking(twin, blocking)  # that of the original too, which a default timeout has changed
         except OSError:  # what was a socket a moment ago is something else now
             os.close(twin)
             continue

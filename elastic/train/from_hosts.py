@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -72,7 +73,8 @@ def read(
 ) -> int:
     """Fill the parts of ``shard`` that ``moves`` take from keepers, from as many copies at once as there are ``lanes``.
 
-    Returns the bytes used.  ``hook`` is called between two pieces.  Raises :class:`CopyLost`, once nobody writes to ``shard`` any more.
+    Returns the bytes used.  ``hook`` is called before each copy and between two pieces.  Raises :class:`CopyLost`; whatever it raises,
+    nobody writes to ``shard`` any more.
     """
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
 
@@ -91,23 +93,39 @@ def read(
     failed = threading.Event()
 
     def between() -> None:
-        hook()
         if failed.is_set():
             raise _Over
+        hook()
 
     @torch.no_grad()
     def drain(lane: Lane) -> int:
         """Whoever is done with one copy takes the next."""
+        used = 0
         with contextlib.ExitStack() as otherwise:
             otherwise.callback(failed.set)
-            used = sum(_read_one(shard, plan, access, holding, ranges, lane, between) for holding, ranges in waiting)
+            for holding, ranges in waiting:
+                between()
+                used += _read_one(shard, plan, access, holding, ranges, lane, between)
             otherwise.pop_all()
         return used
 
-    readers = [begin(partial(drain, lane), "copies") for lane in lanes]
+    readers: list[Future[int]] = []
+    try:
+        for lane in lanes:
+            readers.append(begin(partial(drain, lane), "copies"))
+    except RuntimeError:  # no thread is to be had
+        failed.set()
+        raise
+    finally:
+        wait(readers)
     if errors := [error for reader in readers if (error := reader.exception())]:
-        raise min(errors, key=lambda error: isinstance(error, _Over))
+        raise min(errors, key=_says_less)
     return sum(reader.result() for reader in readers)
+
+
+def _says_less(error: BaseException) -> tuple[bool, bool]:
+    """A copy that cannot be had is what the next plan has to know."""
+    return not isinstance(error, CopyLost), isinstance(error, _Over)
 
 
 def _read_one(

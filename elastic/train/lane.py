@@ -24,7 +24,7 @@ STAGE = 2**24
 """Bytes of one piece."""
 STAGES = 8
 """How many of a lane are copied to, or on their way to the device, at once."""
-LANES = 4
+LANES = 2
 """At most, of one worker: what is pinned comes at the speed of the bus while another source is still being staged or sent."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,12 +16,15 @@ from elastic.control.copying import Copy
 from elastic.copies.digest import digests
 from elastic.copies.region import BLOCK, Region, frame
 from elastic.copies.stock import Stock
-from elastic.errors import CopyLost
+from elastic.copies.wire import Wire
+from elastic.errors import CopyLost, FencedOff
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
+from elastic.plan.transfer import moves
 from elastic.train import from_hosts
 from elastic.train.copier import Copier
+from elastic.train.from_hosts import sources
 from elastic.train.lane import STAGE
 from tests.copies.nodes import (
     AT,
@@ -80,24 +84,67 @@ def test_as_many_copies_are_read_at_once_as_there_are_lanes(lanes: int) -> None:
                 heal(there, WorkerId("n"), lanes, meet)
 
 
-def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("error", [CopyLost("lost", NodeId("n")), FencedOff("fenced")], ids=["lost", "fenced"])
+def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, which: int
+) -> None:
     """The other one is in the middle of a copy of many pieces then."""
     monkeypatch.setattr(from_hosts, "STAGE", BLOCK)
-    together, calls, ended = threading.Barrier(2), list[int](), threading.Event()
+    together, calls, ended = threading.Barrier(2), Counter[int](), threading.Event()
 
     def hook() -> None:
-        calls.append(threading.get_ident())
-        if len(calls) <= 2 and together.wait(5) == 0:
-            raise CopyLost("lost", nodes[0].name)
-        time.sleep(0.3)
+        calls[threading.get_ident()] += 1
+        if calls[threading.get_ident()] == 1:  # before the first piece
+            return
+        if together.wait(5) == which:
+            raise error
+        time.sleep(1)
         ended.set()
 
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
         there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
-        with pytest.raises(CopyLost, match="lost"):
+        with pytest.raises(type(error), match=str(error)):
             heal(there, WorkerId("n"), 2, hook)
-        assert ended.is_set() and len(calls) == 2 == len(set(calls))
+        assert ended.is_set() and list(calls.values()) == [2, 2]
+
+
+def test_of_two_failures_the_lost_copy_is_told() -> None:
+    """The next plan must not take it; that the generation was fenced is known."""
+    together, met = threading.Barrier(2), threading.local()
+
+    def hook() -> None:
+        if hasattr(met, "once"):
+            return
+        met.once = True
+        raise CopyLost("lost", NodeId("n")) if together.wait(5) else FencedOff("fenced")
+
+    with cluster(Layout(1, 2), 1) as (plan, nodes):
+        enter(plan, nodes)
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
+        for _ in range(5):
+            with pytest.raises(CopyLost):
+                heal(there, WorkerId("n"), 2, hook)
+            met = threading.local()
+
+
+def test_it_is_known_beforehand_how_many_copies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For so many a healing opens lanes."""
+    asked = list[str]()
+    connect = Wire.connect
+    monkeypatch.setattr(Wire, "connect", lambda address, secret: (asked.append(address), connect(address, secret))[1])
+    with cluster(Layout(1, 4), 2) as (plan, nodes):
+        enter(plan, nodes)
+        held = [each for node in nodes for each in node.stock.held()]
+        homes = [(WorkerId(f"n{i}"), nodes[0].name) for i in range(3)]
+        there = later(plan, Layout(1, 3), homes, nodes, held)
+        todo = moves(TENSORS, there.holders, there.layout, there.members, there.nodes)
+        for worker, _ in homes:
+            asked.clear()
+            heal(there, worker)
+            assert len(asked) == sources(todo, worker) > 1
+        assert sources(todo, WorkerId("w0")) == 0
 
 
 def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

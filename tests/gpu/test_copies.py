@@ -117,8 +117,12 @@ def test_two_pieces_at_most_are_launched(monkeypatch: pytest.MonkeyPatch) -> Non
     assert copier.settle().copied_through == 5 and len(launched) == len(TENSORS)
 
 
-@pytest.mark.parametrize("worker", ["w0", "w1"], ids=["from its own pinned memory", "from that of another one"])
-def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(monkeypatch: pytest.MonkeyPatch, worker: str) -> None:
+@pytest.mark.parametrize(
+    "worker, node", [("w0", "n"), ("w1", "n"), ("w1", "m")], ids=["from its own pinned memory", "from that of another one", "over a wire"]
+)
+def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
+    monkeypatch: pytest.MonkeyPatch, worker: str, node: str
+) -> None:
     monkeypatch.setattr(from_hosts, "STAGE", BLOCK)
     copier = copier_on("cuda")
     copier.enter(PLAN, WorkerId("w0"), at(AT.step, "cuda"))
@@ -126,7 +130,7 @@ def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
     torch.cuda.synchronize()
     with closing(Stock(NodeId("n"), "127.0.0.1", SECRET)) as stock:
         stock.adopt(WorkerId("w0"), os.getpid(), copier.region.descriptor)
-        places = {"nodes": (NodeId("n"),), "hosts": ((NodeId("n"), stock.address),)}
+        places = {"nodes": (NodeId(node),), "hosts": ((NodeId("n"), stock.address),)}
         plan = replace(PLAN, generation=3, members=(WorkerId(worker),), tier="host", holders=tuple(stock.held()), **places)
         todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
         access = Access(WorkerId(worker), SECRET, copier.region)

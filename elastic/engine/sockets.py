@@ -110,12 +110,12 @@ def _all(kind: socket.SocketKind) -> Iterator[socket.socket]:
             continue
         try:
             sock = socket.socket(fileno=twin)
-            if socket.getdefaulttimeout() is not None:
-                os.set_blocking(twin, blocking)  # that of the original too, which a default timeout has changed
         except OSError:  # what was a socket a moment ago is something else now
             os.close(twin)
             continue
         with sock:
+            if socket.getdefaulttimeout() is not None:
+                os.set_blocking(twin, blocking)  # that of the original too, which a default timeout has changed
             if sock.type & kind:
                 yield sock
 

@@ -35,6 +35,12 @@ class Coming:
     wire: Wire
     bytes: int
 
+    def into(self, memory: torch.Tensor) -> torch.Tensor:
+        """Receive them at the beginning of ``memory`` (uint8, on the host), which is returned."""
+        here = memory[: self.bytes]
+        self.wire.receive_into(memoryview(here.numpy()))  # type: ignore[arg-type]
+        return here
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -50,13 +56,6 @@ class Piece:
         return digests(here)
 
 
-def receive(raw: Coming, memory: torch.Tensor) -> torch.Tensor:
-    """Into the beginning of ``memory`` (uint8, on the host), which is returned."""
-    here = memory[: raw.bytes]
-    raw.wire.receive_into(memoryview(here.numpy()))  # type: ignore[arg-type]
-    return here
-
-
 class _Stage:
     """A piece of pinned memory, and when what it holds is on the device."""
 
@@ -65,7 +64,7 @@ class _Stage:
 
     def take(self, raw: torch.Tensor | Coming) -> torch.Tensor:
         self.gone.synchronize()
-        return receive(raw, self.memory) if isinstance(raw, Coming) else self.memory[: len(raw)].copy_(raw)
+        return raw.into(self.memory) if isinstance(raw, Coming) else self.memory[: len(raw)].copy_(raw)
 
     def pass_by(self, raw: torch.Tensor) -> torch.Tensor:
         """It is pinned already, and only waits for its turn."""
@@ -80,7 +79,7 @@ class Lane(AbstractContextManager["Lane"]):
         """``number``: of those that this worker has open at the same time."""
         self.device, self._stream = device, None
         self._host = torch.empty(STAGE, dtype=torch.uint8)
-        self._coming: deque[tuple[Piece, _Stage, Callable[[], torch.Tensor]]] = deque()
+        self._waiting: deque[tuple[Piece, _Stage, Callable[[], torch.Tensor]]] = deque()
         if device.type == "cuda":
             self._stream = stream(f"lane {number}", device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -93,23 +92,23 @@ class Lane(AbstractContextManager["Lane"]):
         raw = piece.raw
         if self._stream is None or not piece.room.is_cuda:
             self._launch(0)  # digests are in the order of the pieces
-            self._sums.append(piece.land(receive(raw, self._host) if isinstance(raw, Coming) else raw))
+            self._sums.append(piece.land(raw.into(self._host) if isinstance(raw, Coming) else raw))
             return
         stage = self._stages[0]
         self._stages.rotate(-1)
         if isinstance(raw, Coming):
             here = stage.take(raw)  # now: what is asked of the wire next comes after it
-            self._coming.append((piece, stage, lambda: here))
+            self._waiting.append((piece, stage, lambda: here))
             self._launch(0)
             return
         ready = partial(stage.pass_by, raw) if raw.is_pinned() else begin(partial(stage.take, raw), "lane").result
-        self._coming.append((piece, stage, ready))
+        self._waiting.append((piece, stage, ready))
         self._launch(STAGES - 1)  # what the next stage held last is among them
 
     def _launch(self, left: int) -> None:
         """Send on to the device, in order, until only ``left`` pieces wait for being staged."""
-        while len(self._coming) > left:
-            piece, stage, ready = self._coming.popleft()
+        while len(self._waiting) > left:
+            piece, stage, ready = self._waiting.popleft()
             here = ready()
             with torch.cuda.stream(self._stream):
                 self._sums.append(piece.land(here.to(self.device, non_blocking=True)))

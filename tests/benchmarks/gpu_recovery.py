@@ -66,7 +66,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "medium": {"model": {"dim": 768, "layers": 12, "heads": 12}, "seq_len": 1024, "steps": 120},  # 0.09 B
     "tiny": {"model": {"dim": 64, "layers": 3, "heads": 2}, "seq_len": 64, "steps": 60},
 }
-SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
+"""NCCL writes which way its channels go."""
 TAIL = 120
 """Lines of a log of a run that was given up."""
 PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "first_microbatch_s", "next_commit_s", "fence_answer_s")
@@ -318,7 +320,7 @@ def main() -> int:
     """1 where something is as it must not be."""
     options, began = arguments(), time.monotonic()
     if options.sockets:
-        os.environ |= SOCKETS  # before Ray starts: its processes inherit it
+        os.environ |= SOCKETS | TOLD  # before Ray starts: its processes inherit it
     folder = Path(mkdtemp(dir=options.work))
     prepare(Path(sysconfig.get_path("stdlib")) / "asyncio", str(folder / f"tokens-{SIZES[options.size]['seq_len']}"), (".py",))
     known = scenarios(options.world, options.steps, options.kills)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.benchmarks.gpu_recovery import SOCKETS
 from tests.gpu.pair import first_of_two
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 SCRIPT = """
 import gc, os, signal, sys, time
 import torch

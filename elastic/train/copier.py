@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -25,6 +24,7 @@ from elastic.engine.streams import finish, stream
 from elastic.ids import Version, WorkerId
 from elastic.plan.copies import CopyRule, Pace, slots_for
 from elastic.plan.plan import Plan
+from elastic.train.pinned import PinnedMemory, cut
 from elastic.train.state import Shard
 from storage.background import begin
 from storage.slices import Tensor
@@ -40,7 +40,8 @@ Part = tuple[torch.Tensor, torch.Tensor, slice]
 class Copier:
     """Of one worker, for all its worlds.  For the training thread."""
 
-    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device, rule: CopyRule) -> None:
+    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device, rule: CopyRule, shards: int = 1) -> None:
+        """``shards``: into how many the state is cut when all workers are there; memory for such copies is pinned in advance."""
         self.region, self.tensors, self.pace = region, tensors, Pace(rule)
         self.memory = torch.frombuffer(region.memory, dtype=torch.uint8)
         self.copies: Copies | None = None
@@ -51,7 +52,8 @@ class Copier:
         self._frame = Frame({}, 0, 0)
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
-        self._way = _Pinned(region, self.memory, device) if device.type == "cuda" else _Plain(region)
+        usual = frame(tensors, shards, 0).bytes
+        self._way = _Pinned(region, self.memory, device, usual) if device.type == "cuda" else _Plain(region)
         self._under_way: tuple[Future[None], Callable[[], None]] | None = None
         """And how to do it again."""
 
@@ -180,42 +182,37 @@ class _Plain:
 class _Pinned:
     """Memory of a device into a slot, on a stream of its own."""
 
-    def __init__(self, region: Region, memory: torch.Tensor, device: torch.device) -> None:
-        self.region, self.memory, self._stream = region, memory, stream("copies", device)
+    def __init__(self, region: Region, memory: torch.Tensor, device: torch.device, usual: int) -> None:
+        """``usual``: bytes of a copy for which memory is pinned before there is one."""
+        self.region, self.memory, self.usual, self._stream = region, PinnedMemory(memory), usual, stream("copies", device)
         self._sums = torch.zeros(region.slot_blocks, dtype=torch.int64, device=device)
         self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
         self.slots = 0
-        """Those that are pinned, or will be soon: the others are not used."""
-        self._pinning = threading.Thread()
+        """That are used."""
+        self._pinned = threading.Event()
         self.pin(slots_for(buddy_every=0))
 
     def ready(self) -> None:
-        self._pinning.join()
+        self._pinned.wait()
 
     def pin(self, slots: int) -> None:
-        """So many slots, in the background: once, for it takes a second for every five gigabytes."""
+        """So many slots, in the background: once, for the system gives new memory at four gigabytes a second."""
         if slots > self.slots:
-            self._pinning = threading.Thread(target=self._pin, args=(self.slots, slots), name="pin", daemon=True)
+            self._pinned = threading.Event()
+            threading.Thread(target=self._pin, args=(range(self.slots, slots), self._pinned), name="pin", daemon=True).start()
             self.slots = slots
-            self._pinning.start()
 
-    def _pin(self, first: int, last: int) -> None:
-        """Headers and digests with the first slot.  Copies to memory that is not pinned are slow."""
-        began, region = time.monotonic(), self.region
-        start = region.data_at(first) if first else 0
-        for slot in range(first, last):
-            end = region.data_at(slot) + region.slot_bytes
-            place = self.memory[start:end].data_ptr()
-            code = torch.cuda.cudart().cudaHostRegister(place, end - start, 0)
-            if int(code):
-                print(
-                    f"only {slot} of {region.slots} slots are pinned, copies to others are slow: cudaHostRegister said {code}",
-                    flush=True,
-                )
-                return
-            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, place).atexit = False
-            start = region.data_at(slot + 1)
-        print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
+    def _pin(self, slots: range, done: threading.Event) -> None:
+        """Of each slot what is usual; what smaller worlds need is taken from the system only."""
+        began, region, memory = time.monotonic(), self.region, self.memory.memory
+        try:
+            for first, last in ((0, region.data_at(0)), *((at, at + self.usual) for at in map(region.data_at, slots))):
+                self.memory.pin(memory[first:last])
+            print(f"host copies: {self.memory.bytes / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
+        finally:
+            done.set()
+        for slot in slots:
+            self.memory.take(memory[region.data_at(slot) + self.usual : region.data_at(slot) + region.slot_bytes])
 
     def computed(self) -> None:
         """Wait for all that the present stream has to do."""
@@ -228,20 +225,24 @@ class _Pinned:
         with torch.cuda.stream(self._stream):
             try:
                 for value, room, blocks in parts:
-                    room.copy_(value, non_blocking=True)
                     if not value.is_cuda:
                         ours.append((value, room, blocks))
                         continue
+                    self.memory.pin(room)
+                    for here, there in cut(value, room):
+                        there.copy_(here, non_blocking=True)
                     digests(value, self._sums[blocks])
                     size += value.nbytes
                     if size >= PIECE:
                         size = 0
                         self._piece()
-                sums.copy_(self._sums, non_blocking=True)
+                for here, there in cut(self._sums, sums):
+                    there.copy_(here, non_blocking=True)
             finally:
                 self._piece()
                 self._last.synchronize()
-        for value, _, blocks in ours:
+        for value, room, blocks in ours:
+            room.copy_(value)
             digests(value, sums[blocks])
 
     def _piece(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from elastic.copies.digest import digests
 from elastic.copies.wire import Wire
 from elastic.engine.streams import stream
+from elastic.train.pinned import straight
 from storage.background import begin
 
 STAGE = 2**24
@@ -101,7 +102,7 @@ class Lane(AbstractContextManager["Lane"]):
             self._waiting.append((piece, stage, lambda: here))
             self._launch(0)
             return
-        ready = partial(stage.pass_by, raw) if raw.is_pinned() else begin(partial(stage.take, raw), "lane").result
+        ready = partial(stage.pass_by, raw) if straight(raw) else begin(partial(stage.take, raw), "lane").result
         self._waiting.append((piece, stage, ready))
         self._launch(STAGES - 1)  # what the next stage held last is among them
 

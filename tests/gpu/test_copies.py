@@ -13,18 +13,19 @@ import torch
 
 from elastic.control.copying import Copy
 from elastic.copies.digest import digests
-from elastic.copies.region import BLOCK, Region, frame
+from elastic.copies.region import BLOCK, WORD, Region, frame
 from elastic.copies.stock import Stock
 from elastic.errors import CopyLost
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import moves
-from elastic.train import from_hosts
+from elastic.train import from_hosts, pinned
 from elastic.train.copier import Copier
 from elastic.train.from_hosts import Access
 from elastic.train.heal import nothing
 from elastic.train.lane import Lane
+from elastic.train.pinned import PinnedMemory
 from elastic.train.state import Shard
 from tests.copies.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
 
@@ -34,19 +35,19 @@ SLEEP_S = 0.5
 PLAN = Plan(1, AT.generation, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)
 
 
-def copier_on(device: str) -> Copier:
+def copier_on(device: str, shards: int = 1) -> Copier:
     whole = frame(TENSORS, 1, 0)
     region = Region.create(2, whole.bytes, whole.blocks)
     region["keeper"] = os.getpid()
-    copier = Copier(region, TENSORS, torch.device(device), AUTO)
+    copier = Copier(region, TENSORS, torch.device(device), AUTO, shards)
     copier.ready()
     return copier
 
 
-def at(step: int, device: str) -> Shard:
+def at(step: int, device: str, count: int = 1) -> Shard:
     """As in a worker: the number of updates is on the host."""
-    shard = shard_of(Version(step, AT.generation), 1, 0)
-    return Shard(shard.version, 1, 0, {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()})
+    shard = shard_of(Version(step, AT.generation), count, 0)
+    return Shard(shard.version, count, 0, {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()})
 
 
 def sleep_cycles() -> int:
@@ -74,6 +75,35 @@ def test_the_bytes_and_digests_are_those_of_the_other_way() -> None:
     assert one.all_held() == other.all_held() == [Copy(Version(8, 2), 1, 0), Copy(Version(7, 2), 1, 0)]
     for slot in range(2):
         assert bytes(one.data(slot)) == bytes(other.data(slot)) and bytes(one.digests(slot)) == bytes(other.digests(slot))
+
+
+def test_what_a_smaller_world_needs_is_pinned_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "CELL", 2**16)
+    pair = replace(PLAN, layout=Layout(1, 2), members=(WorkerId("w0"), WorkerId("w1")), nodes=(NodeId("n"),) * 2)
+    copiers = [copier_on(device, shards=2) for device in ("cpu", "cuda")]
+    one, other = (copier.region for copier in copiers)
+    memory: PinnedMemory = copiers[1]._way.memory  # type: ignore[union-attr]
+    half, edges = frame(TENSORS, 2, 0).bytes, 2 * 2**16
+    before = other.data_at(0) + 2 * half
+    assert before <= memory.bytes <= before + 3 * edges < len(other.memory)
+    alone = replace(PLAN, generation=3, version=Version(6, AT.generation), protected=Version(6, AT.generation))
+    for plan, count, first in ((pair, 2, AT.step), (alone, 1, 6)):
+        for copier, device in zip(copiers, ("cpu", "cuda"), strict=True):
+            copier.enter(plan, WorkerId("w0"), at(first, device, count))
+            for step in (first + 1, first + 2):
+                assert copier.settle().copied_through == step - 1
+                torch.cuda.synchronize()
+                copier.committed(replace(outcome(step, copied=step - 1), generation=plan.generation), at(step, device, count))
+            assert copier.settle().copied_through == first + 2
+        torch.cuda.synchronize()
+        assert one.all_held() == other.all_held() and None not in one.all_held()
+        for slot in range(2):
+            size, blocks = frame(TENSORS, count, 0).bytes, frame(TENSORS, count, 0).blocks * WORD
+            assert bytes(one.data(slot)[:size]) == bytes(other.data(slot)[:size])
+            assert bytes(one.digests(slot))[:blocks] == bytes(other.digests(slot))[:blocks]
+        if count == 2:
+            assert memory.bytes <= before + 3 * edges, "copies that were expected take no more"
+    assert memory.bytes == len(other.memory)
 
 
 def begun_behind(cycles: int, first: Callable[[], None] = nothing) -> tuple[Copier, float]:
@@ -124,6 +154,7 @@ def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
     monkeypatch: pytest.MonkeyPatch, worker: str, node: str
 ) -> None:
     monkeypatch.setattr(from_hosts, "STAGE", BLOCK)
+    monkeypatch.setattr(pinned, "CELL", 3 * 2**17)  # an edge in every second or third piece
     copier = copier_on("cuda")
     copier.enter(PLAN, WorkerId("w0"), at(AT.step, "cuda"))
     copier.settle()

@@ -17,10 +17,8 @@ import torch
 
 CELL = 2**28
 """Bytes that are pinned at once, between two addresses that are multiples of it."""
-REST = 4
-"""Times as long as it took to pin a cell nothing is pinned after it: who launches a kernel waits for the same lock."""
-TAKEN = 2**24
-"""Bytes that are taken from the system at once."""
+TAKEN = 2**26
+"""Bytes that are taken from the system at once: who maps or unmaps memory waits meanwhile, 20 ms."""
 POPULATE_WRITE = 23
 """For ``madvise``: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
 
@@ -33,7 +31,7 @@ class PinnedMemory:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self._known, self._refused, self._lock = set[int](), False, threading.Lock()
+        self._taken, self._known, self._refused, self._lock = set[int](), set[int](), False, threading.Lock()
         self.bytes = 0
         """That are pinned."""
 
@@ -44,22 +42,23 @@ class PinnedMemory:
                 if cell in self._known or self._refused:
                     continue
                 self._known.add(cell)
-                whole = self._of(cell)
-                self._take(whole)
+                self._take(cell)
                 began = time.monotonic()
-                self._pin(whole)
+                self._pin(self._of(cell))
                 took = time.monotonic() - began
-            time.sleep(REST * took)
+            time.sleep(took)  # who launches a kernel waits for the same lock
 
     def take(self, part: torch.Tensor) -> None:
         """From the system: all cells in which ``part`` lies, so that pinning them will be quick."""
         for cell in _cells(part):
-            self._take(self._of(cell))
+            self._take(cell)
 
-    def _take(self, whole: torch.Tensor) -> None:
+    def _take(self, cell: int) -> None:
         """A system that cannot do it does it later: when it is pinned, or written to."""
-        for piece in whole.split(TAKEN):
-            _madvise(piece.data_ptr(), piece.nbytes, POPULATE_WRITE)
+        if cell not in self._taken:
+            for piece in self._of(cell).split(TAKEN):
+                _madvise(piece.data_ptr(), piece.nbytes, POPULATE_WRITE)
+            self._taken.add(cell)
 
     def _pin(self, whole: torch.Tensor) -> None:
         code = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)

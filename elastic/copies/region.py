@@ -9,6 +9,7 @@ of a slot has a digest, so that what is read back, torn by a death or bent on it
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -42,8 +43,15 @@ HEADER = (
 """``keeper``: the process that has it open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us``: how long
 its node's link is busy when all workers there have a copy brought to the buddy, in microseconds; 0: that was never seen.  ``asked``: how
 many times the worker has said what is to be sent; ``brought``: the last of those, as the keeper says, that its present buddy has."""
+TAKEN = 2**26
+"""Bytes that are taken from the system at once: who maps or unmaps memory in this process waits meanwhile, 20 ms."""
+POPULATE_WRITE = 23
+"""For ``madvise``, Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
 SLOT = ("complete", "step", "generation", "count", "index", "bytes")
 WORD = 8
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @dataclass(frozen=True)
@@ -178,6 +186,15 @@ class Region:
     def data_at(self, slot: int) -> int:
         """Where the slot's bytes begin in ``memory``."""
         return PAGE + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
+
+    def take(self, first: int, last: int) -> None:
+        """From the system: the memory between these bytes, which would else come page by page as it is written.  What is in it stays.
+
+        On a system that cannot do so nothing happens.
+        """
+        start, first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), first - first % PAGE
+        for at in range(first, last, TAKEN):
+            _madvise(start + at, min(TAKEN, last - at), POPULATE_WRITE)
 
     def data(self, slot: int) -> memoryview:
         first = self.data_at(slot)

@@ -48,6 +48,22 @@ def test_what_was_written_outlives_the_writer(how: str) -> None:
     assert region.find(HELD) == (1 if how == "whole" else None) and region.find(HELD._replace(shard_index=2)) is None
 
 
+def test_memory_is_taken_beforehand_and_what_is_in_it_stays() -> None:
+    mib = 2**20
+    region = Region.create(2, 8 * mib, 1)
+    region.data(1)[:3] = b"abc"
+
+    def taken() -> int:
+        return os.fstat(region.descriptor).st_blocks * 512
+
+    assert taken() <= 4 * mib, "two pages, which may be huge ones"
+    region.take(region.data_at(0), region.data_at(0) + 6 * mib)
+    assert 6 * mib <= taken() <= 10 * mib
+    region.take(region.data_at(0) + 6 * mib, region.data_at(1) + 8 * mib)
+    assert taken() >= 16 * mib
+    assert bytes(region.data(1)[:4]) == b"abc\0" and not any(region.data(0))
+
+
 def test_slots_do_not_touch_each_other() -> None:
     region = Region.create(3, 10_000, 700)
     for slot in range(3):

@@ -1,21 +1,18 @@
 """The worker's side: after an update its shard is copied into a slot while the next step computes.
 
-A thread copies, and marks the slot complete at the end.  When a world ends the copy goes on, beside the forming of the next one: it reads
-the shard that is left.  Source for slots that outlive their writer: DESIGN section 5, step 6.
-
-From an accelerator it goes piece by piece through a little pinned memory, by several threads.  The slots themselves are not pinned: what a
-dead process had pinned the driver gives back at 17 ms a GiB, and nobody beside it can abort or launch anything meanwhile.
+A thread copies, on an accelerator over a stream of its own to memory that is pinned, and marks the slot complete at the end.  It launches
+piece by piece, since an abort has to wait for all that the device was told until then.  When a world ends the copy goes on, beside the
+forming of the next one: it reads the shard that is left.  Source for slots that outlive their writer: DESIGN section 5, step 6.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import traceback
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -23,7 +20,7 @@ import torch
 from elastic.control.commit import Copied, Outcome
 from elastic.control.copying import Copies, Copy
 from elastic.copies.digest import digests
-from elastic.copies.region import BLOCK, Frame, Region, frame
+from elastic.copies.region import Frame, Region, frame
 from elastic.engine.streams import finish, stream
 from elastic.ids import Version, WorkerId
 from elastic.plan.copies import CopyRule, Pace, slots_for
@@ -33,10 +30,8 @@ from storage.background import begin
 from storage.slices import Tensor
 
 NEVER = -1
-PIECE = 2**26
-"""Bytes, at most, that are copied at once by one thread; whole blocks."""
-STAGES = 4
-"""Threads that copy from a device, each through a piece of pinned memory: one alone writes 5 GB/s."""
+PIECE = 2**28
+"""Bytes after which a device is given no more to copy than one more such piece; each ends with a tensor."""
 
 Part = tuple[torch.Tensor, torch.Tensor, slice]
 """Memory of a tensor, where it goes, which digests of the slot are its."""
@@ -45,8 +40,7 @@ Part = tuple[torch.Tensor, torch.Tensor, slice]
 class Copier:
     """Of one worker, for all its worlds.  For the training thread."""
 
-    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device, rule: CopyRule, shards: int = 1) -> None:
-        """``shards``: into how many the state is cut when all workers are there; memory for such copies is there in advance."""
+    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device, rule: CopyRule) -> None:
         self.region, self.tensors, self.pace = region, tensors, Pace(rule)
         self.memory = torch.frombuffer(region.memory, dtype=torch.uint8)
         self.copies: Copies | None = None
@@ -57,8 +51,7 @@ class Copier:
         self._frame = Frame({}, 0, 0)
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
-        usual = frame(tensors, shards, 0).bytes
-        self._way = _Staged(region, device, usual) if device.type == "cuda" else _Plain(region)
+        self._way = _Pinned(region, self.memory, device) if device.type == "cuda" else _Plain(region)
         self._under_way: tuple[Future[None], Callable[[], None]] | None = None
         """And how to do it again."""
 
@@ -75,7 +68,7 @@ class Copier:
             self.made = shard.version
         self.region.set_copy("safe", self.copies.buddied)
         self.region.send(self.copies.sent)
-        self._way.take(slots_for(plan.buddy_every))
+        self._way.pin(slots_for(plan.buddy_every))
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
         self._begin(shard)
 
@@ -170,8 +163,8 @@ class _Plain:
     def ready(self) -> None:
         """At once."""
 
-    def take(self, slots: int) -> None:
-        """Memory comes as it is written."""
+    def pin(self, slots: int) -> None:
+        """There is nothing to pin for."""
 
     def computed(self) -> None:
         """At once."""
@@ -184,37 +177,46 @@ class _Plain:
             digests(value, sums[blocks])
 
 
-class _Staged:
-    """Memory of a device into a slot, several pieces at once, on streams of their own."""
+class _Pinned:
+    """Memory of a device into a slot, on a stream of its own."""
 
-    def __init__(self, region: Region, device: torch.device, usual: int) -> None:
-        """``usual``: bytes of a copy for which memory is taken from the system before there is one."""
-        self.region, self.usual, self.slots = region, usual, 0
+    def __init__(self, region: Region, memory: torch.Tensor, device: torch.device) -> None:
+        self.region, self.memory, self._stream = region, memory, stream("copies", device)
         self._sums = torch.zeros(region.slot_blocks, dtype=torch.int64, device=device)
-        self.stages = [_Stage(device, number) for number in range(STAGES)]
-        self._taken = threading.Event()
-        self.take(slots_for(buddy_every=0))
+        self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
+        self.slots = 0
+        """Those that are pinned, or will be soon: the others are not used."""
+        self._pinning = threading.Thread()
+        self.pin(slots_for(buddy_every=0))
 
     def ready(self) -> None:
-        self._taken.wait()
+        self._pinning.join()
 
-    def take(self, slots: int) -> None:
-        """Use so many slots; their memory is taken in the background, once: a system finds four gigabytes a second."""
+    def pin(self, slots: int) -> None:
+        """So many slots, in the background: once, for a system finds four gigabytes of new memory a second."""
         if slots > self.slots:
-            self._taken = threading.Event()
-            threading.Thread(target=self._take, args=(range(self.slots, slots), self._taken), name="take", daemon=True).start()
+            self._pinning = threading.Thread(target=self._pin, args=(self.slots, slots), name="pin", daemon=True)
             self.slots = slots
+            self._pinning.start()
 
-    def _take(self, slots: range, done: threading.Event) -> None:
-        """First what is usual, then what smaller worlds need."""
+    def _pin(self, first: int, last: int) -> None:
+        """Headers and digests with the first slot.  Copies to memory that is not pinned are slow."""
         began, region = time.monotonic(), self.region
-        places = [region.data_at(slot) for slot in slots]
-        for place in places:
-            region.take(place, place + self.usual)
-        done.set()
-        print(f"host copies: memory for {len(places)} of {self.usual / 1e9:.2f} GB after {time.monotonic() - began:.1f} s", flush=True)
-        for place in places:
-            region.take(place + self.usual, place + region.slot_bytes)
+        start = region.data_at(first) if first else 0
+        for slot in range(first, last):
+            end = region.data_at(slot) + region.slot_bytes
+            region.take(start, end)  # who launches a kernel waits while memory is being pinned: 24 ms a GiB, ten times that if it is new
+            place = self.memory[start:end].data_ptr()
+            code = torch.cuda.cudart().cudaHostRegister(place, end - start, 0)
+            if int(code):
+                print(
+                    f"only {slot} of {region.slots} slots are pinned, copies to others are slow: cudaHostRegister said {code}",
+                    flush=True,
+                )
+                return
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, place).atexit = False
+            start = region.data_at(slot + 1)
+        print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 
     def computed(self) -> None:
         """Wait for all that the present stream has to do."""
@@ -223,50 +225,28 @@ class _Staged:
     def fill(self, slot: int, parts: Iterable[Part]) -> None:
         """As ``_Plain``: nothing is under way any more when it ends, however it does."""
         sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
-        ours, pieces = list[Part](), deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
-        for value, room, blocks in parts:
-            if value.is_cuda:
-                raw, there, found = value.reshape(-1).view(torch.uint8), room.reshape(-1).view(torch.uint8), self._sums[blocks]
-                pieces += zip(raw.split(PIECE), there.split(PIECE), found.split(PIECE // BLOCK), strict=True)
-            else:
-                ours.append((value, room, blocks))
-
-        @torch.no_grad()
-        def drain(stage: _Stage) -> None:
-            with contextlib.suppress(IndexError):  # nothing is left
-                while True:
-                    raw, there, found = pieces.popleft()
-                    stage.bring(raw, there, found)
-
-        threads: list[Future[None]] = []
-        try:
-            for stage in self.stages:
-                threads.append(begin(partial(drain, stage), "copies"))
-        finally:
-            wait(threads)
-        for thread in threads:
-            thread.result()
-        self.stages[0].bring(self._sums.view(torch.uint8), sums.view(torch.uint8))
-        for value, room, blocks in ours:
-            room.copy_(value)
+        size, ours = 0, list[Part]()
+        with torch.cuda.stream(self._stream):
+            try:
+                for value, room, blocks in parts:
+                    room.copy_(value, non_blocking=True)
+                    if not value.is_cuda:
+                        ours.append((value, room, blocks))
+                        continue
+                    digests(value, self._sums[blocks])
+                    size += value.nbytes
+                    if size >= PIECE:
+                        size = 0
+                        self._piece()
+                sums.copy_(self._sums, non_blocking=True)
+            finally:
+                self._piece()
+                self._last.synchronize()
+        for value, _, blocks in ours:
             digests(value, sums[blocks])
 
-
-class _Stage:
-    """A piece of pinned memory, for one thread at a time."""
-
-    def __init__(self, device: torch.device, number: int) -> None:
-        self.stream, self._memory = stream(f"copies {number}", device), torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-        self._here = torch.cuda.Event(blocking=True)
-
-    def bring(self, raw: torch.Tensor, room: torch.Tensor, sums: torch.Tensor | None = None) -> None:
-        """``raw`` (uint8) of the device to ``room`` on the host, and its digests to ``sums`` on the device."""
-        with torch.cuda.stream(self.stream):
-            try:
-                self._memory[: len(raw)].copy_(raw, non_blocking=True)
-                if sums is not None:
-                    digests(raw, sums)
-            finally:
-                self._here.record()
-                self._here.synchronize()
-        room.copy_(self._memory[: len(raw)])
+    def _piece(self) -> None:
+        """Of two that are launched the first is waited for."""
+        self._before, self._last = self._last, self._before
+        self._last.record()
+        self._before.synchronize()

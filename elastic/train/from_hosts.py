@@ -30,9 +30,6 @@ from elastic.train.state import Shard
 from storage.background import begin
 from storage.slices import Slice, Tensor, nbytes, shard_slice
 
-TURN = 2**30
-"""Bytes of a copy, or a tensor more, after which somebody else may go on with it."""
-
 
 @dataclass(frozen=True)
 class Range:
@@ -53,16 +50,16 @@ Chunk = tuple[Range, torch.Tensor, torch.Tensor | Wire]
 
 @dataclass(frozen=True)
 class Access:
-    """``worker``'s to what keepers hold: the run's secret, and its own region, whose memory is mapped here."""
+    """``worker``'s to what keepers hold: the run's secret, and its own region, whose memory is pinned here."""
 
     worker: WorkerId
     secret: bytes
     own: Region | None = None
 
 
-def reads(moves: Sequence[Move], worker: WorkerId) -> bool:
-    """Whether ``worker`` takes anything from a copy."""
-    return any(move.keeper and move.destination == worker for move in moves)
+def sources(moves: Sequence[Move], worker: WorkerId) -> int:
+    """How many copies ``worker`` is to read from."""
+    return len({(move.keeper, move.source) for move in moves if move.keeper and move.destination == worker})
 
 
 def read(
@@ -74,9 +71,9 @@ def read(
     lanes: Sequence[Lane],
     hook: Callable[[], None],
 ) -> int:
-    """Fill the parts of ``shard`` that ``moves`` take from keepers, by as many at once as there are ``lanes``: of each copy some in turn.
+    """Fill the parts of ``shard`` that ``moves`` take from keepers, from as many copies at once as there are ``lanes``.
 
-    Returns the bytes used.  ``hook`` is called before each turn and between two pieces.  Raises :class:`CopyLost`; whatever it raises,
+    Returns the bytes used.  ``hook`` is called before each copy and between two pieces.  Raises :class:`CopyLost`; whatever it raises,
     nobody writes to ``shard`` any more.
     """
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
@@ -85,16 +82,13 @@ def read(
     def frame_of(count: int, index: int) -> Frame:
         return frame(tensors, count, index)
 
-    turns: dict[tuple[int, Holding], list[Range]] = defaultdict(list)
-    asked: dict[Holding, int] = defaultdict(int)
+    wanted: dict[Holding, list[Range]] = defaultdict(list)
     for move in moves:
         if move.keeper and move.destination == access.worker and move.slice.count:
             tensor = by_name[move.slice.kind, move.slice.name]
             holding = _holding(plan, move, tensor)
-            part = _range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index))
-            turns[asked[holding] // TURN, holding].append(part)
-            asked[holding] += part.bytes
-    waiting = iter(sorted(turns.items(), key=lambda each: (each[0][0], each[0][1].keeper, each[0][1].worker, each[0][1].shard_index)))
+            wanted[holding].append(_range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index)))
+    waiting = iter(sorted(wanted.items(), key=lambda each: (each[0].keeper, each[0].worker, each[0].shard_index)))
 
     failed = threading.Event()
 
@@ -105,11 +99,11 @@ def read(
 
     @torch.no_grad()
     def drain(lane: Lane) -> int:
-        """Whoever is done with one turn takes the next."""
+        """Whoever is done with one copy takes the next."""
         used = 0
         with contextlib.ExitStack() as otherwise:
             otherwise.callback(failed.set)
-            for (_, holding), ranges in waiting:
+            for holding, ranges in waiting:
                 between()
                 used += _read_one(shard, plan, access, holding, ranges, lane, between)
             otherwise.pop_all()
@@ -137,7 +131,7 @@ def _says_less(error: BaseException) -> tuple[bool, bool]:
 def _read_one(
     shard: Shard, plan: Plan, access: Access, holding: Holding, ranges: Sequence[Range], lane: Lane, hook: Callable[[], None]
 ) -> int:
-    """``ranges`` of one copy, one turn."""
+    """``ranges`` of one copy."""
     where = f"the copy of {holding.worker} on node {holding.keeper[:8]}"
     try:
         wire = Wire.connect(dict(plan.hosts)[holding.keeper], access.secret)

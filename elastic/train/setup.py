@@ -100,8 +100,7 @@ def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device, cou
     if job.copies.copy_every == 0:
         return None
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
-    shards = [layout.dp_shard for layout in layouts]
-    largest = frame(tensors, min(shards), 0)
+    largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
     buddies = bool(job.copies.buddy_every)
     slots = slots_a_worker(buddies)
     with alone():
@@ -111,7 +110,7 @@ def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device, cou
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
         region = Region.create(slots_for(buddies), largest.bytes, largest.blocks)
         counters["copies"] = region.descriptor
-    return Copier(region, tensors, device, job.copy_rule(), max(shards))
+    return Copier(region, tensors, device, job.copy_rule())
 
 
 def _opened(job: Job) -> Dataset:

@@ -1,4 +1,4 @@
-"""A shard on a device goes to the host beside what computes: whole or not at all, the bytes that the way of a CPU gives."""
+"""A shard on a device goes into pinned memory beside what computes: whole or not at all, the bytes that the way of a CPU gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from elastic.control.copying import Copy
 from elastic.copies.digest import digests
-from elastic.copies.region import BLOCK, WORD, Region, frame
+from elastic.copies.region import BLOCK, Region, frame
 from elastic.copies.stock import Stock
 from elastic.errors import CopyLost
 from elastic.ids import NodeId, Version, WorkerId
@@ -21,7 +21,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import moves
 from elastic.train import from_hosts
-from elastic.train.copier import STAGES, Copier
+from elastic.train.copier import Copier
 from elastic.train.from_hosts import Access
 from elastic.train.heal import nothing
 from elastic.train.lane import Lane
@@ -34,19 +34,19 @@ SLEEP_S = 0.5
 PLAN = Plan(1, AT.generation, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)
 
 
-def copier_on(device: str, shards: int = 1) -> Copier:
+def copier_on(device: str) -> Copier:
     whole = frame(TENSORS, 1, 0)
     region = Region.create(2, whole.bytes, whole.blocks)
     region["keeper"] = os.getpid()
-    copier = Copier(region, TENSORS, torch.device(device), AUTO, shards)
+    copier = Copier(region, TENSORS, torch.device(device), AUTO)
     copier.ready()
     return copier
 
 
-def at(step: int, device: str, count: int = 1) -> Shard:
+def at(step: int, device: str) -> Shard:
     """As in a worker: the number of updates is on the host."""
-    shard = shard_of(Version(step, AT.generation), count, 0)
-    return Shard(shard.version, count, 0, {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()})
+    shard = shard_of(Version(step, AT.generation), 1, 0)
+    return Shard(shard.version, 1, 0, {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()})
 
 
 def sleep_cycles() -> int:
@@ -76,37 +76,6 @@ def test_the_bytes_and_digests_are_those_of_the_other_way() -> None:
         assert bytes(one.data(slot)) == bytes(other.data(slot)) and bytes(one.digests(slot)) == bytes(other.digests(slot))
 
 
-def test_what_a_smaller_world_copies_is_right_too_and_its_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.train.copier.PIECE", BLOCK)
-    pair = replace(PLAN, layout=Layout(1, 2), members=(WorkerId("w0"), WorkerId("w1")), nodes=(NodeId("n"),) * 2)
-    alone = replace(PLAN, generation=3, version=Version(6, AT.generation), protected=Version(6, AT.generation))
-    copiers = [copier_on(device, shards=2) for device in ("cpu", "cuda")]
-    one, other = (copier.region for copier in copiers)
-
-    def taken() -> int:
-        return os.fstat(other.descriptor).st_blocks * 512
-
-    assert taken() >= 2 * frame(TENSORS, 2, 0).bytes
-    deadline = time.monotonic() + 10
-    while taken() < 2 * other.slot_bytes:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    for plan, count, first in ((pair, 2, AT.step), (alone, 1, 6)):
-        for copier, device in zip(copiers, ("cpu", "cuda"), strict=True):
-            copier.enter(plan, WorkerId("w0"), at(first, device, count))
-            for step in (first + 1, first + 2):
-                assert copier.settle().copied_through == step - 1
-                torch.cuda.synchronize()
-                copier.committed(replace(outcome(step, copied=step - 1), generation=plan.generation), at(step, device, count))
-            assert copier.settle().copied_through == first + 2
-        torch.cuda.synchronize()
-        assert one.all_held() == other.all_held() and None not in one.all_held()
-        for slot in range(2):
-            size, blocks = frame(TENSORS, count, 0).bytes, frame(TENSORS, count, 0).blocks * WORD
-            assert bytes(one.data(slot)[:size]) == bytes(other.data(slot)[:size])
-            assert bytes(one.digests(slot))[:blocks] == bytes(other.digests(slot))[:blocks]
-
-
 def begun_behind(cycles: int, first: Callable[[], None] = nothing) -> tuple[Copier, float]:
     """One whose copy of step 5 waits for its stream to have slept; and when it was begun."""
     copier, later = copier_on("cuda"), at(5, "cuda")
@@ -115,9 +84,8 @@ def begun_behind(cycles: int, first: Callable[[], None] = nothing) -> tuple[Copi
     torch.cuda.synchronize()
     first()
     began = time.monotonic()
-    for stage in copier._way.stages:  # type: ignore[union-attr]
-        with torch.cuda.stream(stage.stream):
-            torch.cuda._sleep(cycles)
+    with torch.cuda.stream(copier._way._stream):  # type: ignore[union-attr]
+        torch.cuda._sleep(cycles)
     copier.committed(outcome(5, copied=4), later)
     return copier, began
 
@@ -139,24 +107,23 @@ def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
     assert 0.5 * SLEEP_S < copier._held_up_s < 2 * SLEEP_S
 
 
-def test_a_piece_at_most_is_launched_by_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_pieces_at_most_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = list[int]()
-    monkeypatch.setattr("elastic.train.copier.PIECE", BLOCK)
+    monkeypatch.setattr("elastic.train.copier.PIECE", 1)
     monkeypatch.setattr("elastic.train.copier.digests", lambda data, out: (launched.append(data.nbytes), digests(data, out)))
     copier, _ = begun_behind(sleep_cycles(), launched.clear)
     time.sleep(SLEEP_S / 2)
-    assert len(launched) == STAGES
-    assert copier.settle().copied_through == 5 and len(launched) == frame(TENSORS, 1, 0).blocks
+    assert len(launched) == 2
+    assert copier.settle().copied_through == 5 and len(launched) == len(TENSORS)
 
 
 @pytest.mark.parametrize(
-    "worker, node", [("w0", "n"), ("w1", "n"), ("w1", "m")], ids=["from its own memory", "from that of another one", "over a wire"]
+    "worker, node", [("w0", "n"), ("w1", "n"), ("w1", "m")], ids=["from its own pinned memory", "from that of another one", "over a wire"]
 )
 def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
     monkeypatch: pytest.MonkeyPatch, worker: str, node: str
 ) -> None:
     monkeypatch.setattr(from_hosts, "STAGE", BLOCK)
-    monkeypatch.setattr(from_hosts, "TURN", BLOCK)  # both lanes are at it
     copier = copier_on("cuda")
     copier.enter(PLAN, WorkerId("w0"), at(AT.step, "cuda"))
     copier.settle()
@@ -175,6 +142,7 @@ def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
 
         assert fill() == sum(value.nbytes for value in shard.values.values()) and equal(shard, at(AT.step, "cuda"))
         (slot,) = [slot for slot, held in enumerate(copier.region.all_held()) if held is not None]
+        assert torch.frombuffer(copier.region.data(slot), dtype=torch.uint8).is_pinned()
         copier.region.data(slot)[3 * BLOCK] ^= 1
         with pytest.raises(CopyLost, match="digests differ"):
             fill()

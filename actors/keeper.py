@@ -110,6 +110,7 @@ class Keeper:
             return
         counters = Counters(segment(self.run, worker), create=False)
         self.workers[worker] = (Process(counters["pid"]), counters)
+        self.logs.follow(worker)
         if counters["copies"]:
             try:
                 self.stock.adopt(worker, counters["pid"], counters["copies"])

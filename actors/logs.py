@@ -5,12 +5,15 @@ By a thread of its own: the bucket may be slow, and neither the heartbeat nor th
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from io import SEEK_END, BytesIO
 from pathlib import Path
+from typing import BinaryIO
 
 from actors.processes import Process, log_file
 from elastic.ids import NodeId, WorkerId
@@ -32,10 +35,16 @@ class Logs:
     def __init__(self, store: ObjectStore, folder: str, run: str, node: NodeId) -> None:
         self.store, self.folder, self.run, self.node = store, folder, run, node
         self._stood: dict[WorkerId, str] = {}
+        self._files: dict[WorkerId, BinaryIO] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="logs")
 
     def key(self, worker: WorkerId) -> str:
         return f"{self.folder}/{worker}.log"
+
+    def follow(self, worker: WorkerId) -> None:
+        """It lives here: what it prints can be read at its end, even if a keeper of another node of this machine has left and cleaned up."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files[worker] = open(log_file(self.run, worker), "rb")  # noqa: SIM115 # until it is kept
 
     def examine(self, worker: WorkerId, process: Process) -> str:
         """Find out where ``process`` stands, for its log; where that will be.  Takes ``EXAMINE_S`` at most."""
@@ -48,7 +57,8 @@ class Logs:
 
     def _keep(self, worker: WorkerId, how: str) -> None:
         stood = self._stood.pop(worker, "")
-        text = "\n".join([f"# {worker} on node {self.node[:8]}: {how}", *stood.splitlines(), *last_lines(log_file(self.run, worker)), ""])
+        with self._files.pop(worker, BytesIO()) as file:
+            text = "\n".join([f"# {worker} on node {self.node[:8]}: {how}", *stood.splitlines(), *last_lines(file), ""])
         try:
             self.store.put(self.key(worker), text.encode())
         except (StorageError, OSError) as error:
@@ -59,14 +69,10 @@ class Logs:
         self._thread.shutdown(wait=True)
 
 
-def last_lines(path: Path) -> list[str]:
-    """Of a file of any size; none where there is no file."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(path.stat().st_size - MOST_BYTES, 0))
-            return file.read().decode(errors="replace").splitlines()[-LINES:]
-    except FileNotFoundError:
-        return []
+def last_lines(file: BinaryIO) -> list[str]:
+    """Of a file of any size."""
+    file.seek(max(file.seek(0, SEEK_END) - MOST_BYTES, 0))
+    return file.read().decode(errors="replace").splitlines()[-LINES:]
 
 
 def stack_of(process: Process, log: Path, deadline_s: float, spy: str | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from actors.logs import LINES, Logs, last_lines, stack_of
-from actors.processes import Process
+from actors.processes import Process, log_file
 from elastic.ids import NodeId, WorkerId
 from storage.objects import Data, ObjectStore
 from tests.support.patience import PATIENCE_S
@@ -100,12 +101,32 @@ def test_one_that_fails_or_does_not_come_back_is_not_waited_for(stuck: Stuck, tm
 
 def test_the_end_of_a_log_of_any_size(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    assert last_lines(path) == []
-    with open(path, "wb") as file:
+    with open(path, "wb+") as file:
+        assert last_lines(file) == []
         file.truncate(20 * 2**30)  # sparse: who reads it whole runs out of memory
         file.seek(0, 2)
         file.write(b"\n" + b"".join(b"line %d\n" % n for n in range(1000)))
-    assert last_lines(path) == [f"line {n}" for n in range(1000 - LINES, 1000)]
+        assert last_lines(file) == [f"line {n}" for n in range(1000 - LINES, 1000)]
+
+
+def test_what_was_printed_is_kept_whoever_has_removed_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of one machine share the folder, and who leaves first cleans up."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "here"))
+    store = ObjectStore.open(str(tmp_path / "bucket"))
+    logs, log = Logs(store, "run/logs/1", "run-0001-abcdef", NodeId("n1")), log_file("run-0001-abcdef", "w1")
+    log.parent.mkdir(parents=True)
+    log.write_text("warmed up\n")
+    for worker in ("w1", "w2"):  # the second has not printed anything yet
+        logs.follow(WorkerId(worker))
+    with log.open("a") as file:
+        file.write("stepped\n")
+        shutil.rmtree(log.parent)
+        file.write("left\n")
+    for worker in ("w1", "w2"):
+        logs.keep(WorkerId(worker), "exited with code 0")
+    logs.close()
+    assert store.get("run/logs/1/w1.log").decode().splitlines() == ["# w1 on node n1: exited with code 0", "warmed up", "stepped", "left"]
+    assert store.get("run/logs/1/w2.log").decode().splitlines() == ["# w2 on node n1: exited with code 0"]
 
 
 def test_nobody_waits_for_a_slow_bucket(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Logs:
         return f"{self.folder}/{worker}.log"
 
     def follow(self, worker: WorkerId) -> None:
-        """It lives here: what it prints can be read at its end, even if a keeper of another node of this machine has left and cleaned up."""
+        """It lives here: what it prints can be read at its end, even if the keeper of another node of this machine has cleaned up."""
         with contextlib.suppress(FileNotFoundError):
             self._files[worker] = open(log_file(self.run, worker), "rb")  # noqa: SIM115 # until it is kept
 

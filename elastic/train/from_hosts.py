@@ -30,6 +30,9 @@ from elastic.train.state import Shard
 from storage.background import begin
 from storage.slices import Slice, Tensor, nbytes, shard_slice
 
+TURN = 2**30
+"""Bytes of a copy, or a tensor more, after which somebody else may go on with it."""
+
 
 @dataclass(frozen=True)
 class Range:
@@ -57,9 +60,9 @@ class Access:
     own: Region | None = None
 
 
-def sources(moves: Sequence[Move], worker: WorkerId) -> int:
-    """How many copies ``worker`` is to read from."""
-    return len({(move.keeper, move.source) for move in moves if move.keeper and move.destination == worker})
+def reads(moves: Sequence[Move], worker: WorkerId) -> bool:
+    """Whether ``worker`` takes anything from a copy."""
+    return any(move.keeper and move.destination == worker for move in moves)
 
 
 def read(
@@ -71,9 +74,9 @@ def read(
     lanes: Sequence[Lane],
     hook: Callable[[], None],
 ) -> int:
-    """Fill the parts of ``shard`` that ``moves`` take from keepers, from as many copies at once as there are ``lanes``.
+    """Fill the parts of ``shard`` that ``moves`` take from keepers, by as many at once as there are ``lanes``: of each copy some in turn.
 
-    Returns the bytes used.  ``hook`` is called before each copy and between two pieces.  Raises :class:`CopyLost`; whatever it raises,
+    Returns the bytes used.  ``hook`` is called before each turn and between two pieces.  Raises :class:`CopyLost`; whatever it raises,
     nobody writes to ``shard`` any more.
     """
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
@@ -82,13 +85,16 @@ def read(
     def frame_of(count: int, index: int) -> Frame:
         return frame(tensors, count, index)
 
-    wanted: dict[Holding, list[Range]] = defaultdict(list)
+    turns: dict[tuple[int, Holding], list[Range]] = defaultdict(list)
+    asked: dict[Holding, int] = defaultdict(int)
     for move in moves:
         if move.keeper and move.destination == access.worker and move.slice.count:
             tensor = by_name[move.slice.kind, move.slice.name]
             holding = _holding(plan, move, tensor)
-            wanted[holding].append(_range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index)))
-    waiting = iter(sorted(wanted.items(), key=lambda each: (each[0].keeper, each[0].worker, each[0].shard_index)))
+            part = _range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index))
+            turns[asked[holding] // TURN, holding].append(part)
+            asked[holding] += part.bytes
+    waiting = iter(sorted(turns.items(), key=lambda each: (each[0][0], each[0][1].keeper, each[0][1].worker, each[0][1].shard_index)))
 
     failed = threading.Event()
 
@@ -99,11 +105,11 @@ def read(
 
     @torch.no_grad()
     def drain(lane: Lane) -> int:
-        """Whoever is done with one copy takes the next."""
+        """Whoever is done with one turn takes the next."""
         used = 0
         with contextlib.ExitStack() as otherwise:
             otherwise.callback(failed.set)
-            for holding, ranges in waiting:
+            for (_, holding), ranges in waiting:
                 between()
                 used += _read_one(shard, plan, access, holding, ranges, lane, between)
             otherwise.pop_all()
@@ -118,7 +124,13 @@ def read(
         raise
     finally:
         wait(readers)
-    if errors := [error for reader in readers if (error := reader.exception())]:
+    errors = [error for reader in readers if (error := reader.exception())]
+    spoilt = [error for error in errors if isinstance(error, _Spoilt)]
+    for error in spoilt:  # now, when nobody reads them any more
+        _tell(plan, access, error.holding)
+    if spoilt:
+        raise CopyLost(str(spoilt[0]), spoilt[0].holding.keeper)
+    if errors:
         raise min(errors, key=_says_less)
     return sum(reader.result() for reader in readers)
 
@@ -128,10 +140,17 @@ def _says_less(error: BaseException) -> tuple[bool, bool]:
     return not isinstance(error, CopyLost), isinstance(error, _Over)
 
 
+def _tell(plan: Plan, access: Access, spoilt: Holding) -> None:
+    """Its keeper, so that it counts no more.  Where that cannot be reached whoever is told of the error avoids it."""
+    with contextlib.suppress(WireError), contextlib.closing(Wire.connect(dict(plan.hosts)[spoilt.keeper], access.secret)) as wire:
+        wire.send(_request("spoilt", spoilt))
+        wire.head()
+
+
 def _read_one(
     shard: Shard, plan: Plan, access: Access, holding: Holding, ranges: Sequence[Range], lane: Lane, hook: Callable[[], None]
 ) -> int:
-    """``ranges`` of one copy."""
+    """``ranges`` of one copy, one turn."""
     where = f"the copy of {holding.worker} on node {holding.keeper[:8]}"
     try:
         wire = Wire.connect(dict(plan.hosts)[holding.keeper], access.secret)
@@ -145,13 +164,8 @@ def _read_one(
         if not still():
             raise StateMissing("it was overwritten meanwhile")
         if not right:
-            raise _Spoilt(f"{where} at {holding.version} is damaged: its digests differ")
+            raise _Spoilt(f"{where} at {holding.version} is damaged: its digests differ", holding)
         return used
-    except _Spoilt as error:
-        with contextlib.suppress(WireError):  # it has hung up: whoever is told of this avoids it
-            wire.send(_request("spoilt", holding))
-            wire.head()
-        raise CopyLost(str(error), holding.keeper) from None
     except (WireError, StateMissing, OSError) as error:
         raise CopyLost(f"{where} was lost: {error}", holding.keeper) from error
     finally:
@@ -159,7 +173,11 @@ def _read_one(
 
 
 class _Spoilt(Exception):
-    """Bytes that have not their digest."""
+    """Bytes of ``holding`` that have not their digest."""
+
+    def __init__(self, sentence: str, holding: Holding) -> None:
+        super().__init__(sentence)
+        self.holding = holding
 
 
 class _Over(Exception):

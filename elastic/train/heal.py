@@ -22,7 +22,7 @@ from elastic.ids import WorkerId
 from elastic.imports import load
 from elastic.plan.plan import Plan
 from elastic.plan.transfer import Move, missing, moves
-from elastic.train.from_hosts import Access, read, sources
+from elastic.train.from_hosts import Access, read, reads
 from elastic.train.lane import LANES, Lane
 from elastic.train.state import BUFFERS, DTYPES, Shard, State
 from elastic.train.step import Session
@@ -48,9 +48,8 @@ class Healing:
         self._reading: Future[int] | None = None
         if plan.tier != "init":
             self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
-        count = min(sources(self.moves, worker), LANES)
-        if count > 0:
-            lanes = [Lane(state.world.device, i) for i in range(count)]  # before a collective behind which taking pinned memory would wait
+        if reads(self.moves, worker):
+            lanes = [Lane(state.world.device, i) for i in range(LANES)]  # before a collective behind which taking pinned memory would wait
             self._reading = begin(partial(self._read, lanes), "copies")
 
     def _read(self, lanes: list[Lane]) -> int:

@@ -25,7 +25,7 @@ STAGE = 2**24
 STAGES = 8
 """How many of a lane are copied to, or on their way to the device, at once."""
 LANES = 2
-"""At most, of one worker: what is pinned comes at the speed of the bus while another source is still being staged or sent."""
+"""Of one worker: what is pinned comes at the speed of the bus while other memory is still being staged or sent."""
 
 
 @dataclass(frozen=True)

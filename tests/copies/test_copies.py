@@ -24,7 +24,7 @@ from elastic.plan.plan import Plan
 from elastic.plan.transfer import moves
 from elastic.train import from_hosts
 from elastic.train.copier import Copier
-from elastic.train.from_hosts import sources
+from elastic.train.from_hosts import TURN, reads
 from elastic.train.lane import STAGE
 from tests.copies.nodes import (
     AT,
@@ -63,21 +63,23 @@ def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, 
             assert equal(shard, right) and used == sum(value.nbytes for value in right.values.values())
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_as_many_copies_are_read_at_once_as_there_are_lanes(lanes: int) -> None:
-    """Two of a healing's threads meet; one alone waits in vain."""
+@pytest.mark.parametrize("before, turn, lanes", [(2, TURN, 2), (2, TURN, 1), (1, BLOCK, 2), (1, TURN, 2)])
+def test_as_many_read_at_once_as_there_are_lanes(monkeypatch: pytest.MonkeyPatch, before: int, turn: int, lanes: int) -> None:
+    """Two of a healing's threads meet, each at a copy or both at one of several turns; one alone waits in vain."""
+    monkeypatch.setattr(from_hosts, "TURN", turn)
+    meets = lanes == 2 and (before == 2 or turn < TURN)
     together = threading.Barrier(2)
     met = threading.local()
 
     def meet() -> None:
         if not hasattr(met, "once"):
             met.once = True
-            together.wait(5 if lanes == 2 else 0.5)
+            together.wait(5 if meets else 0.5)
 
-    with cluster(Layout(1, 2), 1) as (plan, nodes):
+    with cluster(Layout(1, before), 1) as (plan, nodes):
         enter(plan, nodes)
         there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
-        if lanes == 2:
+        if meets:
             assert equal(heal(there, WorkerId("n"), lanes, meet)[0], shard_of(AT, 1, 0))
         else:
             with pytest.raises(threading.BrokenBarrierError):
@@ -129,22 +131,25 @@ def test_of_two_failures_the_lost_copy_is_told() -> None:
             met = threading.local()
 
 
-def test_it_is_known_beforehand_how_many_copies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For so many a healing opens lanes."""
+@pytest.mark.parametrize("turn, most", [(TURN, 1), (BLOCK, 20)])
+def test_each_copy_is_asked_for_once_a_turn_by_whoever_reads_any(monkeypatch: pytest.MonkeyPatch, turn: int, most: int) -> None:
     asked = list[str]()
     connect = Wire.connect
     monkeypatch.setattr(Wire, "connect", lambda address, secret: (asked.append(address), connect(address, secret))[1])
+    monkeypatch.setattr(from_hosts, "TURN", turn)
     with cluster(Layout(1, 4), 2) as (plan, nodes):
         enter(plan, nodes)
         held = [each for node in nodes for each in node.stock.held()]
         homes = [(WorkerId(f"n{i}"), nodes[0].name) for i in range(3)]
         there = later(plan, Layout(1, 3), homes, nodes, held)
         todo = moves(TENSORS, there.holders, there.layout, there.members, there.nodes)
-        for worker, _ in homes:
+        for rank, (worker, _) in enumerate(homes):
             asked.clear()
-            heal(there, worker)
-            assert len(asked) == sources(todo, worker) > 1
-        assert sources(todo, WorkerId("w0")) == 0
+            shard, _ = heal(there, worker)
+            copies = len({(move.keeper, move.source) for move in todo if move.destination == worker})
+            assert equal(shard, shard_of(AT, 3, rank)) and reads(todo, worker)
+            assert copies == len(asked) if most == 1 else copies < len(asked) < copies * most
+        assert not reads(todo, WorkerId("w0"))
 
 
 def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +219,12 @@ def test_a_copy_that_is_not_complete_everywhere_is_never_the_only_one() -> None:
         assert {copy.version.step for copy in region.all_held() if copy} == {6, 8}
 
 
+@pytest.mark.parametrize("turn", [TURN, BLOCK], ids=["one reads it", "two do"])
 @pytest.mark.parametrize("where", ["here", "remote"])
-def test_a_bent_byte_is_noticed_and_the_copy_counts_no_more(where: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bent_byte_is_noticed_and_the_copy_counts_no_more(
+    where: str, turn: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(from_hosts, "TURN", turn)
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
         holders = [holding for node in nodes for holding in node.stock.held()]

@@ -124,6 +124,7 @@ def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
     monkeypatch: pytest.MonkeyPatch, worker: str, node: str
 ) -> None:
     monkeypatch.setattr(from_hosts, "STAGE", BLOCK)
+    monkeypatch.setattr(from_hosts, "TURN", BLOCK)  # both lanes are at it
     copier = copier_on("cuda")
     copier.enter(PLAN, WorkerId("w0"), at(AT.step, "cuda"))
     copier.settle()

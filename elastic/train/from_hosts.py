@@ -79,23 +79,7 @@ def read(
     Returns the bytes used.  ``hook`` is called before each turn and between two pieces.  Raises :class:`CopyLost`; whatever it raises,
     nobody writes to ``shard`` any more.
     """
-    by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
-
-    @cache
-    def frame_of(count: int, index: int) -> Frame:
-        return frame(tensors, count, index)
-
-    turns: dict[tuple[int, Holding], list[Range]] = defaultdict(list)
-    asked: dict[Holding, int] = defaultdict(int)
-    for move in moves:
-        if move.keeper and move.destination == access.worker and move.slice.count:
-            tensor = by_name[move.slice.kind, move.slice.name]
-            holding = _holding(plan, move, tensor)
-            part = _range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index))
-            turns[asked[holding] // TURN, holding].append(part)
-            asked[holding] += part.bytes
-    waiting = iter(sorted(turns.items(), key=lambda each: (each[0][0], each[0][1].keeper, each[0][1].worker, each[0][1].shard_index)))
-
+    turns = iter(_turns(tensors, plan, access.worker, moves))
     failed = threading.Event()
 
     def between() -> None:
@@ -109,7 +93,7 @@ def read(
         used = 0
         with contextlib.ExitStack() as otherwise:
             otherwise.callback(failed.set)
-            for (_, holding), ranges in waiting:
+            for holding, ranges in turns:
                 between()
                 used += _read_one(shard, plan, access, holding, ranges, lane, between)
             otherwise.pop_all()
@@ -124,20 +108,40 @@ def read(
         raise
     finally:
         wait(readers)
-    errors = [error for reader in readers if (error := reader.exception())]
+    _raise_what_failed(plan, access, [error for reader in readers if (error := reader.exception())])
+    return sum(reader.result() for reader in readers)
+
+
+def _turns(tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move]) -> list[tuple[Holding, list[Range]]]:
+    """What ``worker`` reads, in its order: the first turn of every copy, then the second of those that have one."""
+    by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
+
+    @cache
+    def frame_of(count: int, index: int) -> Frame:
+        return frame(tensors, count, index)
+
+    turns: dict[tuple[int, Holding], list[Range]] = defaultdict(list)
+    asked: dict[Holding, int] = defaultdict(int)
+    for move in moves:
+        if move.keeper and move.destination == worker and move.slice.count:
+            tensor = by_name[move.slice.kind, move.slice.name]
+            holding = _holding(plan, move, tensor)
+            part = _range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index))
+            turns[asked[holding] // TURN, holding].append(part)
+            asked[holding] += part.bytes
+    order = sorted(turns, key=lambda each: (each[0], each[1].keeper, each[1].worker, each[1].shard_index))
+    return [(turn[1], turns[turn]) for turn in order]
+
+
+def _raise_what_failed(plan: Plan, access: Access, errors: Sequence[BaseException]) -> None:
+    """Of several errors the one that the next plan has to know; a damaged copy is told to its keeper, when nobody reads it any more."""
     spoilt = [error for error in errors if isinstance(error, _Spoilt)]
-    for error in spoilt:  # now, when nobody reads them any more
+    for error in spoilt:
         _tell(plan, access, error.holding)
     if spoilt:
         raise CopyLost(str(spoilt[0]), spoilt[0].holding.keeper)
     if errors:
-        raise min(errors, key=_says_less)
-    return sum(reader.result() for reader in readers)
-
-
-def _says_less(error: BaseException) -> tuple[bool, bool]:
-    """A copy that cannot be had is what the next plan has to know."""
-    return not isinstance(error, CopyLost), isinstance(error, _Over)
+        raise min(errors, key=lambda error: (not isinstance(error, CopyLost), isinstance(error, _Over)))
 
 
 def _tell(plan: Plan, access: Access, spoilt: Holding) -> None:

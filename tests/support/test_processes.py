@@ -42,6 +42,12 @@ def child(*command: str, **options: object) -> Iterator[tuple[subprocess.Popen[b
         process.communicate()
 
 
+def wait_seen(mark: str, watched: Watched) -> None:
+    """``Popen`` is back once exec has closed its pipe; command line and environment are to be read a moment later."""
+    while not processes(mark):
+        assert watched.running
+
+
 def test_a_signal_is_told_from_an_exit() -> None:
     with child("sleep", "60") as (_, killed), child("sh", "-c", "read line; exit 7") as (exits, exited):
         assert killed.running
@@ -82,8 +88,7 @@ def test_a_process_is_found_by_its_mark_and_its_parent(tmp_path: Path) -> None:
     mark = str(tmp_path)
     assert processes(mark) == []
     with child("sleep", "60", env={"RUN": mark}) as (process, watched):
-        while not processes(mark):  # the environment appears with exec
-            assert watched.running
+        wait_seen(mark, watched)
         assert [found.pid for found in processes(mark)] == [process.pid]
         assert process.pid in children(os.getpid())
         process.kill()
@@ -94,6 +99,7 @@ def test_a_process_is_found_by_its_mark_and_its_parent(tmp_path: Path) -> None:
 def test_what_is_left_is_found(tmp_path: Path) -> None:
     before = Machine.now()
     with child(sys.executable, "-c", "input()", str(tmp_path)) as (process, watched):
+        wait_seen(str(tmp_path), watched)
         with pytest.raises(AssertionError, match=str(process.pid)):
             before.assert_nothing_left(str(tmp_path), 0.05)
         assert process.stdin is not None

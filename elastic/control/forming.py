@@ -140,7 +140,7 @@ def _blame_the_store(turn: Turn, state: Forming) -> None:
 def go(turn: Turn, plan: Plan) -> None:
     """All members are at the plan's version.  What each holds from now on, its answer to the fence will say."""
     membership.hold(turn, {worker: () for worker in plan.members})
-    watch = Watch(moved_at=turn.now, stepped_at=turn.now)
+    watch = Watch(moved_at=turn.now, stepped_at=turn.now, beats=turn.run.watch.beats)
     if isinstance(turn.run.state, Forming):
         took_s = turn.now - (turn.run.state.deadline - turn.rules.form_s)
         turn.know(reform_s=(turn.run.reform_s + took_s) / 2 if turn.run.reform_s else took_s)

@@ -6,6 +6,9 @@ a process that hangs or is stopped is seen all the same.  Where several have com
 each other inside a backward pass, it is the one whose process the kernel calls stopped, or else the one that still reads data: nobody
 else's collective is what it waits for.  Where that tells nothing either, the fence does: a stopped process does not answer it, and a
 hanging one does not follow the next plan.
+
+A node whose keeper falls silent is another thing: nobody can tell a dead one from one that is cut off, and its members cannot be asked
+why.  A world that stands still is stopped because of it at once, and who is silent to the fence too is waited for no longer.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from elastic.control.events import STOPPED, Progress
-from elastic.ids import WorkerId
+from elastic.ids import NodeId, WorkerId
 
 TELLING = (STOPPED, "reads data")
 """Operations of which one member's explains why all others wait, the more certain first."""
@@ -33,6 +36,14 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Heard:
+    """The beats of a keeper: ``since`` when it is heard without a gap, and when it was last."""
+
+    since: float
+    at: float
+
+
+@dataclass(frozen=True)
 class Watch:
     """What is known of a world's pace.  ``moved_at``: when any member was last seen to complete something."""
 
@@ -41,6 +52,8 @@ class Watch:
     step_s: float = 0.0
     """Recent time of a step: half of it the last one's, a quarter the one's before, ..."""
     seen: dict[WorkerId, Seen] = field(default_factory=dict)
+    beats: dict[NodeId, Heard] = field(default_factory=dict)
+    """Of keepers that were heard since they came up, and since this coordinator did."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,37 @@ def observe(watch: Watch, progress: Iterable[Progress], now: float) -> Watch:
         else:
             seen[report.worker] = replace(before, heard_at=now, operation=report.operation)
     return replace(watch, seen=seen, moved_at=moved_at)
+
+
+def heard(watch: Watch, node: NodeId, now: float, silence_s: float) -> Watch:
+    """A beat of its keeper."""
+    before = watch.beats.get(node)
+    since = before.since if before is not None and now - before.at <= silence_s / 2 else now
+    return replace(watch, beats={**watch.beats, node: Heard(since, now)})
+
+
+def forgotten(watch: Watch, node: NodeId) -> Watch:
+    """Its keeper is gone, which is no silence."""
+    return replace(watch, beats={each: beats for each, beats in watch.beats.items() if each != node})
+
+
+def silent(watch: Watch, nodes: Iterable[NodeId], now: float, for_s: float, silence_s: float) -> tuple[NodeId, ...]:
+    """Those of ``nodes`` of which nothing was heard for ``for_s``, while another was all the time: else it may be us who are deaf."""
+    known = {node: watch.beats[node] for node in dict.fromkeys(nodes) if node in watch.beats}
+    if not any(beats.since <= now - for_s and now - beats.at <= silence_s / 2 for beats in known.values()):
+        return ()
+    return tuple(node for node, beats in known.items() if now - beats.at >= for_s)
+
+
+def silence(watch: Watch, nodes: tuple[NodeId, ...], now: float, silence_s: float) -> Stall | None:
+    """Does the world stand still because a member's node is dead or cut off?  ``nodes``: of the members."""
+    still_s, gone = now - watch.moved_at, silent(watch, nodes, now, silence_s, silence_s)
+    if not gone or still_s < silence_s:
+        return None
+    heard_s = now - watch.beats[gone[0]].at
+    return Stall(
+        None, f"nothing was heard from node {gone[0][:8]} for {heard_s:.1f} s, though others are, and no member moved for {still_s:.1f} s"
+    )
 
 
 def stepped(watch: Watch, now: float) -> Watch:

@@ -40,7 +40,7 @@ from elastic.control.events import (
     Stumbled,
     Tick,
 )
-from elastic.control.health import observe
+from elastic.control.health import heard, observe
 from elastic.control.refusals import refusal
 from elastic.control.rules import Rules
 from elastic.control.states import Finishing, Forming, Running, RunState, Stopping, Waiting
@@ -177,6 +177,8 @@ def _renewed(turn: Turn, event: Renewed) -> None:
 
 
 def _beat(turn: Turn, event: Beat) -> None:
+    if event.node in turn.run.keepers:
+        turn.know(watch=heard(turn.run.watch, event.node, turn.now, turn.rules.silence_s))
     plan = turn.run.plan
     if plan is not None:
         progress = [each for each in event.progress if each.generation == plan.generation and each.worker in plan.members]

@@ -8,6 +8,7 @@ from elastic.control import growing, saving
 from elastic.control.actions import Kill, StartWorkers
 from elastic.control.builds import difference
 from elastic.control.events import Capacity, Joined, KeeperUp, NodeRefused, StartFailed
+from elastic.control.health import forgotten, silent
 from elastic.control.states import Finishing, Home, Host, Refusal, Worker
 from elastic.control.turn import Turn, count, names
 from elastic.ids import NodeId, WorkerId
@@ -128,7 +129,8 @@ def start_workers(turn: Turn) -> None:
     spares = count(rules.spares, "spare")
     asked = {**turn.run.starting, **dict.fromkeys(new, turn.now)}
     turn.know(starting=asked, slots=run.slots - number, next_worker=run.next_worker + number)
-    turn.do(StartWorkers(new, tuple(run.refused)))
+    avoid = (*run.refused, *silent(run.watch, run.keepers, turn.now, rules.silence_s, rules.silence_s))
+    turn.do(StartWorkers(new, tuple(dict.fromkeys(avoid))))
     turn.say(
         f"start {names(new)}: {count(len(run.workers), 'worker')} of at most {rules.max_workers}{f' and {spares}' if rules.spares else ''}"
     )
@@ -182,7 +184,7 @@ def keeper_lost(turn: Turn, node: NodeId, *, with_its_node: bool = False) -> Non
     """And all copies in its memory."""
     run = turn.run
     turn.know(keepers=tuple(keeper for keeper in run.keepers if keeper != node))
-    turn.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})
+    turn.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node}, watch=forgotten(run.watch, node))
     _note_leaving(turn, node, surely=with_its_node)
 
 

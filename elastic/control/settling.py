@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from elastic.control import membership, saving, stock
 from elastic.control.actions import Exit, Fence, Kill, Settle
 from elastic.control.forming import form
-from elastic.control.health import stall
+from elastic.control.health import silent
 from elastic.control.outcome import Settlement, newest, settle
 from elastic.control.seating import candidates
 from elastic.control.states import Failed, Finished, Finishing, RunState, Stopped, Stopping, Waiting
 from elastic.control.stepping import expecting, finish
-from elastic.control.stopping import stop, unblock
+from elastic.control.stopping import stands_still, stop, unblock
 from elastic.control.turn import Turn, count, names
 from elastic.ids import WorkerId
 
@@ -82,10 +82,12 @@ def stopping(turn: Turn, state: Stopping) -> None:
     if state.planned and turn.run.version.step >= turn.rules.target_step:
         return finish(turn, state.plan)
     if state.planned and state.pending:
-        stalled = stall(turn.run.watch, state.plan.members, turn.now, turn.rules.stall_s)
+        stalled = stands_still(turn, state.plan)
         return unblock(turn, stalled) if stalled else None
     if state.pending and turn.now >= state.deadline:
         state = _expel_the_silent(turn, state)
+    elif state.pending:
+        state = _expel_silent_nodes(turn, state)
     if state.pending or not _certain(turn, state) or _awaits_save(turn, state):
         return
     _settle(turn, state)
@@ -109,6 +111,23 @@ def _expel_the_silent(turn: Turn, state: Stopping) -> Stopping:
         stock.ask(turn)
         turn.amend(pending=(), expelled=(*state.expelled, *silent))
         turn.say(f"{why}: expel {names(silent)}")
+    assert isinstance(turn.run.state, Stopping)
+    return turn.run.state
+
+
+def _expel_silent_nodes(turn: Turn, state: Stopping) -> Stopping:
+    """All that is there, once nobody else's answer to the fence is waited for: neither their keepers nor the members are heard."""
+    run, silence_s = turn.run, turn.rules.silence_s
+    gone = silent(run.watch, state.plan.nodes, turn.now, 2 * silence_s, silence_s)
+    if not _certain(turn, state) or any(run.workers[worker].node not in gone for worker in state.pending):
+        return state
+    there = tuple(
+        worker for worker, known in run.workers.items() if known.node in gone and worker not in {each.worker for each in state.answers}
+    )
+    why = f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {2 * silence_s:g} s, nor an answer to the fence"
+    membership.expel(turn, there, why)
+    turn.amend(pending=(), expelled=(*state.expelled, *state.pending))
+    turn.say(f"{why}: expel {names(there)}")
     assert isinstance(turn.run.state, Stopping)
     return turn.run.state
 

@@ -6,11 +6,11 @@ from elastic.control import checkpoints, growing, lineage, membership, stock
 from elastic.control.actions import Pause
 from elastic.control.commit import GO_ON, Outcome
 from elastic.control.events import Fenced, StepDone
-from elastic.control.health import stall, stepped
+from elastic.control.health import stepped
 from elastic.control.saving import begins, due
 from elastic.control.seating import candidates, layout_of
 from elastic.control.states import Finishing, Forming, Running, Stopping
-from elastic.control.stopping import pause, stop, unblock
+from elastic.control.stopping import pause, stands_still, stop, unblock
 from elastic.control.turn import Turn, names
 from elastic.ids import Version, WorkerId
 from elastic.plan.plan import Plan
@@ -55,7 +55,7 @@ def running(turn: Turn, state: Running) -> None:
         finish(turn, plan)
     elif run.stop:
         pause(turn, f"stop asked for ({run.stop})", save=True)
-    elif stalled := stall(run.watch, plan.members, turn.now, turn.rules.stall_s):
+    elif stalled := stands_still(turn, plan):
         unblock(turn, stalled)
     elif len(run.workers) > len(plan.members):
         grow(turn, plan)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from elastic.control import checkpoints, membership, stock
 from elastic.control.actions import Fence, Pause
 from elastic.control.events import Broken, StopRequested
-from elastic.control.health import Stall
+from elastic.control.health import Stall, silence, stall
 from elastic.control.states import NEVER, Finishing, JobFailure, Running, Stopping, Waiting
 from elastic.control.turn import Turn, count, names
 from elastic.ids import NodeId, WorkerId
+from elastic.plan.plan import Plan
 
 
 def pause(turn: Turn, cause: str, *, save: bool) -> None:
@@ -71,6 +72,12 @@ def members_lost(turn: Turn, workers: tuple[WorkerId, ...], sentence: str, *, ce
             give_up_the_boundary(turn)
     else:
         stop(turn, sentence, expelled=() if certain else members)
+
+
+def stands_still(turn: Turn, plan: Plan) -> Stall | None:
+    """The world of ``plan``: and why, as far as that is known."""
+    watch, rules = turn.run.watch, turn.rules
+    return silence(watch, plan.nodes, turn.now, rules.silence_s) or stall(watch, plan.members, turn.now, rules.stall_s)
 
 
 def unblock(turn: Turn, stalled: Stall) -> None:

@@ -20,7 +20,7 @@ from elastic.sim.worker import Worker
 if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
 
-BEAT_S, CAPACITY_S = 3.0, 5.0
+BEAT_S, CAPACITY_S = 0.8, 5.0
 DECLARED_DEAD_S = 8.0
 """A node that is silent for so long is taken for dead by the cluster's own health checks, and so are its processes."""
 

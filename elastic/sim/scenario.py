@@ -134,6 +134,7 @@ def small_rules(min_workers: int, max_workers: int, layout: LayoutRule, target_s
         form_s=12.0,
         fence_s=3.0,
         stall_s=6.0,
+        silence_s=2.0,
         lease_s=12.0,
         wait_s=300.0,
         stop_s=10.0,

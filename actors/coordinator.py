@@ -82,6 +82,8 @@ class View:
     """The user's traceback, where the job is at fault."""
     unprotected_since: int | None
     """The step from which on not every member's state is complete in host memory, though it is to be."""
+    unbuddied_since: int | None
+    """The same of copies on other nodes."""
     paces: tuple[int, int]
     """Steps from one copy in host memory to the next, and at the buddies; 0: none."""
 
@@ -206,6 +208,11 @@ class Coordinator:
         return Lease(granted, safe.recorded_step if safe.generation == generation else 0)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
+    def tell(self, sentence: str) -> None:
+        """For the run's story: what a keeper has found out, and decides nothing."""
+        self.story.say(self.clock(), sentence)
+
+    @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def stop(self, reason: str) -> None:
         """A clean stop, with a save."""
         self.inbox.put((StopRequested(reason), None))
@@ -246,6 +253,7 @@ class Coordinator:
             over=self.over.is_set(),
             job_error=state.state.job_error if isinstance(state.state, Failed) else "",
             unprotected_since=state.unprotected_since,
+            unbuddied_since=state.unbuddied_since,
             paces=state.paces,
         )
 

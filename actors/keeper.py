@@ -35,6 +35,7 @@ BEAT_S = 0.5
 CLOSE_S = 5.0
 """Of all its workers together, to end by themselves when the run is over."""
 REAPED_S = 0.5
+SAID_S, SAID = 60.0, 10
 SWITCH_S = 0.0005
 """How long a thread of a keeper computes before another one may; the beat waits for each of those that do."""
 
@@ -50,7 +51,9 @@ class Keeper:
         self.store = ObjectStore.open(bucket)
         self.node = NodeId(ray.get_runtime_context().get_node_id())
         self.probe = Probe(self.store, name, run)
-        self.stock = Stock(self.node, ray.util.get_node_ip_address(), secret)
+        self._said: dict[str, float] = {}
+        self._told = coordinator.tell.options(max_task_retries=0)
+        self.stock = Stock(self.node, ray.util.get_node_ip_address(), secret, self._say)
         self.logs = Logs(self.store, f"{name}/logs/{run.removeprefix(f'{name}-')}", run, self.node)
         self.late_s = 0.0
         """The most that a beat was late."""
@@ -77,6 +80,15 @@ class Keeper:
         if incarnation < self.incarnation:
             return DEPOSED
         return self.tail.extend(incarnation, begin, at, data)
+
+    def _say(self, sentence: str) -> None:
+        """Into this keeper's log and the run's story, each sentence once a minute, and no more than a few."""
+        print(f"keeper of {self.node[:8]}: {sentence}", flush=True)
+        now = time.monotonic()
+        self._said = {each: at for each, at in list(self._said.items()) if now - at < SAID_S}
+        if sentence not in self._said and len(self._said) < SAID:
+            self._said[sentence] = now
+            self._told.remote(f"keeper of node {self.node[:8]}: {sentence}")
 
     def _heed(self, incarnation: int) -> None:
         """Raises :class:`Deposed` for a coordinator that does not know that it is over."""
@@ -115,7 +127,7 @@ class Keeper:
             try:
                 self.stock.adopt(worker, counters["pid"], counters["copies"])
             except (OSError, StateMissing) as error:  # the worker sees that nobody holds its copies, and says so in every commit
-                print(f"keeper of {self.node[:8]}: the copies of {worker} cannot be held here: {error}", flush=True)
+                self._say(f"the copies of {worker} cannot be held here: {error}")
 
     def address(self) -> str:
         """Where its copies are to be had."""

@@ -106,7 +106,8 @@ def _stands(view: View) -> str:
     """What is said again when it changes."""
     workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
     open_ = "" if view.unprotected_since is None else f"; unprotected since step {view.unprotected_since}"
-    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}"
+    alone = "" if view.unbuddied_since is None else f"; no copy on another node since step {view.unbuddied_since}"
+    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}{alone}"
 
 
 def _copies(view: View) -> str:

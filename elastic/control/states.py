@@ -297,12 +297,26 @@ class RunState:
         return plan.version.step if self.copied is None else self.copied.step if self.late else None
 
     @property
+    def unbuddied_since(self) -> int | None:
+        """The step of which, or of none later, all members' copies are at their buddies too, though later ones should long have been."""
+        plan = self.plan
+        return (self.buddied or plan.version).step if plan is not None and self.late_at_buddies else None
+
+    @property
     def late(self) -> bool:
         """Have so many copies been due that there would be a later one if all were well?"""
         plan = self.plan
-        if plan is None or not plan.copy_every:
-            return False
-        return self.step - (self.copied or plan.version).step >= LATE * self.paces[0]
+        return plan is not None and bool(plan.copy_every) and self._is_late(self.copied, self.paces[0])
+
+    @property
+    def late_at_buddies(self) -> bool:
+        """The same of those that are to be brought to other nodes."""
+        plan = self.plan
+        return plan is not None and bool(plan.buddy_every) and self._is_late(self.buddied, self.paces[1])
+
+    def _is_late(self, version: Version | None, pace: int) -> bool:
+        assert self.plan is not None
+        return self.step - (version or self.plan.version).step >= LATE * pace
 
     @property
     def paces(self) -> tuple[int, int]:

@@ -118,6 +118,9 @@ def committed(turn: Turn, outcome: Outcome, before: RunState) -> None:
     if turn.run.late and not before.late:
         since = turn.run.unprotected_since
         turn.say(f"unprotected since step {since}: not every member of generation {plan.generation} has a later copy in host memory")
+    elif turn.run.late_at_buddies and not before.late_at_buddies:
+        since = turn.run.unbuddied_since
+        turn.say(f"no later copies than of step {since} have reached other nodes: the loss of a node would cost what came after it")
     safe = _safe(plan, copied, buddied)
     if safe is not None and _safe(plan, run.copied, run.buddied) is None:
         turn.do(Release(run.keepers, safe, safe))

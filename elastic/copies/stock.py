@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -28,8 +29,9 @@ RETRY_S = 1.0
 class Stock:
     """Thread-safe.  ``address``: where its listener is; ``host``: the address of the node that others reach."""
 
-    def __init__(self, node: NodeId, host: str, secret: bytes) -> None:
-        self.node, self.secret = node, secret
+    def __init__(self, node: NodeId, host: str, secret: bytes, say: Callable[[str], None] = print) -> None:
+        """``say``: what somebody should know of."""
+        self.node, self.secret, self.say = node, secret, say
         self._lock = threading.Lock()
         self._own: dict[WorkerId, Region] = {}
         self._dead: set[WorkerId] = set()
@@ -42,7 +44,7 @@ class Stock:
         self._buddy = ""
         """Its address."""
         self._closed = threading.Event()
-        self._listener = Listener(host, secret, self._serve)
+        self._listener = Listener(host, secret, self._serve, say)
         self.address = self._listener.address
         threading.Thread(target=self._bring, name="buddy", daemon=True).start()
 
@@ -133,7 +135,7 @@ class Stock:
         """Somebody read bytes that have not their digest: the slot holds nothing any more."""
         if found := self._find(worker, head):
             region, slot = found
-            print(f"keeper of {self.node[:8]}: the copy of {worker} at {_wanted(head).version} is damaged", flush=True)
+            self.say(f"the copy of {worker} at {_wanted(head).version} is damaged")
             region.begin(slot)
 
     def _take(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
@@ -170,7 +172,7 @@ class Stock:
                     while self._buddy == buddy and (due := self._due()):
                         self._send(wire, buddy, *due)
             except WireError as error:
-                print(f"keeper of {self.node[:8]}: no copy reaches the buddy at {buddy}: {error}", flush=True)
+                self.say(f"no copy reaches the buddy at {buddy}: {error}")
                 self._closed.wait(RETRY_S)
 
     def _due(self) -> tuple[WorkerId, Region, int] | None:

@@ -84,11 +84,14 @@ class Wire:
             raise WireError(f"the other side is gone: {error}") from error
 
     def head(self) -> dict[str, Any]:
-        """The next message, without the bytes that follow it."""
+        """The next message, without the bytes that follow it.  Whatever else comes raises :class:`WireError`, as the end does."""
         (length,) = LENGTH.unpack(self.receive(LENGTH.size))
         if length > HEAD_LIMIT:
             raise WireError(f"a head of {length} bytes")
-        found: dict[str, Any] = json.loads(bytes(self.receive(length)))
+        try:
+            found: dict[str, Any] = json.loads(bytes(self.receive(length)))
+        except ValueError as error:
+            raise WireError(f"no head: {error}") from error
         return found
 
     def receive(self, size: int) -> bytearray:
@@ -115,8 +118,9 @@ class Wire:
 class Listener:
     """Answers proven requests, each connection on a thread of its own, until it is closed."""
 
-    def __init__(self, host: str, secret: bytes, serve: Serve) -> None:
-        self._secret, self._serve, self._closed = secret, serve, threading.Event()
+    def __init__(self, host: str, secret: bytes, serve: Serve, say: Callable[[str], None] = print) -> None:
+        """``say``: that a stranger was refused."""
+        self._secret, self._serve, self._say, self._closed = secret, serve, say, threading.Event()
         self._socket = socket.create_server((host, 0))
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
@@ -142,7 +146,7 @@ class Listener:
             try:
                 wire = Wire.accept(connection, self._secret)
             except (WireError, OSError) as error:
-                print(f"{peer} was refused at {self.address}: {error}", flush=True)
+                self._say(f"{peer} was refused at {self.address}: {error}")
                 return
             try:
                 while True:

@@ -7,6 +7,8 @@ among them, and then in every later call of this process.  So neither its class 
 
 from __future__ import annotations
 
+import sys
+import threading
 import traceback
 from collections.abc import Callable
 
@@ -59,3 +61,13 @@ def _signature(error: Exception) -> str:
     theirs = [f for f in frames if not any(part in f.filename for part in OURS)]
     frame = (theirs or frames)[-1]
     return f"{type(error).__name__} at {frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def tell_where_all_stand() -> None:
+    """Every thread's stack, into the log.
+
+    Under the GIL: ``faulthandler`` walks the frames of threads that run on, which now and then ends the process (cpython issue 116008).
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        print(f"thread {names.get(ident, ident)} stands at\n{''.join(traceback.format_stack(frame))}", flush=True)

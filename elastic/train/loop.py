@@ -6,7 +6,6 @@ an update that is under way.  Neither leaves a group before the coordinator sett
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import queue
 import threading
@@ -27,11 +26,11 @@ from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import WorkerId
 from elastic.plan.plan import Plan
-from elastic.train.blame import classify, touch
+from elastic.train.blame import classify, tell_where_all_stand, touch
 from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
-from elastic.train.heal import Healing
+from elastic.train.heal import Healing, nothing
 from elastic.train.interface import interface
 from elastic.train.state import State
 from elastic.train.step import Session, run_step, update
@@ -105,6 +104,7 @@ class Trainer:
         self._ready_at = 0.0
         self._abort: threading.Thread | None = None
         """Of the world before: no collective of the next one begins until it has ended."""
+        self._slow = threading.Timer(0, nothing)
         self._left = threading.Event()
         """No settlement is under way."""
         self._left.set()
@@ -141,7 +141,9 @@ class Trainer:
         self.gate.fence(generation)
         if self.gate.generation == generation:
             self._left.clear()
-            faulthandler.dump_traceback_later(SLOW_S)  # where every thread stands, into the log, unless the generation is left by then
+            self._slow = threading.Timer(SLOW_S, tell_where_all_stand)  # unless the generation is left by then
+            self._slow.daemon = True
+            self._slow.start()
         world = self.world
         if world is not None and world.generation == generation:
             self._abort = threading.Thread(target=self._aborts, args=(world, self._abort), daemon=True)
@@ -210,6 +212,7 @@ class Trainer:
         except Leave:
             self.saver.wait()
         finally:
+            self._slow.cancel()
             self._close()
 
     def _next(self) -> Enter | Settled | Went:
@@ -247,7 +250,7 @@ class Trainer:
         self.gate.drop()
         self._said = []  # its plan is kept: it proves that there was this generation
         self._close()
-        faulthandler.cancel_dump_traceback_later()
+        self._slow.cancel()
         self._left.set()
 
     def _await(self, generation: int, *kinds: type[Went] | type[Settled]) -> Went | Settled:

@@ -34,6 +34,7 @@ NCCL = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # four times 15 s its watchdog sleeps once a peer's socket breaks; who ends the group waits
+    "NCCL_RAS_ENABLE": "0",  # its thread crashes processes whose peers come and go (NCCL issues 1996 and 2346)
     "NCCL_NVLS_ENABLE": "0",  # an abort crashes on memory that is registered for multicast
 }
 LAUNCHES = {

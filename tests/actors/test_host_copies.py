@@ -6,6 +6,7 @@ That they heal is shown by the kill matrix (``test_kill_points.py``: shards), by
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import ray
 
 from actors.coordinator import View
 from elastic.copies.region import ALIGNED, Region
+from elastic.copies.wire import Wire
+from elastic.errors import WireError
 from elastic.report.ledger import ledger
 from elastic.report.story import Sentence
 from elastic.runs import Run
@@ -32,6 +35,33 @@ def bend(region: Region) -> int:
             region.data(slot)[at] ^= 1
         copies += region.held(slot) is not None
     return copies
+
+
+@pytest.mark.must_run_in_ci
+def test_strangers_are_refused_and_the_story_says_so(tmp_path: Path, script_reference: Any) -> None:
+    """Who calls a keeper without the run's secret, or speaks another language, is told nothing; the run goes on as if nobody had."""
+    script, refused = Script("shard", 3), list[WireError]()
+
+    def act(witness: Witness, view: View) -> bool:
+        if view.state != "Running" or view.step < STEP:
+            return False
+        node = min(view.workers.values())
+        address = ray.get(ray.get_actor(f"{view.token}/keeper-{node[:12]}").address.remote())
+        for _ in range(3):
+            with pytest.raises(WireError) as error:
+                Wire.connect(address, b"x" * 32)
+            refused.append(error.value)
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\nHost: somebody-who-lost-his-way\r\nAccept: everything\r\n\r\n")
+        return True
+
+    chaos = trial(script.job(tmp_path, "strangers", copies={"copy_every": 1, "buddy_every": 0}), act)
+    assert (chaos.result.state, chaos.hash) == ("Finished", script_reference.hash)
+    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "was refused at" in line.text]
+    assert len(refused) == 3 and len(told) == 1 and "does not know the secret of this run" in told[0], told
+    assert len(formed(Run.open(chaos.job).records())) == 1
+    assert_nothing_left(chaos)
 
 
 @pytest.mark.full

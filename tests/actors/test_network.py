@@ -186,6 +186,24 @@ def test_the_side_without_the_coordinator_commits_nothing_and_ends(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("silence_s", [2, 1000], ids=["beats", "control"])
+def test_a_node_that_falls_silent_is_found_by_its_beats(tmp_path: Path, hosts: Hosts, reference: str, silence_s: int) -> None:
+    """R2, H4: where nobody can know whether it is dead, a world that stands still waits no longer than 2 s for it, and as long again
+    for its answer to the fence, instead of a minute and half of one.  The control listens to no beats: it waits for Ray's word."""
+    script = Cut(hosts, tmp_path / "calm", hosts.freeze, lambda view: view.generation == 2 and view.step >= script.at + 3)
+    deadlines = DEADLINES | {"stall_s": 60, "fence_s": 30, "silence_s": silence_s}
+    chaos = trial(job_of(tmp_path, f"silent-{silence_s}", deadlines=deadlines), script)
+    assert_same(chaos, reference)
+    records = Run.open(chaos.job).records()
+    forms = [record["at"] for record in records for action in record["actions"] if action["$"] == "Form"]
+    last = max(record["at"] for record in records if record["event"]["$"] == "StepDone" and record["at"] < forms[1])
+    by_beats = [text for text in told(chaos) if "nothing was heard from node" in text]
+    assert bool(by_beats) == (silence_s == 2), told(chaos)
+    assert forms[1] - last < 8 or silence_s > 2, forms[1] - last
+    assert [len(each.members) for each in formed(records)] == [2, 1, 2]
+
+
+@pytest.mark.full
 def test_two_workers_that_reach_the_coordinator_but_not_each_other(tmp_path: Path, hosts: Hosts, reference: str) -> None:
     """R10: nobody is to blame, nobody is killed; a world forms again when they reach each other again."""
 
@@ -252,7 +270,10 @@ def test_the_coordinator_is_cut_off_with_a_worker(tmp_path: Path, hosts: Hosts, 
 
     script = Cut(hosts, tmp_path / "calm", hosts.cut, look)
     script.with_coordinator = True
-    patience = {"stall_s": 60}  # or the first one, which the bucket still knows, goes on with its worker before the head gives it up
+    patience = {
+        "stall_s": 60,
+        "silence_s": 60,
+    }  # or the first one, which the bucket still knows, goes on with its worker before the head gives it up
     chaos = trial(job_of(tmp_path, "two-coordinators", deadlines=DEADLINES | patience), script)
     assert_same(chaos, reference)
     assert gone, "while it was still cut off"

@@ -108,6 +108,28 @@ def test_without_copies_for_long_it_is_said_and_shown() -> None:
     assert stepping(3, layout=SHARDS).run.unprotected_since is None, "the job wants none"
 
 
+def test_without_copies_on_other_nodes_for_long_it_is_said_and_shown() -> None:
+    """They are complete here, and none arrives there: the loss of a node would cost more than anybody thinks."""
+    play = stepping(3, layout=SHARDS, copy_every=1, buddy_every=2)
+    for number in (1, 2, 3):
+        play.tell(ev.KeeperUp(NodeId(f"n{number}"), f"n{number}:7"))
+    assert play.plan.buddy_every == 2
+
+    def told(first: int, last: int, buddied: int) -> list[str]:
+        steps = range(first, last + 1)
+        reasons = [play.tell(ev.StepDone(WorkerId("w1"), 1, replace(copied(step, step - 1), buddied_through=buddied))) for step in steps]
+        return [reason for reason in reasons if reason]
+
+    assert told(1, 20, -1) == ["no later copies than of step 0 have reached other nodes: the loss of a node would cost what came after it"]
+    assert (play.run.unbuddied_since, play.run.unprotected_since) == (0, None)
+    assert told(21, 22, 20) == [] and play.run.unbuddied_since is None
+    assert len(told(23, 45, 20)) == 1 and play.run.unbuddied_since == 20
+    alone = stepping(3, layout=SHARDS, copy_every=1)
+    for step in range(1, 30):
+        alone.tell(ev.StepDone(WorkerId("w1"), 1, copied(step, step - 1)))
+    assert alone.run.unbuddied_since is None, "the job wants none"
+
+
 def test_of_copies_that_are_seldom_the_rhythm_counts_that_members_agreed_on() -> None:
     play = stepping(3, layout=SHARDS, copy_every=1)
     assert play.run.paces == (1, 0)

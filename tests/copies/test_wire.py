@@ -78,6 +78,23 @@ def test_a_stranger_is_refused_and_named(listener: Listener, capfd: pytest.Captu
     connection.close()
 
 
+def test_what_is_no_message_ends_the_conversation_and_nothing_else(listener: Listener) -> None:
+    """A side that has lost count sends bytes where a head should be: a broken wire, not an error of whoever reads."""
+    no_message = wire.LENGTH.pack(4) + b"\xff{]x"
+    with contextlib.closing(Wire.connect(listener.address, SECRET)) as lost:
+        lost.send_raw([no_message])
+        with pytest.raises(WireError, match=r"hung up|gone"):
+            lost.head()
+
+    def babble(connection: Wire, head: dict[str, Any]) -> None:
+        connection.send_raw([no_message])
+
+    with Listener("127.0.0.1", SECRET, babble) as babbler, contextlib.closing(Wire.connect(babbler.address, SECRET)) as reader:
+        reader.send({})
+        with pytest.raises(WireError, match="no head"):
+            reader.head()
+
+
 def test_an_impostor_does_not_learn_what_it_would_need() -> None:
     """It listens at the address, and does not know the secret: whoever connects notices."""
     with Listener("127.0.0.1", b"another" * 5, echo) as impostor, pytest.raises(WireError):

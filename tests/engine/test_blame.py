@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from elastic.errors import FencedOff, WorldBroken
-from elastic.train.blame import classify, touch
+from elastic.train.blame import classify, tell_where_all_stand, touch
 from storage.errors import Damaged, Unavailable
 
 ASSERTED = "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in the manual.\nIt may come late."
@@ -67,3 +69,20 @@ def test_what_is_told_apart_besides() -> None:
 
 def test_a_cpu_is_never_lost() -> None:
     touch(torch.device("cpu"))
+
+
+def test_where_all_threads_stand_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    held, entered = threading.Event(), threading.Event()
+
+    def stands_here() -> None:
+        entered.set()
+        held.wait()
+
+    thread = threading.Thread(target=stands_here, name="stuck one", daemon=True)
+    thread.start()
+    entered.wait()
+    tell_where_all_stand()
+    held.set()
+    thread.join()
+    told = capfd.readouterr().out
+    assert "thread stuck one stands at" in told and "in stands_here" in told and "in tell_where_all_stand" in told

@@ -168,8 +168,8 @@ class Deadlines(Part):
     stall_s: Seconds = 60
     """Without progress of any member of a world, before the one that is furthest behind is expelled; grows with the step time."""
     silence_s: Seconds = 5
-    """A world that stands still while nothing is heard of a member's node, but of others, is stopped after so long; after as long again who
-    has not answered there is expelled.  A node beats every half second."""
+    """A world that stands still while nothing is heard of a member's node, but of others, is stopped after so long; after half as long
+    again who has not answered there is expelled.  A node beats every half second."""
     lease_s: Seconds = 120
     """A member that hears no coordinator for so long stops stepping."""
     wait_s: Seconds = 600

@@ -26,8 +26,8 @@ class Rules:
     stall_s: float = 60.0
     """Without progress of any member, before somebody is blamed; at least three recent steps."""
     silence_s: float = 5.0
-    """Without a beat of a node's keeper while the world stands still and others' are heard, before it is stopped.  After as long again who
-    has not answered the fence there is expelled."""
+    """Without a beat of a node's keeper while the world stands still and others' are heard, before it is stopped.  After half as long again
+    who has not answered the fence there is expelled."""
     lease_s: float = 120.0
     """How long a member that hears no coordinator may go on."""
     wait_s: float = 600.0

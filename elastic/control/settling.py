@@ -20,6 +20,9 @@ from elastic.control.stopping import stands_still, stop, unblock
 from elastic.control.turn import Turn, count, names
 from elastic.ids import WorkerId
 
+LONGER = 1.5
+"""Times ``silence_s`` after its last beat a node that does not answer the fence either, as others have, is waited for no more."""
+
 
 def waiting(turn: Turn, state: Waiting) -> None:
     run, rules = turn.run, turn.rules
@@ -118,13 +121,13 @@ def _expel_the_silent(turn: Turn, state: Stopping) -> Stopping:
 def _expel_silent_nodes(turn: Turn, state: Stopping) -> Stopping:
     """All that is there, once nobody else's answer to the fence is waited for: neither their keepers nor the members are heard."""
     run, silence_s = turn.run, turn.rules.silence_s
-    gone = silent(run.watch, state.plan.nodes, turn.now, 2 * silence_s, silence_s)
+    gone = silent(run.watch, state.plan.nodes, turn.now, LONGER * silence_s, silence_s)
     if not _certain(turn, state) or any(run.workers[worker].node not in gone for worker in state.pending):
         return state
     there = tuple(
         worker for worker, known in run.workers.items() if known.node in gone and worker not in {each.worker for each in state.answers}
     )
-    why = f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {2 * silence_s:g} s, nor an answer to the fence"
+    why = f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {LONGER * silence_s:g} s, nor an answer to the fence"
     membership.expel(turn, there, why)
     turn.amend(pending=(), expelled=(*state.expelled, *state.pending))
     turn.say(f"{why}: expel {names(there)}")

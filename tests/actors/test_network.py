@@ -188,8 +188,8 @@ def test_the_side_without_the_coordinator_commits_nothing_and_ends(
 @pytest.mark.full
 @pytest.mark.parametrize("silence_s", [2, 1000], ids=["beats", "control"])
 def test_a_node_that_falls_silent_is_found_by_its_beats(tmp_path: Path, hosts: Hosts, reference: str, silence_s: int) -> None:
-    """R2, H4: where nobody can know whether it is dead, a world that stands still waits no longer than 2 s for it, and as long again
-    for its answer to the fence, instead of a minute and half of one.  The control listens to no beats: it waits for Ray's word."""
+    """R2, H4: where nobody can know whether it is dead, a world that stands still waits no longer than 2 s for it, and half as long
+    again for its answer to the fence, instead of a minute and half of one.  The control listens to no beats: it waits for Ray's word."""
     script = Cut(hosts, tmp_path / "calm", hosts.freeze, lambda view: view.generation == 2 and view.step >= script.at + 3)
     deadlines = DEADLINES | {"stall_s": 60, "fence_s": 30, "silence_s": silence_s}
     chaos = trial(job_of(tmp_path, f"silent-{silence_s}", deadlines=deadlines), script)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
 SYSTEMS = ("elastic", "ray-train", "torchft")
 EVENTS = ("process", "node")
-OWN_EVENTS = ("process, shards", "node, shards", "process, spare", "process, shards, spare", "hang")
+OWN_EVENTS = ("process, shards", "node, shards", "node, silent", "process, spare", "process, shards, spare", "hang")
 """What the others cannot do: ``peers/ours.py`` says what they are."""
 
 

@@ -37,6 +37,7 @@ class Nodes:
         )
         ray.init(address=self.cluster.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
         self.nodes: dict[str, Any] = {}
+        self.still: list[Any] = []
 
     def add(self, cpus: int = 1) -> None:
         node = self.cluster.add_node(num_cpus=cpus, object_store_memory=80 * 2**20)
@@ -56,8 +57,22 @@ class Nodes:
         end(node)
         self.cluster.worker_nodes.discard(node)
 
+    def freeze(self, node_id: str) -> None:
+        """It stands still with all its processes: not a connection is closed."""
+        node = self.nodes.pop(node_id)
+        frozen(node.all_processes["raylet"][0].process.pid)
+        self.still.append(node)
+
+    def bury(self) -> None:
+        """Whoever stood still has ended."""
+        for node in self.still:
+            end(node)
+            self.cluster.worker_nodes.discard(node)
+        self.still.clear()
+
     def close(self) -> None:
         """Without asking: a driver of Ray Train that still waits for its run does not survive an orderly shutdown.  The head comes last."""
+        self.bury()
         for node in [*self.nodes.values(), self.cluster.head_node]:
             end(node)
 

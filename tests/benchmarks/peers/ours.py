@@ -29,6 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "node, shards": SHARDS | {"copies": {"buddy_every": 1}},
     "process, spare": {"workers": {"min": 1, "max": WORKERS, "spares": 1}},
     "process, shards, spare": SHARDS | {"workers": {"min": 1, "max": WORKERS, "spares": 1}},
+    "node, silent": {"deadlines": {"grow_debounce_s": 1, "silence_s": 2}},
     "hang": {"deadlines": {"grow_debounce_s": 1, "stall_s": 4}},
 }
 """What happens, and the settings for it.  Two replicas heal from each other; of shards a keeper has a copy, the dead worker's own or a
@@ -40,7 +41,7 @@ class Ours:
     """Commits are the coordinator's word, the first microbatch of a world its members' own in shared memory."""
 
     def __init__(self, folder: Path, event: str) -> None:
-        self.nodes, self.how = Nodes(), signal.SIGSTOP if event == "hang" else signal.SIGKILL
+        self.nodes, self.how = Nodes(), signal.SIGSTOP if event in ("hang", "node, silent") else signal.SIGKILL
         values: dict[str, Any] = {
             "name": "recovery",
             "steps": 100_000,
@@ -102,13 +103,15 @@ class Ours:
         kill(mapped[max(members, key=lambda name: int(name[1:]))]["pid"], self.how)
 
     def kill_node(self) -> None:
-        """One that does not hold the coordinator, which is not redundant yet."""
+        """One that does not hold the coordinator; or it stands still, and no connection is closed."""
         from ray._private.state import actors
 
         home = next(each["Address"]["NodeID"] for each in actors().values() if each["Name"] == f"{self.job.name}/coordinator")
-        self.nodes.kill(next(node for node in self.view().workers.values() if node != home))
+        victim = next(node for node in self.view().workers.values() if node != home)
+        self.nodes.freeze(victim) if self.how == signal.SIGSTOP else self.nodes.kill(victim)
 
     def add_node(self) -> None:
+        self.nodes.bury()
         self.nodes.add()
 
     def phases(self, killed_at: float) -> dict[str, Any]:

@@ -23,11 +23,12 @@ import ray
 from actors import cluster
 from actors.processes import end_on_sigterm, log_file
 from elastic.control.events import Event, Joined, NodeRefused, StartFailed
-from elastic.errors import DataError, NoRoomYet
+from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.runs import SavedShard
 from elastic.train.counters import Counters, segment
+from elastic.train.limits import no_segment, shared_memory
 from storage.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class Worker:
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         _redirect_output(log_file(run, worker))
         faulthandler.register(signal.SIGUSR1)  # where it stands, into its log: for whoever looks at a hang
+        if why := no_segment(shared_memory()):
+            raise JobError(why)
         self.counters = Counters(segment(run, worker), create=True)
         self.counters["pid"] = os.getpid()
         self.trainer: Trainer | None = None

@@ -18,6 +18,8 @@ REMEMBERED = 8
 BUDDY_SLOTS = 2
 """In which a keeper holds copies of another node's worker: the newest that all buddies have complete, and the next one."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
+GBIT = 1e9 / 8
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,36 @@ class CopyRule:
     copies: bool = False
     buddies: bool = False
     link_share: float = 0.2
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of the state over the workers, in the worst of the layouts that there may be: in how few parts, and how many workers copy each."""
+
+    state_bytes: int
+    shards: int = 1
+    replicas: int = 1
+
+    @property
+    def part_bytes(self) -> float:
+        """Of one copy of one worker."""
+        return self.state_bytes / self.shards
+
+    @property
+    def sent_bytes(self) -> int:
+        """By all members together, each time that copies go to buddies."""
+        return self.replicas * self.state_bytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """An interface by which nodes reach each other; ``bytes_per_s`` one way, 0 where it does not say."""
+
+    name: str = ""
+    bytes_per_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"a link like {self.name} here ({self.bytes_per_s / GBIT:g} Gb/s)"
 
 
 @dataclass
@@ -73,26 +105,55 @@ def slots_a_worker(buddy_every: int) -> int:
     return slots_for(buddy_every) + (BUDDY_SLOTS if buddy_every else 0)
 
 
-def explained(state_bytes: int, shards: int, copy_every: int, buddy_every: int, rule: CopyRule, price_per_gb: float = 0.0) -> str:
-    """The sentence for the user, before anything was measured.  ``shards``: into how few parts the state is cut at worst."""
+def explained(spread: Spread, copy_every: int, buddy_every: int, rule: CopyRule, link: Link = Link(), price_per_gb: float = 0.0) -> str:
+    """The sentence for the user, before anything was measured.  ``link``: of the machine where it is said."""
     if not copy_every:
         return "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket"
-    slots = slots_a_worker(buddy_every)
-    text = f"copies in host memory {_often(copy_every, rule.copies)}, of {amount(state_bytes)} of state: "
+    slots, part, shards = slots_a_worker(buddy_every), spread.part_bytes, spread.shards
+    text = f"copies in host memory {_often(copy_every, rule.copies)}, of {amount(spread.state_bytes)} of state: "
     text += (
-        f"up to {amount(slots * state_bytes / shards)} a worker ({slots} slots, {shards} {'shard' if shards == 1 else 'shards'} at least)"
+        f"up to {amount(slots * part)} a worker ({slots} slots of {amount(part)}, {shards} {'shard' if shards == 1 else 'shards'} at least)"
     )
     if not buddy_every:
         return f"{text}; none on other nodes (copies.buddy_every = 0)"
-    often, sent, each = _often(buddy_every, auto=False), state_bytes / buddy_every, "a step"
-    if rule.buddies:
-        often, sent, each = f"as often as {rule.link_share:.0%} of each link allow (auto)", state_bytes, "each time"
-    text += f"; on to another node {often}, {amount(sent)} {each} over all links"
-    return text + (f"; {sent / 1e9 * price_per_gb:.4f} {each} at copies.price_per_gb = {price_per_gb:g}" if price_per_gb else "")
+    price = price_per_gb / 1e9
+    sent, cost = _as_allowed(spread, rule, link, price) if rule.buddies else _every_so_often(spread, buddy_every, link, price)
+    return f"{text}; on to another node {sent}" + (f"; {cost} at copies.price_per_gb = {price_per_gb:g}" if price_per_gb else "")
+
+
+def _as_allowed(spread: Spread, rule: CopyRule, link: Link, price: float) -> tuple[str, str]:
+    """What is sent at most, and what that costs: all of it as often as it may be, or what a node's link takes where that is less."""
+    sent, most, where, whose = spread.sent_bytes, spread.sent_bytes / SELDOM_S, "", "in all"
+    allowed = rule.link_share * (link.bytes_per_s or 10 * GBIT)
+    if allowed < most and link.bytes_per_s:
+        most, where, whose = allowed, f" from a node with {link}", "a node"
+    elif allowed < most:
+        most, whose = allowed, "for every 10 Gb/s of a node's link"
+        where = f" {whose}"
+    return (
+        f"as often as {rule.link_share:.0%} of each link allow, once a second at most (auto): {amount(sent)} each time over all links, "
+        f"at most {amount(most)}/s{where}",
+        f"{_money(sent * price)} each time, at most {_money(3600 * most * price)} an hour {whose},",
+    )
+
+
+def _every_so_often(spread: Spread, every: int, link: Link, price: float) -> tuple[str, str]:
+    """What is sent, and what that costs, a step: how much of a link that is depends on how long a step takes."""
+    sent, part = spread.sent_bytes / every, spread.part_bytes / every
+    share = f", {part / link.bytes_per_s:.2%} of {link}" if link.bytes_per_s else " of its node's link"
+    return (
+        f"{_often(every, auto=False)}: {amount(spread.sent_bytes)} each time, {amount(sent)} a step over all links; "
+        f"from one worker {amount(part)} a step, with steps of 1 s {amount(part)}/s{share}",
+        f"{_money(sent * price)} a step",
+    )
 
 
 def _often(every: int, auto: bool) -> str:
     return f"every {f'{every} steps' if every > 1 else 'step'}{' or more seldom (auto)' if auto else ''}"
+
+
+def _money(price: float) -> str:
+    return f"{price:.2f}" if price >= 1 else f"{price:.4f}"
 
 
 def amount(size: float) -> str:

@@ -28,6 +28,7 @@ FIELDS = (
 """``step``, ``microbatch``, ``collective``: last completed; ``operation``: what the worker is at, a number in :data:`OPERATIONS`;
 ``microbatches_run``: since the process began, idle rounds not counted; ``stepping_since_ns``: wall clock when the generation's
 first microbatch began to be computed, 0 before; ``copies``: the descriptor of its region of host copies, 0 for none."""
+BYTES = 8 * len(FIELDS)
 OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates")
 FOLDER = Path("/dev/shm")
 
@@ -45,8 +46,8 @@ class Counters:
         descriptor = os.open(path, flags, 0o600)
         try:
             if create:
-                os.ftruncate(descriptor, 8 * len(FIELDS))
-            self._memory = mmap.mmap(descriptor, 8 * len(FIELDS))
+                os.posix_fallocate(descriptor, 0, BYTES)  # where there is no room this fails, and not the first write, by SIGBUS
+            self._memory = mmap.mmap(descriptor, BYTES)
         finally:
             os.close(descriptor)
         self._view = memoryview(self._memory).cast("q")

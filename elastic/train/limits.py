@@ -1,12 +1,16 @@
 """How much more memory this process may take, and who says so.
 
-What is copied lies in anonymous files (memfd): they count for the cgroup like any memory, and not for the size of /dev/shm.
+What is copied lies in anonymous files (memfd): they count for the cgroup like any memory, and not for the size of /dev/shm.  There lie
+the workers' progress counters, and what NCCL shares between the GPUs of a node.  (What Ray puts there it looks after itself.)
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
+import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -14,13 +18,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic.copies.region import NAME
-from elastic.train.counters import FOLDER
+from elastic.plan.copies import amount
+from elastic.train.counters import BYTES, FOLDER
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 REGIONS = f"/memfd:{NAME}"
 PATIENCE_S = 30.0
+SEGMENT = -(-BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+"""Bytes that the counters of one worker take of ``FOLDER``, where memory is given page by page."""
+SHARED = 2**30
+"""Bytes that containers with NCCL are usually given there (``--shm-size=1g``); the default of Docker and Kubernetes is a sixteenth."""
+LARGER = f"on Kubernetes an emptyDir with medium: Memory and a sizeLimit, mounted at {FOLDER}; with docker --shm-size"
 VERSIONS = (
     ("", "", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -76,6 +86,49 @@ def copies_here() -> tuple[int, int]:
                 holders[found.st_ino].add(entry.parts[2])
     coming = sum(max(size - written, 0) for size, written in sizes.values())
     return coming, sum(written for inode, (_, written) in sizes.items() if len(holders[inode]) == 1)
+
+
+def shared_memory(folder: Path = FOLDER) -> int:
+    """Bytes that may still be written there."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # a tmpfs without a limit says 0 of 0
+
+
+def lockable_memory() -> int:
+    """Bytes that this process may lock in memory."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def no_segment(free: int) -> str:
+    """Why a worker cannot begin where ``FOLDER`` has so many bytes left; "" where it can."""
+    if free >= SEGMENT:
+        return ""
+    return (
+        f"{FOLDER} has {amount(free)} left, and the counters of one worker take {amount(SEGMENT)} of it; make it larger ({LARGER}), "
+        "or remove what fills it"
+    )
+
+
+def little_shared(free: int) -> str:
+    """What the user of a GPU should know where ``FOLDER`` has so many bytes left; "" where that is enough."""
+    if free >= SHARED:
+        return ""
+    return (
+        f"{FOLDER} has {amount(free)} left, less than the {amount(SHARED)} that NCCL is usually given to share between the GPUs of a node: "
+        f"where it is full a process ends by SIGBUS, or a world does not form; make it larger ({LARGER})"
+    )
+
+
+def little_lockable(needed: int, limit: int) -> str:
+    """What the user should know where ``needed`` bytes are to be pinned and so many may be locked; "" where that is enough."""
+    if needed <= limit:
+        return ""
+    return (
+        f"this worker pins {amount(needed)} of host memory for copies, and RLIMIT_MEMLOCK is {amount(limit)}: whether CUDA's driver counts "
+        f"what it pins was not verified, InfiniBand's verbs do; raise it by {amount(needed - limit)} or more (`ulimit -l unlimited` before "
+        f"`ray start`; with docker --ulimit memlock=-1; on Kubernetes LimitMEMLOCK=infinity for the node's container runtime)"
+    )
 
 
 def _table(path: Path) -> Mapping[str, str]:

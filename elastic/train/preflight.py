@@ -14,10 +14,11 @@ from elastic.data.loader import Dataset
 from elastic.engine.parallelize import sharding_table
 from elastic.errors import ModelError
 from elastic.job import Job
-from elastic.plan.copies import amount, explained
+from elastic.plan.copies import Spread, amount, explained
 from elastic.plan.layout import table
 from elastic.runs import Run
 from elastic.train.counters import Counters
+from elastic.train.interface import link_here
 from elastic.train.setup import build_of, make_session
 from elastic.train.state import build_model, bytes_of, tensors_of
 from storage.objects import ObjectStore
@@ -57,7 +58,9 @@ def _copying(job: Job, state_bytes: int) -> str:
     rules = job.rules()
     layouts = [layout for n, layout in table(rules.layout, rules.max_workers) if layout is not None and n >= rules.min_workers]
     shards = min((layout.dp_shard for layout in layouts), default=1)
-    return explained(state_bytes, shards, rules.copy_every, rules.buddy_every, job.copy_rule(), job.copies.price_per_gb)
+    spread = Spread(state_bytes, shards, max((layout.dp_replicate for layout in layouts), default=1))
+    link = link_here(job.network.interface)
+    return explained(spread, rules.copy_every, rules.buddy_every, job.copy_rule(), link, job.copies.price_per_gb)
 
 
 def _forming(job: Job, state_bytes: int) -> list[str]:

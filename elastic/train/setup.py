@@ -23,7 +23,7 @@ from elastic.train.copier import Copier
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.interface import choose
-from elastic.train.limits import alone, copies_here, free_memory
+from elastic.train.limits import alone, copies_here, free_memory, little_lockable, little_shared, lockable_memory, shared_memory
 from elastic.train.step import Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
@@ -68,6 +68,8 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
             f"install a torch for CUDA and its driver, or set workers.gpus = 0"
         )
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
+    if device.type == "cuda" and (little := little_shared(shared_memory())):
+        print(little, flush=True)
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
     return device
 
@@ -111,6 +113,8 @@ def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device, cou
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
         region = Region.create(slots_for(buddies), largest.bytes, largest.blocks)
         counters["copies"] = region.descriptor
+    if device.type == "cuda" and (little := little_lockable(slots_for(buddies) * largest.bytes, lockable_memory())):
+        print(little, flush=True)
     return Copier(region, tensors, device, job.copy_rule())
 
 

@@ -30,10 +30,17 @@ def written(folder: Path, name: str = "toy", **changes: object) -> str:
 
 def sentence(shown: Shown) -> str:
     """The one line that a failed command prints."""
+    return told(shown)[0]
+
+
+def told(shown: Shown) -> tuple[str, str]:
+    """That, and what is said before of copies in host memory: of every job that is in order itself."""
     lines = [line for line in shown.readouterr().out.splitlines() if not line.startswith("note:")]
-    lines = [line for line in lines if "copies in host memory" not in line]  # said of every job that is in order itself
+    copies = [line for line in lines if "copies in host memory" in line]
+    lines = [line for line in lines if line not in copies]
+    assert len(copies) <= 1, copies
     assert len(lines) == 1, lines
-    return lines[0]
+    return lines[0], "".join(copies)
 
 
 def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +132,15 @@ def full_cluster() -> Iterator[None]:
 @pytest.mark.usefixtures("full_cluster")
 def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", written(tmp_path)]) == 2
-    said = sentence(capsys)
+    assert main(["train", written(tmp_path, copies={"price_per_gb": 1000.0})]) == 2
+    said, copies = told(capsys)
+    assert re.search(
+        r"copies in host memory every step or more seldom \(auto\), of (\S+ kB) of state: up to \S+ [kM]B a worker "
+        r"\(6 slots of \1, 1 shard at least\); on to another node as often as 20% of each link allow, once a second at most \(auto\): "
+        r"(\S+ [kM]B) each time over all links, at most \2/s; "
+        r"\d\.\d+ each time, at most \d+\.\d+ an hour in all, at copies\.price_per_gb = 1000$",
+        copies,
+    ), copies
     assert re.search(
         r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+, \S+\): 0 of \d+ CPUs free\): ", said
     )

@@ -5,6 +5,7 @@ That they heal is shown by the kill matrix (``test_kill_points.py``: shards), by
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from pathlib import Path
@@ -14,15 +15,18 @@ import pytest
 import ray
 
 from actors.coordinator import View
+from actors.launch import launch
 from elastic.copies.region import ALIGNED, Region
 from elastic.copies.wire import Wire
 from elastic.errors import WireError
 from elastic.report.ledger import ledger
-from elastic.report.story import Sentence
+from elastic.report.story import Line, Sentence
 from elastic.runs import Run
 from tests.support.chaos import Witness, assert_nothing_left, formed, samples, trial
+from tests.support.commands import assert_no_actor_left
 from tests.support.kills import Script
 from tests.support.room import Room
+from tests.support.toys import toy_job
 
 STEP = 9
 
@@ -98,3 +102,20 @@ def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: An
     host, bucket = chaos.witness.total("healed_host_bytes"), chaos.witness.total("healed_bucket_bytes")
     assert bucket > 0 if bent else host > 0 == bucket
     assert_nothing_left(chaos)
+
+
+def test_copies_for_which_there_is_no_memory_end_the_run_before_it_begins(tmp_path: Path) -> None:
+    """Of a model that no machine could hold, and of which nothing is made: both say how much is missing, and which setting gives it."""
+    vast = {"vocab": 29, "dim": 2**20, "layers": 4, "heads": 2}
+    lines = list[Line]()
+    result = launch(toy_job(tmp_path, name="vast", model_args=vast, workers={"max": 1}), show=lines.append)
+    assert (result.state, result.step, result.exit_code) == ("Failed", 0, 2), result
+    refused = re.compile(
+        r"w1 cannot start on node \w{8} .*: JobError: copies\.copy_every = auto: this worker's copies take \S+ TB of memory \(6 slots\), "
+        r"and the (node|container) \(\S.*\) leaves \S+ [GT]B beside .*; raise it by \S+ TB a worker "
+        r"\(on Kubernetes resources\.limits\.memory"
+    )
+    assert refused.search(result.reason), result.reason
+    assert any(refused.search(line.text) for line in lines if isinstance(line, Sentence))
+    assert not formed(Run.open(toy_job(tmp_path, name="vast", model_args=vast)).records())
+    assert_no_actor_left("vast")

@@ -10,7 +10,8 @@ import pytest
 
 from elastic.errors import JobError
 from elastic.job import Job
-from elastic.train.interface import SOCKETS, faster_than, interface, interface_of
+from elastic.plan.copies import GBIT, Link
+from elastic.train.interface import SOCKETS, faster_than, interface, interface_of, link_here
 from elastic.train.setup import prepare_process
 from tests.support.toys import toy_job
 
@@ -66,21 +67,39 @@ def test_it_is_no_part_of_the_trajectory() -> None:
         Job(name="x", bucket="/nowhere", network={"interface": "a name with spaces"})
 
 
-def test_a_quicker_interface_that_is_up_is_named(tmp_path: Path) -> None:
-    """And none that is down, is no hardware, does not say how quick it is, or is quicker by a little."""
+def devices(folder: Path) -> None:
+    """As the kernel shows them: name, state, Mb/s, and whether it is hardware."""
     for name, state, speed, hardware in (
         ("eth0", "up", "10000", True),
         ("ib0", "up", "200000", True),
         ("eth1", "down", "400000", True),
         ("silent", "up", "", True),
+        ("unknown", "up", "-1", True),
         ("veth", "up", "400000", False),
         ("eth2", "up", "25000", True),
     ):
-        (tmp_path / name / "device" if hardware else tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "operstate").write_text(f"{state}\n")
-        (tmp_path / name / "speed").write_text(f"{speed}\n")
+        (folder / name / "device" if hardware else folder / name).mkdir(parents=True)
+        (folder / name / "operstate").write_text(f"{state}\n")
+        (folder / name / "speed").write_text(f"{speed}\n")
+
+
+def test_a_quicker_interface_that_is_up_is_named(tmp_path: Path) -> None:
+    """And none that is down, is no hardware, does not say how quick it is, or is quicker by a little."""
+    devices(tmp_path)
     assert faster_than("eth0", tmp_path) == "ib0 runs at 200000 Mb/s, eth0 at 10000"
     assert faster_than("ib0", tmp_path) == faster_than("silent", tmp_path) == faster_than("", tmp_path) == ""
     (tmp_path / "ib0" / "operstate").write_text("down\n")
     assert faster_than("eth0", tmp_path) == ""
     assert faster_than("eth0", tmp_path / "none") == ""
+
+
+def test_the_speed_of_this_machines_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the interface that the job names, else the machine's environment, else of that which leads to others; 0 where it is not known."""
+    _, routed = address()
+    devices(tmp_path)
+    assert link_here("auto", tmp_path).name == routed
+    assert link_here("ib0", tmp_path) == Link("ib0", 200 * GBIT)
+    for silent in ("eth1", "silent", "unknown", "veth", "nowhere"):
+        assert link_here(silent, tmp_path) == Link(silent, 0.0)
+    monkeypatch.setenv(SOCKETS[0], "eth2")
+    assert link_here("auto", tmp_path) == Link("eth2", 25 * GBIT)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +16,18 @@ from elastic.copies.region import PAGE
 from elastic.errors import JobError, NoRoomYet
 from elastic.train import setup
 from elastic.train.counters import Counters
-from elastic.train.limits import alone, copies_here, free_memory
+from elastic.train.limits import (
+    SEGMENT,
+    SHARED,
+    alone,
+    copies_here,
+    free_memory,
+    little_lockable,
+    little_shared,
+    lockable_memory,
+    no_segment,
+    shared_memory,
+)
 from elastic.train.setup import make_copier
 from elastic.train.state import build_model, tensors_of
 from tests.support.toys import toy_job
@@ -97,3 +112,51 @@ def test_one_worker_of_a_node_at_a_time() -> None:
 def test_this_machine_says_so_too() -> None:
     free, where = free_memory()
     assert free > 0 and where
+    assert shared_memory() >= SEGMENT and lockable_memory() >= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def test_a_worker_whose_counters_do_not_fit_is_refused_by_name() -> None:
+    assert no_segment(SEGMENT) == ""
+    assert no_segment(100) == (
+        "/dev/shm has 100 B left, and the counters of one worker take 4.1 kB of it; make it larger (on Kubernetes an emptyDir with "
+        "medium: Memory and a sizeLimit, mounted at /dev/shm; with docker --shm-size), or remove what fills it"
+    )
+
+
+def test_shared_memory_that_may_not_do_for_nccl_is_named() -> None:
+    assert little_shared(SHARED) == ""
+    said = little_shared(64 * 2**20)
+    assert said.startswith("/dev/shm has 67.1 MB left, less than the 1.07 GB that NCCL is usually given")
+    assert "emptyDir with medium: Memory and a sizeLimit" in said and "docker --shm-size" in said
+
+
+def test_a_limit_on_locked_memory_below_what_is_pinned_is_named() -> None:
+    assert little_lockable(8 * 2**20, 8 * 2**20) == little_lockable(2**50, sys.maxsize) == ""
+    said = little_lockable(96 * 10**9, 8 * 2**20)
+    assert said.startswith("this worker pins 96 GB of host memory for copies, and RLIMIT_MEMLOCK is 8.39 MB: ")
+    assert "was not verified" in said and "`ulimit -l unlimited`" in said and "LimitMEMLOCK=infinity" in said
+
+
+FULL = """
+import os, sys
+from pathlib import Path
+from elastic.train.counters import FOLDER, Counters, segment
+from elastic.train.limits import no_segment, shared_memory
+print(no_segment(shared_memory()))
+Counters(segment("fits", "w1"), create=True)["pid"] = 1
+print(no_segment(shared_memory()))
+try:
+    Counters(segment("full", "w2"), create=True)
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a /dev/shm of its own")
+def test_a_full_one_is_an_error_and_no_signal() -> None:
+    """With room for the counters of one worker."""
+    mount = f'mount -t tmpfs -o size={SEGMENT} none /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", FULL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    fits, full, why = done.stdout.splitlines()
+    assert fits == "" and full == no_segment(0) and why == "No space left on device"

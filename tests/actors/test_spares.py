@@ -11,8 +11,8 @@ import ray
 from actors.coordinator import View
 from elastic.data.cursor import Cursor
 from elastic.runs import Run
-from tests.support.chaos import Trial, Witness, assert_survived, formed, trial
-from tests.support.kills import SAMPLES, Script
+from tests.support.chaos import LEFT, Trial, Witness, assert_survived, formed, how, trial
+from tests.support.kills import SAMPLES, Cramp, Script, perform
 from tests.support.room import Room
 
 STEP = 8
@@ -44,11 +44,11 @@ def struck(folder: Path, spares: int, layout: str = "replicate", tier: str = "li
         room.close()
 
 
-def waited_for(chaos: Trial) -> list[str]:
-    """What was started, and who joined, from the end of the first generation until the second one ran."""
+def waited_for(chaos: Trial, generation: int = 2) -> list[str]:
+    """What was started, and who joined, from the first loss until ``generation`` ran."""
     records = list(Run.open(chaos.job).records())
     begin = next(n for n, each in enumerate(records) if each["event"]["$"] == "Lost")
-    end = next(n for n, each in enumerate(records) if any(did["$"] == "Go" and did["generation"] == 2 for did in each["actions"]))
+    end = next(n for n, each in enumerate(records) if any(did["$"] == "Go" and did["generation"] == generation for did in each["actions"]))
     between = records[begin:end]
     started = [did["$"] for each in between for did in each["actions"] if did["$"] == "StartWorkers"]
     return started + [each["event"]["$"] for each in between if each["event"]["$"] == "Joined"]
@@ -75,3 +75,44 @@ def test_without_a_spare_another_process_is_waited_for(tmp_path: Path, script_re
     script, chaos = struck(tmp_path, spares=0)
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
     assert len(chaos.witness.seen) == 3 and waited_for(chaos) == ["StartWorkers", "Joined"]
+
+
+def two_by_two(folder: Path, kills: int) -> tuple[Script, Trial]:
+    """Two replicas of two lose a member, and what is left of them the next one; who is over is not used for larger shards."""
+    script = Script("2x2", 4)
+    script.form(4, "init")
+    script.cramps.append(Cramp(script.generation, 4, victims=kills))
+    for step, tier in ((STEP, "live"), (2 * STEP, "host"))[:kills]:
+        script.fault("backward", "SIGKILL", 1, step)
+        script.form(2, tier)
+    return script, perform(script, folder, "left-over", parallel={"min_shard": 2, "use": "fit"})
+
+
+@pytest.mark.full
+def test_who_is_left_over_of_a_replica_takes_a_dead_workers_seat(tmp_path: Path, script_reference: Any) -> None:
+    """R13: four processes, no more, from first to last.  The first loss leaves a replica whole and a worker over; with the second, both
+    copies of a shard in live memory are gone, and the one that was over gets it from what the dead one has left in its keeper's."""
+    script, chaos = two_by_two(tmp_path, kills=2)
+    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
+    assert len(chaos.witness.seen) == 4 and waited_for(chaos, generation=3) == []
+    first, second, third = formed(Run.open(chaos.job).records())
+    (over,) = set(third.members) - set(second.members)
+    final = chaos.witness.seen[over].final
+    assert (first.layout, second.layout, third.layout) == ((2, 2), (1, 2), (1, 2))
+    assert over in first.members and final["healed_host_bytes"] > 0
+    assert final["updates_applied"] == second.step + chaos.job.steps - third.step, "as a member, and again as one; none between"
+    (survivor,) = set(second.members) & set(third.members)
+    assert chaos.witness.seen[survivor].final["healed_host_bytes"] == 0, "the other shard stays where it is"
+
+
+@pytest.mark.full
+def test_who_is_left_over_idles_where_nobody_else_dies(tmp_path: Path, script_reference: Any) -> None:
+    """The control: the first of the two losses alone.  The same process waits, and takes no seat until the end."""
+    script, chaos = two_by_two(tmp_path, kills=1)
+    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
+    assert len(chaos.witness.seen) == 4 and waited_for(chaos) == []
+    first, second = formed(Run.open(chaos.job).records())
+    (over,) = set(first.members) - set(second.members) - {first.members[1]}
+    seen = chaos.witness.seen[over]
+    assert (seen.final["generation"], seen.final["updates_applied"]) == (1, second.step)
+    assert how(seen.ended) == LEFT and sum(each.final["generation"] == 2 for each in chaos.witness.seen.values()) == 2

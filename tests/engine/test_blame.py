@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.errors import FencedOff, WorldBroken
+from elastic.errors import AbortStuck, FencedOff, WorldBroken
 from elastic.train.blame import classify, tell_where_all_stand, touch
 from storage.errors import Damaged, Unavailable
 
@@ -59,6 +59,16 @@ def test_memory_that_is_lacking_before_a_step_begins() -> None:
     first, second = (classify(raised(error), fine, forming=True) for error in errors)
     assert first == second and first[0] == "device" and first[1].startswith("OutOfMemoryError at ")
     assert classify(raised(ValueError("the model's")), fine, forming=True)[0] == "job"
+
+
+def test_an_abort_that_is_stuck() -> None:
+    """The device may answer: this process can be in no other world all the same.  Where it was raised is no part of the signature, and what
+    a lost device says comes first.  The control: any other world that broke is a peer's doing."""
+    stuck = "the abort of the world before has not ended within 15 s"
+    assert classify(AbortStuck(stuck), fine) == classify(raised(AbortStuck(stuck)), fine) == ("device", stuck)
+    assert classify(raised(AbortStuck(stuck)), fine, forming=True) == ("device", stuck)
+    assert classify(raised(AbortStuck(stuck)), lost, forming=True) == ("device", "CUDA error: device-side assert triggered")
+    assert classify(raised(WorldBroken(stuck)), fine, forming=True) == ("peer", "")
 
 
 def test_what_is_told_apart_besides() -> None:

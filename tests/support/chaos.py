@@ -191,6 +191,8 @@ ENDS = {
 """How the kernel says that the victim of a fault ended; whoever only stands still is ended by us.  One of kind "exception" lives."""
 CAUSES = {"exception": "job", "device_assert": "device"}
 """What the victim of a fault says of it, where it still can."""
+SAID: Mapping[str, str] = {"job": "InjectedError", "device": "device-side assert"}
+"""And in which words, by cause."""
 LEFT = ("exit code", 0)
 """In good order."""
 
@@ -231,12 +233,15 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
     return found
 
 
-def assert_survived(chaos: Trial, reference: Trial | Any, *, worlds: Sequence[int], tiers: Sequence[str], unsaved: int = 0) -> None:
+def assert_survived(
+    chaos: Trial, reference: Trial | Any, *, worlds: Sequence[int], tiers: Sequence[str], unsaved: int = 0, said: Mapping[str, str] = SAID
+) -> None:
     """The six assertions, for the faults of the job.
 
-    ``worlds``: members of each generation that was to be formed, the first one's first; ``tiers``: where each began from.  Committed
-    steps may be done again: 2 × ``save_every`` by a world that begins from the bucket, and those ``unsaved`` because it was down; one by
-    one that begins from copies of every step (the one that is under way dies with its worker); by any other none.
+    ``worlds``: members of each generation that was to be formed, the first one's first; ``tiers``: where each began from; ``said``: words
+    of those who can go on no more, by cause.  Committed steps may be done again: 2 × ``save_every`` by a world that begins from the bucket,
+    and those ``unsaved`` because it was down; one by one that begins from copies of every step (the one that is under way dies with its
+    worker); by any other none.
     """
     job, witness = chaos.job, chaos.witness
     records = Run.open(job).records()
@@ -249,7 +254,7 @@ def assert_survived(chaos: Trial, reference: Trial | Any, *, worlds: Sequence[in
     assert witness.generation == len(worlds)
     # 1: the faults happened, inside the run, by the word of the kernel
     assert_struck(job, witness, generations)
-    assert_exceptions(job, witness, generations, records)
+    assert_exceptions(job, witness, generations, records, said)
     # 2: the bits
     assert chaos.losses == reference.losses
     assert chaos.hash == reference.hash
@@ -284,7 +289,9 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
         assert final["updates_applied"] > 0
 
 
-def assert_exceptions(job: Job, witness: Witness, generations: Sequence[Formed], records: Sequence[Mapping[str, Any]]) -> None:
+def assert_exceptions(
+    job: Job, witness: Witness, generations: Sequence[Formed], records: Sequence[Mapping[str, Any]], said: Mapping[str, str]
+) -> None:
     """Whoever raised says so and is fenced; in the next world it is the same process, or it is replaced where its device is lost.
 
     Of a save only the part is missing.
@@ -295,8 +302,7 @@ def assert_exceptions(job: Job, witness: Witness, generations: Sequence[Formed],
     broke = [fault for fault in raised if fault.point != "save"]
     expected = [(generations[fault.generation - 1].members[fault.world_rank], fault.generation, CAUSES[fault.kind]) for fault in broke]
     assert [(event["worker"], event["generation"], event["cause"]) for event in told] == expected, told
-    words = {"job": "InjectedError", "device": "device-side assert"}
-    assert all(words[event["cause"]] in event["signature"] for event in told), told
+    assert all(said[event["cause"]] in event["signature"] for event in told), told
     for worker, generation, cause in expected:
         assert any(event["$"] == "Fenced" and (event["worker"], event["generation"]) == (worker, generation) for event in events)
         goes_on = worker in generations[generation].members

@@ -21,12 +21,26 @@ from torch import Tensor, nn
 
 from elastic.control.commit import BadRecord, CommitShape, Outcome, conclude
 from elastic.engine.loss import next_token
+from elastic.engine.world import World
+from elastic.train import copier, loop
 from elastic.train import step as steps
 from elastic.train.loop import Trainer
 from tests.support.patience import PATIENCE_S
 
 STEP = 6
 """The step of generation 1 in which mischief is done."""
+ASSERTED = "CUDA error: device-side assert triggered\nIt may be reported by some other call than the one that failed."
+TOUCHES = (
+    (loop, "touch"),
+    (World, "to_host"),
+    (World, "to_device"),
+    (World, "finish"),
+    (World, "keep_up"),
+    (copier._Plain, "fill"),
+)
+"""What asks a worker's device for anything, besides the user's code."""
+ABORT_S = 1.0
+"""How long the abort of the world before is waited for, where it never ends; and how long it takes where it does."""
 SEEN: set[tuple[str, int]] = set()
 LAST: list[Outcome] = []
 
@@ -107,6 +121,58 @@ def holding_the_gil(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     if _due(0):
         ctypes.PyDLL(None).sleep(3)
     return watched(model, batch)
+
+
+def device_lost(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """World rank 0 has lost its device when ``STEP`` begins: whatever touches it raises, and so does every later call of this process."""
+    if _due(0):
+        for owner, name in TOUCHES:
+            setattr(owner, name, _refuse)
+    if loop.touch is _refuse:
+        _refuse()
+    return watched(model, batch)
+
+
+def device_error(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same where it is no more than one call that failed: the control.  The device answers afterwards."""
+    if _due(0):
+        _refuse()
+    return watched(model, batch)
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise torch.AcceleratorError(ASSERTED)
+
+
+def stuck_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The abort of generation 1 frees world rank 0 from every collective, as it should, but never returns; it has ``ABORT_S`` to.
+
+    To be used with another member that dies in ``STEP``, later than this.
+    """
+    if _due(0):
+        loop.ABORT_S = ABORT_S
+        _delay_abort(threading.TIMEOUT_MAX)
+    return watched(model, batch)
+
+
+def late_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same where the abort returns after ``ABORT_S``, and has as long as it has everywhere: the control."""
+    if _due(0):
+        _delay_abort(ABORT_S)
+    return watched(model, batch)
+
+
+def _delay_abort(longer_s: float) -> None:
+    world = trainer().world
+    assert world is not None
+    genuine = world.abort
+
+    def abort() -> int:
+        count = genuine()
+        threading.Event().wait(longer_s)
+        return count
+
+    world.abort = abort  # type: ignore[method-assign]
 
 
 def _due(rank: int) -> bool:

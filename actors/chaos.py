@@ -5,7 +5,7 @@ inside of a process the worker does to itself (``Worker.suffer``).  What was don
 written beside the run, in ``chaos/`` of its folder.  The head and this process's node are never struck as nodes: without Ray's own store
 there is no cluster to recover in.
 
-Other kinds need a machine that is in the caller's hand, such as its network: ``also`` says how to perform them.
+A fault at a ``point`` its worker is told of, and performs on itself where it next comes there; what never comes there is never struck.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def _tree(root: int) -> list[int]:
 class Strike:
     """A fault that was performed, or (``failed``: why) could not be.
 
-    ``at``: wall clock; ``victim``: several are joined by commas; ``generation``, ``step``: where the (last) victim was then.
+    ``at``: wall clock, of a fault at a point when its worker was told; ``victim``: several are joined by commas; ``generation``, ``step``:
+    where the (last) victim was then.
     """
 
     number: int
@@ -161,23 +162,23 @@ class Strike:
     def __str__(self) -> str:
         pid = f" (pid {self.pid})" if self.pid else ""
         where = f"at step {self.step} of generation {self.generation}, {self.state}"
-        return f"chaos {self.number}: {self.fault['kind']} of {self.victim}{pid} {where}" + (f": {self.failed}" if self.failed else "")
-
-
-Perform = Callable[[Fault, View], str]
-"""How to perform a fault of one kind; returns whom it struck, "" when there was nobody."""
+        due = f", due where it next comes to {self.fault['point']}," if "point" in self.fault else ""
+        return f"chaos {self.number}: {self.fault['kind']} of {self.victim}{pid}{due} {where}" + (f": {self.failed}" if self.failed else "")
 
 
 class Chaos:
-    """``faults`` on the run of ``job``, which lives in the cluster of this process.  ``at`` counts from here."""
+    """``faults`` on the run of ``job``, which lives in the cluster of this process.  ``at`` counts from here.
 
-    def __init__(
-        self, job: Job, faults: Sequence[Fault], tell: Callable[[Strike], None] = lambda _: None, also: Mapping[Kind, Perform] | None = None
-    ) -> None:
-        self.job, self.tell, self.also = job, tell, also or {}
-        unknown = sorted({fault.kind for fault in faults} - {*PERFORMED, *self.also})
+    Raises ValueError for what cannot be performed, or not so.
+    """
+
+    def __init__(self, job: Job, faults: Sequence[Fault], tell: Callable[[Strike], None] = lambda _: None) -> None:
+        self.job, self.tell = job, tell
+        unknown = sorted({fault.kind for fault in faults} - {*PERFORMED})
         if unknown:
-            raise ValueError(f"{', '.join(unknown)} cannot be performed here; what can be: {', '.join(sorted({*PERFORMED, *self.also}))}")
+            raise ValueError(f"{', '.join(unknown)} cannot be performed here; what can be: {', '.join(sorted(PERFORMED))}")
+        for fault in faults:
+            _check_point(fault)
         self.pending = sorted(faults, key=lambda fault: fault.at)
         self.strikes: list[Strike] = []
         self.began = time.monotonic()
@@ -233,9 +234,7 @@ class Chaos:
         victim, pid, failed = "", 0, ""
         generation, step = view.generation, view.step
         try:
-            if fault.kind in self.also:
-                victim = self.also[fault.kind](fault, view)
-            elif VICTIM[fault.kind] == "worker":
+            if VICTIM[fault.kind] == "worker":
                 for worker in self._workers(fault, view):
                     hand = self._hand(NodeId(view.workers[worker]))
                     pid, generation, step = ray.get(hand.stands.remote(view.token, worker), timeout=CALL_S)
@@ -338,6 +337,19 @@ class Chaos:
         ray.wait(resting, num_returns=len(resting), timeout=longest_s + CALL_S) if resting else None
         for hand in self._hands.values():
             ray.kill(hand)
+
+
+def _check_point(fault: Fault) -> None:
+    if fault.point and fault.kind not in (*SIGNALS, *SUFFERED):
+        raise ValueError(
+            f"point = '{fault.point}' of kind = '{fault.kind}': only what a worker does to itself strikes at a point of its work; "
+            f"leave point out, or take one of {', '.join((*SIGNALS, *SUFFERED))}"
+        )
+    if fault.point and fault.kind is Kind.SIGSTOP and fault.duration_s is not None:
+        raise ValueError(
+            f"duration_s = {fault.duration_s:g} of kind = 'SIGSTOP' at point = '{fault.point}': nobody sees when a worker stops itself, "
+            f"so nobody can thaw it; leave out point or duration_s"
+        )
 
 
 def _plain(fault: Fault) -> dict[str, Any]:

@@ -34,6 +34,9 @@ from storage.errors import Unavailable
 if TYPE_CHECKING:
     from elastic.train.loop import Trainer
 
+AT_ONCE = ("held_gil", "clock_skew", "memory_hog")
+"""Faults that befall the process whichever of its threads performs them."""
+
 
 class Worker:
     """Made by ``actors/group.py``; ``train`` is called once, and its return or failure is how Ray tells that the process ended."""
@@ -166,18 +169,14 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def suffer(self, kind: str, point: str, duration_s: float, amount: float) -> None:
-        """What chaos cannot do from outside (``actors/chaos.py``): at once, or where the training thread next comes to ``point``."""
+        """What chaos cannot do from outside (``actors/chaos.py``): where the training thread next comes to ``point``; without one at once,
+        where that takes no thread with it, and else at the next point of all."""
         from elastic.train import faults
 
-        match kind:
-            case "held_gil":
-                threading.Thread(target=faults.hold_the_gil, args=(duration_s,)).start()
-            case "clock_skew":
-                faults.skew(amount)
-            case "memory_hog":
-                threading.Thread(target=faults.hog).start()
-            case _:
-                self._trainer.session.faults.next.append((kind, point))
+        if kind in AT_ONCE and not point:
+            threading.Thread(target=faults.perform, args=(kind, duration_s, amount)).start()
+        else:
+            self._trainer.session.faults.ask(faults.Asked(kind, point, duration_s, amount))
 
 
 def _redirect_output(path: Path) -> None:

@@ -71,7 +71,6 @@ class _Local:
         step = state.shard.version.step
         self.gate.hold([state.shard])
         shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, 1)
-        self.session.faults.watch(state.model, self.world)
         try:
             while step < job.steps:
                 outcome = run_step(self.session, state, self.gate, shape, step + 1, lambda: GO_ON)

@@ -333,7 +333,6 @@ class Trainer:
         """Step until the target or an agreed boundary."""
         job, world, step = self.session.job, state.world, plan.version.step
         shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, world.size)
-        self.session.faults.watch(state.model, world)
         copier = self.session.copier
         if copier is not None:
             copier.enter(plan, self.worker, state.shard)

@@ -99,7 +99,7 @@ def compute(session: Session, state: State, step: int) -> Share:
                 for name, value in batch.items():
                     world.reserve(f"{name} {later}", value)
         session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
-        session.faults.aim(step)
+        session.faults.aim(step, state.model, world)
         torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))
         loss, count = session.loss(state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
         (loss if index is not None else loss * 0).backward()

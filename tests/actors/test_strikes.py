@@ -19,7 +19,7 @@ from elastic.data.cursor import Cursor
 from elastic.ids import Version
 from elastic.report.story import Line, Sentence
 from elastic.runs import Run
-from elastic.sim.faults import Fault, Kind, to_json
+from elastic.sim.faults import Fault, Kind, Point, to_json
 from elastic.train.local import run_local
 from storage.objects import ObjectStore
 from tests.support.chaos import Witness, assert_nothing_left, exported_hash, formed, samples, trial
@@ -35,6 +35,10 @@ def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.Capt
     job = toy_job(tmp_path, name="refused")
     with pytest.raises(ValueError, match="partition cannot be performed here; what can be: SIGABRT, "):
         Chaos(job, [Fault(1.0, Kind.PARTITION)])
+    with pytest.raises(ValueError, match=r"point = 'forward' of kind = 'slow': only .* leave point out, or take one of SIGKILL, "):
+        Chaos(job, [Fault(1.0, Kind.SLOW, point=Point.FORWARD)])
+    with pytest.raises(ValueError, match=r"duration_s = 3 of kind = 'SIGSTOP' at point = 'save': .* leave out point or duration_s"):
+        Chaos(job, [Fault(1.0, Kind.SIGSTOP, duration_s=3.0, point=Point.SAVE)])
     (tmp_path / "job.toml").write_text(job.to_toml())
     assert main(["chaos", str(tmp_path / "job.toml"), "--kinds", "earthquake"]) == 1
     assert "--kinds: 'earthquake' is not a valid Kind" in capsys.readouterr().out
@@ -53,7 +57,7 @@ def test_a_hand_rests_when_what_it_stopped_goes_on_or_has_ended() -> None:
 
 @pytest.mark.full
 def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command, from another thread of this process: a kill, a stop that thaws, an exception; the bits are the same."""
+    """The command, from another thread of this process: a stop that thaws, an exception in forward, a kill in backward; the same bits."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.04}}
     job = toy_job(tmp_path, name="struck", steps=STEPS, data=data, deadlines={"grow_debounce_s": 1, "stall_s": 10})
     reference = toy_job(tmp_path / "reference", name="local", steps=STEPS)
@@ -64,7 +68,11 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
     training.start()
     until_it_steps(job.name)
     (tmp_path / "job.toml").write_text(job.to_toml())
-    faults = [Fault(0.0, Kind.SIGSTOP, 0, 0.5), Fault(1.0, Kind.EXCEPTION, 1), Fault(2.0, Kind.SIGKILL, 1, state="Running")]
+    faults = [
+        Fault(0.0, Kind.SIGSTOP, 0, 0.5),
+        Fault(1.0, Kind.EXCEPTION, 1, point=Point.FORWARD),
+        Fault(2.0, Kind.SIGKILL, 1, state="Running", point=Point.BACKWARD),
+    ]
     (tmp_path / "script.json").write_text(to_json(faults))
     assert main(["chaos", str(tmp_path / "job.toml"), "--script", str(tmp_path / "script.json")]) == 0
     shown = capsys.readouterr().out

@@ -15,7 +15,7 @@ from elastic.engine.parallelize import FSDP_STREAMS
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Fault
-from elastic.train.faults import Faults, InjectedError
+from elastic.train.faults import Asked, Faults, InjectedError
 from elastic.train.setup import LAUNCHES
 from elastic.train.state import State
 from tests.support.commands import ROOT
@@ -67,9 +67,10 @@ class Twice(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at what is no leaf
+@pytest.mark.parametrize("by", ["the job", "chaos"])
 @pytest.mark.parametrize("point", ["forward", "backward"])
-def test_faults_lie_outside_of_what_is_compiled(point: str) -> None:
-    """Steps go by without compiling again, and the fault comes when it is due."""
+def test_faults_lie_outside_of_what_is_compiled(point: str, by: str) -> None:
+    """Steps go by without compiling again, and the fault comes when it is due, also one that nobody knew of when the model was made."""
     compiled = []
 
     def backend(graph: Any, _inputs: Any) -> Any:
@@ -79,15 +80,18 @@ def test_faults_lie_outside_of_what_is_compiled(point: str) -> None:
     model, world = Twice(), cast(World, _Seat())
     for layer in model.layers:
         layer.compile(fullgraph=True, backend=backend)
-    faults = Faults((Fault(point=point, step=6, kind="exception"),))
-    faults.watch(model, world)
+    faults = Faults((Fault(point=point, step=6, kind="exception"),) if by == "the job" else ())
     for step in range(1, 6):
-        faults.aim(step)
+        faults.aim(step, model, world)
         model(torch.ones(2, 4)).sum().backward()
-    assert len(compiled) == 2  # one for a block whose input needs no gradient, one for all others
-    faults.aim(6)
+    if by == "chaos":
+        faults.ask(Asked("exception", point))
+    faults.aim(6, model, world)
     with pytest.raises(InjectedError):
         model(torch.ones(2, 4)).sum().backward()
+    faults.aim(7, model, world)
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(compiled) == 2  # one for a block whose input needs no gradient, one for all others
 
 
 class _Seat:

@@ -1,7 +1,7 @@
 """A door between a run and its bucket, which can be shut in the ways that networks and stores fail: a proxy on loopback.
 
 What passes it is not touched, so signatures hold.  While it is shut, nothing of what passed before it goes on: connections are cut, or
-stand still.  ``perform`` is how chaos shuts it (``Chaos(also=...)``).
+stand still.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Protocol, Self
 
-from actors.coordinator import View
-from elastic.sim.faults import Fault
 from tests.support.processes import free_ports
 
 HEAD = b"\r\n\r\n"
@@ -41,9 +39,6 @@ class Way(StrEnum):
     BUSY = "says 503 SlowDown"
     CUT = "cuts connections"
     """Of every second request a part arrives; every other one is carried out, and its answer lost."""
-
-
-WAYS = tuple(Way)
 
 
 class Server(Protocol):
@@ -81,19 +76,16 @@ class Door:
     def environment(self) -> dict[str, str]:
         return self._server.environment | {"AWS_ENDPOINT_URL_S3": self.endpoint}
 
-    def perform(self, fault: Fault, view: View) -> str:
-        """``bucket_down``: it is shut for its duration, in the way that its target says."""
-        way = WAYS[fault.target % len(WAYS)]
-        self.shut(way)
-        if fault.duration_s is not None:
-            timer = threading.Timer(fault.duration_s, self.open)
-            timer.daemon = True
-            timer.start()
-        return f"the bucket, which {way}"
-
     @property
     def is_open(self) -> bool:
         return self._open.is_set()
+
+    def shut_for(self, way: Way, duration_s: float) -> None:
+        """It opens again by itself."""
+        self.shut(way)
+        timer = threading.Timer(duration_s, self.open)
+        timer.daemon = True
+        timer.start()
 
     def shut(self, way: Way) -> None:
         self._way, self._shuts = way, self._shuts + 1

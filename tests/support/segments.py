@@ -90,7 +90,6 @@ def member(
             state = State(job, world, version)
             Healing(state, plan, gate.worker, session).finish(gate.shards, checkpoints)
             gate.hold([*gate.shards, state.shard])
-            session.faults.watch(state.model, world)
             shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.size)
             yield Member(session, state, gate, shape, checkpoints)
         finally:

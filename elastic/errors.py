@@ -43,7 +43,7 @@ class CodeError(JobError):
 
 
 class ModelError(JobError):
-    """What ``model`` names is no model that can be trained: see the contract in ``elastic/models``."""
+    """What ``model`` names is no model that can be trained: what one must be is in the README ("What is yours") and at ``Job.model``."""
 
 
 class DataError(JobError):

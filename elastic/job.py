@@ -269,15 +269,6 @@ class Job(Part):
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=2)
 
-    def to_toml(self) -> str:
-        """As a job file, every setting written out.  Raises :class:`JobError` for a None inside ``args``: TOML has none."""
-        values = self.model_dump(mode="json")
-        lines = [f"{name} = {_toml(name, value)}" for name, value in values.items() if name not in _SECTIONS]
-        for section in _SECTIONS:
-            lines += ["", f"[{section}]"]
-            lines += [f"{name} = {_toml(f'{section}.{name}', value)}" for name, value in values[section].items()]
-        return "\n".join(lines) + "\n"
-
     @property
     def digest(self) -> str:
         """sha256 over what defines the trajectory, but for the samples: a run may be resumed with other values of everything else.
@@ -337,7 +328,6 @@ class Job(Part):
         return []
 
 
-_SECTIONS = ("data", "optim", "schedule", "parallel", "workers", "checkpoint", "copies", "network", "deadlines")
 _NOT_THE_TRAJECTORY: Any = {
     **dict.fromkeys(("name", "bucket", "workers", "parallel", "deadlines", "checkpoint", "copies", "network"), True),
     **dict.fromkeys(("faults", "on_driver_exit"), True),
@@ -365,28 +355,3 @@ def _disagreements(job: Job) -> Iterator[str]:
         job.layout_rule().check(job.workers.min, job.workers.max)
     except ValueError as error:
         yield str(error)
-
-
-def _toml(name: str, value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return repr(value)
-        case str():
-            return _quoted(value)
-        case list():
-            return f"[{', '.join(_toml(name, item) for item in value)}]"
-        case dict():
-            return "{" + ", ".join(f"{_key(key)} = {_toml(f'{name}.{key}', item)}" for key, item in value.items()) + "}"
-        case _:
-            raise JobError(f"{name} = {value!r} cannot be written as TOML; leave it out, or keep the job as JSON")
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quoted(key)
-
-
-def _quoted(text: str) -> str:
-    """JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -17,7 +17,6 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from elastic.control.actions import Action
 from elastic.control.events import Beat, Capacity, Event, Renewed, Tick
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
@@ -110,11 +109,6 @@ def encode(value: object) -> Json:
 def decode_event(json: Json) -> Event:
     event: Event = decode(Event, json)
     return event
-
-
-def decode_action(json: Json) -> Action:
-    action: Action = decode(Action, json)
-    return action
 
 
 def decode_run(json: Json) -> RunState:

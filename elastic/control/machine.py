@@ -1,4 +1,4 @@
-"""The one state machine of a run: for failure, growth, preemption and a user's stop alike.
+"""The one state machine of a run: for failure, growth and a user's stop alike.
 
     advance(run, event, now, rules) -> Transition(run, actions, reason)
 

@@ -5,7 +5,7 @@
        │           ▼           ▼            ▼
        └─────── Stopping ◄─────┴────────────┘ ──► Stopped, Failed
 
-Failure, growth, preemption and a user's stop are all edges of this one table; a state that lives as a flag is a state that nobody
+Failure, growth and a user's stop are all edges of this one table; a state that lives as a flag is a state that nobody
 can list.  All values are immutable: dictionaries are replaced, never changed.
 """
 

@@ -2,7 +2,8 @@
 
 A world lives for one generation.  Forming takes a store that no member hosts (its keeper does), under a prefix of the generation, so
 that nothing of an older world can be met.  ``abort`` may be called from another thread, and only after every member is fenced
-or expelled (DESIGN section 4): it frees a training thread that is stuck in a collective whose peer is gone.
+or expelled, since one that is not could apply a commit that the abort broke: it frees a training thread that is stuck in a collective
+whose peer is gone.
 
 * NCCL: all communicators are aborted at once, each from a thread of its own, and its service threads are woken to see it.
 * gloo has no abort.  A peer that dies frees only those connected to it; the others wait on members that are alive but no longer

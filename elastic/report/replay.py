@@ -130,13 +130,6 @@ def _short(value: Any) -> str:
 # ---- would it be decided so again
 
 
-def rules_of(segments: Sequence[Segment]) -> Rules | None:
-    """Those that the newest segment was decided by; None in journals that do not say."""
-    found = [snapshot["rules"] for snapshot, _ in segments if snapshot.get("rules")]
-    rules: Rules | None = codec.decode(Rules, found[-1]) if found else None
-    return rules
-
-
 def differences(segments: Sequence[Segment], code: str, rules: Rules | None = None) -> Iterator[Difference]:
     """Where this version, called ``code``, decides otherwise.  ``rules``: for segments that do not hold their own.
 

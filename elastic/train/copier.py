@@ -2,7 +2,7 @@
 
 A thread copies, on an accelerator over a stream of its own to memory that is pinned, and marks the slot complete at the end.  It launches
 piece by piece, since an abort has to wait for all that the device was told until then.  When a world ends the copy goes on, beside the
-forming of the next one: it reads the shard that is left.  Source for slots that outlive their writer: DESIGN section 5, step 6.
+forming of the next one: it reads the shard that is left, and what it writes outlives this process (``copies/region.py``).
 """
 
 from __future__ import annotations

@@ -62,9 +62,6 @@ class Counters:
         """From now on."""
         self["operation"] = OPERATIONS.index(operation)
 
-    def as_dict(self) -> dict[str, int]:
-        return dict(zip(FIELDS, self._view.tolist(), strict=True))
-
     def close(self) -> None:
         self._view.release()
         self._memory.close()

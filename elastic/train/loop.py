@@ -1,7 +1,8 @@
 """The life of a worker: it waits for a plan, forms the world, heals, steps until the world ends, and waits for the next plan.
 
 Two threads.  The training thread is ``run``.  The control thread calls the rest: it never waits for the training thread, except for
-an update that is under way.  Neither leaves a group before the coordinator settles the generation (DESIGN section 4).
+an update that is under way.  Neither leaves a group before the coordinator settles the generation: a
+member that is not fenced by then could apply a commit that this broke.
 """
 
 from __future__ import annotations

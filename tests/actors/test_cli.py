@@ -14,6 +14,7 @@ from actors import cluster
 from actors.cli import main
 from elastic.job import Job, Workers
 from tests.support.commands import Command, assert_no_actor_left
+from tests.support.job_file import to_toml
 from tests.support.state_hash import state_hash
 from tests.support.toys import toy_job
 
@@ -24,7 +25,7 @@ def written(folder: Path, name: str = "toy", **changes: object) -> str:
     """The path of a job file."""
     job: Job = toy_job(folder / "bucket", name=name, **{"steps": 4, "checkpoint": {"save_every": 2}, **changes})
     path = folder / f"{name}.toml"
-    path.write_text(job.to_toml())
+    path.write_text(to_toml(job))
     return str(path)
 
 

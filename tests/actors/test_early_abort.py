@@ -1,4 +1,4 @@
-"""A member that aborts before the others are fenced: what DESIGN forbids, and what would be left of the promise if it happened."""
+"""A member that aborts before the others are fenced, which no worker does: what would be left of the promise if one did."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from elastic.runs import Run
 from elastic.train.local import run_local
 from tests.support.chaos import Trial, assert_nothing_left, exported_hash, samples, trial
 from tests.support.commands import assert_no_actor_left, user_job, user_package
+from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
 
 STEPS = 12
@@ -91,7 +92,7 @@ def test_a_crash_leaves_its_traceback(tmp_path: Path, undisturbed_hash: str, cap
     (crashed,) = chaos.witness.killed(by=signal.SIGSEGV)
     assert 0 < crashed.final["step"] < STEPS - 1
 
-    (tmp_path / "job.toml").write_text(chaos.job.to_toml())
+    (tmp_path / "job.toml").write_text(to_toml(chaos.job))
     assert main(["logs", str(tmp_path / "job.toml"), crashed.worker]) == 0
     log = capsys.readouterr().out
     assert "killed by signal 11 (SIGSEGV)" in log

@@ -1,7 +1,6 @@
 """R6: the coordinator is SIGKILLed, again and again, in every state.  Workers step on; the next one goes on where the journal ends.
 
-No world ends because of it: the generation grows only where a worker is lost too, no step is lost or committed twice, and the bits are
-those of the run that nothing happened to.
+No world ends because of it: the generation grows only where a worker is lost, no step is lost or committed twice, the bits are the same.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from storage.journal import owners
 from storage.tails import DEPOSED
 from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
 from tests.support.commands import Command, assert_no_actor_left, view_of
+from tests.support.job_file import to_toml
 from tests.support.kills import SAMPLES
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched
@@ -385,7 +385,7 @@ def test_without_any_coordinator_everybody_leaves(tmp_path: Path) -> None:
     """The driver is gone, and the coordinator for good: workers and keepers leave after two leases, and nothing stays."""
     (tmp_path / "gate").touch()
     job = job_of(tmp_path, "orphans", steps=10**6, deadlines={"lease_s": 4})
-    (tmp_path / "job.toml").write_text(job.to_toml())
+    (tmp_path / "job.toml").write_text(to_toml(job))
     command = Command(tmp_path, "train", "job.toml", "--address", ray.get_runtime_context().gcs_address)
     command.until(lambda: (view := view_of(job.name)) is not None and view.step >= 3)
     view = view_of(job.name)

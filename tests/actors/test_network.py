@@ -152,7 +152,7 @@ class Cut:
 
 
 def counters(witness: Witness) -> dict[str, dict[str, int]]:
-    return {worker: seen.counters.as_dict() for worker, seen in witness.seen.items()}
+    return {worker: seen.counts() for worker, seen in witness.seen.items()}
 
 
 @pytest.mark.must_run_in_ci

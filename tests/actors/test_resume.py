@@ -15,6 +15,7 @@ from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs import Run
 from elastic.train.local import run_local
 from tests.support.chaos import assert_nothing_left, exported_hash, trial
+from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
 
 STEPS, STOP, SAVE_EVERY = 12, 7, 3
@@ -88,7 +89,7 @@ def test_a_cluster_falls_back(damaged: tuple[Job, Version], undisturbed_hash: st
 
 def test_verify_finds_it_and_nobody_uses_it(damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job, version = damaged
-    (tmp_path / "job.toml").write_text(job.to_toml())
+    (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["checkpoint", "verify", str(tmp_path / "job.toml")]) == 1
     assert "DAMAGED" in (shown := capsys.readouterr().out) and "shard-00000-of-00001.safetensors" in shown
     assert main(["checkpoint", "verify", str(tmp_path / "job.toml"), "--step", "6"]) == 0

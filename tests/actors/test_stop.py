@@ -19,6 +19,7 @@ from elastic.runs import Run
 from elastic.train.local import run_local
 from tests.support.chaos import exported_hash
 from tests.support.commands import Command, assert_no_actor_left, view_of
+from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
@@ -29,7 +30,7 @@ def job_of(folder: Path, name: str, read_s: float = 0.04, steps: int = STEPS, **
     """Slow enough to be met on the way."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "read_s": read_s}}
     job = toy_job(folder / "bucket", name=name, steps=steps, data=data, **changes)
-    (folder / "job.toml").write_text(job.to_toml())
+    (folder / "job.toml").write_text(to_toml(job))
     return job
 
 

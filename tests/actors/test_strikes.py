@@ -23,6 +23,7 @@ from elastic.sim.faults import Fault, Kind, Point, to_json
 from elastic.train.local import run_local
 from storage.objects import ObjectStore
 from tests.support.chaos import Witness, assert_nothing_left, exported_hash, formed, samples, trial
+from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import ENDED, state
 from tests.support.toys import toy_job
@@ -39,7 +40,7 @@ def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.Capt
         Chaos(job, [Fault(1.0, Kind.SLOW, point=Point.FORWARD)])
     with pytest.raises(ValueError, match=r"duration_s = 3 of kind = 'SIGSTOP' at point = 'save': .* leave out point or duration_s"):
         Chaos(job, [Fault(1.0, Kind.SIGSTOP, duration_s=3.0, point=Point.SAVE)])
-    (tmp_path / "job.toml").write_text(job.to_toml())
+    (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["chaos", str(tmp_path / "job.toml"), "--kinds", "earthquake"]) == 1
     assert "--kinds: 'earthquake' is not a valid Kind" in capsys.readouterr().out
 
@@ -67,7 +68,7 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
     training = threading.Thread(target=lambda: results.append(launch(job, show=lines.append).state))
     training.start()
     until_it_steps(job.name)
-    (tmp_path / "job.toml").write_text(job.to_toml())
+    (tmp_path / "job.toml").write_text(to_toml(job))
     faults = [
         Fault(0.0, Kind.SIGSTOP, 0, 0.5),
         Fault(1.0, Kind.EXCEPTION, 1, point=Point.FORWARD),

@@ -26,6 +26,7 @@ from elastic.runs import Run
 from elastic.train.counters import Counters, segment
 from elastic.train.preflight import preflight
 from tests.support.commands import ROOT, assert_no_actor_left, view_of
+from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Watched
 from tests.support.toys import toy_job
@@ -39,7 +40,7 @@ def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
     job = toy_job(
         folder / "bucket", name=name, steps=steps, data=data, on_driver_exit="detach", deadlines={"lease_s": 60, "grow_debounce_s": 8}
     )
-    (folder / "job.toml").write_text(job.to_toml())
+    (folder / "job.toml").write_text(to_toml(job))
     return job, start(job, preflight(job).build, uuid.uuid4().hex)
 
 

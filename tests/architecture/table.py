@@ -1,6 +1,6 @@
 """Who may import what, and a few more things that are so everywhere: the architecture as data.
 
-The rows follow section 3 of the design: ``examples → actors → elastic → storage``; Ray only in ``actors``; torch and numpy not
+The rows follow the README's tree: ``examples → actors → elastic → storage``; Ray only in ``actors``; torch and numpy not
 where decisions are made.  A module takes the row of the longest name that it begins with; ``pkg.*`` means the whole package.
 """
 
@@ -71,7 +71,7 @@ IMPORTS = {
     ),
     "elastic": Row(("actors.launch", "elastic.errors", "elastic.job")),
     "elastic.__main__": Row(("actors.cli", "elastic.errors", "elastic.imports")),
-    "actors": Row(("actors.*", "elastic.*", "storage.*"), ("psutil", "ray", "rich", "torch")),
+    "actors": Row(("actors.*", "elastic.*", "storage.*"), ("ray", "rich", "torch")),
     "examples": Row(("actors.*", "elastic.*", "examples.*", "storage.*"), ("numpy", "ray", "rich", "safetensors", "torch")),
 }
 

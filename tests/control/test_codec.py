@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.control import codec
 from elastic.control.actions import Action
-from elastic.control.codec import UnknownFormat, decode, decode_action, decode_event, decode_run, encode, fold
+from elastic.control.codec import UnknownFormat, decode, decode_event, decode_run, encode, fold
 from elastic.control.commit import Outcome
 from elastic.control.events import Event, Here, StepDone, Tick
 from elastic.control.states import RunState, State
@@ -47,7 +47,7 @@ def test_events_come_back_as_they_were(kind: type[Event], data: st.DataObject) -
 @given(data=st.data())
 def test_actions_come_back_as_they_were(kind: type[Action], data: st.DataObject) -> None:
     action = data.draw(strategy(kind))
-    assert decode_action(through_json(action)) == action
+    assert decode(Action, through_json(action)) == action
 
 
 @pytest.mark.parametrize("kind", get_args(State), ids=lambda kind: kind.__name__)

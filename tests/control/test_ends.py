@@ -1,4 +1,4 @@
-"""How runs end: finished, stopped, at fault; and what is saved on the way (DESIGN sections 4, 7 and 8; R14, R20, H1, H2)."""
+"""How runs end: finished, stopped, at fault; and what is saved on the way (R14, R20, H1, H2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fence first, abort second: when a world may be left, and what becomes of the step that broke (DESIGN sections 4 and 5)."""
+"""Fence first, abort second: when a world may be left, and what becomes of the step that broke."""
 
 from __future__ import annotations
 

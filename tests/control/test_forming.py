@@ -1,4 +1,4 @@
-"""Who sits where, from which state, and who is to blame when a world does not come to be (DESIGN sections 4 and 7)."""
+"""Who sits where, from which state, and who is to blame when a world does not come to be."""
 
 from __future__ import annotations
 

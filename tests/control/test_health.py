@@ -1,4 +1,4 @@
-"""Who holds the others up (DESIGN section 7, detection)."""
+"""Who holds the others up: late is not dead, and who waits for another is not to blame."""
 
 from __future__ import annotations
 

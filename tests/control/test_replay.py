@@ -12,7 +12,8 @@ import pytest
 
 from actors.cli import main
 from elastic.control import codec
-from elastic.report.replay import differences, rules_of, tell
+from elastic.control.rules import Rules
+from elastic.report.replay import differences, tell
 from storage.journal import parse
 
 KEPT = sorted((Path(__file__).parent / "journals").glob("*.jsonl.gz"))
@@ -73,8 +74,7 @@ def test_a_decision_that_was_changed_is_found(kills: Any) -> None:
 
 
 def test_other_rules_decide_otherwise(kills: Any) -> None:
-    rules = rules_of(kills)
-    assert rules is not None
+    rules = codec.decode(Rules, kills[-1][0]["rules"])
     segments = [({**snapshot, "rules": codec.encode(replace(rules, max_workers=2))}, records) for snapshot, records in kills]
     found = list(differences(segments, "another version"))
     assert any(each.what == "actions" and "StartWorkers w1,w2,w3" in each.recorded for each in found), found

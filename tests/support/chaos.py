@@ -49,10 +49,13 @@ class Seen:
     ended_at: float = float("inf")
     """``time.time()`` when that was seen; infinite where it was after the run."""
 
+    def counts(self) -> dict[str, int]:
+        return {name: self.counters[name] for name in FIELDS}
+
     def follow(self) -> None:
         if self.ended is None and not self.process.running:
             self.ended, self.ended_at = self.process.wait(1), time.time()
-            self.final = self.counters.as_dict()
+            self.final = self.counts()
 
 
 class Witness(threading.Thread):
@@ -109,7 +112,7 @@ class Witness(threading.Thread):
         deadline = time.monotonic() + 60
         for each in self.seen.values():
             each.ended = each.ended or each.process.wait(max(deadline - time.monotonic(), 0.1))
-            each.final = each.final or each.counters.as_dict()
+            each.final = each.final or each.counts()
         if self.errors:
             raise self.errors[0]
 

@@ -20,6 +20,7 @@ from actors.coordinator import View
 from actors.launch import attach
 from elastic.job import Job
 from elastic.train.counters import segment
+from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, frozen, kill_all, wait_gone
 
@@ -115,7 +116,7 @@ def user_job(folder: Path, package: str, **changes: object) -> Job:
         "deadlines": {"grow_debounce_s": 8},  # the first world has all for whom there is room
     }
     job = Job(**(values | changes))  # type: ignore[arg-type]
-    (folder / "job.toml").write_text(job.to_toml())
+    (folder / "job.toml").write_text(to_toml(job))
     return job
 
 

@@ -13,11 +13,11 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
-    """What happens, and to what; see :data:`VICTIM`."""
+    """What happens; to what, and how much of it, says :data:`SPECS`."""
 
     # to a worker's process
     SIGKILL = "SIGKILL"
@@ -91,31 +91,64 @@ class Kind(StrEnum):
     """The next coordinator does not find the disk of this one: it starts on another node."""
 
 
-WORKER_KINDS = tuple(Kind)[: tuple(Kind).index(Kind.NODE_KILL)]
-NODE_KINDS = tuple(Kind)[len(WORKER_KINDS) : tuple(Kind).index(Kind.DELAY)]
-COORDINATOR_KINDS = tuple(Kind)[tuple(Kind).index(Kind.COORDINATOR_KILL) :]
-SHARED_KINDS = tuple(kind for kind in Kind if kind not in (*WORKER_KINDS, *NODE_KINDS, *COORDINATOR_KINDS))
-VICTIM: Mapping[Kind, str] = {
-    **dict.fromkeys(WORKER_KINDS, "worker"),
-    **dict.fromkeys(NODE_KINDS, "node"),
-    **dict.fromkeys(SHARED_KINDS, "all"),
-    **dict.fromkeys(COORDINATOR_KINDS, "coordinator"),
+class Spec(NamedTuple):
+    """Of a kind.  ``victim``: worker, node, coordinator, or all.  ``own``: a worker can do it to itself at an exact point (``job.faults``).
+    ``fatal``: the worker's process is gone.  ``lasts_s``, ``amount``: from and to what :func:`draw` gives it; None: done at once, knows no
+    more or less.
+    """
+
+    victim: str
+    lasts_s: tuple[float, float] | None = None
+    amount: tuple[float, float] | None = None
+    own: bool = False
+    fatal: bool = False
+
+
+SPECS: Mapping[Kind, Spec] = {
+    Kind.SIGKILL: Spec("worker", own=True, fatal=True),
+    Kind.SIGTERM: Spec("worker", own=True, fatal=True),
+    Kind.SIGSEGV: Spec("worker", own=True, fatal=True),
+    Kind.SIGABRT: Spec("worker", own=True, fatal=True),
+    Kind.SIGSTOP: Spec("worker", lasts_s=(1.0, 25.0), own=True),
+    Kind.EXCEPTION: Spec("worker", own=True),
+    Kind.EXIT: Spec("worker", own=True, fatal=True),
+    Kind.HELD_GIL: Spec("worker", lasts_s=(1.0, 15.0), own=True),
+    Kind.MEMORY_HOG: Spec("worker", own=True, fatal=True),
+    Kind.DEVICE_ASSERT: Spec("worker", own=True),
+    Kind.SLOW: Spec("worker", lasts_s=(5.0, 20.0), amount=(1.5, 3.0)),
+    Kind.CLOCK_SKEW: Spec("worker", amount=(-0.02, 0.02)),
+    Kind.NODE_KILL: Spec("node", lasts_s=(1.0, 5.0)),
+    Kind.NODE_FREEZE: Spec("node", lasts_s=(1.0, 25.0)),
+    Kind.NODE_ADD: Spec("node"),
+    Kind.NODE_MISFIT: Spec("node"),
+    Kind.PARTITION: Spec("node", lasts_s=(2.0, 25.0)),
+    Kind.PARTITION_TO: Spec("node", lasts_s=(2.0, 25.0)),
+    Kind.PARTITION_FROM: Spec("node", lasts_s=(2.0, 25.0)),
+    Kind.PEER_PARTITION: Spec("node", lasts_s=(2.0, 15.0)),
+    Kind.KEEPER_KILL: Spec("node", lasts_s=(1.0, 6.0)),
+    Kind.STORE_LOSS: Spec("node", lasts_s=(5.0, 20.0)),
+    Kind.DELAY: Spec("all", lasts_s=(5.0, 20.0), amount=(0.2, 3.0)),
+    Kind.LOSS: Spec("all", lasts_s=(5.0, 20.0), amount=(0.02, 0.3)),
+    Kind.DUPLICATE: Spec("all", lasts_s=(5.0, 20.0), amount=(0.05, 0.5)),
+    Kind.KILL_LOST: Spec("all", lasts_s=(5.0, 30.0), amount=(0.5, 1.0)),
+    Kind.BUCKET_DOWN: Spec("all", lasts_s=(2.0, 15.0), amount=(0.3, 1.2)),
+    Kind.BUCKET_DAMAGE: Spec("all"),
+    Kind.START_FAILURE: Spec("all", lasts_s=(2.0, 15.0), amount=(0.3, 1.0)),
+    Kind.DROUGHT: Spec("all", lasts_s=(5.0, 15.0)),
+    Kind.COORDINATOR_KILL: Spec("coordinator", lasts_s=(0.5, 8.0)),
+    Kind.COORDINATOR_FREEZE: Spec("coordinator", lasts_s=(2.0, 12.0)),
+    Kind.COORDINATOR_CUT: Spec("coordinator", lasts_s=(2.0, 12.0), amount=(0.0, 1.0)),
+    Kind.COORDINATOR_CLOCK: Spec("coordinator", amount=(-20.0, 20.0)),
+    Kind.DISK_LOSS: Spec("coordinator"),
 }
-FATAL = frozenset({Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.EXIT, Kind.MEMORY_HOG})
-"""The worker's process is gone."""
-OWN_KINDS = (
-    Kind.SIGKILL,
-    Kind.SIGTERM,
-    Kind.SIGSEGV,
-    Kind.SIGABRT,
-    Kind.SIGSTOP,
-    Kind.EXCEPTION,
-    Kind.EXIT,
-    Kind.HELD_GIL,
-    Kind.MEMORY_HOG,
-    Kind.DEVICE_ASSERT,
-)
-"""What a worker can do to itself at an exact point (``job.faults``)."""
+"""Every kind; all groups of kinds follow from it."""
+
+VICTIM: Mapping[Kind, str] = {kind: spec.victim for kind, spec in SPECS.items()}
+SHARED_KINDS = tuple(kind for kind, victim in VICTIM.items() if victim == "all")
+OWN_KINDS = tuple(kind for kind, spec in SPECS.items() if spec.own)
+FATAL = frozenset(kind for kind, spec in SPECS.items() if spec.fatal)
+LASTING: Mapping[Kind, tuple[float, float]] = {kind: spec.lasts_s for kind, spec in SPECS.items() if spec.lasts_s is not None}
+AMOUNTS: Mapping[Kind, tuple[float, float]] = {kind: spec.amount for kind, spec in SPECS.items() if spec.amount is not None}
 
 
 class Point(StrEnum):
@@ -189,46 +222,6 @@ def _fault(entry: dict[str, Any]) -> Fault:
     if entry.get("state", "") not in ("", *STATES):
         raise ValueError(f"state = {entry['state']!r} must be one of {', '.join(STATES)}")
     return Fault(**values)
-
-
-LASTING: Mapping[Kind, tuple[float, float]] = {
-    Kind.SIGSTOP: (1.0, 25.0),
-    Kind.HELD_GIL: (1.0, 15.0),
-    Kind.SLOW: (5.0, 20.0),
-    Kind.NODE_KILL: (1.0, 5.0),
-    Kind.NODE_FREEZE: (1.0, 25.0),
-    Kind.PARTITION: (2.0, 25.0),
-    Kind.PARTITION_TO: (2.0, 25.0),
-    Kind.PARTITION_FROM: (2.0, 25.0),
-    Kind.PEER_PARTITION: (2.0, 15.0),
-    Kind.KEEPER_KILL: (1.0, 6.0),
-    Kind.STORE_LOSS: (5.0, 20.0),
-    Kind.DELAY: (5.0, 20.0),
-    Kind.LOSS: (5.0, 20.0),
-    Kind.DUPLICATE: (5.0, 20.0),
-    Kind.KILL_LOST: (5.0, 30.0),
-    Kind.BUCKET_DOWN: (2.0, 15.0),
-    Kind.START_FAILURE: (2.0, 15.0),
-    Kind.DROUGHT: (5.0, 15.0),
-    Kind.COORDINATOR_KILL: (0.5, 8.0),
-    Kind.COORDINATOR_FREEZE: (2.0, 12.0),
-    Kind.COORDINATOR_CUT: (2.0, 12.0),
-}
-"""The kinds that last, and from how many to how many seconds :func:`draw` lets them; all others are done at once."""
-
-AMOUNTS: Mapping[Kind, tuple[float, float]] = {
-    Kind.SLOW: (1.5, 3.0),
-    Kind.CLOCK_SKEW: (-0.02, 0.02),
-    Kind.DELAY: (0.2, 3.0),
-    Kind.LOSS: (0.02, 0.3),
-    Kind.DUPLICATE: (0.05, 0.5),
-    Kind.KILL_LOST: (0.5, 1.0),
-    Kind.BUCKET_DOWN: (0.3, 1.2),
-    Kind.START_FAILURE: (0.3, 1.0),
-    Kind.COORDINATOR_CUT: (0.0, 1.0),
-    Kind.COORDINATOR_CLOCK: (-20.0, 20.0),
-}
-"""The kinds that know more or less, and how much of it :func:`draw` gives them."""
 
 
 def draw(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 
 from elastic.sim import faults
-from elastic.sim.faults import AMOUNTS, LASTING, OWN_KINDS, VICTIM, Fault, Kind, Point, draw, from_json, to_json
+from elastic.sim.faults import AMOUNTS, FATAL, LASTING, OWN_KINDS, VICTIM, Fault, Kind, Point, draw, from_json, to_json
 
 pytestmark = pytest.mark.fast
 
@@ -45,8 +47,14 @@ def test_a_word_that_is_not_in_the_vocabulary_is_named(entry: str, what: str) ->
 
 
 def test_every_kind_has_a_victim_and_what_lasts_ends() -> None:
-    assert set(VICTIM) == set(Kind)
+    assert set(VICTIM) == set(Kind) and set(VICTIM.values()) == {"worker", "node", "coordinator", "all"}
     for each in draw(3, 500, 60.0, for_good=0.0):
         assert (each.duration_s is not None) == (each.kind in LASTING)
         assert bool(each.amount) == (each.kind in AMOUNTS)
-    assert {VICTIM[kind] for kind in OWN_KINDS} == {"worker"}
+    assert {VICTIM[kind] for kind in (*OWN_KINDS, *FATAL)} == {"worker"}
+
+
+def test_a_seed_means_the_same_schedule_as_ever() -> None:
+    """Recorded seeds stay what they were: the order of kinds, their spans and amounts are part of it."""
+    drawn = to_json(draw(7, 500, 60.0, points=tuple(Point)) + draw(8, 100, 60.0, OWN_KINDS, points=tuple(Point)))
+    assert sha256(drawn.encode()).hexdigest() == "588188b69febc2b55a4dbc75a009b7863d96d741ea3f6471dc9821db06cef3c0"

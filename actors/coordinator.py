@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import threading
 import time
 import traceback
@@ -280,6 +281,7 @@ class Coordinator:
         if self.journal.behind:
             self.story.say(time.time(), f"how the run ended is not in the bucket: {self.journal.behind}")
         self.group.reap(GRACE_S)
+        shutil.rmtree(log_folder(self.token), ignore_errors=True)  # it may have come after the last keeper had left
         self.over.set()
         while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)

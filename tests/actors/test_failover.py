@@ -259,9 +259,9 @@ def test_while_it_stops_and_finishes_and_when_it_has_finished(tmp_path: Path) ->
 
 def test_how_the_run_ended_is_known_when_its_keepers_have_left(tmp_path: Path) -> None:
     """They take what they and their nodes have of the journal with them."""
-    job = job_of(tmp_path, "left", steps=8)
     killer = Killer(tmp_path, [lambda view: view.state == "Finished" and not log_folder(view.token).exists()])
-    assert_taken_over(trial(job, killer), killer, ["Finished"])
+    assert_taken_over(chaos := trial(job_of(tmp_path, "left", steps=8), killer), killer, ["Finished"])
+    assert_nothing_left(chaos)
 
 
 class Stopper(Killer):

@@ -18,7 +18,7 @@ from elastic.job import Job
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.counters import OPERATIONS
-from tests.support.chaos import Trial, Witness, alone, assert_survived, formed, trial
+from tests.support.chaos import Trial, Witness, alone, assert_nothing_left, assert_survived, formed, trial
 from tests.support.room import Room
 from tests.support.toys import toy_job
 
@@ -134,6 +134,7 @@ def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_
     assert f"{victim.worker} has completed least (step {LATE_STEP - 1}, " in blamed and "it reads data" in blamed
     (waiting,) = {"w1", "w2"} - {victim.worker}
     assert stuck.witness.seen[waiting].final["updates_applied"] == LATE_STEPS
+    assert_nothing_left(stuck)
 
 
 @pytest.mark.full

@@ -111,6 +111,7 @@ def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, 
     chaos = trial(job, act)
     assert chaos.result.state == "Finished", (chaos.result, told(chaos))
     assert act.chaos is not None
+    act.chaos.close()
     (kill,) = act.chaos.performed
     assert door.met[way] > 0
     assert act.dark is not None and act.dark.generation >= 2, "the world was another one before the bucket came back"

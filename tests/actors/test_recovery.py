@@ -129,7 +129,7 @@ def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills:
     for _ in range(kills):  # each life gets beyond a save that the one before did not reach
         done += rng.randrange(per_save, 2 * per_save - job.microbatches)
         points.append(done)
-    before = Machine.now(str(folder))
+    before = Machine.now(str(folder), package)
     killed_and_resumed(folder, package, lambda: Command(folder, "train", "job.toml", "--local"), points)
     assert_same_losses(seen(folder), saw, redone=kills * (per_save + job.microbatches))
     assert exported_hash(job) == expected
@@ -142,7 +142,7 @@ def test_everything_is_killed_under_ray(tmp_path: Path, monkeypatch: pytest.Monk
     expected, saw = undisturbed(tmp_path / "local", "whole", monkeypatch)
     user_package(tmp_path, "whole")
     job = user_job(tmp_path, "whole", data={"dataset": "whole.code:Walks", "args": {"read_s": 0.02}})
-    before = Machine.now(str(tmp_path))
+    before = Machine.now(str(tmp_path), "whole")
     kill_at = random.Random(7).randrange(7 * job.microbatches, 10 * job.microbatches)
     killed_and_resumed(tmp_path, "whole", lambda: Command(tmp_path, "train", "job.toml", "--address", "local"), [kill_at])
     assert_same_losses(seen(tmp_path), saw, redone=(2 * job.checkpoint.save_every + 1) * job.microbatches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from elastic.sim.faults import Fault, Kind
 from tests.benchmarks.storm import SHARDS, Storm, judge
 from tests.support.chaos import Witness, trial
 from tests.support.commands import ROOT
+from tests.support.left import left_of
 from tests.support.toys import toy_job
 
 STEPS, GATE_STEP = 60, 40
@@ -58,7 +60,10 @@ def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any, ch
         struck = trial(job, act)
     finally:
         chaos.close()
-    found = judge(Storm(job, chaos, struck.witness, len(DOUBLES), result=struck.result), sixty.job)
+    storm = Storm(job, chaos, struck.witness, len(DOUBLES), result=struck.result)
+    for what in (storm.left, ("process 7 ray::Keeper", "segment elastic-doubles-0001-abcdef-w1")):  # the control: nobody has looked, or did
+        assert judge(replace(storm, left=what), sixty.job)["wrong"] == [f"left: {', '.join(what)}"]
+    found = judge(replace(storm, left=left_of(job.name, struck.witness.token)), sixty.job)
     assert not found["wrong"], found
     assert struck.losses[-1] <= 0.8 * struck.losses[0]
     assert {strike.state for strike in chaos.performed} == {"Running", "Stopping", "Forming"}

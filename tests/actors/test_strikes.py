@@ -23,6 +23,7 @@ from elastic.sim.faults import Fault, Kind, Point, to_json
 from elastic.train.local import run_local
 from storage.objects import ObjectStore
 from tests.support.chaos import Witness, assert_nothing_left, exported_hash, formed, samples, trial
+from tests.support.commands import assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import ENDED, state
@@ -80,6 +81,7 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
     training.join(PATIENCE_S)
     assert results == ["Finished"], (lines[-20:], shown)
     assert exported_hash(job) == exported_hash(reference)
+    assert_no_actor_left(job.name)
     (key,) = ObjectStore.open(job.bucket).list(f"{job.name}/chaos/")
     told = [json.loads(line) for line in ObjectStore.open(job.bucket).get(key).splitlines()]
     assert [(each["fault"]["kind"], each["failed"], each["state"]) for each in told] == [

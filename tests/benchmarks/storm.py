@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,11 +37,11 @@ from elastic.report.replay import differences
 from elastic.report.story import Line, Sentence
 from elastic.runs import Run
 from elastic.sim.faults import Fault, Kind, draw
-from elastic.train.counters import segment
 from elastic.train.local import run_local
 from storage import journal
 from tests.benchmarks.recovery import where
 from tests.support.chaos import Witness, exported_hash, formed, samples
+from tests.support.left import left_of
 from tests.support.toys import toy_job
 
 RESULTS = Path(__file__).parent / "results"
@@ -109,6 +109,8 @@ class Storm:
     number: int
     lines: list[Line] = field(default_factory=list)
     result: Result | None = None
+    left: Sequence[str] = ("nobody has looked",)
+    """What was left of the run while its cluster was still there: :func:`tests.support.left.left_of`."""
 
     def show(self, line: Line) -> None:
         self.lines.append(line)
@@ -155,6 +157,7 @@ def rage(folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[
     finally:
         storm.witness.close()
         chaos.close()
+        storm.left = left_of(job.name, storm.witness.token)  # while there is a cluster: none of its processes outlives it
         ray.shutdown()
         nodes.close()
     return storm
@@ -223,8 +226,7 @@ def judge(storm: Storm, reference: Job) -> dict[str, Any]:
         "bytes from copies that no world began from": (witness.total("healed_host_bytes") > 0) == any(w.tier == "host" for w in worlds),
         "bytes from a bucket that no world began from": (witness.total("healed_bucket_bytes") > 0) == bucket,
         "this version decides otherwise": not [each for each in differences(segments, "") if each.what != "reason"],
-        "a process is left": all(not seen.process.running for seen in witness.seen.values()),
-        "a segment is left": not list(segment(witness.token, "").parent.glob(f"{segment(witness.token, '').name}*")),
+        f"left: {', '.join(storm.left)}": not storm.left,
     }
     return {
         "wrong": [what for what, kept in promises.items() if not kept],

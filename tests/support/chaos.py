@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -17,7 +16,6 @@ from typing import Any
 
 import ray
 
-from actors import cluster
 from actors.launch import Result, attach, launch
 from elastic.control.commit import Outcome
 from elastic.data.cursor import Cursor
@@ -29,12 +27,10 @@ from elastic.runs import Run
 from elastic.train.counters import FIELDS, Counters, segment
 from elastic.train.faults import EXIT_CODE
 from elastic.train.local import run_local
+from tests.support.left import GONE_S, left_of
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import Ended, Watched, actors_of_ours
+from tests.support.processes import Ended, Watched
 from tests.support.state_hash import state_hash
-
-GONE_S = 10.0
-"""For a process that was ended a moment ago."""
 
 
 @dataclass
@@ -345,15 +341,7 @@ def assert_bytes(witness: Witness, generations: Sequence[Formed]) -> None:
     assert not grew or live > 0, live
 
 
-def assert_nothing_left(chaos: Trial) -> None:
-    """No process, no segment, no memory of copies, no actor, no placement group of the run."""
+def assert_nothing_left(chaos: Trial, deadline_s: float = GONE_S) -> None:
+    """No process, no segment, no memory of copies, no actor, no placement group, no log of the run: see ``tests/support/left.py``."""
     assert all(not seen.process.running for seen in chaos.witness.seen.values())
-    assert not list(segment(chaos.witness.token, "").parent.glob(f"{segment(chaos.witness.token, '').name}*"))
-    names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster.NAMESPACE]
-    assert not [name for name in names if name.startswith((f"{chaos.job.name}/", chaos.witness.token))]
-    assert not os.path.exists(f"/tmp/elastic/{chaos.witness.token}")
-    assert not [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
-    until = time.monotonic() + GONE_S
-    while left := actors_of_ours(os.getpid()):
-        assert time.monotonic() < until, left
-        time.sleep(0.02)
+    assert not (left := left_of(chaos.job.name, chaos.witness.token, deadline_s)), left

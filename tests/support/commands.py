@@ -15,12 +15,11 @@ from pathlib import Path
 
 import ray
 
-from actors import cluster
 from actors.coordinator import View
 from actors.launch import attach
 from elastic.job import Job
-from elastic.train.counters import segment
 from tests.support.job_file import to_toml
+from tests.support.left import left_of
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, frozen, kill_all, wait_gone
 
@@ -184,9 +183,5 @@ def view_of(name: str) -> View | None:
 
 
 def assert_no_actor_left(name: str) -> None:
-    """Nothing of the run ``name`` in the cluster of this process, no segment on this machine."""
-    actors = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster.NAMESPACE]
-    left = [actor for actor in actors if actor.startswith((f"{name}/", f"{name}-"))]
-    assert not left, left
-    segments = list(segment(f"{name}-", "").parent.glob(f"elastic-{name}-*"))
-    assert not segments, segments
+    """Nothing of the run ``name``: no actor in the cluster of this process, and no process, memory, segment, log on this machine."""
+    assert not (left := left_of(name)), left

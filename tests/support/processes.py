@@ -25,7 +25,7 @@ INFO = struct.Struct("<QQ11Ii")
 """mask, cgroup id, eleven ids, exit code: the first published form of ``struct pidfd_info``."""
 PIDFD_GET_INFO = (3 << 30) | (INFO.size << 16) | (0xFF << 8) | 11
 SHM = Path("/dev/shm")
-ACTORS = ("ray::Coordinator", "ray::Keeper", "ray::Worker")
+ACTORS = ("ray::Coordinator", "ray::Keeper", "ray::Worker", "ray::Hand")
 COPIES = "/memfd:elastic-copies"
 POLL_S = 0.01
 SETTLES_S = 0.5
@@ -183,18 +183,30 @@ def kill_all(frozen: Sequence[Watched]) -> None:
         each.kill()
 
 
-def actors_of_ours(root: int) -> list[str]:
-    """Processes below ``root`` that are, by the title that Ray gives them, an actor of a run, or that have memory of copies open.
+def actors_of_ours(root: int, session: str = "") -> list[str]:
+    """Processes that are, by the title that Ray gives them, an actor of a run, or that have memory of copies open.
 
+    Those below ``root``, and those that lost their parents, if they have files of the Ray ``session`` open; never ``root`` itself.
     Ports, and memory of a device, go with the processes that hold them.
     """
-    found = []
-    for pid in children(root):
+    found, below = [], set(children(root))
+    for pid in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError):  # gone meanwhile
-            title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-            opened = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+            opened = _opened(pid)
+            if pid not in below and (pid == root or not session or not any(f"/{session}/" in name for name in opened)):
+                continue
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
             if title.startswith(ACTORS) or any(name.startswith(COPIES) for name in opened):
                 found.append(f"{pid} {title}")
+    return found
+
+
+def _opened(pid: int) -> list[str]:
+    """The names of the files that it has open."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile; the process may still be there
+            found.append(os.readlink(entry))
     return found
 
 
@@ -218,18 +230,20 @@ class Machine:
 
     processes: frozenset[Process]
     segments: frozenset[str]
+    prefix: str
 
     @classmethod
-    def now(cls, mark: str = "") -> Machine:
-        return cls(frozenset(processes(mark)), frozenset(segments()))
+    def now(cls, mark: str, run: str) -> Machine:
+        """``run``: whose segments; other runs of this machine come and go meanwhile."""
+        return cls(frozenset(processes(mark)), frozenset(segments(f"elastic-{run}-")), f"elastic-{run}-")
 
     def assert_nothing_left(self, mark: str, deadline_s: float) -> None:
-        """Since this moment no process with ``mark`` and no segment is left; what ends in good order may take a while."""
+        """Since this moment no process with ``mark`` and no segment of the run is left; what ends in good order may take a while."""
         until = time.monotonic() + deadline_s
         while True:
             seen = {(process.pid, process.started) for process in self.processes}
             left = [process for process in processes(mark) if (process.pid, process.started) not in seen and process.pid != os.getpid()]
-            shared = sorted(set(segments()) - self.segments)
+            shared = sorted(set(segments(self.prefix)) - self.segments)
             if not left and not shared:
                 return
             if time.monotonic() > until:

@@ -97,7 +97,7 @@ def test_a_process_is_found_by_its_mark_and_its_parent(tmp_path: Path) -> None:
 
 
 def test_what_is_left_is_found(tmp_path: Path) -> None:
-    before = Machine.now()
+    before = Machine.now(str(tmp_path), f"test-{os.getpid()}")
     with child(sys.executable, "-c", "input()", str(tmp_path)) as (process, watched):
         wait_seen(str(tmp_path), watched)
         with pytest.raises(AssertionError, match=str(process.pid)):
@@ -106,7 +106,7 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
         process.stdin.close()
         watched.wait(10)
         before.assert_nothing_left(str(tmp_path), 10)
-    segment = SHM / f"elastic-test-{os.getpid()}"
+    segment = SHM / f"elastic-test-{os.getpid()}-w1"
     segment.write_bytes(b"left")
     try:
         assert segment.name in segments()
@@ -165,3 +165,11 @@ def test_an_actor_that_is_left_and_memory_of_copies_are_found() -> None:
             assert time.monotonic() < until, found
         assert sorted(int(each.split()[0]) for each in found) == sorted((keeper.pid, memory.pid))
     assert actors_of_ours(os.getpid()) == before
+
+
+def test_an_actor_that_opens_and_closes_files_is_found_at_every_look() -> None:
+    churn = "import os\nprint(flush=True)\nwhile True:\n    for each in [os.open('/dev/null', 0) for _ in range(50)]: os.close(each)"
+    with child("ray::Worker", "-c", churn, executable=sys.executable, stdout=subprocess.PIPE) as (busy, _):
+        assert busy.stdout is not None
+        busy.stdout.readline()
+        assert all(f"{busy.pid} ray::Worker" in actors_of_ours(os.getpid()) for _ in range(20))

@@ -1,0 +1,140 @@
+"""The control of "nothing is left": the check of all chaos tests fails by whatever a run may leave, and only by what is this run's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors import cluster
+from actors.processes import log_folder
+from elastic.train.counters import segment
+from tests.support.chaos import assert_nothing_left
+from tests.support.commands import assert_no_actor_left
+from tests.support.left import left_of
+from tests.support.processes import Watched
+
+NAME, TOKEN = "nobodys", "nobodys-0001-abcdef"
+RUN: Any = SimpleNamespace(job=SimpleNamespace(name=NAME), witness=SimpleNamespace(token=TOKEN, seen={}))
+WAITS = "import os; print(os.getpid(), flush=True); input()"
+HOLDS = f"import os; os.memfd_create('elastic-copies'); {WAITS}"
+ORPHAN = """
+import subprocess, sys
+with open(sys.argv[1], "w") as log:
+    code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+    subprocess.Popen(["ray::Worker", "-c", code], executable=sys.executable, stderr=log)
+"""
+
+
+class Idle:
+    def there(self) -> bool:
+        return True
+
+
+@contextmanager
+def process(title: str, code: str) -> Iterator[str]:
+    with subprocess.Popen([title, "-c", code], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        assert int(started.stdout.readline()) == started.pid
+        yield f"process {started.pid} {title}"
+        started.kill()
+
+
+@contextmanager
+def orphan(log: Path) -> Iterator[str]:
+    """Whoever started it has died, and its log is open, as those of all processes of a cluster are."""
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, log], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+    with Watched(pid) as watched:
+        yield f"process {pid} ray::Worker"
+        watched.kill()
+        watched.wait(10)
+
+
+@contextmanager
+def actor(name: str) -> Iterator[str]:
+    """A name, and a process that does not look like one of a run."""
+    idle = ray.remote(Idle).options(name=name, namespace=cluster.NAMESPACE, num_cpus=0, lifetime="detached").remote()
+    assert ray.get(idle.there.remote())
+    yield f"actor {name}"
+    ray.kill(idle)
+
+
+@contextmanager
+def group() -> Iterator[str]:
+    made = ray.util.placement_group([{"CPU": 1}])
+    assert made.wait(30)
+    yield f"placement group {made.id.hex()}"
+    ray.util.remove_placement_group(made)
+
+
+@contextmanager
+def file(path: Path) -> Iterator[str]:
+    path.write_bytes(b"left")
+    yield f"segment {path.name}"
+    path.unlink()
+
+
+@contextmanager
+def folder(path: Path) -> Iterator[str]:
+    path.mkdir(parents=True)
+    yield f"folder {path}"
+    path.rmdir()
+
+
+def logs_of_the_cluster() -> Path:
+    (node,) = ray.nodes()
+    return Path(node["ObjectStoreSocketName"]).parents[1] / "logs"
+
+
+LEFT: dict[str, Callable[[], AbstractContextManager[str]]] = {
+    "an actor's process": lambda: process("ray::Keeper", WAITS),
+    "memory of copies": lambda: process("python", HOLDS),
+    "an orphan": lambda: orphan(logs_of_the_cluster() / "orphan"),
+    "an actor": lambda: actor(f"{NAME}/coordinator"),
+    "a placement group": group,
+    "a segment": lambda: file(segment(TOKEN, "w1")),
+    "logs": lambda: folder(log_folder(TOKEN)),
+}
+
+
+@pytest.mark.must_run_in_ci
+@pytest.mark.parametrize("what", LEFT)
+def test_whatever_is_left_is_found(what: str) -> None:
+    assert_nothing_left(RUN)
+    with LEFT[what]() as left, pytest.raises(AssertionError, match=re.escape(f"['{left}']")):
+        assert_nothing_left(RUN, deadline_s=0.0)
+    assert_nothing_left(RUN)
+
+
+def test_earlier_lives_are_looked_for_by_the_names_of_their_actors() -> None:
+    """Ray remembers them; nobody has to know a token."""
+    life = f"{NAME}-0002-abcdef"
+    with actor(f"{life}/w1"):
+        pass
+    with file(segment(life, "w1")), pytest.raises(AssertionError, match=f"segment elastic-{life}-w1"):
+        assert_no_actor_left(NAME)
+    assert_no_actor_left(NAME)
+
+
+def test_what_is_of_another_run_or_of_another_cluster_is_not_looked_at(tmp_path: Path) -> None:
+    """Runs of another name, a run of the same name on another cluster of this machine, that cluster's processes."""
+    (tmp_path / "session_2020-01-01_00-00-00_000000_7").mkdir()
+    with (
+        actor(f"{NAME}-2/coordinator"),
+        actor(f"{NAME}-2-0001-abcdef/w1"),
+        file(segment(f"{NAME}-2-0001-abcdef", "w1")),
+        file(segment(f"{NAME}-0001-fedcba", "w1")),
+        folder(log_folder(f"{NAME}-0001-fedcba")),
+        orphan(tmp_path / "session_2020-01-01_00-00-00_000000_7" / "log"),
+    ):
+        assert left_of(NAME, TOKEN, deadline_s=0.0) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from rich.table import Table
 
 import elastic
 from actors.terminal import console, say, show, show_result
-from elastic.errors import STOPPED, ElasticError, JobError
+from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
 from elastic.job import Job
 from storage.errors import StorageError
 
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     known, options = parser.parse_known_args(arguments)
-    if options and known.command != "train":
+    if options and known.command in ("data", "simulate"):
         parser.error(f"unrecognized arguments: {' '.join(options)}")
     try:
         code: int = known.perform(known, options)
@@ -40,9 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Command(argparse.ArgumentParser):
+    """Options are not abbreviated: what is not one of the command's own is a setting of the job."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="elastic", description="Train large models on machines that come and go.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(
+        prog="elastic",
+        description="Train large models on machines that come and go.",
+        epilog="Every command that takes a job also takes its settings, as --section.option value, after the file.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
 
     train = commands.add_parser("train", help="train a job, or go on with its run", add_help=False)
     train.add_argument("job", nargs="?", type=Path)
@@ -85,13 +97,15 @@ def _add_tending(commands: Any) -> None:
         ("logs", "the last lines of a worker, and how it ended"),
     ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("job", type=Path)
+        if name == "logs":  # one argument, for a worker's name must follow the job's: the value of an option is no worker
+            command.usage = "elastic logs [-h] job [worker ...]"
+            command.add_argument("job", nargs="+", help="a job file, and workers; default: every one that has a log")
+        else:
+            command.add_argument("job", type=Path)
         if name == "status":
             command.add_argument("--once", action="store_true", help="print once instead of following")
         if name == "clean":
             command.add_argument("--force", action="store_true", help="also a run that lives, without a save")
-        if name == "logs":
-            command.add_argument("worker", nargs="?", help="default: every worker that has a log")
         command.set_defaults(perform=_tend)
 
 
@@ -148,35 +162,46 @@ def _train(known: argparse.Namespace, options: list[str]) -> int:
     job = Job.load(known.job, options)
     for warning in job.warnings():
         say(warning, "note: ", "yellow")
-    return show_result(launch(job, address=known.address, local=known.local, show=show), job, known.job)
+    return show_result(launch(job, address=known.address, local=known.local, show=show), job, _line(known, options))
 
 
-def _tend(known: argparse.Namespace, _: list[str]) -> int:
+def _line(known: argparse.Namespace, options: list[str]) -> str:
+    """What another command has to be given for the same run."""
+    return shlex.join([str(known.job), *options])
+
+
+def _tend(known: argparse.Namespace, options: list[str]) -> int:
     from actors import tending
 
-    job = Job.load(known.job, [])
+    if known.command == "logs":
+        path, *workers = known.job
+        return tending.logs(Job.load(path, options), workers)
+    job = Job.load(known.job, options)
     match known.command:
         case "status":
             return tending.status(job, known.once)
         case "attach":
-            return tending.attach(job, known.job)
+            return tending.attach(job, _line(known, options))
         case "stop":
             return tending.stop(job)
-        case "clean":
-            return tending.clean(job, known.force)
         case _:
-            return tending.logs(job, known.worker)
+            return tending.clean(job, known.force)
 
 
-def _replay(known: argparse.Namespace, _: list[str]) -> int:
+def _replay(known: argparse.Namespace, options: list[str]) -> int:
     from elastic.report.replay import differences, tell
     from elastic.runs import Run
+    from elastic.settings import COMMAND_LINE
     from storage import journal
 
     rules = None
     if known.journal.suffix == ".toml":
-        job = Job.load(known.journal, [])
-        segments, rules = journal.read(Run.open(job).store, job.name), job.rules()
+        job = Job.load(known.journal, options)
+        segments, rules = journal.read(Run.look(job).store, job.name), job.rules()
+        if not segments:
+            raise JobError(f"there is no journal of {job.name} in {job.bucket}: it has never run there, or only with --local")
+    elif options:
+        raise JobError(f"{COMMAND_LINE}: {shlex.join(options)}: {str(known.journal)!r} is a file of a journal, and has no settings")
     else:
         segments = journal.parse(_bytes_of(known.journal))
     if not known.check:
@@ -199,23 +224,24 @@ def _bytes_of(path: Path) -> bytes:
     return gzip.decompress(raw) if path.suffix == ".gz" else raw
 
 
-def _chaos(known: argparse.Namespace, _: list[str]) -> int:
+def _chaos(known: argparse.Namespace, options: list[str]) -> int:
     from actors.chaos import HARMLESS, Chaos
-    from actors.tending import coordinator_of
+    from actors.tending import Absent, coordinator_of
     from elastic.sim.faults import Kind, draw, from_json
 
-    job = Job.load(known.job, [])
+    job = Job.load(known.job, options)
     try:
         kinds = [Kind(kind) for kind in known.kinds or HARMLESS]
         faults = from_json(known.script.read_text()) if known.script else draw(known.seed, known.faults, known.span, kinds)
         if coordinator_of(job) is None:
-            return 0
+            raise PlatformGaveUp(Absent.of(job).said)
         chaos = Chaos(job, faults, lambda strike: say(str(strike), f"{time.strftime('%H:%M:%S')} ", "dim"))
     except (ValueError, OSError) as error:
         raise JobError(f"{f'--script {known.script}' if known.script else '--kinds'}: {error}") from None
     chaos.run()
     chaos.close()
-    say(f"{len(chaos.performed)} of {len(faults)} faults performed, written to {chaos.record}; `elastic replay {known.job}` tells the rest")
+    line = _line(known, options)
+    say(f"{len(chaos.performed)} of {len(faults)} faults performed, written to {chaos.record}; `elastic replay {line}` tells the rest")
     return 0
 
 
@@ -259,10 +285,10 @@ def _show_data(known: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _checkpoint_ls(known: argparse.Namespace, _: list[str]) -> int:
+def _checkpoint_ls(known: argparse.Namespace, options: list[str]) -> int:
     from elastic.runs import Run
 
-    run = Run.open(Job.load(known.job, []))
+    run = Run.look(Job.load(known.job, options))
     newest = run.newest()
     table = Table("step", "generation", "files", "bytes", "layout", "state")
     for listed in run.checkpoints.versions():
@@ -275,19 +301,19 @@ def _checkpoint_ls(known: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _checkpoint_verify(known: argparse.Namespace, _: list[str]) -> int:
+def _checkpoint_verify(known: argparse.Namespace, options: list[str]) -> int:
     from elastic.runs import Run
 
-    run = Run.open(Job.load(known.job, []))
+    run = Run.look(Job.load(known.job, options))
     report = run.checkpoints.verify(run.version_at(known.step))
     say(str(report))
     return 0 if report.good else 1
 
 
-def _checkpoint_export(known: argparse.Namespace, _: list[str]) -> int:
+def _checkpoint_export(known: argparse.Namespace, options: list[str]) -> int:
     from elastic.runs import Run
 
-    run = Run.open(Job.load(known.job, []))
+    run = Run.look(Job.load(known.job, options))
     for path in run.checkpoints.export(run.version_at(known.step), known.to):
         say(str(path))
     return 0

@@ -16,6 +16,7 @@ import ray
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Workers
+from storage.urls import folder_of
 
 NAMESPACE = "elastic"
 MARKET = "ray.io/market-type"
@@ -98,10 +99,11 @@ def check_file(path: Path) -> None:
 
 def check_place(setting: str, url: str) -> None:
     """Raises :class:`JobError` for a folder inside the working directory of a submitted job."""
-    if "://" in url or not _submitted_with().get("working_dir"):
+    folder = folder_of(url)
+    if folder is None or not _submitted_with().get("working_dir"):
         return
     here = Path.cwd().resolve()
-    if Path(url).resolve().is_relative_to(here):
+    if Path(folder).resolve().is_relative_to(here):
         raise JobError(
             f"{setting} = {url!r} lies in the submitted working directory ({here}), of which every node has a copy of its own and which "
             f"Ray deletes: give the absolute path of a folder that all nodes share, or a URL such as s3://bucket/prefix"

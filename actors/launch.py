@@ -22,6 +22,7 @@ from elastic.errors import FINISHED, STOPPED, CoordinatorGone, JobError, Platfor
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
+from elastic.runs import Run
 
 POLL_S = 0.1
 LEAVING_S = 2.0
@@ -176,10 +177,11 @@ def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> No
 
 
 def start(job: Job, reference: Build, driver: str) -> Any:
-    """A new coordinator: named, detached, without an accelerator.
+    """A new coordinator: named, detached, without an accelerator.  From here on the folder in the bucket is the run's.
 
-    ``reference``: what every worker must be made of.  ``driver``: who it is started by.
+    ``reference``: what every worker must be made of.  ``driver``: who it is started by.  Raises as :meth:`Run.trains_on` does.
     """
+    Run.open(job).trains_on(reference.data)
     coordinator = (
         ray.remote(concurrency_groups={"inbox": 1, "view": 4})(Coordinator)
         .options(
@@ -243,6 +245,10 @@ def reap(name: str) -> list[str]:
 
 
 def _result(job: Job, state: str, reason: str, step: int, job_error: str = "") -> Result:
+    return Result(state, reason, step, exit_code(state, job_error), job.bucket, job.name, job_error)
+
+
+def exit_code(state: str, job_error: str = "") -> int:
+    """Of a run that ended in ``state``."""
     codes = {"Finished": FINISHED, "Stopped": STOPPED}
-    failed = JobError.exit_code if job_error else PlatformGaveUp.exit_code
-    return Result(state, reason, step, codes.get(state, failed), job.bucket, job.name, job_error)
+    return codes.get(state, JobError.exit_code if job_error else PlatformGaveUp.exit_code)

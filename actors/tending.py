@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from actors import cluster, launch
 from actors.coordinator import View
 from actors.processes import clear
 from actors.terminal import say, show, show_result
+from elastic.control.states import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
 from elastic.runs import Run
@@ -26,7 +29,7 @@ CLEAR_S = 30.0
 
 def _connected(job: Job) -> bool:
     """To the cluster that the run was on last, if it is there."""
-    owner = Run.open(job).owner()
+    owner = Run.look(job).owner()
     if owner is None or owner["address"] == "local" or not cluster.reachable(owner["address"]):
         return False
     if not ray.is_initialized():
@@ -36,35 +39,64 @@ def _connected(job: Job) -> bool:
 
 
 def coordinator_of(job: Job) -> Any | None:
-    """Of the run, if it runs; else what there is of it is said."""
-    if _connected(job) and (coordinator := launch.attach(job.name)):
-        return coordinator
-    run = Run.open(job)
-    owner = run.owner()
-    if owner is None:
-        say(f"{job.name} has never run in {job.bucket}")
-        return None
-    seen = ray.is_initialized() or owner["address"] == "local"
-    unless = "" if seen else f", or its cluster, {owner['address']}, cannot be reached from here"
-    say(f"{job.name} is not running{unless}; newest good checkpoint: {run.newest() or 'none'}")
-    return None
+    """Of the run, if it runs."""
+    return launch.attach(job.name) if _connected(job) else None
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A run that does not run, as far as is seen from here."""
+
+    said: str
+    over: bool
+    """It has run, and certainly does no more."""
+    end: Ended | None = None
+    """Where its bucket says how it ended."""
+
+    @classmethod
+    def of(cls, job: Job) -> Absent:
+        run = Run.look(job)
+        if (owner := run.owner()) is None:
+            return cls(f"{job.name} has never run in {job.bucket}", over=False)
+        end = run.end()
+        over = end is not None or ray.is_initialized() or owner["address"] == "local"
+        unless = "" if over else f", or its cluster, {owner['address']}, cannot be reached from here"
+        how = "" if end is None else f"; it ended as {type(end).__name__}"
+        why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
+        return cls(f"{job.name} is not running{unless}; newest good checkpoint: {run.newest() or 'none'}{how}{why}", over, end)
 
 
 def status(job: Job, once: bool) -> int:
     coordinator = coordinator_of(job)
-    return 0 if coordinator is None else _watch(job, coordinator, once=once)
+    if coordinator is not None:
+        return _watch(job, coordinator, once=once)
+    say(Absent.of(job).said)
+    return 0
 
 
-def attach(job: Job, path: Path) -> int:
-    """The run's story from its start to its end, and the exit code that `elastic train` has; Ctrl-C leaves the run as it is."""
+def attach(job: Job, line: str) -> int:
+    """The run's story from its start to its end, and the exit code that `elastic train` has; Ctrl-C leaves the run as it is.
+
+    Of a run that is over, the code with which it ended.  Raises :class:`PlatformGaveUp` where its bucket does not say that.
+    """
     coordinator = coordinator_of(job)
-    return 0 if coordinator is None else show_result(launch.follow(job, coordinator, show), job, path)
+    if coordinator is not None:
+        return show_result(launch.follow(job, coordinator, show), job, line)
+    absent = Absent.of(job)
+    if absent.end is None:
+        raise PlatformGaveUp(absent.said)
+    say(absent.said)
+    return launch.exit_code(type(absent.end).__name__, absent.end.job_error if isinstance(absent.end, Failed) else "")
 
 
 def stop(job: Job) -> int:
-    """Raises :class:`PlatformGaveUp` where the run's coordinator does not answer."""
+    """Raises :class:`PlatformGaveUp` where there was never a run, or its coordinator cannot be reached or does not answer."""
     coordinator = coordinator_of(job)
     if coordinator is None:
+        absent = Absent.of(job)
+        if not absent.over:
+            raise PlatformGaveUp(absent.said)
+        say(absent.said)
         return 0
     driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
     return _watch(job, coordinator, once=False, driver=driver, stop="elastic stop")
@@ -98,7 +130,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     except PlatformGaveUp:
         if launch.attach(job.name) is not None:
             raise
-        say(f"{job.name} is not running any more; newest good checkpoint: {Run.open(job).newest() or 'none'}")
+        say(f"{job.name} is not running any more; newest good checkpoint: {Run.look(job).newest() or 'none'}")
         return 0
 
 
@@ -164,12 +196,13 @@ def _tell(removed: list[str], where: str) -> None:
         say(f"nothing to remove on {where}")
 
 
-def logs(job: Job, worker: str | None) -> int:
+def logs(job: Job, workers: Collection[str]) -> int:
+    """Of all ``workers``, or of every one that has a log."""
     store = ObjectStore.open(job.bucket)
     prefix = f"{job.name}/logs/"
-    keys = [key for key in store.list(prefix) if worker in (None, Path(key).stem)]
+    keys = [key for key in store.list(prefix) if not workers or Path(key).stem in workers]
     if not keys:
-        of = f" of {worker}" if worker else ""
+        of = f" of {', '.join(workers)}" if workers else ""
         say(f"no logs{of} in {job.bucket}/{prefix}: they are kept when a worker ends")
         return 1
     for key in keys:

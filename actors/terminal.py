@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -37,15 +36,15 @@ def show(line: Line) -> None:
     )
 
 
-def show_result(result: Result, job: Job, path: Path | None) -> int:
-    """How the run ended, and what can be done about it; the exit code."""
+def show_result(result: Result, job: Job, line: str) -> int:
+    """How the run ended, and what can be done about it; the exit code.  ``line``: the job's file, and the options over it."""
     if result.job_error:
         print(result.job_error)
     colours = {"Finished": "green", "Stopped": "yellow", "Failed": "red"}
     colour = colours.get(result.state, "yellow")
     say(f" at step {result.step} of {job.steps}: {result.reason}", result.state, colour)
     if result.state not in colours:
-        say(f"the same command attaches to it again, `elastic stop {path}` stops it")
+        say(f"the same command attaches to it again, `elastic stop {line}` stops it")
     elif result.exit_code in (2, 3):
-        say(f"`elastic train {path}` goes on from the newest good checkpoint")
+        say(f"`elastic train {line}` goes on from the newest good checkpoint")
     return result.exit_code

@@ -30,10 +30,14 @@ def split(path: str) -> tuple[str, str]:
     return module, name
 
 
-def load(path: str) -> Any:
-    """What ``"pkg.module:name"`` names.  Raises :class:`CodeError`: malformed, not found, failing, or without that name."""
+def load(path: str, setting: str = "") -> Any:
+    """What ``"pkg.module:name"`` names.  Raises :class:`CodeError`: malformed, not found, failing, or without that name.
+
+    ``setting``: of the job, by which it is named.
+    """
     module_name, name = split(path)
-    module = _module(path, module_name)
+    named = f"{setting} = {path!r}" if setting else repr(path)
+    module = _module(named, module_name)
     try:
         return getattr(module, name)
     except AttributeError:
@@ -41,31 +45,43 @@ def load(path: str) -> Any:
         near = difflib.get_close_matches(name, public, 1)
         there = ", ".join(sorted(public)[:8]) or "no public names"
         hint = f"did you mean '{module_name}:{near[0]}'?" if near else f"it has {there}"
-        raise CodeError(f"{path!r}: the module {module_name} ({_place(module)}) has no {name!r}; {hint}") from None
+        raise CodeError(f"{named}: the module {module_name} ({_place(module)}) has no {name!r}; {hint}") from None
 
 
-def _module(path: str, name: str) -> ModuleType:
+def _module(named: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise CodeError(_failed(path, name, error)) from error
+            raise CodeError(f"{named}: {_failed(name, error)}") from error
         first = ", ".join(repr(entry) for entry in sys.path[:3])
         raise CodeError(
-            f"{path!r}: there is no module {error.name!r} on this machine's path, which begins with {first}; "
+            f"{named}: there is no module {error.name!r} on this machine's path, which begins with {first}; "
             f"install its package on every node, or add its folder to PYTHONPATH"
         ) from None
     except Exception as error:  # the user's module may raise anything while it is imported; all of it is a named error
-        raise CodeError(_failed(path, name, error)) from error
+        raise CodeError(f"{named}: {_failed(name, error)}") from error
 
 
-def _failed(path: str, module: str, error: Exception) -> str:
+def _failed(module: str, error: Exception) -> str:
     """Where the import failed: the innermost frame, which is as a rule the user's."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if not f.filename.startswith("<frozen")), frames[-1])
-    what = f"{type(error).__name__}: {error}"
-    place = f"in {frame.filename}, line {frame.lineno}"
-    return f"{path!r}: importing {module} failed with {what} ({place}); mend it or install what it needs"
+    return f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); mend it or install what it needs"
+
+
+def failure(error: Exception) -> str:
+    """What code that was called here raised, in one line, and where: the innermost frame that is not of an installed package.
+
+    The caller's own frame is no place: it says no more than that the code was called.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    frame = next((f for f in reversed(frames) if "site-packages" not in f.filename), frames[-1] if frames else None)
+    return _what(error) if frame is None else f"{_what(error)} (in {frame.filename}, line {frame.lineno})"
+
+
+def _what(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _place(module: ModuleType) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -17,51 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from elastic.control.rules import Rules
-from elastic.errors import CodeError, JobError
-from elastic.imports import split
+from elastic.errors import JobError
 from elastic.plan.copies import CopyRule
 from elastic.plan.layout import LayoutRule
 from elastic.settings import COMMAND_LINE, Where, merge, read_options, read_toml, sentences
-
-
-def _code(path: str) -> str:
-    try:
-        split(path)
-    except CodeError:
-        raise ValueError("must name code as 'package.module:name'") from None
-    return path
-
-
-def _folder_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or set(name) == {"."}:
-        raise ValueError("must be a legal folder name: letters, digits, '.', '_' and '-' only")
-    return name
-
-
-def _place(url: str) -> str:
-    """Workers run in other folders: a path is made absolute where the job is read."""
-    if not url.strip():
-        raise ValueError("must be a folder, or a URL such as s3://bucket/prefix")
-    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
-
-
-def _fault_word(vocabulary: Literal["OWN_KINDS", "Point"]) -> Callable[[str], str]:
-    def check(word: str) -> str:
-        from elastic.sim import faults  # only jobs with faults need the simulator's vocabulary
-
-        known = list(getattr(faults, vocabulary))
-        if word not in known:
-            raise ValueError(f"must be one of {', '.join(known)}")
-        return word
-
-    return check
-
-
-Auto = Literal["auto"]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Code = Annotated[str, AfterValidator(_code)]
+from elastic.values import Auto, Code, Flag, Fraction, Number, Positive, Seconds, Whole, fault_word, folder_name, interface_name, place
 
 
 class Part(BaseModel):
@@ -86,11 +44,11 @@ class Data(Part):
 class Optim(Part):
     """AdamW; weight decay is decoupled and spares biases, norms and every other tensor of fewer than two dimensions."""
 
-    lr: Annotated[float, Field(ge=0)] = 3e-4
+    lr: Annotated[Number, Field(ge=0)] = 3e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    eps: Annotated[Number, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.1
+    clip_norm: Annotated[Number, Field(gt=0)] = 1.0
     """Norm above which the mean gradient is rescaled to it."""
 
 
@@ -98,8 +56,8 @@ class Schedule(Part):
     """Learning rate by step: linear warmup from 0, then a cosine down to ``final`` × lr at the last step; or constant."""
 
     kind: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    warmup_steps: Annotated[Whole, Field(ge=0)] = 0
+    final: Annotated[Number, Field(ge=0, le=1)] = 0.1
 
 
 class Parallel(Part):
@@ -118,10 +76,10 @@ class Workers(Part):
 
     min: Positive = 1
     max: Positive = 2
-    spares: Annotated[int, Field(ge=0)] = 0
+    spares: Annotated[Whole, Field(ge=0)] = 0
     """Beyond ``max``: started and kept warm, so that one takes a dead worker's seat at once."""
-    cpus: Annotated[float, Field(ge=0)] = 1
-    gpus: Annotated[int, Field(ge=0, le=1)] = 0
+    cpus: Annotated[Number, Field(ge=0)] = 1
+    gpus: Annotated[Whole, Field(ge=0, le=1)] = 0
     threads: Positive = 1
     """Threads of one CPU worker's kernels; part of what makes two workers of one kind."""
 
@@ -139,22 +97,22 @@ class Copies(Part):
     keeper in another failure domain.
     """
 
-    copy_every: Annotated[int, Field(ge=0)] | Auto = "auto"
+    copy_every: Annotated[Whole, Field(ge=0)] | Auto = "auto"
     """auto: every step, unless a copy takes longer."""
-    buddy_every: Annotated[int, Field(ge=0)] | Auto = "auto"
+    buddy_every: Annotated[Whole, Field(ge=0)] | Auto = "auto"
     """auto: as often as ``link_share`` allows, once a second at most."""
-    cross_zone: bool = False
+    cross_zone: Flag = False
     """Buddies are in other zones (the label of Ray's nodes), not in the same one."""
-    link_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    link_share: Annotated[Number, Field(gt=0, le=1)] = 0.2
     """Of a node's link, on average, for copies to buddies."""
-    price_per_gb: Annotated[float, Field(ge=0)] = 0.0
+    price_per_gb: Annotated[Number, Field(ge=0)] = 0.0
     """Of traffic between nodes: only for what is said before the launch.  0: nothing is said."""
 
 
 class Network(Part):
     """Between the workers.  Sockets of NCCL and gloo use one interface of each node."""
 
-    interface: Annotated[str, Field(pattern=r"^[^/\s]{1,15}$")] = "auto"
+    interface: Annotated[str, AfterValidator(interface_name)] = "auto"
     """auto: the one that has the address by which Ray's other nodes reach this one."""
 
 
@@ -185,28 +143,28 @@ class Deadlines(Part):
 class Fault(Part):
     """One fault of a chaos run, performed by the worker on itself.  Points: see ``elastic/sim/faults.py``."""
 
-    point: Annotated[str, AfterValidator(_fault_word("Point"))]
-    step: Annotated[int, Field(ge=0)] = 0
+    point: Annotated[str, AfterValidator(fault_word("Point"))]
+    step: Annotated[Whole, Field(ge=0)] = 0
     """0: the first that the generation comes to."""
-    world_rank: Annotated[int, Field(ge=0)] = 0
+    world_rank: Annotated[Whole, Field(ge=0)] = 0
     generation: Positive = 1
     """Only there, so that the step done again by a later generation is spared."""
-    kind: Annotated[str, AfterValidator(_fault_word("OWN_KINDS"))] = "SIGKILL"
+    kind: Annotated[str, AfterValidator(fault_word("OWN_KINDS"))] = "SIGKILL"
 
 
 class Job(Part):
     """One training job.  Its trajectory is a function of this object and its samples, never of the cluster."""
 
-    name: Annotated[str, AfterValidator(_folder_name)]
+    name: Annotated[str, AfterValidator(folder_name)]
     """The run: its folder in the bucket."""
-    bucket: Annotated[str, AfterValidator(_place)]
+    bucket: Annotated[str, AfterValidator(place)]
     """fsspec URL or folder that every node sees as the same place."""
     model: Code = "elastic.models.llama:build"
     """``pkg.module:build``; ``build(**model_args) -> nn.Module`` on the meta device, with ``init_weights()``."""
     model_args: dict[str, JsonValue] = {}
     loss: Code = "elastic.engine.loss:next_token"
     """``pkg.module:loss``; ``loss(model, batch) -> (loss_sum, count)``: a sum, and what it was summed over."""
-    seed: int = 0
+    seed: Whole = 0
     steps: Positive = 100
     global_batch: Positive = 16
     """Samples of one step, whatever the number of workers."""
@@ -214,9 +172,9 @@ class Job(Part):
     """Samples of one forward and backward."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of forward and backward.  Masters, moments and the gradient sum are float32 in either."""
-    compile: bool = False
+    compile: Flag = False
     """Compile each block of the model; new worlds of the same process reuse the code."""
-    reproducible: bool = True
+    reproducible: Flag = True
     """Bit-identical weights whatever died or joined on the way: ordered fold, deterministic kernels."""
     on_driver_exit: Literal["stop", "detach"] = "stop"
     """When the driver that started the run is stopped or vanishes: the run saves and stops, or trains on until ``elastic stop``."""
@@ -265,6 +223,12 @@ class Job(Part):
     def replace(self, **settings: Any) -> Job:
         """The job with other values for some of its settings, checked again."""
         return Job(**{name: getattr(self, name) for name in Job.model_fields} | settings)
+
+    def begun_as(self, stored: dict[str, Any]) -> Job:
+        """The job of a run's ``job.json`` as this code reads it: what defines no trajectory, and may no longer be valid, is this one's."""
+        free = {name for name, whole in _NOT_THE_TRAJECTORY.items() if whole is True}
+        theirs = {name: value for name, value in stored.items() if name not in free}
+        return Job(**theirs, **{name: getattr(self, name) for name in free})
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=2)
@@ -335,6 +299,9 @@ _NOT_THE_TRAJECTORY: Any = {
 }
 
 
+FENCED_LEASES = 4
+
+
 def _disagreements(job: Job) -> Iterator[str]:
     """Checks over several settings: a sentence for each that fails."""
     rest = job.global_batch % job.microbatch
@@ -348,6 +315,12 @@ def _disagreements(job: Job) -> Iterator[str]:
         yield f"schedule.warmup_steps = {job.schedule.warmup_steps} is more than steps = {job.steps}; lower it or train longer"
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
         yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
+    yield from _deadlines(job.deadlines)
+    if job.copies.copy_every == 0 and job.copies.buddy_every not in (0, "auto"):
+        yield (
+            f"copies.buddy_every = {job.copies.buddy_every} with copies.copy_every = 0: there is no copy that could go to a buddy; "
+            f"set copies.copy_every to 1 or more, or copies.buddy_every to 0"
+        )
     if job.workers.min > job.workers.max:
         yield f"workers.min = {job.workers.min} is more than workers.max = {job.workers.max}; raise the one or lower the other"
         return
@@ -355,3 +328,23 @@ def _disagreements(job: Job) -> Iterator[str]:
         job.layout_rule().check(job.workers.min, job.workers.max)
     except ValueError as error:
         yield str(error)
+
+
+def _deadlines(deadlines: Deadlines) -> Iterator[str]:
+    """What is shorter than the rhythm in which those that are well are heard would strike them."""
+    rhythm = {
+        "lease_s": (1, "a member renews its lease four times in it, and would leave"),
+        "stall_s": (1, "keepers say each 0.5 s how far their workers are, and one that is well would be blamed"),
+        "silence_s": (2, "a node beats each 0.5 s, and one that is well would be taken for silent"),
+        "driver_s": (1, "a driver asks ten times a second, and would be taken for gone"),
+        "wait_s": (1, "no worker can start in less, and the run would give up"),
+    }
+    for name, (least_s, why) in rhythm.items():
+        if (value := getattr(deadlines, name)) < least_s:
+            yield f"deadlines.{name} = {value:g} is less than {least_s:g}: {why}; raise it"
+    lease_s, fence_s = deadlines.lease_s, deadlines.fence_s
+    if lease_s >= 1 and fence_s > FENCED_LEASES * lease_s:
+        yield (
+            f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = {lease_s:g}: who hears nobody ends itself "
+            f"after two leases, and its answer would be waited for in vain; lower the one or raise the other"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -14,7 +15,7 @@ import elastic
 from elastic.control import codec
 from elastic.control.lineage import Lineage
 from elastic.control.recovery import UNREAD
-from elastic.control.states import RunState
+from elastic.control.states import TERMINAL, Ended, Finished, RunState
 from elastic.errors import JobError
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
@@ -22,7 +23,7 @@ from elastic.plan.layout import Layout
 from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.documents import digest_of, seal, unseal
-from storage.errors import Deposed, Exists
+from storage.errors import Deposed, Exists, Missing
 from storage.journal import Journal, claim_owner, latest_claim, owners
 from storage.objects import ObjectStore
 from storage.tails import Segment, Written, furthest
@@ -61,7 +62,7 @@ class Parts:
 
 
 class Run:
-    """The folder of a job's run.  ``open`` makes it, or refuses one that holds another job's."""
+    """The folder of a job's run.  ``open`` begins it, ``look`` writes nothing; both refuse one that holds another job's."""
 
     def __init__(self, job: Job, store: ObjectStore) -> None:
         self.job, self.store = job, store
@@ -69,30 +70,43 @@ class Run:
 
     @classmethod
     def open(cls, job: Job) -> Run:
-        """Raises :class:`JobError` when the folder holds the run of a job with another trajectory."""
+        """To train: the folder is the job's from now on.  Raises as :meth:`look` does."""
         store = ObjectStore.open(job.bucket)
-        key = f"{job.name}/job.json"
-        try:
-            store.put_if_absent(key, json.dumps({"format": 1, "digest": job.digest, "job": json.loads(job.to_json())}).encode())
-        except Exists:
-            found = Job(**json.loads(store.get(key))["job"])  # as this code reads it: new settings have their defaults
+        with suppress(Exists):
+            about = {"format": 1, "digest": job.digest, "job": json.loads(job.to_json())}
+            store.put_if_absent(f"{job.name}/job.json", json.dumps(about).encode())
+        return cls.look(job)
+
+    @classmethod
+    def look(cls, job: Job) -> Run:
+        """To read; there may be nothing.  Raises :class:`JobError` when the folder holds the run of a job with another trajectory."""
+        store = ObjectStore.open(job.bucket)
+        with suppress(Missing):
+            found = job.begun_as(json.loads(store.get(f"{job.name}/job.json"))["job"])
             if found.digest != job.digest:
-                raise JobError(_other_job(job, found)) from None
+                raise JobError(_other_job(job, found))
         return cls(job, store)
 
     def trains_on(self, fingerprint: str) -> None:
-        """Bind the run to its samples, wherever they lie.  Raises :class:`JobError` where it was begun on others."""
+        """Bind the run to its samples, wherever they lie.  Raises as :meth:`check_data` does."""
+        with suppress(Exists):
+            about = {"format": 1, "fingerprint": fingerprint, "args": self.job.data.args}
+            self.store.put_if_absent(f"{self.job.name}/data.json", seal(about))
+        self.check_data(fingerprint)
+
+    def check_data(self, fingerprint: str) -> None:
+        """Raises :class:`JobError` where the run was begun on other samples."""
         key = f"{self.job.name}/data.json"
         try:
-            self.store.put_if_absent(key, seal({"format": 1, "fingerprint": fingerprint, "args": self.job.data.args}))
-        except Exists:
             found = unseal(self.store.get(key), self.store.full_name(key), 1)
-            if found["fingerprint"] != fingerprint:
-                raise JobError(
-                    f"data.args = {self.job.data.args}: the dataset has the fingerprint {fingerprint}, but the run {self.job.name!r} in "
-                    f"bucket = {self.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
-                    f"give this run another name, or the data it was begun on"
-                ) from None
+        except Missing:
+            return
+        if found["fingerprint"] != fingerprint:
+            raise JobError(
+                f"data.args = {self.job.data.args}: the dataset has the fingerprint {fingerprint}, but the run {self.job.name!r} in "
+                f"bucket = {self.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
+                f"give this run another name, or the data it was begun on"
+            )
 
     def claim(self, address: str, life: str = "", node: str = "") -> int:
         """The next incarnation, claimed by a create-only write before its first action.
@@ -142,6 +156,15 @@ class Run:
         """What the run's last coordinator knew, as far as its journal reached the bucket: for numbers that are never used twice."""
         segment = journal.newest(self.store, self.job.name)
         return codec.fold(*segment) if segment is not None else None
+
+    def end(self) -> Ended | None:
+        """How the run ended, where its bucket says so: by the record of who had it last, or by a checkpoint of its last step."""
+        last, newest = self._last_recorded(), self.newest()
+        if newest is not None and newest.step >= self.job.steps:
+            return Finished()
+        if last is None or last.incarnation < latest_claim(self.store, self.job.name):
+            return None
+        return last.state if isinstance(last.state, TERMINAL) else None
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
         """The journal, to go on with."""

@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -24,6 +25,7 @@ Where = Callable[[str], str]
 """Setting -> who set it: a file's name, or the command line."""
 
 COMMAND_LINE = "command line"
+FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def _option(name: str, values: Sequence[str], model: Model) -> tuple[str, Any]:
         raise JobError(f"{COMMAND_LINE}: {unknown(name, model, prefix='--')}")
     if not values:
         raise JobError(f"{COMMAND_LINE}: --{name} has no value; write '--{name} value'")
-    read = values if annotation is str else [_literal(value) for value in values]
+    read = values if annotation is str else [_read(value, annotation) for value in values]
     return name, read[0] if len(read) == 1 else read
 
 
@@ -92,7 +94,10 @@ def sentences(error: ValidationError, model: Model, where: Where) -> list[str]:
     found: dict[str, tuple[Any, list[str]]] = {}
     for problem in error.errors(include_url=False):
         setting = _setting(model, problem["loc"])
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "missing" and setting.endswith("]"):  # of a tuple: its values count
+            setting = setting.rpartition("[")[0]
+            text = f"{setting} = {list(problem['input'])!r} must have {len(get_args(_annotation(model, setting)))} values"
+        elif problem["type"] == "extra_forbidden":
             text = unknown(setting, model)
         elif setting == "":
             text = _expected(problem)
@@ -144,6 +149,18 @@ def print_help(model: Model, prog: str) -> None:
         tyro.cli(model, args=["--help"], prog=prog, default=model.model_construct(None, **required))
     except SystemExit:
         return
+
+
+def _read(text: str, annotation: Any) -> Any:
+    """As TOML reads it; and what TOML does not take for a number (``.5``, ``007``) or a truth (``yes``), but everybody else does."""
+    value = _literal(text)
+    if annotation is bool:
+        return FLAGS.get(str(value).lower(), value)
+    if isinstance(value, str) and annotation is not Any:
+        for kind in (int, float):
+            with suppress(ValueError):
+                return kind(text)
+    return value
 
 
 def _literal(text: str) -> Any:

@@ -24,6 +24,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from storage.errors import Exists, Missing, Unavailable
+from storage.urls import folder_of
 
 Piece = bytes | bytearray | memoryview
 Data = Piece | Iterable[Piece]
@@ -53,8 +54,12 @@ class ObjectStore:
     def open(url: str) -> ObjectStore:
         """The store at ``url``: a folder (``/data``, ``file:///data``), ``s3://bucket/prefix``, ``memory://name``, or what else
         fsspec knows."""
-        if "://" not in url or url.startswith("file://"):
-            return _Folder(LocalFileSystem(), os.path.abspath(url.removeprefix("file://")))
+        try:
+            folder = folder_of(url)
+        except ValueError as error:
+            raise Unavailable(url, str(error)) from None
+        if folder is not None:
+            return _Folder(LocalFileSystem(), os.path.abspath(folder))
         if url.startswith("s3://"):
             from storage.s3 import S3  # a second of imports that nobody else needs
 

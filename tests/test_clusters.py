@@ -6,12 +6,15 @@ import copy
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import ray
 import yaml
+from packaging.requirements import Requirement
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from elastic.job import Job
@@ -21,6 +24,13 @@ CLUSTERS = ROOT / "examples" / "clusters"
 JOB = Job.load(CLUSTERS / "job.toml")
 AWS: dict[str, Any] = yaml.safe_load((CLUSTERS / "aws.yaml").read_text())
 RAY_JOB: dict[str, Any] = yaml.safe_load((CLUSTERS / "kuberay.yaml").read_text())
+
+
+def test_a_ray_that_is_too_old_is_not_installed() -> None:
+    """``actors/launch.py`` asks for a ``fallback_strategy``, which 2.51.0 was the first to have."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (versions,) = [need.specifier for need in map(Requirement, dependencies) if need.name == "ray"]
+    assert "2.50.1" not in versions and "2.51.0" in versions and ray.__version__ in versions
 
 
 def test_ray_accepts_the_cluster_on_aws() -> None:

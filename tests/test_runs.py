@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from elastic.control import codec
 from elastic.control.events import Recovered, Tick
 from elastic.control.recovery import UNREAD
-from elastic.control.states import RunState, Stopped
+from elastic.control.states import Failed, Finished, RunState, State, Stopped
+from elastic.errors import JobError
 from elastic.ids import Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -67,6 +69,13 @@ class Life:
         self.held = self.keeper.extend(self.incarnation, *self.journal.tail(self.held))
 
 
+def end_as(life: Life, state: State) -> None:
+    life.play.run = replace(life.play.run, state=state)
+    record = codec.record(life.journal.next, 0.0, Tick(), life.recorded, replace(life.play.last, run=life.play.run))
+    life.journal.append(record, lambda: codec.snapshot(life.play.run), durable=True)
+    assert life.journal.ship(10.0)
+
+
 def recovered(life: Life, sources: list[tails.Written]) -> RunState | None:
     """What the next one of the same life knows, and that its journal goes on from there."""
     (first, *_) = life.run.claims("one")
@@ -90,6 +99,33 @@ def life(tmp_path: Path) -> Life:
         if step == 3:
             life.copy()
     return life
+
+
+def test_who_looks_begins_nothing() -> None:
+    """Also at a run of a job that cannot work after all; the first that trains decides whose the folder is."""
+    job = a_run().job.replace(name="looked-at")
+    run = Run.look(job)
+    assert run.newest() is None and run.owner() is None and run.records() == []
+    run.check_data("theirs")
+    assert run.store.list("looked-at/") == []
+    Run.open(job.replace(seed=7)).trains_on("others")
+    with pytest.raises(JobError, match="seed = 7 there and 0 here"):
+        Run.look(job)
+    with pytest.raises(JobError, match=r"the fingerprint theirs, but the run 'looked-at' in .* was begun on others"):
+        Run.look(job.replace(seed=7)).check_data("theirs")
+
+
+def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_valid() -> None:
+    """What was valid when it was begun is not looked at again, unless it defines the trajectory."""
+    run = a_run()
+    stored = json.loads(run.store.get("toy/job.json"))
+    stored["job"] |= {"deadlines": {"lease_s": -1}, "workers": "many"}
+    run.store.put("toy/job.json", json.dumps(stored).encode())
+    assert Run.open(run.job).job == run.job
+    stored["job"]["seed"] = 7
+    run.store.put("toy/job.json", json.dumps(stored).encode())
+    with pytest.raises(JobError, match="seed = 7 there and 0 here"):
+        Run.look(run.job)
 
 
 def test_its_own_disk_has_everything(life: Life) -> None:
@@ -166,11 +202,30 @@ def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life:
 
 def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:
     """The control: the journal says that it is over, so it says all."""
-    life.play.run = replace(life.play.run, state=Stopped("Ctrl-C"))
-    record = codec.record(life.journal.next, 0.0, Tick(), life.recorded, replace(life.play.last, run=life.play.run))
-    life.journal.append(record, lambda: codec.snapshot(life.play.run), durable=True)
-    assert life.journal.ship(10.0)
+    end_as(life, Stopped("Ctrl-C"))
     assert life.run.standing(2, 0.0).generation == life.play.run.generation
+
+
+def test_a_run_has_ended_as_its_last_owner_recorded(life: Life) -> None:
+    """Who claims it after that may have gone on, and nobody says how far."""
+    assert life.run.end() is None, "nothing is in the bucket yet"
+    assert life.journal.ship(10.0)
+    assert life.run.end() is None, "it was left in the middle"
+    end_as(life, Failed("it went wrong", "a traceback"))
+    assert life.run.end() == Failed("it went wrong", "a traceback")
+    life.run.claim("local")
+    assert life.run.end() is None
+
+
+def test_a_run_that_has_saved_its_last_step_is_finished_whoever_did_it() -> None:
+    """A worker in the user's own process keeps no journal."""
+    run = a_run()
+    version = Version(run.job.steps, 1)
+    receipts = write(run.checkpoints, version, state_of(TENSORS, seed=1), 1)
+    run.claim("local")
+    assert run.end() is None
+    run.commit(version, receipts, ((1, version.step),), Layout())
+    assert run.end() == Finished()
 
 
 def part(generation: int) -> SavedShard:

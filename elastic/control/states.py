@@ -105,7 +105,8 @@ class Failed:
     job_error: str = ""
 
 
-State = Waiting | Forming | Running | Stopping | Finishing | Finished | Stopped | Failed
+Ended = Finished | Stopped | Failed
+State = Waiting | Forming | Running | Stopping | Finishing | Ended
 TERMINAL = (Finished, Stopped, Failed)
 
 ALLOWED: dict[type[State], frozenset[type[State]]] = {

@@ -53,8 +53,10 @@ def text_files(sources: Iterable[str | Path], suffixes: Sequence[str] = SUFFIXES
 def _itself(source: str) -> list[TextFile]:
     """A source that is one file."""
     folder, _, name = source.rpartition("/")
+    if name in ("", ".", "..") or folder.endswith(":/"):
+        return []
     store = ObjectStore.open(folder or ("/" if source.startswith("/") else "."))
-    return [TextFile(store, name)] if name not in ("", ".", "..") and not folder.endswith(":/") and store.exists(name) else []
+    return [TextFile(store, name)] if store.exists(name) else []
 
 
 def _below(source: str, suffixes: Sequence[str]) -> list[TextFile]:

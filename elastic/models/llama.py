@@ -77,10 +77,16 @@ class Llama(nn.Module):
         rope_base: float = 10_000.0,
     ) -> None:
         super().__init__()
-        self.head_dim, self.rope_base, self.depth, self.vocab = dim // heads, rope_base, layers, vocab
+        kv_heads = kv_heads or heads
+        self.head_dim, rest = divmod(dim, heads)
+        if rest or self.head_dim % 2:
+            raise ValueError(f"dim = {dim} must be a multiple of 2 × heads = {2 * heads}: each head has as many, in pairs that are rotated")
+        if heads % kv_heads:
+            raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: that many share keys and values")
+        self.rope_base, self.depth, self.vocab = rope_base, layers, vocab
         hidden = hidden or -(-8 * dim // 3 // 32) * 32
         self.embedding = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(Block(dim, heads, kv_heads or heads, hidden, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(dim, heads, kv_heads, hidden, dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         self.output = nn.Linear(dim, vocab, bias=False)
         if tied:

@@ -80,7 +80,7 @@ def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
     sources: dict[str, torch.Tensor] = {}
     if state.world.rank == 0:
         torch.manual_seed(state.job.seed)
-        model = load(state.job.model)(**state.job.model_args)
+        model = load(state.job.model, "model")(**state.job.model_args)
         model.init_weights()
         sources = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor in state.tensors:

@@ -37,7 +37,7 @@ class Checked:
 
 
 def preflight(job: Job, *, local: bool = False) -> Checked:
-    """Everything about the user's parts that can be found out before a worker starts.
+    """Everything about the user's parts that can be found out before a worker starts.  Nothing of it stays in the bucket.
 
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
@@ -48,7 +48,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
         session.loader.close()
     _check_vocabulary(model, session.loader.dataset)
     check(ObjectStore.open(job.bucket), job.name)
-    Run.open(job).trains_on(build.data)
+    Run.look(job).check_data(build.data)
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
     state_bytes = bytes_of(tensors_of(model))
     return Checked(build, notes if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])

@@ -91,7 +91,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
         )
     cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
-    return Session(job, load(job.loss), cursor, loader, counters, Faults(job.faults))
+    return Session(job, load(job.loss, "loss"), cursor, loader, counters, Faults(job.faults))
 
 
 def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters) -> Copier | None:
@@ -119,7 +119,7 @@ def make_copier(job: Job, tensors: tuple[Tensor, ...], device: torch.device, cou
 
 
 def _opened(job: Job) -> Dataset:
-    kind = load(job.data.dataset)
+    kind = load(job.data.dataset, "data.dataset")
     try:
         dataset: Dataset = kind(**job.data.args)
     except (ElasticError, Unavailable):  # the second passes: a store that does not answer is nobody's error

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from elastic.engine.optim import MOMENTS, Optimizer
 from elastic.engine.parallelize import parallelize
 from elastic.engine.world import World
-from elastic.errors import ModelError
-from elastic.imports import load
+from elastic.errors import ElasticError, ModelError
+from elastic.imports import failure, load
 from elastic.job import Job
+from storage.errors import Unavailable
 from storage.slices import WHOLE, Slice, Tensor, Version, nbytes, shard_slice
 
 DTYPES = {
@@ -59,8 +60,15 @@ class Shard:
 
 def build_model(job: Job) -> nn.Module:
     """The user's model on the meta device."""
-    with torch.device("meta"):
-        model = load(job.model)(**job.model_args)
+    build = load(job.model, "model")
+    try:
+        with torch.device("meta"):
+            model = build(**job.model_args)
+    except (ElasticError, Unavailable):
+        raise
+    except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
+        named = f"model_args = {job.model_args}: model = {job.model!r}"
+        raise ModelError(f"{named} failed with {failure(error)}; correct the arguments, or the model") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model = {job.model!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
     if not callable(getattr(model, "init_weights", None)):

@@ -95,6 +95,72 @@ def test_status_and_logs_of_a_run_that_never_was(tmp_path: Path, capsys: Shown) 
     assert "no logs" in sentence(capsys)
 
 
+def test_commands_that_need_a_run_fail_where_there_is_none(tmp_path: Path, capsys: Shown) -> None:
+    job = written(tmp_path)
+    for command in ("attach", "stop", "chaos"):
+        assert main([command, job]) == 2, command
+        assert sentence(capsys) == f"elastic: toy has never run in {tmp_path}/bucket"
+    assert main(["replay", job]) == 1
+    assert "there is no journal of toy in" in sentence(capsys)
+
+
+def test_a_run_that_is_over_is_attached_to_with_the_code_of_its_end(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = written(tmp_path)
+    assert main(["train", job, "--local"]) == 0
+    capsys.readouterr()
+    for command in ("attach", "stop"):
+        assert main([command, job]) == 0
+        assert sentence(capsys).endswith("; it ended as Finished")
+    assert main(["chaos", job]) == 2, "there is nobody to strike"
+
+
+def test_every_command_takes_the_jobs_settings(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job, other = written(tmp_path), ["--name", "b"]
+    assert main(["train", job, "--local", *other]) == 0
+    capsys.readouterr()
+    assert main(["status", job, *other, "--once"]) == 0
+    assert sentence(capsys).startswith("b is not running; newest good checkpoint: step 4")
+    assert main(["status", job, "--once"]) == 0
+    assert "toy has never run" in sentence(capsys), "the control"
+    assert main(["attach", job, *other]) == main(["stop", job, "--name=b"]) == main(["clean", job, *other]) == 0
+    assert main(["checkpoint", "ls", job, *other]) == main(["checkpoint", "verify", job, *other, "--step", "2"]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", job]) == 1, "the control"
+    assert "no good checkpoint" in sentence(capsys)
+    assert main(["logs", job, "w1", *other]) == 1
+    assert sentence(capsys).startswith(f"no logs of w1 in {tmp_path}/bucket/b/logs/")
+    assert main(["logs", job, *other]) == 1
+    assert sentence(capsys).startswith("no logs in")
+    assert main(["replay", job, *other]) == 1
+    assert "no journal of b" in sentence(capsys)
+    assert main(["status", job, "--onse"]) == 1
+    assert "unknown setting '--onse'" in sentence(capsys)
+    (tmp_path / "journal.jsonl").write_text("")
+    assert main(["replay", str(tmp_path / "journal.jsonl"), *other]) == 1
+    assert "is a file of a journal" in sentence(capsys)
+    with pytest.raises(SystemExit):
+        main(["data", "show", job, *other])
+
+
+@pytest.mark.parametrize("command", ["", "status", "attach", "stop", "clean", "logs", "replay", "chaos", "simulate", "data", "checkpoint"])
+def test_every_command_has_help(command: str, capsys: Shown) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*filter(None, [command]), "--help"])
+    assert ended.value.code == 0 and f"usage: elastic {command}".rstrip() in capsys.readouterr().out
+
+
+def test_who_looks_at_a_run_does_not_begin_it(tmp_path: Path) -> None:
+    """A folder that is looked at, or a job that cannot start, may be another job's afterwards."""
+    job = written(tmp_path)
+    for command in ("status", "stop", "attach", "clean", "logs", "replay", "chaos"):
+        main([command, job])
+    for command in (["ls", job], ["verify", job], ["export", job, "--to", str(tmp_path / "out")]):
+        main(["checkpoint", *command])
+    assert not (tmp_path / "bucket").exists()
+
+
 def test_too_little_data(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = written(tmp_path, data={"dataset": "tests.support.toys:Sums", "args": {"samples": 5}})
@@ -134,6 +200,7 @@ def full_cluster() -> Iterator[None]:
 def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", written(tmp_path, copies={"price_per_gb": 1000.0})]) == 2
+    assert not (tmp_path / "bucket").exists(), "no run was begun"
     said, copies = told(capsys)
     assert re.search(
         r"copies in host memory every step or more seldom \(auto\), of (\S+ kB) of state: up to \S+ [kM]B a worker "

@@ -94,7 +94,7 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
     events = [record["event"] for record in Run.open(job).records()]
     assert [each["worker"] for each in events if each["$"] == "Broken" and each["cause"] == "job"] == [told[1]["victim"]]
     assert told[2]["victim"] in [each["worker"] for each in events if each["$"] == "Lost"]
-    assert main(["chaos", str(tmp_path / "job.toml")]) == 0, "it is over: that is said, and nothing is struck"
+    assert main(["chaos", str(tmp_path / "job.toml")]) == 2, "it is over: that is said, and nothing is struck"
     assert "struck is not running" in capsys.readouterr().out
 
 

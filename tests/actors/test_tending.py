@@ -88,7 +88,7 @@ def test_attach_tells_the_story_from_the_start_and_leaves_or_ends_with_it(tmp_pa
     until(lambda: attach("followed") is None)
     assert_no_actor_left("followed")
     assert main(["attach", str(tmp_path / "job.toml")]) == 0, "there is nothing to follow"
-    assert f"followed is not running; newest good checkpoint: {Run.open(job).newest()}" in capsys.readouterr().out
+    assert f"followed is not running; newest good checkpoint: {Run.open(job).newest()}; it ended as Finished" in capsys.readouterr().out
 
 
 @pytest.mark.must_run_in_ci

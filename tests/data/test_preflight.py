@@ -12,6 +12,7 @@ from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError, JobError, ModelError
 from elastic.job import Job
 from elastic.report.story import StepLine
+from elastic.runs import Run
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from tests.data.texts import write_texts
@@ -39,6 +40,7 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, text: Pa
         preflight(job_on(tmp_path, tmp_path / "data"))
     assert not (tmp_path / "bucket").exists(), "refused before the run begins"
     preflight(job_on(tmp_path, tmp_path / "data", model_args={"vocab": 270, "dim": 16, "layers": 1, "heads": 2}))
+    assert not (tmp_path / "bucket").exists(), "nor does a job that can work begin a run by being looked at"
 
 
 def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text: Path) -> None:
@@ -82,7 +84,7 @@ def test_other_samples_are_refused_with_both_fingerprints(tmp_path: Path, text: 
     """Of other text at the same path, and of the same text cut otherwise; by the command and by a worker alike."""
     prepare(text, str(tmp_path / "data"))
     begun = job_on(tmp_path, tmp_path / "data")
-    preflight(begun)
+    Run.open(begun).trains_on(preflight(begun).build.data)
     (tmp_path / "data").rename(tmp_path / "old")
     write_texts(text, {"a.txt": TEXT.replace("worst", "wurst")})
     prepare(text, str(tmp_path / "data"))

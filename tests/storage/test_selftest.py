@@ -86,4 +86,4 @@ def test_a_job_is_checked_before_anything_starts(unruly: Unruly, moto_bucket: S3
     assert store.list() == []
     unruly.behave()
     preflight(job)
-    assert store.list() == ["checked/data.json", "checked/job.json"]
+    assert store.list() == []

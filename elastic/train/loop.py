@@ -276,7 +276,8 @@ class Trainer:
         if (abort := self._abort) is not None:
             abort.join(ABORT_S)
             if abort.is_alive():
-                raise AbortStuck(f"the abort of the world before has not ended within {ABORT_S:g} s")
+                where = f"the abort before generation {plan.generation} has not ended in {self.worker}"  # in no two the same: not the job's
+                raise AbortStuck(f"{where} within {ABORT_S:g} s")
         alone = time.monotonic()
         healing = Healing(state, plan, self.worker, self.session, partial(self._leave_if_fenced, plan))
         world.connect(self._form_s, RUN_TIMEOUT_S)

@@ -162,7 +162,10 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
 @pytest.mark.full
 def test_two_drivers(tmp_path: Path) -> None:
     """R21, R19: who attached leaves; who started stops the run, and one that still watches sees it."""
-    job = job_of(tmp_path, "two", deadlines={"driver_s": 4})
+    calm = tmp_path / "calm"
+    data = {"dataset": "tests.support.toys:Paced", "args": {"samples": 16 * STEPS, "pace_s": 0.3, "calm": str(calm)}}
+    job = toy_job(tmp_path / "bucket", name="two", steps=STEPS, data=data, deadlines={"driver_s": 4})
+    (tmp_path / "job.toml").write_text(to_toml(job))
     first = train(tmp_path)
     first.until(reached("two", 1))
     leaves, stays = train(tmp_path), train(tmp_path)
@@ -180,6 +183,7 @@ def test_two_drivers(tmp_path: Path) -> None:
     again.process.send_signal(signal.SIGKILL)
     assert again.process.wait(10) == -signal.SIGKILL
     ray.get(attach("two").stop.remote("a test asks for it"))
+    calm.touch()
     third = train(tmp_path)  # while the run is stopping, or just has: it goes on from there
     assert third.wait() == 0, third.text
     assert Run.open(job).newest() is not None

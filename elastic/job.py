@@ -225,10 +225,9 @@ class Job(Part):
         return Job(**{name: getattr(self, name) for name in Job.model_fields} | settings)
 
     def begun_as(self, stored: dict[str, Any]) -> Job:
-        """The job of a run's ``job.json`` as this code reads it: what defines no trajectory, and may no longer be valid, is this one's."""
-        free = {name for name, whole in _NOT_THE_TRAJECTORY.items() if whole is True}
-        theirs = {name: value for name, value in stored.items() if name not in free}
-        return Job(**theirs, **{name: getattr(self, name) for name in free})
+        """The job of a run's ``job.json`` as this code reads it, but for what defines no trajectory, which may no longer be valid."""
+        theirs = {name: value for name, value in stored.items() if _NOT_THE_TRAJECTORY.get(name) is not True}
+        return Job(**theirs, name=self.name, bucket=self.bucket)
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=2)

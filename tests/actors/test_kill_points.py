@@ -12,7 +12,18 @@ import pytest
 from elastic.job import Fault
 from elastic.runs import Run
 from tests.support.chaos import Trial, assert_survived, assert_work, formed
-from tests.support.kills import FATAL, LAYOUTS, POINTS, Script, again_and_again, down_again, down_and_up, one_after_another, perform
+from tests.support.kills import (
+    FATAL,
+    LAYOUTS,
+    POINTS,
+    Script,
+    again_and_again,
+    down_again,
+    down_and_up,
+    one_after_another,
+    perform,
+    there_and_back,
+)
 
 
 def survives(script: Script, folder: Path, reference: Any) -> None:
@@ -34,6 +45,15 @@ def test_down_to_one_and_up_again(tmp_path: Path, script_reference: Any, layout:
     """R1, R8, R14: 4→3→1→2→4; a second fault while forming or healing."""
     between, kind = ("forming", "healing")[number % 2], FATAL[number // 2]
     survives(down_and_up(layout, POINTS[number], between, kind), tmp_path, script_reference)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["replicate", "shard"])
+def test_there_and_back(tmp_path: Path, script_reference: Any, layout: str) -> None:
+    """R4: 4→3→2→4→1→3, of replicas live each time; what dies with shards comes from host memory, also where three of four die at once."""
+    script = there_and_back(layout)
+    assert script.worlds == [4, 3, 2, 4, 1, 3]
+    survives(script, tmp_path, script_reference)
 
 
 @pytest.mark.full

@@ -126,14 +126,15 @@ class Director:
     def __init__(self, script: Script, bucket: Path, room: Room) -> None:
         self.bucket, self.room = bucket, room
         self.growth, self.cramps = list(script.growth), list(script.cramps)
-        self.reserved: dict[int, Any] = {}
-        """What will give room, by how many workers it is for."""
+        self.reserved: list[tuple[int, Any]] = []
+        """What will give room to so many workers at once."""
         self.left: list[Any] = []
         """Who takes, or waits for, what victims leave."""
         if script.cramps:
             wide = sorted(each.room for each in script.growth if each.room > 1)
-            self.room.take(ray.cluster_resources()["CPU"] - script.workers - sum(wide))
-            self.reserved = {cpus: self.room.take(cpus) for cpus in wide}
+            if (others := ray.cluster_resources()["CPU"] - script.workers - sum(wide)) > 0:
+                self.room.take(others)
+            self.reserved = [(cpus, self.room.take(cpus)) for cpus in wide]
 
     def __call__(self, witness: Witness, view: View) -> bool:
         for cramp in list(self.cramps):
@@ -147,7 +148,10 @@ class Director:
 
     def _attend(self, growth: Grow, view: View) -> None:
         if view.generation == growth.generation and view.state in ("Running", "Waiting") and growth.room:
-            self.room.free(self.reserved.pop(growth.room, None) or self.left.pop(0))
+            wide = next((each for each in self.reserved if each[0] == growth.room), None)
+            if wide is not None:
+                self.reserved.remove(wide)
+            self.room.free(wide[1] if wide is not None else self.left.pop(0))
             self.growth[self.growth.index(growth)] = growth = replace(growth, room=0)
         about_to = view.generation == growth.generation and view.state == "Stopping" and not growth.room
         if about_to or view.generation > growth.generation:
@@ -250,6 +254,26 @@ def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
     script.fault(point, "exception", 1, 28)
     if point != "save":
         script.form(3, script.after(point, "exception"))
+    return script
+
+
+def there_and_back(layout: str) -> Script:
+    """4→3→2→4→1→3, in a cluster that has no more room than that: two die one after the other, two newcomers come, three die at once."""
+    script = Script(layout, 4)
+    script.form(4, "init")
+    script.cramps.append(Cramp(script.generation, 4, victims=2))
+    script.fault("forward", "SIGKILL", 3, 8)
+    script.form(3, script.after("forward", "SIGKILL"))
+    script.fault("before_update", "SIGSEGV", 0, 12)
+    script.form(2, script.after("before_update", "SIGSEGV"))
+    script.growth.append(Grow(script.generation, 16, room=2))
+    script.form(4, "live")
+    script.cramps.append(Cramp(script.generation, 20, victims=3))
+    for rank in (0, 1, 3):
+        script.fault("forward", "SIGKILL", rank, 24)
+    script.form(1, script.after("forward", "SIGKILL"))
+    script.growth.append(Grow(script.generation, 32, room=2))
+    script.form(3, "live")
     return script
 
 

@@ -184,7 +184,8 @@ def keeper_lost(turn: Turn, node: NodeId, *, with_its_node: bool = False) -> Non
     """And all copies in its memory."""
     run = turn.run
     turn.know(keepers=tuple(keeper for keeper in run.keepers if keeper != node))
-    turn.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node}, watch=forgotten(run.watch, node))
+    turn.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})
+    turn.know(watch=forgotten(run.watch, node))
     _note_leaving(turn, node, surely=with_its_node)
 
 

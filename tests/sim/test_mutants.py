@@ -21,7 +21,7 @@ from elastic.sim.worker import Worker
 from tests.sim.mutants import Edit, Mutant
 from tests.sim.scenarios import ALL, expelled, flapping
 
-SEEDS, FEW = range(200), range(70)
+SEEDS, FEW = range(230), range(125)
 LONG = ("severed", "abandoned", "forgetting", "unshipped", "expelled")
 """Scenarios of which few seeds are enough."""
 

@@ -299,6 +299,7 @@ _NOT_THE_TRAJECTORY: Any = {
 
 
 FENCED_LEASES = 4
+"""Leases that a fence may last at most: twice as long as a worker lives that hears nobody."""
 
 
 def _disagreements(job: Job) -> Iterator[str]:

@@ -124,9 +124,8 @@ def _expel_silent_nodes(turn: Turn, state: Stopping) -> Stopping:
     gone = silent(run.watch, state.plan.nodes, turn.now, LONGER * silence_s, silence_s)
     if not _certain(turn, state) or any(run.workers[worker].node not in gone for worker in state.pending):
         return state
-    there = tuple(
-        worker for worker, known in run.workers.items() if known.node in gone and worker not in {each.worker for each in state.answers}
-    )
+    answered = frozenset(answer.worker for answer in state.answers)
+    there = tuple(worker for worker, known in run.workers.items() if known.node in gone and worker not in answered)
     why = f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {LONGER * silence_s:g} s, nor an answer to the fence"
     membership.expel(turn, there, why)
     turn.amend(pending=(), expelled=(*state.expelled, *state.pending))

@@ -34,6 +34,15 @@ def in_step(**changes: float) -> Play:
     return play
 
 
+def fenced_without_an_answer_of_w2() -> Play:
+    """5.5 s after the last beat of its node."""
+    play = in_step(fence_s=10.0)
+    beats(play, 5.5, "n1", "n3")
+    play.answer("w1", Version(2, 1))
+    play.answer("w3", Version(2, 1))
+    return play
+
+
 def test_a_world_that_stands_still_while_one_node_is_silent_is_fenced_long_before_it_is_a_stall() -> None:
     play = in_step()
     beats(play, 4.5, "n1", "n3")
@@ -47,10 +56,7 @@ def test_a_world_that_stands_still_while_one_node_is_silent_is_fenced_long_befor
 
 def test_who_is_silent_to_the_fence_too_is_not_waited_for() -> None:
     """The usual time for an answer is over 15 s after the last beat at the earliest; it is waited for until 7.5 s after it."""
-    play = in_step(fence_s=10.0)
-    beats(play, 5.5, "n1", "n3")
-    play.answer("w1", Version(2, 1))
-    play.answer("w3", Version(2, 1))
+    play = fenced_without_an_answer_of_w2()
     beats(play, 1.5, "n1", "n3")
     assert play.pending == (W2,)
     beats(play, 0.5, "n1", "n3")
@@ -114,10 +120,7 @@ def test_a_boundary_that_a_silent_node_cannot_reach_is_given_up() -> None:
 
 
 def test_no_worker_is_started_on_a_silent_node() -> None:
-    play = in_step(fence_s=10.0)
-    beats(play, 5.5, "n1", "n3")
-    play.answer("w1", Version(2, 1))
-    play.answer("w3", Version(2, 1))
+    play = fenced_without_an_answer_of_w2()
     beats(play, 4.5, "n1", "n3")
     play.tell(Capacity(1))
     assert [start.avoid for start in play.did(StartWorkers)] == [(N2,)]

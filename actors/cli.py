@@ -151,7 +151,7 @@ def _add_data(commands: Any) -> None:
 def _train(known: argparse.Namespace, options: list[str]) -> int:
     from actors import cluster
     from actors.launch import launch
-    from elastic.settings import print_help
+    from elastic.config.settings import print_help
 
     if known.help or known.job is None:
         print("usage: elastic train JOB.toml [--local] [--address ADDRESS] [--section.option value ...]\n")
@@ -171,27 +171,27 @@ def _line(known: argparse.Namespace, options: list[str]) -> str:
 
 
 def _tend(known: argparse.Namespace, options: list[str]) -> int:
-    from actors import tending
+    from actors import run_commands
 
     if known.command == "logs":
         path, *workers = known.job
-        return tending.logs(Job.load(path, options), workers)
+        return run_commands.logs(Job.load(path, options), workers)
     job = Job.load(known.job, options)
     match known.command:
         case "status":
-            return tending.status(job, known.once)
+            return run_commands.status(job, known.once)
         case "attach":
-            return tending.attach(job, _line(known, options))
+            return run_commands.attach(job, _line(known, options))
         case "stop":
-            return tending.stop(job)
+            return run_commands.stop(job)
         case _:
-            return tending.clean(job, known.force)
+            return run_commands.clean(job, known.force)
 
 
 def _replay(known: argparse.Namespace, options: list[str]) -> int:
+    from elastic.config.settings import COMMAND_LINE
     from elastic.report.replay import differences, tell
     from elastic.runs import Run
-    from elastic.settings import COMMAND_LINE
     from storage import journal
 
     rules = None
@@ -226,7 +226,7 @@ def _bytes_of(path: Path) -> bytes:
 
 def _chaos(known: argparse.Namespace, options: list[str]) -> int:
     from actors.chaos import HARMLESS, Chaos
-    from actors.tending import Absent, coordinator_of
+    from actors.run_commands import Absent, coordinator_of
     from elastic.sim.faults import Kind, draw, from_json
 
     job = Job.load(known.job, options)

@@ -1,7 +1,7 @@
 """The one actor that runs a run: inbox -> advance -> journal -> perform.  Nothing else.
 
 It is named and detached, and holds no state that matters beyond ``RunState``: when its process dies, workers step on without it, what they
-have to say waits, and Ray makes it again; then it goes on where the journal ends (``elastic/control/recovery.py``).
+have to say waits, and Ray makes it again; then it goes on where the journal ends (``elastic/control/takeover.py``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ import ray
 import elastic
 from actors import cluster
 from actors.audience import Audience
-from actors.group import Group
-from actors.left import Left, find
-from actors.mandate import Mandate
+from actors.coordinator_lease import CoordinatorLease
+from actors.journal_replicas import JournalReplicas
+from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder
-from actors.tails import Tails
+from actors.survivors import Left, find
 from elastic.control import codec
-from elastic.control.builds import Build
-from elastic.control.events import (
+from elastic.control.machine import Transition, advance
+from elastic.control.states import TERMINAL, Failed, RunState
+from elastic.control.takeover import STOOD_S
+from elastic.engine.optim.schedule import learning_rate_of
+from elastic.ids import NodeId, WorkerId
+from elastic.job import Job
+from elastic.protocol.builds import Build
+from elastic.protocol.events import (
     Capacity,
     Event,
     Joined,
@@ -43,12 +49,6 @@ from elastic.control.events import (
     Stumbled,
     Tick,
 )
-from elastic.control.machine import Transition, advance
-from elastic.control.recovery import STOOD_S
-from elastic.control.states import TERMINAL, Failed, RunState
-from elastic.engine.schedule import learning_rate_of
-from elastic.ids import NodeId, WorkerId
-from elastic.job import Job
 from elastic.report.story import Line, Story
 from elastic.runs import Run
 from storage import tails
@@ -139,7 +139,7 @@ class Coordinator:
             self.run = Run.open(self.job)
             before, asked_at = self.run.claims(life), time.monotonic()
             self.incarnation = self.run.claim(context.gcs_address, life, cluster.here())
-            self.mandate = Mandate(self.run, self.incarnation, self.rules.mandate_s, asked_at)
+            self.lease = CoordinatorLease(self.run, self.incarnation, self.rules.mandate_s, asked_at)
             self._find_out(reference, before, life)
             self.group = Group(
                 self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local
@@ -149,7 +149,7 @@ class Coordinator:
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise
             return False
-        self.tails = Tails(self.journal, self.mandate, self.group.keepers, self.state)
+        self.replicas = JournalReplicas(self.journal, self.lease, self.group.keepers, self.state)
         self.group.ship = self.journal.ship
         return True
 
@@ -202,10 +202,10 @@ class Coordinator:
     def renew(self, worker: WorkerId, generation: int) -> Lease:
         """A member asks for its lease on ``generation``."""
         state = self.recorded
-        granted = worker in state.workers and state.grants_lease(generation) and self.mandate.holds
+        granted = worker in state.workers and state.grants_lease(generation) and self.lease.holds
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
-        safe = self.tails.safe
+        safe = self.replicas.safe
         return Lease(granted, safe.recorded_step if safe.generation == generation else 0)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
@@ -262,7 +262,7 @@ class Coordinator:
 
     def _run(self) -> None:
         """Until the run is over and nothing of it is left, then not even this actor."""
-        threading.Thread(target=self.mandate.keep, args=(self.over,), name="mandate", daemon=True).start()
+        threading.Thread(target=self.lease.keep, args=(self.over,), name="mandate", daemon=True).start()
         try:
             if self.again:
                 self._take_over()
@@ -273,7 +273,7 @@ class Coordinator:
             print(f"coordinator {self.incarnation} leaves: {error}", flush=True)
             os._exit(DEPOSED)
         except Exception:  # the process boundary: a decision that failed ends the run, never silently
-            if self.journal.deposed or self.mandate.deposed:
+            if self.journal.deposed or self.lease.deposed:
                 os._exit(DEPOSED)
             self.story.say(time.time(), "the coordinator failed; the run can be resumed\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
@@ -296,15 +296,15 @@ class Coordinator:
         self.group.attach(tuple(each.version for each in self.state.saves if each.asked))
 
     def _take(self) -> None:
-        if self.mandate.deposed:
-            raise Deposed(self.mandate.deposed)
+        if self.lease.deposed:
+            raise Deposed(self.lease.deposed)
         try:
             event, shard = self.inbox.get(timeout=TICK_S)
         except queue.Empty:
             event, shard = Tick(), None
         self._handle(event, shard)
         if self.inbox.empty():
-            self.tails.send(self.recorded)
+            self.replicas.send(self.recorded)
 
     def _handle(self, event: Event, shard: Any) -> None:
         try:
@@ -344,11 +344,11 @@ class Coordinator:
         record = codec.record(self.journal.next, now, event, before, transition, self.recorded)
         self.recorded = run
         self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
-        self.tails.note(run)
+        self.replicas.note(run)
         if isinstance(event, Recovered):  # whoever was before finds the next segment written, and leaves
-            self.tails.begin(run, lambda why: self.story.say(now, why))
+            self.replicas.begin(run, lambda why: self.story.say(now, why))
         elif durable:
-            self.tails.secure(run, lambda why: self.story.say(now, why))
+            self.replicas.secure(run, lambda why: self.story.say(now, why))
 
     def _tell(self, now: float, event: Event, before: RunState, reason: str) -> None:
         if isinstance(event, StepDone) and self.state.version.step == event.outcome.step:
@@ -364,7 +364,7 @@ class Coordinator:
         placed: frozenset[WorkerId] = frozenset()
         while not self.over.wait(CLUSTER_S):
             with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the world steps on, ask again
-                self.mandate.ask_head(self.group.coordinator)
+                self.lease.ask_head(self.group.coordinator)
                 self._keep(cluster.nodes())
                 before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # what is free trails by a moment
                 self.post_local(Capacity(cluster.slots(self.job.workers, self.state.refused), tuple(sorted(before & placed))))

@@ -21,11 +21,11 @@ import ray
 
 from actors.logs import Logs
 from actors.processes import Process, describe, end_on_sigterm, log_folder, sweep
-from elastic.control.events import STOPPED, Beat, Kept, Progress
-from elastic.copies.stock import Stock
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
+from elastic.protocol.events import STOPPED, Beat, Kept, Progress
+from elastic.state.keeper_store import KeeperStore
 from elastic.train.counters import OPERATIONS, Counters, segment
 from storage.errors import Deposed, StorageError
 from storage.objects import ObjectStore
@@ -53,7 +53,7 @@ class Keeper:
         self.probe = Probe(self.store, name, run)
         self._said: dict[str, float] = {}
         self._told = coordinator.tell.options(max_task_retries=0)
-        self.stock = Stock(self.node, ray.util.get_node_ip_address(), secret, self._say)
+        self.stock = KeeperStore(self.node, ray.util.get_node_ip_address(), secret, self._say)
         self.logs = Logs(self.store, f"{name}/logs/{run.removeprefix(f'{name}-')}", run, self.node)
         self.late_s = 0.0
         """The most that a beat was late."""

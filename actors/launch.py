@@ -16,11 +16,11 @@ import ray
 
 from actors import cluster
 from actors.coordinator import Coordinator, View
-from actors.requests import Requests
-from elastic.control.builds import Build
+from actors.signals import Requests
 from elastic.errors import FINISHED, STOPPED, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
+from elastic.protocol.builds import Build
 from elastic.report.story import Line, Sentence
 from elastic.runs import Run
 

@@ -22,13 +22,13 @@ import ray
 
 from actors import cluster
 from actors.processes import end_on_sigterm, log_file
-from elastic.control.events import Event, Joined, NodeRefused, StartFailed
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
+from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed
 from elastic.runs import SavedShard
 from elastic.train.counters import Counters, segment
-from elastic.train.limits import no_segment, shared_memory
+from elastic.train.machine.limits import no_segment, shared_memory
 from storage.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ AT_ONCE = ("held_gil", "clock_skew", "memory_hog")
 
 
 class Worker:
-    """Made by ``actors/group.py``; ``train`` is called once, and its return or failure is how Ray tells that the process ended."""
+    """Made by ``actors/perform.py``; ``train`` is called once, and its return or failure is how Ray tells that the process ended."""
 
     def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes) -> None:
         self.job, self.worker, self.coordinator, self.secret = job, worker, coordinator, secret
@@ -64,8 +64,8 @@ class Worker:
             return
         self._begun = True
         from elastic.train.loop import Trainer
-        from elastic.train.setup import build_of, kind_of, make_copier, make_session, prepare_process
-        from elastic.train.state import build_model, rows_of, tensors_of
+        from elastic.train.model import build_model, rows_of, tensors_of
+        from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
         from elastic.train.warmup import warm_up
         from storage.checkpoints import Checkpoints
         from storage.objects import ObjectStore
@@ -75,7 +75,7 @@ class Worker:
             session = make_session(self.job, self.counters)
             tensors = tensors_of(build_model(self.job))
             rows = rows_of(tensors)
-            session.secret, session.copier = self.secret, make_copier(self.job, tensors, device, self.counters)
+            session.secret, session.snapshots = self.secret, make_snapshots(self.job, tensors, device, self.counters)
             build = replace(build_of(session), host=cluster.host())
         except (Unavailable, NoRoomYet) as error:  # the next start may find the store answering, and memory given back
             self.report(StartFailed(self.worker, str(error)))
@@ -87,8 +87,8 @@ class Worker:
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.worker, device, checkpoints, self.report)
         warm_up(session, device)
-        if session.copier is not None:
-            session.copier.ready()
+        if session.snapshots is not None:
+            session.snapshots.ready()
         threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
         self._joined = Joined(self.worker, cluster.here(), kind_of(device), rows, build)
         self.report(self._joined)

@@ -14,12 +14,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from elastic.config.settings import COMMAND_LINE, Where, merge, read_options, read_toml, sentences
+from elastic.config.values import (
+    Auto,
+    Code,
+    Flag,
+    Fraction,
+    Number,
+    Positive,
+    Seconds,
+    Whole,
+    fault_word,
+    folder_name,
+    interface_name,
+    place,
+)
 from elastic.control.rules import Rules
 from elastic.errors import JobError
-from elastic.plan.copies import CopyRule
+from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import LayoutRule
-from elastic.settings import COMMAND_LINE, Where, merge, read_options, read_toml, sentences
-from elastic.values import Auto, Code, Flag, Fraction, Number, Positive, Seconds, Whole, fault_word, folder_name, interface_name, place
 
 
 class Part(BaseModel):

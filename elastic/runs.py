@@ -13,13 +13,13 @@ from typing import Any
 
 import elastic
 from elastic.control import codec
-from elastic.control.lineage import Lineage
-from elastic.control.recovery import UNREAD
 from elastic.control.states import TERMINAL, Ended, Finished, RunState
+from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.protocol.lineage import Lineage
 from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.documents import digest_of, seal, unseal

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from elastic.config.settings import leaves, nearest, print_help
 from elastic.control.rules import Rules
 from elastic.errors import JobError
 from elastic.job import Checkpoint, Copies, Data, Deadlines, Fault, Job, Network, Optim, Parallel, Schedule, Workers
-from elastic.settings import leaves, nearest, print_help
 from tests.support.job_file import to_toml
 
 pytestmark = pytest.mark.fast

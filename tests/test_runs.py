@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from elastic.control import codec
-from elastic.control.events import Recovered, Tick
-from elastic.control.recovery import UNREAD
 from elastic.control.states import Failed, Finished, RunState, State, Stopped
+from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.protocol.events import Recovered, Tick
 from elastic.runs import KEPT, Parts, Run, SavedShard
 from storage import tails
 from storage.checkpoints import ShardReceipt

@@ -17,10 +17,10 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from elastic.control.events import Beat, Capacity, Event, Renewed, Tick
+from elastic.control.decision import Transition
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
-from elastic.control.turn import Transition
+from elastic.protocol.events import Beat, Capacity, Event, Renewed, Tick
 
 FORMAT = 2
 READABLE = (1, FORMAT)

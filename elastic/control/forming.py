@@ -5,17 +5,18 @@ One absent member lets *every* member's group formation time out, so whoever is 
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, lineage, membership, stock
-from elastic.control.actions import Form, Go
-from elastic.control.events import Here, Ready
-from elastic.control.health import Watch
+from elastic.control import checkpoints, copy_inventory, membership
+from elastic.control.decision import Decision, count, names
+from elastic.control.liveness import Watch
+from elastic.control.running import finish
 from elastic.control.seating import candidates, layout_of, make_plan
 from elastic.control.states import Forming, Running, Waiting
-from elastic.control.stepping import finish
 from elastic.control.stopping import expel, stop
-from elastic.control.turn import Turn, count, names
 from elastic.ids import WorkerId
-from elastic.plan.plan import Plan
+from elastic.protocol import lineage
+from elastic.protocol.actions import Form, Go
+from elastic.protocol.events import Here, Ready
+from elastic.protocol.plan import Plan
 
 SLOW_BYTES_S = 50e6
 """Half of what the slowest network in use brings, 1 Gbit/s."""
@@ -23,21 +24,23 @@ TELLING_BYTES = 64 * 2**20
 """Less takes no time anywhere."""
 
 
-def form(turn: Turn) -> None:
+def form(decision: Decision) -> None:
     """Begin the next generation with whoever is there, or wait."""
-    run, plan = turn.run, make_plan(turn.run, turn.rules)
+    run, plan = decision.run, make_plan(decision.run, decision.rules)
     if plan is None:
         if not isinstance(run.state, Waiting):
-            turn.to(Waiting(turn.now))
-            turn.say(f"wait: {_shortage(turn)}")
+            decision.to(Waiting(decision.now))
+            decision.say(f"wait: {_shortage(decision)}")
         return
-    if keepers := stock.awaited(turn, plan):
+    if keepers := copy_inventory.awaited(decision, plan):
         if not isinstance(run.state, Waiting):
-            turn.to(Waiting(turn.now))
-            turn.say(f"wait: what {count(len(keepers), 'keeper')} of {len(run.keepers)} hold may be newer than step {plan.version.step}")
+            decision.to(Waiting(decision.now))
+            decision.say(
+                f"wait: what {count(len(keepers), 'keeper')} of {len(run.keepers)} hold may be newer than step {plan.version.step}"
+            )
         return
     given_up = lineage.abandoned(run.lineage, plan.version)
-    turn.know(
+    decision.know(
         generation=plan.generation,
         lineage=plan.lineage,
         saves=tuple(each for each in run.saves if lineage.contains(plan.lineage, each.version)),
@@ -52,16 +55,16 @@ def form(turn: Turn) -> None:
         silent=0,
     )
     if not lineage.contains(run.lineage, plan.version):
-        turn.know(fruitless=0)
+        decision.know(fruitless=0)
     kinds = sorted({run.workers[member].kind for member in plan.members})
     if len(kinds) > 1:
-        turn.know(mixed=(*run.mixed, plan.generation))
-    turn.to(Forming(plan, turn.now + turn.rules.form_s))
-    turn.do(Form(plan))
-    turn.say(_announcement(plan, given_up))
+        decision.know(mixed=(*run.mixed, plan.generation))
+    decision.to(Forming(plan, decision.now + decision.rules.form_s))
+    decision.do(Form(plan))
+    decision.say(_announcement(plan, given_up))
     if len(kinds) > 1:
-        turn.say(f"its steps are marked as mixed: the members are {' and '.join(kinds)}")
-    membership.refuse_other_kinds(turn)
+        decision.say(f"its steps are marked as mixed: the members are {' and '.join(kinds)}")
+    membership.refuse_other_kinds(decision)
 
 
 def _announcement(plan: Plan, given_up: tuple[tuple[int, int, int], ...]) -> str:
@@ -71,17 +74,17 @@ def _announcement(plan: Plan, given_up: tuple[tuple[int, int, int], ...]) -> str
     return text
 
 
-def _shortage(turn: Turn) -> str:
-    there, low = len(candidates(turn.run, turn.rules)), turn.rules.min_workers
-    if layout_of(there, turn.rules) is not None:
+def _shortage(decision: Decision) -> str:
+    there, low = len(candidates(decision.run, decision.rules)), decision.rules.min_workers
+    if layout_of(there, decision.rules) is not None:
         return "no keeper is there to host the store"
     return f"{count(there, 'worker')} {'is' if there == 1 else 'are'} too few for any layout (at least {low})"
 
 
-def here(turn: Turn, event: Here) -> None:
-    state = turn.run.state
+def here(decision: Decision, event: Here) -> None:
+    state = decision.run.state
     if isinstance(state, Forming) and event.worker not in state.here:
-        turn.amend(here=(*state.here, event.worker), here_at=min(state.here_at, turn.now))
+        decision.amend(here=(*state.here, event.worker), here_at=min(state.here_at, decision.now))
 
 
 def slow_network(event: Ready) -> str:
@@ -95,27 +98,27 @@ def slow_network(event: Ready) -> str:
     )
 
 
-def ready(turn: Turn, event: Ready) -> None:
-    state = turn.run.state
+def ready(decision: Decision, event: Ready) -> None:
+    state = decision.run.state
     if isinstance(state, Forming) and event.worker not in state.ready:
         if why := slow_network(event):
-            turn.say(why)
+            decision.say(why)
         here = state.here if event.worker in state.here else (*state.here, event.worker)
-        turn.amend(here=here, ready=(*state.ready, event.worker), here_at=min(state.here_at, turn.now))
+        decision.amend(here=here, ready=(*state.ready, event.worker), here_at=min(state.here_at, decision.now))
 
 
-def forming(turn: Turn, state: Forming) -> None:
+def forming(decision: Decision, state: Forming) -> None:
     plan, there = state.plan, len(state.here)
     if len(state.ready) == len(plan.members):
-        go(turn, plan)
-    elif turn.run.stop and (plan.tier == "init" or plan.version in turn.run.saved):
-        stop(turn, f"stop asked for ({turn.run.stop}) with nothing to save")
-    elif there < len(plan.members) and turn.now >= state.here_at + turn.rules.leave_s:
-        expel(turn, _absent(state), f"{names(_absent(state))} did not take the plan within {turn.rules.leave_s:g} s of the others")
-    elif turn.now >= state.deadline and there < len(plan.members):
-        expel(turn, _absent(state), f"{names(_absent(state))} did not take the plan within {turn.rules.form_s:g} s")
-    elif turn.now >= state.deadline:
-        _blame_the_store(turn, state)
+        go(decision, plan)
+    elif decision.run.stop and (plan.tier == "init" or plan.version in decision.run.saved):
+        stop(decision, f"stop asked for ({decision.run.stop}) with nothing to save")
+    elif there < len(plan.members) and decision.now >= state.here_at + decision.rules.leave_s:
+        expel(decision, _absent(state), f"{names(_absent(state))} did not take the plan within {decision.rules.leave_s:g} s of the others")
+    elif decision.now >= state.deadline and there < len(plan.members):
+        expel(decision, _absent(state), f"{names(_absent(state))} did not take the plan within {decision.rules.form_s:g} s")
+    elif decision.now >= state.deadline:
+        _blame_the_store(decision, state)
 
 
 def _absent(state: Forming) -> tuple[WorkerId, ...]:
@@ -124,32 +127,32 @@ def _absent(state: Forming) -> tuple[WorkerId, ...]:
     return tuple(worker for worker in state.plan.members if worker not in arrived)
 
 
-def _blame_the_store(turn: Turn, state: Forming) -> None:
+def _blame_the_store(decision: Decision, state: Forming) -> None:
     """All were there: a stuck one makes the others look stuck, so nobody is killed the first time."""
-    plan, again = state.plan, bool(turn.run.blamed)
-    turn.know(blamed=(*turn.run.blamed, plan.store_node))
+    plan, again = state.plan, bool(decision.run.blamed)
+    decision.know(blamed=(*decision.run.blamed, plan.store_node))
     ready = frozenset(state.ready)
     stuck = tuple(worker for worker in plan.members if worker not in ready)
-    cause = f"all {len(plan.members)} were there, but {names(stuck)} did not get ready within {turn.rules.form_s:g} s"
+    cause = f"all {len(plan.members)} were there, but {names(stuck)} did not get ready within {decision.rules.form_s:g} s"
     if again and state.ready:
-        expel(turn, stuck, cause)
+        expel(decision, stuck, cause)
     else:
-        stop(turn, f"{cause}; blame the store on {plan.store_node} or the network")
+        stop(decision, f"{cause}; blame the store on {plan.store_node} or the network")
 
 
-def go(turn: Turn, plan: Plan) -> None:
+def go(decision: Decision, plan: Plan) -> None:
     """All members are at the plan's version.  What each holds from now on, its answer to the fence will say."""
-    membership.hold(turn, {worker: () for worker in plan.members})
-    watch = Watch(moved_at=turn.now, stepped_at=turn.now, beats=turn.run.watch.beats)
-    if isinstance(turn.run.state, Forming):
-        took_s = turn.now - (turn.run.state.deadline - turn.rules.form_s)
-        turn.know(reform_s=(turn.run.reform_s + took_s) / 2 if turn.run.reform_s else took_s)
-    turn.know(watch=watch, blamed=(), lease_until=turn.now + turn.rules.lease_over_s)
-    stock.pair(turn, plan)
-    turn.do(Go(plan.generation, plan.members))
-    turn.say(f"generation {plan.generation} runs")
-    if plan.version.step >= turn.rules.target_step:
-        checkpoints.begin_again(turn, plan)
-        finish(turn, plan)
+    membership.hold(decision, {worker: () for worker in plan.members})
+    watch = Watch(moved_at=decision.now, stepped_at=decision.now, beats=decision.run.watch.beats)
+    if isinstance(decision.run.state, Forming):
+        took_s = decision.now - (decision.run.state.deadline - decision.rules.form_s)
+        decision.know(reform_s=(decision.run.reform_s + took_s) / 2 if decision.run.reform_s else took_s)
+    decision.know(watch=watch, blamed=(), lease_until=decision.now + decision.rules.lease_over_s)
+    copy_inventory.pair(decision, plan)
+    decision.do(Go(plan.generation, plan.members))
+    decision.say(f"generation {plan.generation} runs")
+    if plan.version.step >= decision.rules.target_step:
+        checkpoints.begin_again(decision, plan)
+        finish(decision, plan)
     else:
-        turn.to(Running(plan, turn.now))
+        decision.to(Running(plan, decision.now))

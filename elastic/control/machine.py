@@ -11,9 +11,14 @@ permit.  So nothing depends on which event it was that completed the picture, or
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, forming, membership, recovery, settling, stepping, stock, stopping
-from elastic.control.actions import Exit
-from elastic.control.events import (
+from elastic.control import checkpoints, copy_inventory, forming, membership, running, settling, stopping, takeover
+from elastic.control.decision import Decision, Transition
+from elastic.control.liveness import heard, observe
+from elastic.control.refusals import refusal
+from elastic.control.rules import Rules
+from elastic.control.states import Finishing, Forming, Running, RunState, Stopping, Waiting
+from elastic.protocol.actions import Exit
+from elastic.protocol.events import (
     Attached,
     Beat,
     Broken,
@@ -40,147 +45,142 @@ from elastic.control.events import (
     Stumbled,
     Tick,
 )
-from elastic.control.health import heard, observe
-from elastic.control.refusals import refusal
-from elastic.control.rules import Rules
-from elastic.control.states import Finishing, Forming, Running, RunState, Stopping, Waiting
-from elastic.control.turn import Transition, Turn
 
 __all__ = ["Transition", "advance"]
 
 
 def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition:
     """The only place where the run changes state.  ``now``: seconds of any clock that only grows."""
-    turn = Turn(run, now, rules)
+    decision = Decision(run, now, rules)
     if why := refusal(run, event, now):
-        turn.refuse(why)
+        decision.refuse(why)
         if run.over and isinstance(event, Joined):
-            turn.do(Exit((event.worker,)))
+            decision.do(Exit((event.worker,)))
         if run.over and isinstance(event, Recovered):
-            turn.do(Exit(event.workers))
+            decision.do(Exit(event.workers))
     else:
-        _take(turn, event)
-        if not turn.refused:
-            recovery.note_progress(turn, event)
-            _go_on(turn)
-    return turn.done()
+        _take(decision, event)
+        if not decision.refused:
+            takeover.note_progress(decision, event)
+            _go_on(decision)
+    return decision.done()
 
 
-def _take(turn: Turn, event: Event) -> None:
+def _take(decision: Decision, event: Event) -> None:
     """What ``event`` tells."""
     match event:
         case Joined():
-            membership.joined(turn, event)
+            membership.joined(decision, event)
         case Lost():
-            _lost(turn, event)
+            _lost(decision, event)
         case StartFailed():
-            membership.start_failed(turn, event)
+            membership.start_failed(decision, event)
         case NodeFound():
-            membership.node_found(turn, event.node)
+            membership.node_found(decision, event.node)
         case NodeRefused():
-            membership.node_refused(turn, event)
+            membership.node_refused(decision, event)
         case KeeperUp():
-            _keeper_up(turn, event)
+            _keeper_up(decision, event)
         case KeeperLost():
-            _keeper_lost(turn, event)
+            _keeper_lost(decision, event)
         case Kept():
-            stock.kept(turn, event)
+            copy_inventory.kept(decision, event)
         case Capacity():
-            membership.capacity(turn, event)
+            membership.capacity(decision, event)
         case Here():
-            forming.here(turn, event)
+            forming.here(decision, event)
         case Ready():
-            forming.ready(turn, event)
+            forming.ready(decision, event)
         case StepDone():
-            stepping.step_done(turn, event)
+            running.step_done(decision, event)
         case Renewed():
-            _renewed(turn, event)
+            _renewed(decision, event)
         case Beat():
-            _beat(turn, event)
+            _beat(decision, event)
         case Broken():
-            stopping.broken(turn, event)
+            stopping.broken(decision, event)
         case Fenced():
-            stepping.fenced(turn, event)
+            running.fenced(decision, event)
         case ShardSaved():
-            checkpoints.shard_saved(turn, event)
+            checkpoints.shard_saved(decision, event)
         case Saved():
-            checkpoints.saved(turn, event)
+            checkpoints.saved(decision, event)
         case SaveFailed():
-            checkpoints.save_failed(turn, event)
+            checkpoints.save_failed(decision, event)
         case StopRequested():
-            stopping.stop_requested(turn, event)
+            stopping.stop_requested(decision, event)
         case Recovered():
-            recovery.recovered(turn, event)
+            takeover.recovered(decision, event)
         case Attached():
-            recovery.attached(turn, event)
+            takeover.attached(decision, event)
         case Stumbled():
-            recovery.stumbled(turn, event)
+            takeover.stumbled(decision, event)
         case Tick():
-            recovery.stood(turn, event)
+            takeover.stood(decision, event)
 
 
-def _go_on(turn: Turn) -> None:
+def _go_on(decision: Decision) -> None:
     """What knowledge and time now permit."""
-    if turn.run.saves:
-        checkpoints.ask_for_manifests(turn)
-    match turn.run.state:
+    if decision.run.saves:
+        checkpoints.ask_for_manifests(decision)
+    match decision.run.state:
         case Waiting() as state:
-            settling.waiting(turn, state)
+            settling.waiting(decision, state)
         case Forming() as state:
-            forming.forming(turn, state)
+            forming.forming(decision, state)
         case Running() as state:
-            stepping.running(turn, state)
+            running.running(decision, state)
         case Stopping() as state:
-            settling.stopping(turn, state)
+            settling.stopping(decision, state)
         case Finishing() as state:
-            settling.finishing(turn, state)
-    if not turn.run.over:
-        membership.start_workers(turn)
+            settling.finishing(decision, state)
+    if not decision.run.over:
+        membership.start_workers(decision)
 
 
-def _lost(turn: Turn, event: Lost) -> None:
-    run, state = turn.run, turn.run.state
+def _lost(decision: Decision, event: Lost) -> None:
+    run, state = decision.run, decision.run.state
     if event.worker in run.starting:
-        return membership.start_failed(turn, StartFailed(event.worker, event.reason))
+        return membership.start_failed(decision, StartFailed(event.worker, event.reason))
     expelled = isinstance(state, Stopping) and event.worker in state.expelled
     if event.worker not in run.workers and not expelled:
-        return turn.refuse(f"{event.worker} is no worker of the run any more")
-    membership.remove(turn, (event.worker,))
-    stopping.members_lost(turn, (event.worker,), f"{event.worker} is lost ({event.reason})", certain=event.certain)
+        return decision.refuse(f"{event.worker} is no worker of the run any more")
+    membership.remove(decision, (event.worker,))
+    stopping.members_lost(decision, (event.worker,), f"{event.worker} is lost ({event.reason})", certain=event.certain)
 
 
-def _keeper_up(turn: Turn, event: KeeperUp) -> None:
-    new = event.node not in turn.run.keepers
-    membership.keeper_up(turn, event)
-    state = turn.run.state
+def _keeper_up(decision: Decision, event: KeeperUp) -> None:
+    new = event.node not in decision.run.keepers
+    membership.keeper_up(decision, event)
+    state = decision.run.state
     if new:
-        stock.ask_again(turn, event.node)
+        copy_inventory.ask_again(decision, event.node)
         if isinstance(state, Running):
-            stock.pair(turn, state.plan)
+            copy_inventory.pair(decision, state.plan)
 
 
-def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
-    membership.keeper_lost(turn, event.node, with_its_node=event.with_its_node)
-    turn.say(f"the keeper of node {event.node[:8]} is lost ({event.reason})")
-    state = turn.run.state
+def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
+    membership.keeper_lost(decision, event.node, with_its_node=event.with_its_node)
+    decision.say(f"the keeper of node {event.node[:8]} is lost ({event.reason})")
+    state = decision.run.state
     if isinstance(state, Forming) and state.plan.store_node == event.node:
-        stopping.stop(turn, "it hosts the store of the world that forms")
+        stopping.stop(decision, "it hosts the store of the world that forms")
     elif isinstance(state, Forming) and any(event.node == node for node, _ in state.plan.hosts):
-        stopping.stop(turn, "the world that forms takes copies from it")
+        stopping.stop(decision, "the world that forms takes copies from it")
     elif isinstance(state, Running):
-        stock.pair(turn, state.plan)
+        copy_inventory.pair(decision, state.plan)
 
 
-def _renewed(turn: Turn, event: Renewed) -> None:
+def _renewed(decision: Decision, event: Renewed) -> None:
     """It was granted, so it counts, even if the generation was fenced between the grant and this."""
-    turn.know(lease_until=max(turn.run.lease_until, turn.now + turn.rules.lease_over_s))
+    decision.know(lease_until=max(decision.run.lease_until, decision.now + decision.rules.lease_over_s))
 
 
-def _beat(turn: Turn, event: Beat) -> None:
-    if event.node in turn.run.keepers:
-        turn.know(watch=heard(turn.run.watch, event.node, turn.now, turn.rules.silence_s))
-    plan = turn.run.plan
+def _beat(decision: Decision, event: Beat) -> None:
+    if event.node in decision.run.keepers:
+        decision.know(watch=heard(decision.run.watch, event.node, decision.now, decision.rules.silence_s))
+    plan = decision.run.plan
     if plan is not None:
         progress = [each for each in event.progress if each.generation == plan.generation and each.worker in plan.members]
         if progress:
-            turn.know(watch=observe(turn.run.watch, progress, turn.now))
+            decision.know(watch=observe(decision.run.watch, progress, decision.now))

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.control import growing, saving
-from elastic.control.actions import Kill, StartWorkers
-from elastic.control.builds import difference
-from elastic.control.events import Capacity, Joined, KeeperUp, NodeRefused, StartFailed
-from elastic.control.health import forgotten, silent
+from elastic.control import growth, saving
+from elastic.control.decision import Decision, count, names
+from elastic.control.liveness import forgotten, silent
 from elastic.control.states import Finishing, Home, Host, Refusal, Worker
-from elastic.control.turn import Turn, count, names
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import Holding
+from elastic.protocol.actions import Kill, StartWorkers
+from elastic.protocol.builds import difference
+from elastic.protocol.events import Capacity, Joined, KeeperUp, NodeRefused, StartFailed
 
 
-def joined(turn: Turn, event: Joined) -> None:
-    run = turn.run
+def joined(decision: Decision, event: Joined) -> None:
+    run = decision.run
     if event.worker in run.workers:
-        return turn.refuse(f"{event.worker} has joined already")
+        return decision.refuse(f"{event.worker} has joined already")
     if event.worker not in run.starting:
-        turn.do(Kill((event.worker,), "nobody waits for it"))
+        decision.do(Kill((event.worker,), "nobody waits for it"))
         if number_of(event.worker) < run.next_worker:
-            return turn.refuse(f"nobody waits for {event.worker}")
-        turn.know(next_worker=number_of(event.worker) + 1)  # another coordinator has given it its name
-        return turn.say(f"nobody waits for {event.worker}, and nobody else shall have its name")
-    _start_is_over(turn, event.worker)
-    if (misfit := _misfit(turn, event)) is not None:
+            return decision.refuse(f"nobody waits for {event.worker}")
+        decision.know(next_worker=number_of(event.worker) + 1)  # another coordinator has given it its name
+        return decision.say(f"nobody waits for {event.worker}, and nobody else shall have its name")
+    _start_is_over(decision, event.worker)
+    if (misfit := _misfit(decision, event)) is not None:
         why, shared = misfit
-        turn.do(Kill((event.worker,), "its node is refused"))
-        return refuse_node(turn, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
-    newcomer = Worker(event.node, event.kind, turn.now, host=event.build.host)
-    home = run.homes.get(event.node, Home(growing.host_of(newcomer), turn.now))
-    turn.know(workers={**run.workers, event.worker: newcomer}, homes={**run.homes, event.node: home})
-    turn.know(rows=event.rows)
-    turn.say(f"{event.worker} joined on node {event.node[:8]}")
+        decision.do(Kill((event.worker,), "its node is refused"))
+        return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
+    newcomer = Worker(event.node, event.kind, decision.now, host=event.build.host)
+    home = run.homes.get(event.node, Home(growth.host_of(newcomer), decision.now))
+    decision.know(workers={**run.workers, event.worker: newcomer}, homes={**run.homes, event.node: home})
+    decision.know(rows=event.rows)
+    decision.say(f"{event.worker} joined on node {event.node[:8]}")
 
 
-def _misfit(turn: Turn, event: Joined) -> tuple[str, bool] | None:
+def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
     """Why it cannot be a member, and whether because it does not see the same data."""
-    run, rules = turn.run, turn.rules
+    run, rules = decision.run, decision.rules
     differs = difference(event.build, run.reference, rules.reproducible)
     if event.node in run.refused:
         return run.refused[event.node].why, False
@@ -60,78 +60,78 @@ def _called(worker: WorkerId, node: NodeId, host: str) -> str:
     return f"{worker} on node {node[:8]}{f' ({host})' if host else ''}"
 
 
-def refuse_other_kinds(turn: Turn) -> None:
+def refuse_other_kinds(decision: Decision) -> None:
     """The first world has decided what all are to be: whoever is of another kind gives its place to others."""
-    run = turn.run
+    run = decision.run
     for worker, known in run.workers.items():
-        if turn.rules.reproducible and known.kind != run.kind and not known.unfit:
-            expel(turn, (worker,), "its node is refused")
+        if decision.rules.reproducible and known.kind != run.kind and not known.unfit:
+            expel(decision, (worker,), "its node is refused")
             why = _of_another_kind(known.kind, run.kind)
-            refuse_node(turn, known.node, f"{_called(worker, known.node, known.host)} cannot be a member: {why}")
+            refuse_node(decision, known.node, f"{_called(worker, known.node, known.host)} cannot be a member: {why}")
 
 
-def node_found(turn: Turn, node: NodeId) -> None:
+def node_found(decision: Decision, node: NodeId) -> None:
     """A keeper that is started again finds nothing new: its workers were members, and stay so."""
-    if node not in turn.run.nodes:
-        turn.know(nodes={**turn.run.nodes, node: False})
+    if node not in decision.run.nodes:
+        decision.know(nodes={**decision.run.nodes, node: False})
 
 
-def node_refused(turn: Turn, event: NodeRefused) -> None:
-    host = turn.run.reference.host
+def node_refused(decision: Decision, event: NodeRefused) -> None:
+    host = decision.run.reference.host
     checked = f"; the job was checked on {host}" if host and host not in event.why else ""
-    refuse_node(turn, event.node, f"{event.why}{checked}", event.shared)
+    refuse_node(decision, event.node, f"{event.why}{checked}", event.shared)
 
 
-def refuse_node(turn: Turn, node: NodeId, why: str, shared: bool = False) -> None:
+def refuse_node(decision: Decision, node: NodeId, why: str, shared: bool = False) -> None:
     """No worker is started there any more, and none stays that waits to be seated.  What room is elsewhere, ``Capacity`` will say."""
-    run = turn.run
+    run = decision.run
     unseated = () if run.nodes.get(node, True) else tuple(worker for worker, known in run.workers.items() if known.node == node)
-    expel(turn, unseated, "its node is refused")
+    expel(decision, unseated, "its node is refused")
     if node not in run.refused:
-        turn.know(refused={**run.refused, node: Refusal(why, turn.now, shared)})
-        turn.say(f"node {node[:8]} is refused: {why}")
-    turn.know(slots=0, start_after=turn.now + turn.rules.grow_debounce_s)
+        decision.know(refused={**run.refused, node: Refusal(why, decision.now, shared)})
+        decision.say(f"node {node[:8]} is refused: {why}")
+    decision.know(slots=0, start_after=decision.now + decision.rules.grow_debounce_s)
 
 
-def start_failed(turn: Turn, event: StartFailed) -> None:
+def start_failed(decision: Decision, event: StartFailed) -> None:
     """Its place among the workers is free again; the next attempt waits a little, so that a storm of failures does not spin."""
-    if event.worker not in turn.run.starting:
-        return turn.refuse(f"{event.worker} is not being started")
-    _start_is_over(turn, event.worker)
-    turn.do(Kill((event.worker,), "it did not start"))
-    turn.know(start_after=turn.now + turn.rules.grow_debounce_s)
-    turn.say(f"{event.worker} did not start ({event.reason})")
+    if event.worker not in decision.run.starting:
+        return decision.refuse(f"{event.worker} is not being started")
+    _start_is_over(decision, event.worker)
+    decision.do(Kill((event.worker,), "it did not start"))
+    decision.know(start_after=decision.now + decision.rules.grow_debounce_s)
+    decision.say(f"{event.worker} did not start ({event.reason})")
 
 
-def _start_is_over(turn: Turn, worker: WorkerId) -> None:
-    turn.know(starting={each: asked_at for each, asked_at in turn.run.starting.items() if each != worker})
+def _start_is_over(decision: Decision, worker: WorkerId) -> None:
+    decision.know(starting={each: asked_at for each, asked_at in decision.run.starting.items() if each != worker})
 
 
-def capacity(turn: Turn, event: Capacity) -> None:
+def capacity(decision: Decision, event: Capacity) -> None:
     """Room is free for nobody twice: a worker that is on its way, and has not taken its place yet, will."""
-    coming = 0 if event.placed is None else len(turn.run.starting.keys() - frozenset(event.placed))
-    turn.know(slots=max(0, event.slots - coming))
+    coming = 0 if event.placed is None else len(decision.run.starting.keys() - frozenset(event.placed))
+    decision.know(slots=max(0, event.slots - coming))
 
 
-def start_workers(turn: Turn) -> None:
+def start_workers(decision: Decision) -> None:
     """Ask for as many as the cluster has room for, up to the maximum and its spares; forget those that do not come."""
-    run, rules = turn.run, turn.rules
-    late = tuple(worker for worker, asked_at in run.starting.items() if turn.now - asked_at >= rules.form_s)
+    run, rules = decision.run, decision.rules
+    late = tuple(worker for worker, asked_at in run.starting.items() if decision.now - asked_at >= rules.form_s)
     for worker in late:
-        _start_is_over(turn, worker)
+        _start_is_over(decision, worker)
     if late:
-        turn.do(Kill(late, f"not there {rules.form_s:g} s after it was asked for"))
-        turn.say(f"{names(late)} did not join within {rules.form_s:g} s")
-    number = min(run.slots, rules.max_workers + rules.spares - len(run.workers) - len(turn.run.starting))
-    if number <= 0 or run.stop or turn.now < run.start_after or isinstance(run.state, Finishing):
+        decision.do(Kill(late, f"not there {rules.form_s:g} s after it was asked for"))
+        decision.say(f"{names(late)} did not join within {rules.form_s:g} s")
+    number = min(run.slots, rules.max_workers + rules.spares - len(run.workers) - len(decision.run.starting))
+    if number <= 0 or run.stop or decision.now < run.start_after or isinstance(run.state, Finishing):
         return
     new = tuple(WorkerId(f"w{run.next_worker + i}") for i in range(number))
     spares = count(rules.spares, "spare")
-    asked = {**turn.run.starting, **dict.fromkeys(new, turn.now)}
-    turn.know(starting=asked, slots=run.slots - number, next_worker=run.next_worker + number)
-    avoid = (*run.refused, *silent(run.watch, run.keepers, turn.now, rules.silence_s, rules.silence_s))
-    turn.do(StartWorkers(new, tuple(dict.fromkeys(avoid))))
-    turn.say(
+    asked = {**decision.run.starting, **dict.fromkeys(new, decision.now)}
+    decision.know(starting=asked, slots=run.slots - number, next_worker=run.next_worker + number)
+    avoid = (*run.refused, *silent(run.watch, run.keepers, decision.now, rules.silence_s, rules.silence_s))
+    decision.do(StartWorkers(new, tuple(dict.fromkeys(avoid))))
+    decision.say(
         f"start {names(new)}: {count(len(run.workers), 'worker')} of at most {rules.max_workers}{f' and {spares}' if rules.spares else ''}"
     )
 
@@ -141,58 +141,58 @@ def number_of(worker: WorkerId) -> int:
     return int(worker.lstrip("w")) if worker.lstrip("w").isdigit() else 0
 
 
-def remove(turn: Turn, workers: tuple[WorkerId, ...]) -> None:
+def remove(decision: Decision, workers: tuple[WorkerId, ...]) -> None:
     """They are no part of the run any more; saves that still need a part from them cannot become complete."""
     gone = frozenset(workers)
-    nodes = dict.fromkeys(known.node for worker, known in turn.run.workers.items() if worker in gone)
-    kept = {worker: known for worker, known in turn.run.workers.items() if worker not in gone}
-    turn.know(workers=kept, saves=saving.survivors(turn.run.saves, workers))
+    nodes = dict.fromkeys(known.node for worker, known in decision.run.workers.items() if worker in gone)
+    kept = {worker: known for worker, known in decision.run.workers.items() if worker not in gone}
+    decision.know(workers=kept, saves=saving.survivors(decision.run.saves, workers))
     for node in nodes:
-        _note_leaving(turn, node)
+        _note_leaving(decision, node)
 
 
-def expel(turn: Turn, workers: tuple[WorkerId, ...], why: str, *, examine: bool = False) -> None:
+def expel(decision: Decision, workers: tuple[WorkerId, ...], why: str, *, examine: bool = False) -> None:
     """End them.  A kill is a wish: whatever they say from now on is refused.  ``examine``: because they stand still."""
     if workers:
-        turn.do(Kill(workers, why, examine))
-        remove(turn, workers)
+        decision.do(Kill(workers, why, examine))
+        remove(decision, workers)
 
 
-def hold(turn: Turn, holdings: dict[WorkerId, tuple[Holding, ...]]) -> None:
+def hold(decision: Decision, holdings: dict[WorkerId, tuple[Holding, ...]]) -> None:
     """What those workers hold, as far as they are still here."""
-    known = turn.run.workers
+    known = decision.run.workers
     new = {w: replace(known[w], holdings=held) for w, held in holdings.items() if w in known and known[w].holdings != held}
     if new:
-        turn.know(workers={**known, **new})
+        decision.know(workers={**known, **new})
 
 
-def unfit(turn: Turn, worker: WorkerId, why: str) -> None:
+def unfit(decision: Decision, worker: WorkerId, why: str) -> None:
     """It can take part no more, and is replaced once the generation is settled."""
-    turn.know(workers={**turn.run.workers, worker: replace(turn.run.workers[worker], unfit=why)})
+    decision.know(workers={**decision.run.workers, worker: replace(decision.run.workers[worker], unfit=why)})
 
 
-def keeper_up(turn: Turn, event: KeeperUp) -> None:
-    run, node = turn.run, event.node
+def keeper_up(decision: Decision, event: KeeperUp) -> None:
+    run, node = decision.run, event.node
     if node not in run.keepers:
-        turn.know(keepers=tuple(sorted((*run.keepers, node))), nodes={**run.nodes, node: True})
+        decision.know(keepers=tuple(sorted((*run.keepers, node))), nodes={**run.nodes, node: True})
     known = run.hosts.get(node, Host())
     if node not in run.hosts or (known.address, known.zone) != (event.address, event.zone):
-        turn.know(hosts={**run.hosts, node: replace(known, address=event.address, zone=event.zone)})
+        decision.know(hosts={**run.hosts, node: replace(known, address=event.address, zone=event.zone)})
 
 
-def keeper_lost(turn: Turn, node: NodeId, *, with_its_node: bool = False) -> None:
+def keeper_lost(decision: Decision, node: NodeId, *, with_its_node: bool = False) -> None:
     """And all copies in its memory."""
-    run = turn.run
-    turn.know(keepers=tuple(keeper for keeper in run.keepers if keeper != node))
-    turn.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})
-    turn.know(watch=forgotten(run.watch, node))
-    _note_leaving(turn, node, surely=with_its_node)
+    run = decision.run
+    decision.know(keepers=tuple(keeper for keeper in run.keepers if keeper != node))
+    decision.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})
+    decision.know(watch=forgotten(run.watch, node))
+    _note_leaving(decision, node, surely=with_its_node)
 
 
-def _note_leaving(turn: Turn, node: NodeId, *, surely: bool = False) -> None:
+def _note_leaving(decision: Decision, node: NodeId, *, surely: bool = False) -> None:
     """A node of whose workers and keeper none is left has left; how long its machine stayed tells how long it will the next time."""
-    run = turn.run
+    run = decision.run
     empty = run.nodes.get(node, True) and node not in run.keepers and all(known.node != node for known in run.workers.values())
     if (surely or empty) and (home := run.homes.get(node)) is not None:
-        stays = growing.after_leaving(run.stays, home.host, turn.now - home.since)
-        turn.know(stays=stays, homes={each: known for each, known in run.homes.items() if each != node})
+        stays = growth.after_leaving(run.stays, home.host, decision.now - home.since)
+        decision.know(stays=stays, homes={each: known for each, known in run.homes.items() if each != node})

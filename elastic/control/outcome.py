@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic.control.commit import Outcome
-from elastic.control.events import Fenced
 from elastic.ids import Version, WorkerId
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Fenced
+from elastic.protocol.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.control.events import Broken, Event, Fenced, Here, Ready, Renewed, StepDone
 from elastic.control.states import RunState, Stopping
+from elastic.protocol.events import Broken, Event, Fenced, Here, Ready, Renewed, StepDone
 
 OfAGeneration = Here | Ready | StepDone | Renewed | Broken | Fenced
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from elastic.control.commit import SAVE_AND_PAUSE, Outcome
 from elastic.ids import Version, WorkerId
+from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome
 
 
 def due(step: int, save_every: int, target_step: int) -> bool:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from elastic.control import lineage, stock
+from elastic.control import copy_inventory
 from elastic.control.rules import Rules
 from elastic.control.states import RunState, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, choose
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
+from elastic.protocol import lineage
+from elastic.protocol.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,13 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     layout = layout_of(len(there), rules)
     if layout is None or not run.keepers:
         return None
-    kept = stock.copies(run)
+    kept = copy_inventory.copies(run)
     members = _choose_members(run, there, layout.world, kept)
     source = newest_source(run, members, kept)
     store = _store_node(run, members)
     nodes = tuple(run.workers[member].node for member in members)
-    paired = rules.buddy_every and set(nodes) <= stock.buddies_of(run, rules, nodes).keys()
-    copied, buddied = stock.complete_before(run, source.version)
+    paired = rules.buddy_every and set(nodes) <= copy_inventory.buddies_of(run, rules, nodes).keys()
+    copied, buddied = copy_inventory.complete_before(run, source.version)
     named = {holding.keeper for holding in source.holders} - {LIVE}
     return Plan(
         run.incarnation,
@@ -82,7 +83,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         buddy_every=rules.buddy_every if paired else 0,
         protected=newest_covered(kept, run.rows) or copied,
         buddied=buddied,
-        lineage=stock.line_of(run, source.version),
+        lineage=copy_inventory.line_of(run, source.version),
     )
 
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic.control import lineage
-from elastic.control.actions import Settle
-from elastic.control.builds import Build
-from elastic.control.commit import Outcome
-from elastic.control.events import Fenced
-from elastic.control.health import Watch
-from elastic.control.lineage import Lineage
+from elastic.control.liveness import Watch
 from elastic.control.saving import Saves
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
+from elastic.protocol import lineage
+from elastic.protocol.actions import Settle
+from elastic.protocol.builds import Build
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Fenced
+from elastic.protocol.lineage import Lineage
+from elastic.protocol.plan import Plan
 
 NEVER = float("inf")
 LATE = 10
@@ -256,7 +256,7 @@ class RunState:
     startups: int = 0
     """Coordinators in a row that recorded nothing but their own beginning."""
     stumbles: tuple[str, ...] = ()
-    """What coordinators have died of, as :class:`~elastic.control.events.Stumbled` names it."""
+    """What coordinators have died of, as :class:`~elastic.protocol.events.Stumbled` names it."""
     gave_up: str = ""
     """Why the run is to end as failed once it has stopped."""
 

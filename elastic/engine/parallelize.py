@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from elastic.engine.fold import Fold, Round
 from elastic.engine.streams import stream
+from elastic.engine.sync.ordered import OrderedReduction, Round
 from elastic.engine.world import World
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
@@ -73,7 +73,7 @@ def apply_fold(model: nn.Module, world: World) -> Round:
     """Reduce gradients in the order of the microbatches."""
     round_ = Round()
     for module in _wrapped(model):
-        fold = Fold(world, round_)
+        fold = OrderedReduction(world, round_)
         if world.layout.dp_shard > 1:
             module.set_custom_reduce_scatter(fold)  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
         else:

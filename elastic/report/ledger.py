@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic.control.codec import decode
-from elastic.control.commit import Outcome
-from elastic.control.lineage import Lineage, contains
 from elastic.ids import Version
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.lineage import Lineage, contains
 
 
 def mixed(records: Iterable[Mapping[str, Any]]) -> frozenset[int]:

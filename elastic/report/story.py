@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.control.commit import Outcome
+from elastic.protocol.commit_record import Outcome
 
 
 @dataclass(frozen=True)

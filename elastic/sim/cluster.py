@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elastic.control.builds import Build
-from elastic.control.events import Beat, Capacity, KeeperLost, KeeperUp, Kept, Lost, NodeFound, NodeRefused, StartFailed
 from elastic.control.states import RunState
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.plan import Plan
+from elastic.protocol.builds import Build
+from elastic.protocol.events import Beat, Capacity, KeeperLost, KeeperUp, Kept, Lost, NodeFound, NodeRefused, StartFailed
+from elastic.protocol.plan import Plan
 from elastic.sim.faults import Kind
 from elastic.sim.memory import Shelf, held_at
 from elastic.sim.network import Way

@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from elastic.control import actions as do
-from elastic.control import codec, lineage
-from elastic.control.events import Attached, Beat, Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Stumbled, Tick
+from elastic.control import codec
 from elastic.control.machine import Transition
-from elastic.control.recovery import STOOD_S
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
+from elastic.control.takeover import STOOD_S
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.protocol import actions as do
+from elastic.protocol import lineage
+from elastic.protocol.events import Attached, Beat, Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Stumbled, Tick
 from elastic.sim.faults import Kind
 from elastic.sim.journals import Journal
 from elastic.sim.network import Way

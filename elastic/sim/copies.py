@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from elastic.control.actions import Action, Release, TakeStock
-from elastic.control.events import Event, KeeperLost, Kept, Recovered
 from elastic.ids import NodeId, Version
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
+from elastic.protocol.actions import Action, Release, TakeStock
+from elastic.protocol.events import Event, KeeperLost, Kept, Recovered
+from elastic.protocol.plan import Plan
 from elastic.sim.memory import Memory, Slot, held_at, whole
 from elastic.sim.truth import covers
 from elastic.sim.violation import Violation

@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import get_args
 
-from elastic.control.events import Event
 from elastic.control.states import State
+from elastic.protocol.events import Event
 from elastic.sim import faults
 from elastic.sim.faults import Kind
 from elastic.sim.simulation import Report, simulate

@@ -1,6 +1,6 @@
 """where the records of a coordinator lie, and what it may do because of it
 
-The rules of ``actors/tails.py`` and ``actors/mandate.py`` again, each a line.
+The rules of ``actors/journal_replicas.py`` and ``actors/coordinator_lease.py`` again, each a line.
 What may not be forgotten is acted on once a majority of the keepers holds it, of every list of keepers since the last time, and while
 the coordinator knows that no other has followed it; or once the bucket has it, and nobody has claimed the run since.  Who takes over is
 heeded by the keepers that it reaches: half of them are enough, and the one before finds no majority any more.

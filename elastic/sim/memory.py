@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic.control.commit import Outcome
-from elastic.control.copying import Copies, Copy
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.copies import slots_for
-from elastic.plan.plan import Plan
+from elastic.plan.copy_budget import slots_for
 from elastic.plan.transfer import Holding
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.copy_schedule import Copies, Copy
+from elastic.protocol.plan import Plan
 
 if TYPE_CHECKING:
     from elastic.sim.cluster import Cluster

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from elastic.control.actions import Action, Form, Go, Kill, Quarantine, Settle, StartWorkers
-from elastic.control.commit import Outcome
-from elastic.control.events import (
+from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.protocol.actions import Action, Form, Go, Kill, Quarantine, Settle, StartWorkers
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import (
     Attached,
     Beat,
     Capacity,
@@ -31,9 +33,7 @@ from elastic.control.events import (
     Stumbled,
     Tick,
 )
-from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
-from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.plan import Plan
+from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
 from elastic.sim.truth import a_budget_is_spent, base_of, covers, expanded
 from elastic.sim.violation import Violation

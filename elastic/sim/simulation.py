@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.control import machine
-from elastic.control.events import Event, StopRequested
 from elastic.control.states import Stopped
-from elastic.plan.plan import Plan
+from elastic.protocol.events import Event, StopRequested
+from elastic.protocol.plan import Plan
 from elastic.sim.clock import Clock
 from elastic.sim.cluster import Cluster
 from elastic.sim.coordinators import Advance, Coordinators

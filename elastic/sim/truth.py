@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from elastic.ids import Version
-from elastic.plan.plan import Plan
+from elastic.protocol.plan import Plan
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:

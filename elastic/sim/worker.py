@@ -13,13 +13,13 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from elastic.control.actions import Settle
-from elastic.control.commit import GO_ON, SAVE_AND_PAUSE, Outcome
-from elastic.control.events import Attached, Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
 from elastic.control.saving import begins
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
+from elastic.protocol.actions import Settle
+from elastic.protocol.commit_record import GO_ON, SAVE_AND_PAUSE, Outcome
+from elastic.protocol.events import Attached, Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
+from elastic.protocol.plan import Plan
 from elastic.sim.faults import Kind, Point
 from elastic.sim.memory import Memory
 from elastic.sim.network import Way

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic.control.commit import Outcome
 from elastic.ids import WorkerId
-from elastic.plan.plan import Plan
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.plan import Plan
 from elastic.sim.faults import Kind
 
 if TYPE_CHECKING:

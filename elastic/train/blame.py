@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elastic.control.commit import BadRecord
 from elastic.errors import AbortStuck, CopyLost, FencedOff, WorldBroken
+from elastic.protocol.commit_record import BadRecord
 from storage.errors import Damaged, StorageError
 
-OURS = ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/copies/")
+OURS = ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/state/")
 """Where the user's code is not."""
 
 

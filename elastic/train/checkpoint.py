@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.control.events import SaveFailed, ShardSaved
 from elastic.engine.world import World
 from elastic.ids import Version, WorkerId
+from elastic.protocol.events import SaveFailed, ShardSaved
 from elastic.runs import SavedShard
 from elastic.train.faults import Faults
-from elastic.train.state import State
+from elastic.train.model import State
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import StorageError
 from storage.slices import WHOLE, Slice, Tensor, shard_slice

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic.control.commit import Outcome
-from elastic.control.events import Fenced
 from elastic.errors import FencedOff
 from elastic.ids import Version, WorkerId
 from elastic.plan.transfer import Holding
-from elastic.train.state import Shard
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Fenced
+from elastic.train.model import Shard
 
 
 class Gate:

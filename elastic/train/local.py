@@ -11,26 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from elastic.control import lineage
-from elastic.control.commit import GO_ON, CommitShape, Outcome
-from elastic.control.events import Event, SaveFailed, ShardSaved
 from elastic.control.saving import due
 from elastic.control.states import RunState
-from elastic.engine.schedule import learning_rate_of
+from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import PlatformGaveUp
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.plan.plan import Plan
+from elastic.protocol import lineage
+from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
+from elastic.protocol.events import Event, SaveFailed, ShardSaved
+from elastic.protocol.plan import Plan
 from elastic.report.story import Line, Story
 from elastic.runs import Run, SavedShard
+from elastic.state.heal import Healing
 from elastic.train.checkpoint import Saver
 from elastic.train.counters import Counters
 from elastic.train.gate import Gate
-from elastic.train.heal import Healing
-from elastic.train.setup import make_session, prepare_process
-from elastic.train.state import State
+from elastic.train.model import State
+from elastic.train.session import make_session, prepare_process
 from elastic.train.step import Session, run_step
 from storage.errors import Damaged
 

@@ -20,20 +20,20 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic.control.commit import BEHIND, GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
-from elastic.control.events import Attached, Broken, Event, Here, Ready, StepDone
 from elastic.control.saving import begins, due
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import WorkerId
-from elastic.plan.plan import Plan
+from elastic.protocol.commit_record import BEHIND, GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
+from elastic.protocol.events import Attached, Broken, Event, Here, Ready, StepDone
+from elastic.protocol.plan import Plan
+from elastic.state.heal import Healing, nothing
 from elastic.train.blame import classify, tell_where_all_stand, touch
 from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
-from elastic.train.heal import Healing, nothing
-from elastic.train.interface import interface
-from elastic.train.state import State
+from elastic.train.machine.interface import interface
+from elastic.train.model import State
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
 
@@ -242,12 +242,12 @@ class Trainer:
             order = self._await(plan.generation, Settled)
         outcome = order.outcome
         if state is not None and outcome is not None and self.gate.prepared == outcome.step and self.gate.shards:
-            if self.session.copier is not None:
-                self.session.copier.settle()
+            if self.session.snapshots is not None:
+                self.session.snapshots.settle()
             with self.gate.applying(outcome, settled=True):  # the coordinator counts on it: a failure here ends the process
                 update(self.session, state, outcome)
-            if self.session.copier is not None:
-                self.session.copier.committed(outcome, None)
+            if self.session.snapshots is not None:
+                self.session.snapshots.committed(outcome, None)
         self.gate.drop()
         self._said = []  # its plan is kept: it proves that there was this generation
         self._close()
@@ -335,9 +335,9 @@ class Trainer:
         """Step until the target or an agreed boundary."""
         job, world, step = self.session.job, state.world, plan.version.step
         shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, world.size)
-        copier = self.session.copier
-        if copier is not None:
-            copier.enter(plan, self.worker, state.shard)
+        snapshots = self.session.snapshots
+        if snapshots is not None:
+            snapshots.enter(plan, self.worker, state.shard)
         if step == job.steps:  # the world was formed again only to save what it holds
             self.saver.save(state)
         while step < job.steps:
@@ -345,8 +345,8 @@ class Trainer:
             outcome = run_step(self.session, state, self.gate, shape, step, partial(self._asked, plan.generation, step))
             if world.rank == 0:
                 self.report(StepDone(self.worker, plan.generation, outcome))
-            if copier is not None:
-                copier.committed(outcome, state.shard)
+            if snapshots is not None:
+                snapshots.committed(outcome, state.shard)
             if begins(outcome, job.checkpoint.save_every, job.steps):
                 self.saver.save(state)
             if outcome.boundary != GO_ON:

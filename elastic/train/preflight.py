@@ -9,18 +9,18 @@ from tempfile import TemporaryDirectory
 
 from torch import nn
 
-from elastic.control.builds import Build
 from elastic.data.loader import Dataset
 from elastic.engine.parallelize import sharding_table
 from elastic.errors import ModelError
 from elastic.job import Job
-from elastic.plan.copies import Spread, amount, explained
+from elastic.plan.copy_budget import Spread, amount, explained
 from elastic.plan.layout import table
+from elastic.protocol.builds import Build
 from elastic.runs import Run
 from elastic.train.counters import Counters
-from elastic.train.interface import link_here
-from elastic.train.setup import build_of, make_session
-from elastic.train.state import build_model, bytes_of, tensors_of
+from elastic.train.machine.interface import link_here
+from elastic.train.model import build_model, bytes_of, tensors_of
+from elastic.train.session import build_of, make_session
 from storage.objects import ObjectStore
 from storage.selftest import check
 

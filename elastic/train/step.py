@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.control.commit import HEADER, LOWER, MAGIC, NO_COPIES, CommitShape, Copied, Outcome, conclude
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
-from elastic.engine.fold import squared_norm
+from elastic.engine.sync.ordered import squared_norm
 from elastic.engine.world import TO_HOST, World, all_gather
 from elastic.errors import ModelError
 from elastic.job import Job
 from elastic.plan.batch import active, rounds
-from elastic.train.copier import Copier
+from elastic.protocol.commit_record import HEADER, LOWER, MAGIC, NO_COPIES, CommitShape, Copied, Outcome, conclude
+from elastic.state.snapshot import Snapshots
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.gate import Gate
-from elastic.train.state import State
+from elastic.train.model import State
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
@@ -40,7 +40,7 @@ class Session:
     loader: Loader
     counters: Counters
     faults: Faults
-    copier: Copier | None = None
+    snapshots: Snapshots | None = None
     """None: nothing is copied to host memory."""
     secret: bytes = b""
     """Of the run: what its processes know each other by on direct sockets."""
@@ -61,7 +61,7 @@ def run_step(session: Session, state: State, gate: Gate, shape: CommitShape, ste
     """Step ``step`` from first forward to applied.  ``boundary()``: what this member asks for after it."""
     reserve(state.world, shape)
     share = compute(session, state, step)
-    copied = session.copier.settle() if session.copier else NO_COPIES
+    copied = session.snapshots.settle() if session.snapshots else NO_COPIES
     norm = prepare(session, state, gate, step)
     blank = blank_record(shape, state.world.rank, step, boundary(), share, copied)
     record = fill_record(state.world.to_device("record", blank), share, norm)

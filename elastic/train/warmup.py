@@ -12,12 +12,12 @@ import traceback
 
 import torch
 
-from elastic.engine.fold import squared_norm
+from elastic.engine.sync.ordered import squared_norm
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout
-from elastic.train.lane import LANES, Lane
-from elastic.train.state import State
+from elastic.state.staging import STREAMS, StagingStream
+from elastic.train.model import State
 from elastic.train.step import Session
 
 
@@ -33,9 +33,11 @@ def warm_up(session: Session, device: torch.device) -> None:
             _compute(session, world)
         finally:
             world.close()
-        if session.copier is not None:
-            for lane in [Lane(device, number) for number in range(LANES)]:  # torch keeps their pinned memory for those of a recovery
-                with lane:
+        if session.snapshots is not None:
+            for staging_stream in [
+                StagingStream(device, number) for number in range(STREAMS)
+            ]:  # torch keeps their pinned memory for those of a recovery
+                with staging_stream:
                     pass
     except Exception:  # a boundary: the user's code may raise anything
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)

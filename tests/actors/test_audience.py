@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from actors.audience import Audience
-from actors.requests import Requests
+from actors.signals import Requests
 
 
 def test_the_run_stops_with_the_driver_that_started_it() -> None:

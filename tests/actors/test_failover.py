@@ -23,11 +23,11 @@ from actors import cluster
 from actors.coordinator import View
 from actors.launch import attach
 from actors.processes import log_folder
-from elastic.control.events import StepDone
-from elastic.control.recovery import MAX_DEATHS, UNREAD
+from elastic.control.takeover import MAX_DEATHS, UNREAD
 from elastic.data.cursor import Cursor
 from elastic.ids import WorkerId
 from elastic.job import Job
+from elastic.protocol.events import StepDone
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local

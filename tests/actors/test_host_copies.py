@@ -16,12 +16,12 @@ import ray
 
 from actors.coordinator import View
 from actors.launch import launch
-from elastic.copies.region import ALIGNED, Region
-from elastic.copies.wire import Wire
 from elastic.errors import WireError
 from elastic.report.ledger import ledger
 from elastic.report.story import Line, Sentence
 from elastic.runs import Run
+from elastic.state.region import ALIGNED, Region
+from elastic.state.wire import Wire
 from tests.support.chaos import Witness, assert_nothing_left, formed, samples, trial
 from tests.support.commands import assert_no_actor_left
 from tests.support.kills import Script

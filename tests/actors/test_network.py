@@ -18,7 +18,7 @@ import ray
 from actors import cluster
 from actors.coordinator import View
 from actors.launch import attach
-from elastic.control.recovery import UNREAD
+from elastic.control.takeover import UNREAD
 from elastic.job import Job
 from elastic.report.story import Sentence
 from elastic.runs import Run

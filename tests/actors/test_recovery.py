@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.coordinator import View
-from elastic.control.lineage import tip
+from elastic.protocol.lineage import tip
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local

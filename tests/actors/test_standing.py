@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from actors.coordinator import Coordinator
-from elastic.control import events as ev
-from elastic.control.actions import StartWorkers
-from elastic.control.recovery import STOOD_S
+from elastic.control.decision import Transition
 from elastic.control.states import RunState
-from elastic.control.turn import Transition
+from elastic.control.takeover import STOOD_S
+from elastic.protocol import events as ev
+from elastic.protocol.actions import StartWorkers
 from tests.control.play import rules
 
 pytestmark = pytest.mark.fast

@@ -31,30 +31,39 @@ IMPORTS = {
     "elastic.errors": Row(),
     "elastic.imports": Row(("elastic.errors",)),
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
-    "elastic.control": Row(("elastic.control.*", "elastic.plan.*", "elastic.ids")),
-    "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.plan.*", "elastic.ids")),
-    "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.plan.*", "elastic.ids")),
-    "elastic.copies": Row(("elastic.copies.*", "elastic.control.copying", "elastic.plan.*", *NAMES)),
-    "elastic.copies.digest": Row(("elastic.copies.region",), ("torch",)),
-    "elastic.settings": Row(("elastic.errors",), ("pydantic", "tyro")),
+    "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors")),
+    "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.config": Row(
+        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.urls"), ("pydantic", "tyro")
+    ),
     "elastic.job": Row(
         (
+            "elastic.config.*",
             "elastic.control.rules",
             "elastic.errors",
-            "elastic.plan.copies",
-            "elastic.plan.layout",
-            "elastic.settings",
-            "elastic.values",
+            "elastic.plan.*",
         ),
         ("pydantic",),
     ),
-    "elastic.values": Row(("elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.urls"), ("pydantic",)),
-    "elastic.runs": Row(("elastic", "elastic.control.*", "elastic.plan.*", "elastic.job", "storage.*", *NAMES)),
+    "elastic.runs": Row(("elastic", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job", "storage.*", *NAMES)),
     "elastic.models": Row(("elastic.models.*",), ("torch",)),
     "elastic.models.spec": Row(),
     "elastic.engine": Row(
-        ("elastic.engine.*", "elastic.models.spec", "elastic.plan.*", "elastic.control.commit", "elastic.job", *NAMES), ("torch",)
+        ("elastic.engine.*", "elastic.models.spec", "elastic.plan.*", "elastic.protocol.commit_record", "elastic.job", *NAMES), ("torch",)
     ),
+    "elastic.state": Row(
+        (
+            *("elastic.state.*", "elastic.engine.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job", "storage.*"),
+            *("elastic.train.model", "elastic.train.step"),
+            *NAMES,
+        ),
+        ("torch",),
+    ),
+    "elastic.state.region": Row(("elastic.protocol.copy_schedule", *NAMES)),
+    "elastic.state.wire": Row(("elastic.errors",)),
+    "elastic.state.keeper_store": Row(("elastic.state.*", "elastic.protocol.copy_schedule", "elastic.plan.*", *NAMES)),
     "elastic.data": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "pyarrow")),
     "elastic.data.cursor": Row(),
     "elastic.data.tokenizer": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "tokenizers")),
@@ -64,8 +73,8 @@ IMPORTS = {
     "elastic.train": Row(
         (
             "elastic",
-            *("elastic.train.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*", "elastic.control.*", "elastic.plan.*"),
-            *("elastic.copies.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
+            *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
+            *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
             *NAMES,
         ),
         ("numpy", "torch"),
@@ -92,20 +101,20 @@ SEAM = "elastic/engine/world.py"
 
 ENVIRONMENT = {
     "actors/cluster.py": "Ray's own variables, before it starts",
-    "elastic/train/setup.py": "cuBLAS demands one for deterministic kernels",
-    "elastic/train/interface.py": "NCCL and gloo are told by one which interface to use",
+    "elastic/train/session.py": "cuBLAS demands one for deterministic kernels",
+    "elastic/train/machine/interface.py": "NCCL and gloo are told by one which interface to use",
 }
 """The only files that touch environment variables, and why."""
 
 BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
-    "elastic/train/copier.py": "a copy that fails ends the thread that makes it, never the step",
+    "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",
     "elastic/train/checkpoint.py": "whatever ends the thread that saves goes to the coordinator, which waits for its part",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
-    "elastic/train/state.py": "whatever the user's model raises while it is built becomes a sentence",
-    "elastic/train/setup.py": "whatever the user's dataset raises while it is opened becomes a sentence",
+    "elastic/train/model.py": "whatever the user's model raises while it is built becomes a sentence",
+    "elastic/train/session.py": "whatever the user's dataset raises while it is opened becomes a sentence",
     "storage/background.py": "whatever ends a thread is raised where its result is waited for",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }

@@ -16,15 +16,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from elastic.control import events as ev
 from elastic.control import saving
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
 from elastic.control.states import Finished, Finishing, Forming, Host, Running, RunState, Stopped, Stopping, Waiting, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
+from elastic.protocol import events as ev
+from elastic.protocol.plan import Plan
 from tests.control.play import outcome
 
 ROWS = (4096, 32768, 128256)

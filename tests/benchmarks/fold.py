@@ -29,13 +29,13 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.data.prepare import prepare
-from elastic.engine.fold import Fold, Round
+from elastic.engine.sync.ordered import OrderedReduction, Round
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import Llama
 from elastic.plan.layout import Layout
-from elastic.train.setup import prepare_process
+from elastic.train.session import prepare_process
 from tests.support.segments import member
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def steps(world: World, folder: Path, options: argparse.Namespace) -> list[dict[
 
 
 def folded(world: World, grads: torch.Tensor, output: torch.Tensor, rounds: int) -> None:
-    folding = Fold(world, Round(active=world.size))
+    folding = OrderedReduction(world, Round(active=world.size))
     for number in range(rounds):
         folding.round.last = number + 1 == rounds
         folding(output, grads, world.shard_group, dist.ReduceOp.SUM)

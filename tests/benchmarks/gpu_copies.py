@@ -19,21 +19,21 @@ from functools import partial
 
 import torch
 
-from elastic.control.copying import Copy
-from elastic.copies.digest import digests
-from elastic.copies.region import Region, frame
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.models.llama import Llama
-from elastic.plan.copies import CopyRule
+from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
-from elastic.train import lane
-from elastic.train.copier import Copier
-from elastic.train.from_hosts import Chunk, _fill, _range
-from elastic.train.heal import nothing
-from elastic.train.lane import Lane
-from elastic.train.state import DTYPES, Shard, tensors_of
+from elastic.protocol.copy_schedule import Copy
+from elastic.protocol.plan import Plan
+from elastic.state import staging
+from elastic.state.digest import digests
+from elastic.state.heal import nothing
+from elastic.state.region import Region, frame
+from elastic.state.snapshot import Snapshots
+from elastic.state.sources.hosts import Chunk, _fill, _range
+from elastic.state.staging import StagingStream
+from elastic.train.model import DTYPES, Shard, tensors_of
 from storage.background import begin
 from storage.slices import shard_slice
 
@@ -75,9 +75,9 @@ def plainly(shard: Shard, chunks: list[Chunk]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=SIZES, default="3b")
-    parser.add_argument("--stages", type=int, default=lane.STAGES)
+    parser.add_argument("--stages", type=int, default=staging.STAGES)
     options = parser.parse_args()
-    size, lane.STAGES = SIZES[options.size], options.stages
+    size, staging.STAGES = SIZES[options.size], options.stages
     torch.set_num_threads(1)
     with torch.device("meta"):
         tensors = tensors_of(Llama(**size))
@@ -88,13 +88,13 @@ def main() -> None:
     shard, gigabytes = Shard(AT, SHARDS, 0, values), shape.bytes / 1e9
     region = Region.create(2, shape.bytes, shape.blocks)
     region["keeper"] = os.getpid()
-    copier = Copier(region, tensors, device, CopyRule(copies=True, buddies=True))
-    copier.ready()
+    snapshots = Snapshots(region, tensors, device, CopyRule(copies=True, buddies=True))
+    snapshots.ready()
     workers = tuple(WorkerId(f"w{rank}") for rank in range(SHARDS))
-    copier.enter(Plan(1, 2, Layout(1, SHARDS), workers, AT, "init", (), NodeId("n"), copy_every=1), workers[0], shard)
+    snapshots.enter(Plan(1, 2, Layout(1, SHARDS), workers, AT, "init", (), NodeId("n"), copy_every=1), workers[0], shard)
 
-    copier.settle()
-    copy = partial(copier._copy, 0, Copy(AT, SHARDS, 0), shard)
+    snapshots.settle()
+    copy = partial(snapshots._copy, 0, Copy(AT, SHARDS, 0), shard)
 
     def alone() -> float:
         began = time.monotonic()
@@ -121,7 +121,7 @@ def main() -> None:
             if memory is None:
                 plainly(found, chunks)
             else:
-                with Lane(device) as way:
+                with StagingStream(device) as way:
                     assert _fill(found, iter(chunks), way, nothing)[1], "digests differ"
             torch.cuda.synchronize()
             times.append(time.monotonic() - began)

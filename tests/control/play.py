@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from elastic.control import events as ev
-from elastic.control.actions import Action
-from elastic.control.commit import GO_ON, Outcome
 from elastic.control.machine import Transition, advance
 from elastic.control.rules import Rules
 from elastic.control.states import RunState, State, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Action
+from elastic.protocol.commit_record import GO_ON, Outcome
+from elastic.protocol.plan import Plan
 
 RULES = Rules(
     min_workers=1,

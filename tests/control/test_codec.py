@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.control import codec
-from elastic.control.actions import Action
 from elastic.control.codec import UnknownFormat, decode, decode_event, decode_run, encode, fold
-from elastic.control.commit import Outcome
-from elastic.control.events import Event, Here, StepDone, Tick
 from elastic.control.states import RunState, State
 from elastic.ids import Version, WorkerId
+from elastic.protocol.actions import Action
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Event, Here, StepDone, Tick
 from tests.control.play import outcome, stepping
 
 pytestmark = pytest.mark.fast

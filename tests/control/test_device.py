@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control import events as ev
-from elastic.control.actions import Kill, Settle
 from elastic.control.states import Failed
 from elastic.ids import Version, WorkerId
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Kill, Settle
 from tests.control.play import outcome, reformed, stepping
 
 pytestmark = pytest.mark.fast

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control import events as ev
+from elastic.control.decision import Decision
 from elastic.control.states import (
     ALLOWED,
     TERMINAL,
@@ -22,8 +22,8 @@ from elastic.control.states import (
     Stopping,
     Waiting,
 )
-from elastic.control.turn import Turn
 from elastic.ids import Version, WorkerId
+from elastic.protocol import events as ev
 from tests.control.play import RULES, Play, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
@@ -156,6 +156,6 @@ def test_what_ends_stays_ended() -> None:
 
 
 def test_no_other_edge_can_be_taken() -> None:
-    turn = Turn(RunState.begin(1, 0.0), 0.0, RULES)
+    decision = Decision(RunState.begin(1, 0.0), 0.0, RULES)
     with pytest.raises(AssertionError, match="no edge from Waiting to Running"):
-        turn.to(Running(started(1).plan, 0.0))
+        decision.to(Running(started(1).plan, 0.0))

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control import events as ev
-from elastic.control.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle
-from elastic.control.commit import PAUSE, SAVE_AND_PAUSE
 from elastic.control.saving import begins, due
 from elastic.control.states import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
+from elastic.protocol import events as ev
+from elastic.protocol.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle
+from elastic.protocol.commit_record import PAUSE, SAVE_AND_PAUSE
 from tests.control.play import ROWS, Play, outcome, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast

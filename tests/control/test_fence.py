@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.actions import Fence, Form, Kill, Settle
-from elastic.control.events import Capacity, Fenced, Joined, Lost, Renewed, StepDone
 from elastic.control.states import Forming, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
+from elastic.protocol.actions import Fence, Form, Kill, Settle
+from elastic.protocol.events import Capacity, Fenced, Joined, Lost, Renewed, StepDone
 from tests.control.play import ROWS, outcome, reformed, stepping
 
 pytestmark = pytest.mark.fast

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control import events as ev
-from elastic.control.actions import Exit, Fence, Form, Go, Kill, StartWorkers
 from elastic.control.states import Failed, Forming, Running, RunState, Stopping, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Exit, Fence, Form, Go, Kill, StartWorkers
 from tests.control.play import ROWS, Play, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from elastic.control import codec
-from elastic.control.events import Fenced, StepDone
 from elastic.control.states import Finished
 from elastic.ids import Version, WorkerId
 from elastic.plan.layout import LayoutRule
+from elastic.protocol.events import Fenced, StepDone
 from elastic.report.ledger import ledger
 from tests.control.play import Play, outcome, reformed, stepping
 

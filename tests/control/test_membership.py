@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from elastic.control import events as ev
-from elastic.control.actions import Kill, StartWorkers
-from elastic.control.builds import Build, difference
 from elastic.control.codec import changes, decode_run, encode
 from elastic.control.states import Failed, Forming, Running, Waiting
 from elastic.ids import NodeId, WorkerId
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Kill, StartWorkers
+from elastic.protocol.builds import Build, difference
 from tests.control.play import ROWS, Play, reformed, rules, stepping
 
 pytestmark = pytest.mark.fast

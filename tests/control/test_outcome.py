@@ -6,13 +6,13 @@ from itertools import product
 
 import pytest
 
-from elastic.control.commit import Outcome
-from elastic.control.events import Fenced
 from elastic.control.outcome import newest, settle
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Fenced
+from elastic.protocol.plan import Plan
 from tests.control.play import outcome
 
 pytestmark = pytest.mark.fast

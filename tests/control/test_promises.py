@@ -8,15 +8,16 @@ from random import Random
 
 import pytest
 
-from elastic.control import codec, lineage
-from elastic.control import events as ev
-from elastic.control.actions import CommitManifest, Form, Go, Settle, StartWorkers
+from elastic.control import codec
 from elastic.control.codec import decode_event, decode_run
 from elastic.control.machine import Transition, advance
 from elastic.control.states import ALLOWED, RunState, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
+from elastic.protocol import events as ev
+from elastic.protocol import lineage
+from elastic.protocol.actions import CommitManifest, Form, Go, Settle, StartWorkers
 from tests.control.play import ROWS, outcome, rules
 
 pytestmark = pytest.mark.fast
@@ -184,7 +185,7 @@ def test_only_what_is_on_the_line_gets_a_manifest() -> None:
 
 
 def test_states_follow_the_table_also_within_one_event() -> None:
-    """``Turn.to`` asserts each edge; from outside, at most three in a row."""
+    """``Decision.to`` asserts each edge; from outside, at most three in a row."""
 
     def reachable(start: type, hops: int) -> set[type]:
         return {start} if not hops else {start}.union(*(reachable(each, hops - 1) for each in ALLOWED[start]))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.actions import Fence, StartWorkers
-from elastic.control.events import Capacity, KeeperLost, StopRequested
-from elastic.control.health import Heard, Watch, heard, silence, silent
+from elastic.control.liveness import Heard, Watch, heard, silence, silent
 from elastic.control.states import Forming, Running, Stopping
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.protocol.actions import Fence, StartWorkers
+from elastic.protocol.events import Capacity, KeeperLost, StopRequested
 from tests.control.play import Play, stepping
 
 pytestmark = pytest.mark.fast

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control import events as ev
-from elastic.control.actions import Kill
 from elastic.control.states import Stopping, Waiting
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Kill
 from tests.control.play import stepping
-from tests.control.test_recovery import waiting
+from tests.control.test_takeover import waiting
 
 pytestmark = pytest.mark.fast
 

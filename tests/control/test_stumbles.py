@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elastic.control import events as ev
-from elastic.control.recovery import MAX_DEATHS
 from elastic.control.states import Failed, Running, Stopping
+from elastic.control.takeover import MAX_DEATHS
 from elastic.ids import Version, WorkerId
-from tests.control.test_recovery import at_step, take_over
+from elastic.protocol import events as ev
+from tests.control.test_takeover import at_step, take_over
 
 
 def test_an_event_that_three_coordinators_fail_at_ends_the_run_after_a_save() -> None:

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control import events as ev
-from elastic.control.actions import Fence, Form, Settle
-from elastic.control.recovery import UNREAD
 from elastic.control.states import Failed, Forming, Running, Stopped, Stopping, Waiting
+from elastic.control.takeover import UNREAD
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.plan import Plan
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Fence, Form, Settle
+from elastic.protocol.plan import Plan
 from tests.control.play import Play, outcome, reformed, started, stepping
-from tests.control.test_recovery import at_step, pausing, waiting
+from tests.control.test_takeover import at_step, pausing, waiting
 
 pytestmark = pytest.mark.fast
 

@@ -10,7 +10,7 @@ import torch
 
 from elastic.data.cursor import Cursor
 from elastic.engine.loss import next_token
-from elastic.engine.schedule import learning_rate_of
+from elastic.engine.optim.schedule import learning_rate_of
 from elastic.ids import Version
 from elastic.imports import load
 from elastic.job import Job

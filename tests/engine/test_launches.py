@@ -16,15 +16,15 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Fault
 from elastic.train.faults import Asked, Faults, InjectedError
-from elastic.train.setup import LAUNCHES
-from elastic.train.state import State
+from elastic.train.model import State
+from elastic.train.session import LAUNCHES
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
 ASK = """
 import threading
-from elastic.train.setup import prepare_process
+from elastic.train.session import prepare_process
 from tests.support.toys import toy_job
 {prepare}
 from torch._inductor import config

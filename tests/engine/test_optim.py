@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.commit import Outcome
-from elastic.engine.optim import MOMENTS, Optimizer
-from elastic.engine.schedule import learning_rate, learning_rate_of
+from elastic.engine.optim.adamw import MOMENTS, Optimizer
+from elastic.engine.optim.schedule import learning_rate, learning_rate_of
 from elastic.job import Job
+from elastic.protocol.commit_record import Outcome
 from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.fast

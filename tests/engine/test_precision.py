@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.engine.optim import Optimizer
+from elastic.engine.optim.adamw import Optimizer
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job

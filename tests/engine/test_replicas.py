@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elastic.control.commit import Outcome
 from elastic.data.cursor import Cursor
-from elastic.engine.schedule import learning_rate
+from elastic.engine.optim.schedule import learning_rate
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.state import build_model
+from elastic.protocol.commit_record import Outcome
+from elastic.train.model import build_model
 from tests.engine.conftest import STEPS
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from elastic.train.setup import NCCL
+from elastic.train.session import NCCL
 from tests.support.commands import ROOT
 from tests.support.processes import free_ports
 

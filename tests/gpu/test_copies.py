@@ -11,22 +11,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic.control.copying import Copy
-from elastic.copies.digest import digests
-from elastic.copies.region import BLOCK, Region, frame
-from elastic.copies.stock import Stock
 from elastic.errors import CopyLost
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import moves
-from elastic.train import from_hosts
-from elastic.train.copier import Copier
-from elastic.train.from_hosts import Access
-from elastic.train.heal import nothing
-from elastic.train.lane import Lane
-from elastic.train.state import Shard
-from tests.copies.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
+from elastic.protocol.copy_schedule import Copy
+from elastic.protocol.plan import Plan
+from elastic.state.digest import digests
+from elastic.state.heal import nothing
+from elastic.state.keeper_store import KeeperStore
+from elastic.state.region import BLOCK, Region, frame
+from elastic.state.snapshot import Snapshots
+from elastic.state.sources import hosts
+from elastic.state.sources.hosts import Access
+from elastic.state.staging import StagingStream
+from elastic.train.model import Shard
+from tests.state.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -34,13 +34,13 @@ SLEEP_S = 0.5
 PLAN = Plan(1, AT.generation, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)
 
 
-def copier_on(device: str) -> Copier:
+def copier_on(device: str) -> Snapshots:
     whole = frame(TENSORS, 1, 0)
     region = Region.create(2, whole.bytes, whole.blocks)
     region["keeper"] = os.getpid()
-    copier = Copier(region, TENSORS, torch.device(device), AUTO)
-    copier.ready()
-    return copier
+    snapshots = Snapshots(region, TENSORS, torch.device(device), AUTO)
+    snapshots.ready()
+    return snapshots
 
 
 def at(step: int, device: str) -> Shard:
@@ -62,32 +62,32 @@ def sleep_cycles() -> int:
 
 def test_the_bytes_and_digests_are_those_of_the_other_way() -> None:
     copiers = [copier_on(device) for device in ("cpu", "cuda")]
-    for copier, device in zip(copiers, ("cpu", "cuda"), strict=True):
-        copier.enter(PLAN, WorkerId("w0"), at(4, device))
+    for snapshots, device in zip(copiers, ("cpu", "cuda"), strict=True):
+        snapshots.enter(PLAN, WorkerId("w0"), at(4, device))
         for step in range(5, 9):
-            assert copier.settle().copied_through == step - 1
+            assert snapshots.settle().copied_through == step - 1
             torch.cuda.synchronize()
-            copier.committed(outcome(step, copied=step - 1), at(step, device))
-        copier.settle()
+            snapshots.committed(outcome(step, copied=step - 1), at(step, device))
+        snapshots.settle()
     torch.cuda.synchronize()
-    one, other = (copier.region for copier in copiers)
+    one, other = (snapshots.region for snapshots in copiers)
     assert one.all_held() == other.all_held() == [Copy(Version(8, 2), 1, 0), Copy(Version(7, 2), 1, 0)]
     for slot in range(2):
         assert bytes(one.data(slot)) == bytes(other.data(slot)) and bytes(one.digests(slot)) == bytes(other.digests(slot))
 
 
-def begun_behind(cycles: int, first: Callable[[], None] = nothing) -> tuple[Copier, float]:
+def begun_behind(cycles: int, first: Callable[[], None] = nothing) -> tuple[Snapshots, float]:
     """One whose copy of step 5 waits for its stream to have slept; and when it was begun."""
-    copier, later = copier_on("cuda"), at(5, "cuda")
-    copier.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
-    assert copier.settle().copied_through == 4
+    snapshots, later = copier_on("cuda"), at(5, "cuda")
+    snapshots.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
+    assert snapshots.settle().copied_through == 4
     torch.cuda.synchronize()
     first()
     began = time.monotonic()
-    with torch.cuda.stream(copier._way._stream):  # type: ignore[union-attr]
+    with torch.cuda.stream(snapshots._way._stream):  # type: ignore[union-attr]
         torch.cuda._sleep(cycles)
-    copier.committed(outcome(5, copied=4), later)
-    return copier, began
+    snapshots.committed(outcome(5, copied=4), later)
+    return snapshots, began
 
 
 def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
@@ -95,26 +95,26 @@ def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
         torch.ones((), device="cuda").add_(1)
 
     # once before: CUDA loads a kernel when it is first used, and waits for the device
-    copier, began = begun_behind(sleep_cycles(), compute)
+    snapshots, began = begun_behind(sleep_cycles(), compute)
     assert time.monotonic() - began < SLEEP_S / 2, "who begins one waits for nothing"
     compute()
     done = torch.cuda.Event()
     done.record()
     while not done.query() and time.monotonic() < began + SLEEP_S:
         time.sleep(0.001)
-    assert copier.region.find(Copy(Version(5, 2), 1, 0)) is None and time.monotonic() - began < SLEEP_S / 2, "nor does the device"
-    assert copier.settle().copied_through == 5 and copier.region.find(Copy(Version(5, 2), 1, 0)) is not None
-    assert 0.5 * SLEEP_S < copier._held_up_s < 2 * SLEEP_S
+    assert snapshots.region.find(Copy(Version(5, 2), 1, 0)) is None and time.monotonic() - began < SLEEP_S / 2, "nor does the device"
+    assert snapshots.settle().copied_through == 5 and snapshots.region.find(Copy(Version(5, 2), 1, 0)) is not None
+    assert 0.5 * SLEEP_S < snapshots._held_up_s < 2 * SLEEP_S
 
 
 def test_two_pieces_at_most_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = list[int]()
-    monkeypatch.setattr("elastic.train.copier.PIECE", 1)
-    monkeypatch.setattr("elastic.train.copier.digests", lambda data, out: (launched.append(data.nbytes), digests(data, out)))
-    copier, _ = begun_behind(sleep_cycles(), launched.clear)
+    monkeypatch.setattr("elastic.state.snapshot.PIECE", 1)
+    monkeypatch.setattr("elastic.state.snapshot.digests", lambda data, out: (launched.append(data.nbytes), digests(data, out)))
+    snapshots, _ = begun_behind(sleep_cycles(), launched.clear)
     time.sleep(SLEEP_S / 2)
     assert len(launched) == 2
-    assert copier.settle().copied_through == 5 and len(launched) == len(TENSORS)
+    assert snapshots.settle().copied_through == 5 and len(launched) == len(TENSORS)
 
 
 @pytest.mark.parametrize(
@@ -123,39 +123,39 @@ def test_two_pieces_at_most_are_launched(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
     monkeypatch: pytest.MonkeyPatch, worker: str, node: str
 ) -> None:
-    monkeypatch.setattr(from_hosts, "STAGE", BLOCK)
-    monkeypatch.setattr(from_hosts, "TURN", BLOCK)  # both lanes are at it
-    copier = copier_on("cuda")
-    copier.enter(PLAN, WorkerId("w0"), at(AT.step, "cuda"))
-    copier.settle()
+    monkeypatch.setattr(hosts, "STAGE", BLOCK)
+    monkeypatch.setattr(hosts, "TURN", BLOCK)  # both streams are at it
+    snapshots = copier_on("cuda")
+    snapshots.enter(PLAN, WorkerId("w0"), at(AT.step, "cuda"))
+    snapshots.settle()
     torch.cuda.synchronize()
-    with closing(Stock(NodeId("n"), "127.0.0.1", SECRET)) as stock:
-        stock.adopt(WorkerId("w0"), os.getpid(), copier.region.descriptor)
+    with closing(KeeperStore(NodeId("n"), "127.0.0.1", SECRET)) as stock:
+        stock.adopt(WorkerId("w0"), os.getpid(), snapshots.region.descriptor)
         places = {"nodes": (NodeId(node),), "hosts": ((NodeId("n"), stock.address),)}
         plan = replace(PLAN, generation=3, members=(WorkerId(worker),), tier="host", holders=tuple(stock.held()), **places)
         todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
-        access = Access(WorkerId(worker), SECRET, copier.region)
+        access = Access(WorkerId(worker), SECRET, snapshots.region)
         shard = at(AT.step + 1, "cuda")
 
         def fill() -> int:
-            with Lane(torch.device("cuda"), 0) as one, Lane(torch.device("cuda"), 1) as other:
-                return from_hosts.read(shard, TENSORS, plan, access, todo, [one, other], nothing)
+            with StagingStream(torch.device("cuda"), 0) as one, StagingStream(torch.device("cuda"), 1) as other:
+                return hosts.read(shard, TENSORS, plan, access, todo, [one, other], nothing)
 
         assert fill() == sum(value.nbytes for value in shard.values.values()) and equal(shard, at(AT.step, "cuda"))
-        (slot,) = [slot for slot, held in enumerate(copier.region.all_held()) if held is not None]
-        assert torch.frombuffer(copier.region.data(slot), dtype=torch.uint8).is_pinned()
-        copier.region.data(slot)[3 * BLOCK] ^= 1
+        (slot,) = [slot for slot, held in enumerate(snapshots.region.all_held()) if held is not None]
+        assert torch.frombuffer(snapshots.region.data(slot), dtype=torch.uint8).is_pinned()
+        snapshots.region.data(slot)[3 * BLOCK] ^= 1
         with pytest.raises(CopyLost, match="digests differ"):
             fill()
 
 
 def test_copies_take_no_more_of_the_device_than_the_first() -> None:
-    copier = copier_on("cuda")
-    copier.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
+    snapshots = copier_on("cuda")
+    snapshots.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
     shard, taken = at(5, "cuda"), []
     for step in range(5, 40):
-        copier.settle()
+        snapshots.settle()
         torch.cuda.synchronize()
-        copier.committed(outcome(step, copied=step - 1), Shard(Version(step, AT.generation), 1, 0, shard.values))
+        snapshots.committed(outcome(step, copied=step - 1), Shard(Version(step, AT.generation), 1, 0, shard.values))
         taken.append(torch.cuda.memory_allocated())
     assert max(taken[3:]) <= max(taken[:3])

@@ -12,7 +12,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train.counters import Counters
-from elastic.train.setup import make_session
+from elastic.train.session import make_session
 from elastic.train.warmup import warm_up
 from tests.support.ranks import Ranks
 from tests.support.segments import member

@@ -16,7 +16,7 @@ from types import ModuleType
 from elastic.sim.coordinators import Advance
 
 PACKAGE = "elastic.control"
-SHARED = frozenset({"actions", "builds", "commit", "events", "rules", "states"})
+SHARED = frozenset({"rules", "states"})
 """Vocabulary, which the simulator speaks too: not copied."""
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control.commit import Outcome
-from elastic.control.copying import Copies, Copy
 from elastic.control.machine import advance
 from elastic.ids import NodeId
 from elastic.plan.transfer import Holding
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.copy_schedule import Copies, Copy
 from elastic.sim import Coverage, Violation, cluster, simulate
 from elastic.sim.cluster import Cluster
 from elastic.sim.coordinators import Advance
@@ -103,11 +103,11 @@ def first_violation_of(decide: Advance, scenario: Callable[[int], Scenario], see
 
 
 def test_not_asking_what_keepers_hold_is_noticed() -> None:
-    assert HELD in killed_by("incurious", Edit("stock", "        turn.do(TakeStock(run.generation, run.keepers))\n", ""))
+    assert HELD in killed_by("incurious", Edit("copy_inventory", "        decision.do(TakeStock(run.generation, run.keepers))\n", ""))
 
 
 def test_not_waiting_for_the_answers_of_keepers_is_noticed() -> None:
-    assert HELD in killed_by("hasty_of_keepers", Edit("stock", "    return missing if turn.now < run.stock_until else ()", "    return ()"))
+    assert HELD in killed_by("hasty_of_keepers", Edit("copy_inventory", "    return missing if decision.now < run.stock_until else ()", "    return ()"))
 
 
 def test_ignoring_copies_is_noticed() -> None:
@@ -117,16 +117,16 @@ def test_ignoring_copies_is_noticed() -> None:
 
 def test_taking_a_copy_that_is_not_on_the_lineage_is_noticed() -> None:
     rule = "lineage.contains(run.lineage, version) or (version.generation == run.silent > 0 and version.step > run.step)"
-    assert "which was given up" in killed_by("nostalgic_of_copies", Edit("stock", f"return {rule}", "return True"))
+    assert "which was given up" in killed_by("nostalgic_of_copies", Edit("copy_inventory", f"return {rule}", "return True"))
 
 
 def test_not_believing_the_copies_of_a_silent_world_is_noticed() -> None:
-    edit = Edit("stock", " or (version.generation == run.silent > 0 and version.step > run.step)", "")
+    edit = Edit("copy_inventory", " or (version.generation == run.silent > 0 and version.step > run.step)", "")
     assert HELD in first_violation_of(Mutant("distrustful", (edit,)).advance(), darkness)
 
 
 def test_believing_copies_of_a_step_that_was_dropped_is_noticed() -> None:
-    edit = Edit("settling", "turn.know(silent=0 if survivors else plan.generation)", "turn.know(silent=plan.generation)")
+    edit = Edit("settling", "decision.know(silent=0 if survivors else plan.generation)", "decision.know(silent=plan.generation)")
     assert "which was given up" in first_violation_of(Mutant("trustful", (edit,)).advance(), duel, range(300, 310))
 
 
@@ -137,18 +137,18 @@ def test_mixing_versions_is_noticed() -> None:
 
 def test_taking_copies_from_a_keeper_that_is_lost_is_noticed() -> None:
     """The rule is kept twice: its copies are forgotten with it, and only keepers that are there are looked at."""
-    forgotten = Edit("membership", "    turn.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})", "")
-    there = Edit("stock", "for node in run.keepers if node in run.hosts and", "for node in run.hosts if")
+    forgotten = Edit("membership", "    decision.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})", "")
+    there = Edit("copy_inventory", "for node in run.keepers if node in run.hosts and", "for node in run.hosts if")
     assert "takes copies from" in killed_by("faithful", forgotten, there)
 
 
 def test_releasing_copies_too_early_is_noticed() -> None:
-    early = Edit("stock", "safe = _safe(plan, copied, buddied)", "safe = Version(outcome.step, outcome.generation)")
+    early = Edit("copy_inventory", "safe = _safe(plan, copied, buddied)", "safe = Version(outcome.step, outcome.generation)")
     assert "are freed, and" in killed_by("tidy", early)
 
 
 def test_releasing_what_buddies_do_not_have_yet_is_noticed() -> None:
-    edit = Edit("stock", "version = buddied if plan.buddy_every else copied", "version = copied")
+    edit = Edit("copy_inventory", "version = buddied if plan.buddy_every else copied", "version = copied")
     assert "and no buddy has it" in killed_by("tidy_of_buddies", edit)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from elastic.control import codec, machine
-from elastic.control.events import Event
 from elastic.control.machine import Transition
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
+from elastic.protocol.events import Event
 from elastic.report.replay import Difference, differences
 from elastic.sim.simulation import simulate
 from tests.sim.scenarios import ALL

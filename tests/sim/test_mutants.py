@@ -52,7 +52,7 @@ def killed_by(name: str, *edits: Edit, scenario: str = "drawn", copies: bool = T
 
 
 def test_not_waiting_for_the_answers_to_the_fence_is_noticed() -> None:
-    edit = Edit("settling", "if state.pending or not _certain(turn, state)", "if not _certain(turn, state)")
+    edit = Edit("settling", "if state.pending or not _certain(decision, state)", "if not _certain(decision, state)")
     assert "has neither answered its fence nor been expelled" in killed_by("hasty", edit)
 
 
@@ -71,13 +71,13 @@ def test_applying_a_step_without_evidence_is_noticed() -> None:
 def test_hearing_older_generations_is_noticed() -> None:
     """Where such an answer to a fence is taken for one of the present generation; what it says is held is another matter."""
     edit = Edit("refusals", "if event.generation != run.generation:", "if event.generation > run.generation:")
-    another = Edit("stepping", "if event.generation < state.plan.generation:", "if False:")
+    another = Edit("running", "if event.generation < state.plan.generation:", "if False:")
     assert killed_by("nostalgic", edit, another)
 
 
 def test_ignoring_which_generation_committed_is_noticed() -> None:
     """A member remembers commits of the world before, and says so in its answer to the fence."""
-    edit = Edit("stepping", "    if outcome.generation != plan.generation:\n        return\n", "")
+    edit = Edit("running", "    if outcome.generation != plan.generation:\n        return\n", "")
     assert killed_by("indiscriminate", edit)
 
 
@@ -92,7 +92,7 @@ def test_giving_up_what_is_still_held_is_noticed() -> None:
 
 
 def test_forgetting_the_leases_of_a_silent_world_is_noticed() -> None:
-    edit = Edit("settling", "bool(state.answers or state.lost) or turn.now >= turn.run.lease_until", "True")
+    edit = Edit("settling", "bool(state.answers or state.lost) or decision.now >= decision.run.lease_until", "True")
     assert "nobody is out and a lease runs" in killed_by("impatient", edit, scenario="isolation")
 
 
@@ -109,17 +109,17 @@ def test_a_lineage_that_is_not_cut_is_noticed() -> None:
 
 
 def test_leaving_a_world_unsettled_is_noticed() -> None:
-    edit = Edit("settling", "        turn.do(Settle(plan.generation, survivors, settlement.outcome))", "        pass")
+    edit = Edit("settling", "        decision.do(Settle(plan.generation, survivors, settlement.outcome))", "        pass")
     assert "was not settled" in killed_by("silent", edit)
 
 
 def test_failing_with_the_budget_unspent_is_noticed() -> None:
-    edit = Edit("stepping", "furthest=version, fruitless=0", "furthest=version")
+    edit = Edit("running", "furthest=version, fruitless=0", "furthest=version")
     assert "budget unspent" in killed_by("gloomy", edit, scenario="poor")
 
 
 def test_never_expelling_the_silent_is_noticed() -> None:
-    edit = Edit("settling", "if state.pending and turn.now >= state.deadline:", "if False:")
+    edit = Edit("settling", "if state.pending and decision.now >= state.deadline:", "if False:")
     assert "no end after" in killed_by("patient", edit)
 
 
@@ -129,9 +129,9 @@ def test_an_edit_that_no_longer_applies_fails() -> None:
 
 
 def test_aborting_before_the_fence_is_noticed() -> None:
-    old = '    if pending:\n        turn.do(Fence(plan.generation, pending))\n    turn.say(f"{cause}: stop'
-    settle = "__import__('elastic.control.actions', fromlist=['Settle']).Settle(plan.generation, pending, None)"
-    new = old.replace("turn.do(Fence", f"turn.do({settle})\n        turn.do(Fence")
+    old = '    if pending:\n        decision.do(Fence(plan.generation, pending))\n    decision.say(f"{cause}: stop'
+    settle = "__import__('elastic.protocol.actions', fromlist=['Settle']).Settle(plan.generation, pending, None)"
+    new = old.replace("decision.do(Fence", f"decision.do({settle})\n        decision.do(Fence")
     assert "has neither answered its fence nor been expelled" in killed_by("abrupt", Edit("stopping", old, new))
 
 
@@ -144,18 +144,18 @@ def test_taking_a_node_that_is_cut_off_for_a_dead_one_is_noticed() -> None:
 
 def test_counting_leases_by_one_clock_is_noticed() -> None:
     """A member's clock may be slower than the coordinator's."""
-    edit = Edit("machine", "turn.now + turn.rules.lease_over_s", "turn.now + turn.rules.lease_s")
+    edit = Edit("machine", "decision.now + decision.rules.lease_over_s", "decision.now + decision.rules.lease_s")
     assert "nobody is out and a lease runs" in killed_by("punctual", edit, scenario="skewed")
 
 
 def test_a_lease_that_is_too_short_is_noticed() -> None:
-    edit = Edit("machine", "turn.now + turn.rules.lease_over_s", "turn.now + 0.5 * turn.rules.lease_s")
+    edit = Edit("machine", "decision.now + decision.rules.lease_over_s", "decision.now + 0.5 * decision.rules.lease_s")
     assert "nobody is out and a lease runs" in killed_by("short", edit, scenario="isolation")
 
 
 def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> None:
     edit = Edit(
-        "recovery",
+        "takeover",
         "lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.lease_until",
         "lease_until = 0.0",
     )
@@ -164,42 +164,42 @@ def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> N
 
 def test_dropping_here_is_noticed() -> None:
     """Those who were there are blamed for those who were not."""
-    edit = Edit("forming", "        turn.amend(here=(*state.here, event.worker), here_at=min(state.here_at, turn.now))", "        pass")
+    edit = Edit("forming", "        decision.amend(here=(*state.here, event.worker), here_at=min(state.here_at, decision.now))", "        pass")
     assert "said Here and is expelled" in killed_by("deaf", edit)
 
 
 def test_an_outcome_that_is_not_in_the_journal_is_noticed() -> None:
-    edit = Edit("turn", "Form | Go | Settle | StartWorkers", "Form | Go | StartWorkers")
+    edit = Edit("decision", "Form | Go | Settle | StartWorkers", "Form | Go | StartWorkers")
     assert killed_by("forgetful_of_outcomes", edit, scenario="interregnum")
 
 
 def test_a_generation_that_is_not_in_the_journal_is_noticed() -> None:
-    edit = Edit("turn", "Form | Go | Settle | StartWorkers", "Go | Settle | StartWorkers")
+    edit = Edit("decision", "Form | Go | Settle | StartWorkers", "Go | Settle | StartWorkers")
     assert killed_by("forgetful_of_generations", edit, scenario="interregnum")
 
 
 def test_giving_a_name_twice_is_noticed() -> None:
     """The rule is kept twice: names are durable before there are processes of that name, and a stranger's name is passed over."""
-    journal = Edit("turn", "Form | Go | Settle | StartWorkers", "Form | Go | Settle")
-    known = "        turn.know(next_worker=number_of(event.worker) + 1)  # another coordinator has given it its name\n"
+    journal = Edit("decision", "Form | Go | Settle | StartWorkers", "Form | Go | Settle")
+    known = "        decision.know(next_worker=number_of(event.worker) + 1)  # another coordinator has given it its name\n"
     assert "is given twice" in killed_by("forgetful_of_names", journal, Edit("membership", known, ""), scenario="usurpers")
 
 
 def test_a_checkpoint_that_counts_and_is_not_in_the_journal_is_noticed() -> None:
-    edit = Edit("checkpoints", "    turn.durable = True\n", "")
+    edit = Edit("checkpoints", "    decision.durable = True\n", "")
     assert "although every slice of it is held" in killed_by("forgetful_of_checkpoints", edit, scenario="forgetting")
 
 
 def test_beginning_anew_after_a_coordinators_death_is_noticed() -> None:
     """What it folded from the journal is thrown away."""
-    edit = Edit("recovery", "    _say_again(turn)\n", "    turn.know(lineage=())\n    _say_again(turn)\n")
+    edit = Edit("takeover", "    _say_again(decision)\n", "    decision.know(lineage=())\n    _say_again(decision)\n")
     assert killed_by("amnesiac", edit, scenario="interregnum")
 
 
 def test_guessing_what_was_committed_before_a_plan_that_nobody_read_of_is_noticed() -> None:
     """All steps since the journal ends, by the generation that committed the plan's version: there may have been others between."""
     guess = "lineage.extended(run.lineage, plan.version) if plan.version > run.version else plan.lineage"
-    edit = Edit("recovery", "lineage=plan.lineage, saved=saved", f"lineage={guess}, saved=saved")
+    edit = Edit("takeover", "lineage=plan.lineage, saved=saved", f"lineage={guess}, saved=saved")
     assert "is not what happened" in killed_by("guessing", edit, scenario="unshipped")
 
 
@@ -249,11 +249,11 @@ def test_taking_what_could_be_read_for_all_there_is_is_noticed(monkeypatch: pyte
 
 
 def test_a_number_that_may_be_taken_is_noticed() -> None:
-    assert "is begun twice" in killed_by("thrifty", Edit("recovery", "UNREAD = 100\n", "UNREAD = 0\n"), scenario="severed")
+    assert "is begun twice" in killed_by("thrifty", Edit("takeover", "UNREAD = 100\n", "UNREAD = 0\n"), scenario="severed")
 
 
 def test_not_waiting_for_the_leases_of_an_unknown_world_is_noticed() -> None:
-    edit = Edit("recovery", "skipped = turn.now + turn.rules.lease_over_s, UNREAD", "skipped = 0.0, UNREAD")
+    edit = Edit("takeover", "skipped = decision.now + decision.rules.lease_over_s, UNREAD", "skipped = 0.0, UNREAD")
     assert "nobody is out and a lease runs" in killed_by("blind", edit, scenario="abandoned")
 
 
@@ -267,7 +267,7 @@ def test_a_member_that_applies_without_a_lease_is_noticed(monkeypatch: pytest.Mo
     assert "nobody is out and a lease runs" in first_violation(advance, "isolation")
 
 
-EAGER = Edit("growing", "pays = brings_s >= costs_s", "pays = True")
+EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")
 
 
 def worlds(decide: Advance, stay_s: float) -> tuple[int, float]:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control.events import Attached, Event, Fenced, Joined, Lost
 from elastic.control.machine import advance
 from elastic.plan.transfer import Holding, covered
+from elastic.protocol.events import Attached, Event, Fenced, Joined, Lost
 from elastic.sim import Coverage, Violation, run_many, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import STATES as STATES_WITH_FAULTS

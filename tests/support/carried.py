@@ -11,15 +11,15 @@ from math import prod
 
 import torch
 
-from elastic.control.commit import GO_ON
 from elastic.engine.world import World
 from elastic.ids import Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
+from elastic.protocol.commit_record import GO_ON
 from elastic.runs import Run
 from elastic.train.gate import Gate
-from elastic.train.state import Shard, State
+from elastic.train.model import Shard, State
 from storage.checkpoints import ShardReceipt
 from storage.slices import WHOLE, shard_interval, shard_slice
 from tests.support.collectives import Calls, counting

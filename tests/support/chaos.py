@@ -17,10 +17,10 @@ from typing import Any
 import ray
 
 from actors.launch import Result, attach, launch
-from elastic.control.commit import Outcome
 from elastic.data.cursor import Cursor
 from elastic.imports import load
 from elastic.job import Job
+from elastic.protocol.commit_record import Outcome
 from elastic.report.ledger import ledger
 from elastic.report.story import Line, StepLine
 from elastic.runs import Run

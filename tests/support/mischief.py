@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic.control.commit import BadRecord, CommitShape, Outcome, conclude
 from elastic.engine.loss import next_token
 from elastic.engine.world import World
-from elastic.train import copier, loop
+from elastic.protocol.commit_record import BadRecord, CommitShape, Outcome, conclude
+from elastic.state import snapshot
+from elastic.train import loop
 from elastic.train import step as steps
 from elastic.train.loop import Trainer
 from tests.support.patience import PATIENCE_S
@@ -36,7 +37,7 @@ TOUCHES = (
     (World, "to_device"),
     (World, "finish"),
     (World, "keep_up"),
-    (copier._Plain, "fill"),
+    (snapshot._Plain, "fill"),
 )
 """What asks a worker's device for anything, besides the user's code."""
 ABORT_S = 1.0

@@ -76,7 +76,7 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
 
     from elastic.engine.world import World
     from elastic.job import Job
-    from elastic.train.setup import prepare_process
+    from elastic.train.session import prepare_process
 
     device = prepare_process(Job(name="ranks", bucket="/nowhere", workers={"gpus": int(kind == "cuda")}))
     while (task := pipe.recv()) is not None:

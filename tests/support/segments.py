@@ -10,20 +10,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from elastic.control.commit import GO_ON, CommitShape, Outcome
 from elastic.engine.world import World
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.plan.plan import Plan
 from elastic.plan.transfer import Holding
+from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
+from elastic.protocol.plan import Plan
 from elastic.runs import Run
+from elastic.state.heal import Healing
 from elastic.train.checkpoint import Saver
 from elastic.train.counters import Counters
 from elastic.train.gate import Gate
-from elastic.train.heal import Healing
-from elastic.train.setup import make_session
-from elastic.train.state import Shard, State
+from elastic.train.model import Shard, State
+from elastic.train.session import make_session
 from elastic.train.step import Session, run_step
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore

@@ -1,0 +1,377 @@
+"""Performs actions: starts workers, opens stores, sends plans, fences, settles, kills, writes manifests.
+
+Messages to one worker go out in the order of the actions and are received in that order.  What must wait for an answer (a store's
+address, the bucket) runs on a small pool and reports back as an event, so that the coordinator never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors import cluster
+from actors.keeper import Keeper
+from actors.logs import EXAMINE_S
+from actors.survivors import Left
+from actors.worker import Worker
+from elastic.control.states import RunState
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.imports import PACKAGES
+from elastic.job import Job
+from elastic.probe import COORDINATOR, Probe
+from elastic.protocol.actions import (
+    Action,
+    CommitManifest,
+    Exit,
+    Fence,
+    Form,
+    Go,
+    Kill,
+    Pair,
+    Pause,
+    Quarantine,
+    Release,
+    Settle,
+    StartWorkers,
+    TakeStock,
+)
+from elastic.protocol.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
+from elastic.runs import Parts, Run
+from storage.documents import digest_of
+from storage.errors import StorageError, Unavailable
+
+STORE_DEADLINE_S = 20
+SHIP_S = 10.0
+PROBE_DEADLINE_S = 60
+NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
+"""In Ray's view: behind a cut it may live."""
+REACHES, REACH_S = 20, 0.5
+
+
+class Group:
+    """The actors of one run.  ``post`` puts an event into the coordinator's inbox; safe from any thread."""
+
+    def __init__(
+        self,
+        job: Job,
+        run: Run,
+        token: str,
+        incarnation: int,
+        coordinator: Any,
+        search_path: list[str],
+        secret: bytes,
+        post: Callable[[Event], None],
+    ) -> None:
+        self.job, self.run, self.token, self.incarnation = job, run, token, incarnation
+        self.coordinator, self.search_path, self.secret, self.post = coordinator, search_path, secret, post
+        self.workers: dict[WorkerId, Any] = {}
+        self.joined: dict[WorkerId, NodeId] = {}
+        self.keepers: dict[NodeId, Any] = {}
+        self.parts = Parts()
+        self._lives: list[Any] = []
+        """A call to each actor that ends when it does."""
+        self.ship: Callable[[float], bool] = lambda timeout_s: True
+        """Have the journal in the bucket, as far as it goes."""
+        self._closing = False
+        self.tell: Callable[[str], None] = lambda sentence: None
+        """For the run's story: what was found out, and decides nothing."""
+        self.probe = Probe(run.store, job.name, token)
+        self.probe.leave(COORDINATOR)
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
+        self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")
+        """Never behind what waits for the bucket."""
+
+    def perform(self, action: Action) -> None:
+        match action:
+            case StartWorkers(workers, avoid):
+                for worker in workers:
+                    self._start(worker, avoid)
+            case Form():
+                self._forms.submit(self._form, action)
+            case Go(generation, members):
+                self._send(members, "go", generation)
+            case Pause(generation, members, save):
+                self._send(members, "pause", generation, save)
+            case Fence(generation, members):
+                self._send(members, "fence", generation)
+            case Settle(generation, members, outcome):
+                self._send(members, "settle", generation, outcome)
+                for keeper in list(self.keepers.values()):
+                    keeper.close_store.remote(self.incarnation, generation)
+            case Kill(workers, _, examine):
+                for worker in workers:
+                    self._examine(worker) if examine else self._kill(worker)
+            case CommitManifest(version, lineage, by):
+                self._pool.submit(self._commit, version, lineage, by)
+            case Quarantine(version, reason):
+                self._pool.submit(self.run.checkpoints.quarantine, version, reason)
+            case TakeStock(generation, keepers):
+                for keeper in self._those(keepers):
+                    keeper.take_stock.remote(self.incarnation, generation)
+            case Release(keepers, copied, buddied):
+                for keeper in self._those(keepers):
+                    keeper.release.remote(self.incarnation, copied, buddied)
+            case Pair(_, buddies):
+                for node, _, address in buddies:
+                    for keeper in self._those((node,)):
+                        keeper.pair.remote(self.incarnation, address)
+            case Exit(workers):
+                self._send(workers, "exit")
+
+    # ---- what another coordinator has left
+
+    def adopt(self, left: Left, run: RunState) -> None:
+        """From now on these actors are ours; ``run``: what is known of them.  Their deaths are noticed by calls of our own."""
+        self.workers.update(left.workers)
+        self.keepers.update(left.keepers)
+        self.joined.update({worker: known.node for worker, known in run.workers.items()})
+        for worker, actor in left.workers.items():
+            if worker in run.starting:
+                actor.train.remote()
+            self._when_done(actor.lives.remote(), actor, lambda error, worker=worker: self._ended(worker, error))  # type: ignore[misc]
+        for node in left.keepers:
+            self._follow_keeper(node) if node in run.keepers else self._await_keeper(node)
+
+    def attach(self, asked: tuple[Version, ...]) -> None:
+        """Ask the workers where they stand; they answer with events.  ``asked``: of these there may be a manifest already."""
+        self._send(tuple(self.workers), "attach")
+        for version in asked:
+            self._pool.submit(self._look_for, version)
+
+    def _look_for(self, version: Version) -> None:
+        with contextlib.suppress(StorageError):
+            self.post(Saved(version, digest_of(self.run.checkpoints.manifest(version).to_bytes())))
+
+    # ---- workers
+
+    def _start(self, worker: WorkerId, avoid: tuple[NodeId, ...]) -> None:
+        """A detached actor: it survives the coordinator, and ``reap`` ends it."""
+        actor = (
+            ray.remote(concurrency_groups={"control": 1, "life": 1})(Worker)
+            .options(
+                name=f"{self.token}/{worker}",
+                lifetime="detached",
+                max_restarts=0,
+                num_cpus=self.job.workers.cpus,
+                num_gpus=self.job.workers.gpus,
+                scheduling_strategy="SPREAD",
+                label_selector={"ray.io/node-id": f"!in({', '.join(avoid)})"} if avoid else None,
+            )
+            .remote(self.job, self.token, worker, self.coordinator, self.search_path, self.secret)
+        )
+        self.workers[worker] = actor
+        self._when_done(actor.train.remote(), actor, lambda error: self._ended(worker, error))
+
+    def _ended(self, worker: WorkerId, error: BaseException | None) -> None:
+        if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
+            if not self._closing:
+                self._pool.submit(self._not_made, worker, error)
+            return
+        reason = _why(error)
+        self.post(Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED)))
+
+    def _not_made(self, worker: WorkerId, error: BaseException) -> None:
+        """The process came up, but not what we are made of: another start on that node would end the same way."""
+        node = cluster.node_of(self.workers[worker])
+        if node is not None:
+            self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {_why_not_made(error)}"))
+        self.post(StartFailed(worker, _why_not_made(error)))
+
+    def on_their_way(self, run: RunState) -> dict[WorkerId, Any]:
+        """Who is being started."""
+        return {worker: self.workers[worker] for worker in run.starting if worker in self.workers}
+
+    def _when_done(self, ref: Any, actor: Any, then: Callable[[BaseException | None], None], again: int = REACHES) -> None:
+        """``ref``: a call that ends with ``actor``.  Of one that cannot be reached Ray may not know yet that it is dead: ask again."""
+
+        def done(future: Future[Any]) -> None:
+            error = future.exception()
+            if isinstance(error, ray.exceptions.ActorUnavailableError) and again and not self._closing:
+                later = threading.Timer(REACH_S, lambda: self._when_done(actor.lives.remote(), actor, then, again - 1))
+                later.daemon = True
+                later.start()
+            else:
+                then(error)
+
+        self._lives.append(ref)
+        ref.future().add_done_callback(done)
+
+    def welcome(self, worker: WorkerId, node: NodeId) -> None:
+        """The worker has joined: its node's keeper follows it from now on."""
+        self.joined[worker] = node
+        for keeper in self._those((node,)):
+            keeper.watch.remote(worker)
+
+    def _kill(self, worker: WorkerId) -> None:
+        if worker in self.workers:
+            ray.kill(self.workers[worker], no_restart=True)
+        keeper = self.keepers.get(self.joined.get(worker, NodeId("")))
+        if keeper is not None:
+            keeper.kill.remote(self.incarnation, worker)
+
+    def _examine(self, worker: WorkerId) -> None:
+        """Its keeper finds out where it stands and ends it; what does not come of that comes of us, a little later."""
+        keeper = self.keepers.get(self.joined.get(worker, NodeId("")))
+        if keeper is None:
+            return self._kill(worker)
+
+        def done(future: Future[Any]) -> None:
+            if future.exception() is None and (key := future.result()):
+                self.tell(f"where {worker} stood is in {self.job.bucket}/{key}")
+
+        keeper.examine.remote(self.incarnation, worker).future().add_done_callback(done)
+        late = threading.Timer(EXAMINE_S + 1, self._kill, (worker,))
+        late.daemon = True
+        late.start()
+
+    def _send(self, workers: tuple[WorkerId, ...], order: str, *arguments: object) -> None:
+        for worker in workers:
+            if worker in self.workers:
+                self.workers[worker].obey.remote(self.incarnation, order, *arguments)
+
+    def _form(self, action: Form) -> None:
+        plan = action.plan
+        try:
+            store = ray.get(self.keepers[plan.store_node].open_store.remote(self.incarnation, plan.generation), timeout=STORE_DEADLINE_S)
+        except (ray.exceptions.RayError, KeyError) as error:
+            self.post(KeeperLost(plan.store_node, f"it opened no store for generation {plan.generation}: {_why(error)}"))
+            for keeper in self._those((plan.store_node,)):
+                ray.kill(keeper, no_restart=True)  # or there would never be another one
+            return
+        self._send(plan.members, "form", plan, store)
+
+    # ---- keepers
+
+    def _those(self, nodes: Iterable[NodeId]) -> list[Any]:
+        """The keepers of ``nodes`` that there are."""
+        return [keeper for node in nodes if (keeper := self.keepers.get(node)) is not None]
+
+    def keep(self, node: NodeId) -> None:
+        """Start the keeper of a node that has none, unless it has none because the run is over."""
+        if self._closing:
+            return
+        actor = (
+            ray.remote(concurrency_groups={"journal": 1, "life": 1})(Keeper)
+            .options(
+                name=f"{self.token}/keeper-{node[:12]}",
+                lifetime="detached",
+                max_restarts=0,
+                num_cpus=0,
+                max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(self.token, self.job.bucket, self.job.name, self.coordinator, 2 * self.job.deadlines.lease_s, self.secret)
+        )
+        self.keepers[node] = actor
+        self._await_keeper(node)
+
+    def _await_keeper(self, node: NodeId) -> None:
+        keeper = self.keepers[node]
+        self._when_done(keeper.__ray_ready__.remote(), keeper, lambda error: self._keeper_ready(node, error), again=0)
+
+    def _keeper_ready(self, node: NodeId, error: BaseException | None) -> None:
+        if self._closing:
+            return
+        if error is None:
+            self._pool.submit(self._look, node)
+        elif isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
+            self._pool.submit(self._refuse, node, f"cannot start a keeper: {_why_not_made(error)}", False)
+        else:
+            self._keeper_lost(node, error)
+
+    def _look(self, node: NodeId) -> None:
+        """Do the node and this process see the bucket as the same place?"""
+        try:
+            same = ray.get(self.keepers[node].sees_coordinator.remote(), timeout=PROBE_DEADLINE_S) and self.probe.sees(node)
+            address = ray.get(self.keepers[node].address.remote(), timeout=PROBE_DEADLINE_S)
+        except ray.exceptions.RayTaskError as error:
+            self._refuse(node, f"cannot use bucket = {self.job.bucket!r}: {error.cause}", True)
+        except (ray.exceptions.RayError, StorageError) as error:  # it may be otherwise next time
+            ray.kill(self.keepers[node], no_restart=True)
+            self._keeper_lost(node, error)
+        else:
+            if same:
+                self._keeper_up(node, address)
+            else:
+                self._refuse(node, _split(self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)), True)
+
+    def _refuse(self, node: NodeId, why: str, shared: bool) -> None:
+        """It stays among ``keepers``: there will be no other, and what a worker has left there before is its to clear away."""
+        self.post(NodeRefused(node, f"{cluster.place(node)} {why}", shared))
+
+    def _keeper_up(self, node: NodeId, address: str) -> None:
+        self.post(KeeperUp(node, address, cluster.zone(node)))
+        self._follow_keeper(node)
+
+    def _follow_keeper(self, node: NodeId) -> None:
+        keeper = self.keepers[node]
+        for worker, home in list(self.joined.items()):
+            if home == node:
+                keeper.watch.remote(worker)
+        self._when_done(keeper.lives.remote(), keeper, lambda ended: self._keeper_lost(node, ended))
+
+    def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
+        keeper, why = self.keepers.pop(node, None), _why(error)
+        if why == UNREACHED and keeper is not None:
+            ray.kill(keeper, no_restart=True)  # or there could be no other one
+        self.post(KeeperLost(node, why, with_its_node=why == NODE_DIED))
+
+    # ---- the bucket
+
+    def _commit(self, version: Version, lineage: tuple[tuple[int, int], ...], by: int) -> None:
+        try:
+            if not self.ship(SHIP_S):
+                raise Unavailable(f"the journal of {self.job.name}", "and no checkpoint is to be found without the steps that made it")
+            written = self.parts.of(version, by or version.generation)
+            digest = self.run.commit(version, [shard.receipt for shard in written], lineage, written[0].layout)
+        except (StorageError, OSError, KeyError) as error:
+            self.post(SaveFailed(version, f"{type(error).__name__}: {error}", by))
+        else:
+            self.post(Saved(version, digest))
+
+    # ---- the end
+
+    def reap(self, grace_s: float) -> None:
+        """End every process of the run, in good order where it will, and leave nothing on any node."""
+        self._closing = True
+        for pool in (self._pool, self._forms):
+            pool.shutdown(wait=False, cancel_futures=True)
+        closing = [keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())]
+        ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None
+        with contextlib.suppress(StorageError):
+            self.probe.remove(COORDINATOR)
+        for actor in [*self.workers.values(), *self.keepers.values()]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor, no_restart=True)
+        ray.wait(self._lives, num_returns=len(self._lives), timeout=grace_s) if self._lives else None
+
+
+def _split(bucket: str, home: str, key: str) -> str:
+    return (
+        f"does not see bucket = {bucket!r} as the same place as {home}, where the coordinator runs: what one of them wrote "
+        f"there ({key}) the other does not find; name a folder that every node mounts, or a URL such as s3://bucket/prefix"
+    )
+
+
+def _why_not_made(error: BaseException) -> str:
+    """The last line of what went wrong while an actor was made; mostly an import."""
+    last = str(error).strip().splitlines()[-1].strip()
+    if any(f"'{package}{end}" in last for package in PACKAGES for end in ("'", ".")) and "No module named" in last:
+        return f"{last}; another folder of that name comes first on its path, or Elastic is not installed there"
+    return last
+
+
+def _why(error: BaseException | None) -> str:
+    if error is None:
+        return "its process left"
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return UNREACHED
+    if isinstance(error, ray.exceptions.RayActorError):
+        return NODE_DIED if "node has died" in str(error) else "its process died"
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"

@@ -1,0 +1,1 @@
+"""CONFIGURATION: a TOML file, a command line or Python becomes checked values."""

@@ -1,1 +1,0 @@
-"""Copies in host memory that outlive their workers: where they lie, who holds them, how they travel.  No Ray."""

@@ -1,0 +1,209 @@
+"""Bring every slice of a new shard to the plan's version, from the nearest place that holds it.
+
+Peers know from the same pure function who sends what to whom, so nothing is asked for: each pair exchanges all its slices, in few
+messages.  What a member holds already it copies from its own memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from elastic.engine.world import World
+from elastic.errors import StateMissing, WorldBroken
+from elastic.ids import WorkerId
+from elastic.imports import load
+from elastic.plan.transfer import Move, missing, moves
+from elastic.protocol.plan import Plan
+from elastic.state.sources.hosts import Access, read, reads
+from elastic.state.staging import STREAMS, StagingStream
+from elastic.train.model import BUFFERS, DTYPES, Shard, State
+from elastic.train.step import Session
+from storage.background import begin
+from storage.checkpoints import Checkpoints
+from storage.slices import Slice, Tensor, shard_slice
+
+MESSAGE = 2**28
+"""Bytes of one message, which both sides stage on their device, beside the shard that is there and the one that is to be."""
+
+
+def nothing() -> None:
+    """Nobody looks on."""
+
+
+class Healing:
+    """Begins with what needs no group: the slices from keepers' copies are read on threads, while the members still find each other."""
+
+    def __init__(self, state: State, plan: Plan, worker: WorkerId, session: Session, leave_if_over: Callable[[], None] = nothing) -> None:
+        """``leave_if_over()`` raises once the healing has become pointless."""
+        self.state, self.plan, self.worker, self.session, self.leave_if_over = state, plan, worker, session, leave_if_over
+        self.moves: tuple[Move, ...] = ()
+        self._reading: Future[int] | None = None
+        if plan.tier != "init":
+            self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
+        if reads(self.moves, worker):
+            streams = [
+                StagingStream(state.world.device, i) for i in range(STREAMS)
+            ]  # before a collective behind which taking pinned memory would wait
+            self._reading = begin(partial(self._read, streams), "copies")
+
+    def _read(self, streams: list[StagingStream]) -> int:
+        snapshots, state = self.session.snapshots, self.state
+        access = Access(self.worker, self.session.secret, snapshots.region if snapshots else None)
+        with contextlib.ExitStack() as open_:
+            for staging_stream in streams:
+                open_.enter_context(staging_stream)
+            return read(state.shard, state.tensors, self.plan, access, self.moves, streams, self.leave_if_over)
+
+    def finish(self, held: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> None:
+        """Fill the rest of the shard.  ``held``: what this worker still has, any version, any layout.  ``hook`` is called half way."""
+        state, plan, counters = self.state, self.plan, self.session.counters
+        if plan.tier == "init":
+            initialise(state, hook)
+            return
+        counters["healed_live_bytes"] += from_members(state, plan, self.worker, held, self.moves, hook)
+        if self._reading is not None:
+            counters["healed_host_bytes"] += self._reading.result()
+        if plan.tier == "bucket":
+            wanted = (shard_slice(tensor, state.shard.count, state.shard.index) for tensor in state.tensors)
+            counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, missing(state.tensors, plan.holders, wanted), hook)
+
+
+@torch.no_grad()
+def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
+    """World rank 0 runs ``init_weights`` and broadcasts, so that all begin alike whatever the user's initialisation draws on."""
+    sources: dict[str, torch.Tensor] = {}
+    if state.world.rank == 0:
+        torch.manual_seed(state.job.seed)
+        model = load(state.job.model, "model")(**state.job.model_args)
+        model.init_weights()
+        sources = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for tensor in state.tensors:
+        value = state.shard.values[tensor.kind, tensor.name]
+        if tensor.kind not in ("parameter", *BUFFERS):
+            value.zero_()
+            continue
+        whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=state.world.device)
+        if state.world.rank == 0:
+            state.world.finish()  # see _exchange
+            whole.copy_(sources[tensor.name])
+        dist.broadcast(whole, src=0)
+        hook()
+        part = shard_slice(tensor, state.shard.count, state.shard.index)
+        value.copy_(whole[part.start[0] : part.stop[0]] if tensor.shape else whole)
+
+
+@torch.no_grad()
+def from_members(
+    state: State, plan: Plan, worker: WorkerId, held: list[Shard], todo: Sequence[Move], hook: Callable[[], None] = nothing
+) -> int:
+    """Exchange with the other members what ``todo`` takes from live memory; returns the bytes received."""
+    tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
+    sources = [shard for shard in held if shard.version == plan.version]
+    outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
+    incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for move in todo:
+        if move.keeper:
+            continue
+        tensor = tensors[move.slice.kind, move.slice.name]
+        mine, theirs = move.source == worker, move.destination == worker
+        if mine and theirs:
+            state.shard.part(tensor, move.slice).copy_(_find(sources, tensor, move.slice))
+        elif mine:
+            outgoing[plan.world_rank(move.destination)].append(_find(sources, tensor, move.slice))
+        elif theirs:
+            incoming[plan.world_rank(move.source)].append(state.shard.part(tensor, move.slice))
+    return _exchange(outgoing, incoming, state.world, hook)
+
+
+def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
+    """The memory of ``wanted`` in whichever of the shards contains it."""
+    for shard in sources:
+        if shard_slice(tensor, shard.count, shard.index).intersect(wanted) == wanted or not tensor.shape:
+            return shard.part(tensor, wanted)
+    raise StateMissing(f"the plan takes {wanted} from this worker, which does not hold it")
+
+
+def _exchange(
+    outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World, hook: Callable[[], None]
+) -> int:
+    """Round by round, a message for each pair of members in each; both sides list the same slices in the same order."""
+    sends, receives = ({rank: _messages(parts) for rank, parts in side.items()} for side in (outgoing, incoming))
+    rounds = max((len(messages) for messages in (*sends.values(), *receives.values())), default=1)
+    received = 0
+    for turn in range(rounds):
+        if turn:
+            hook()  # whoever was fenced meanwhile, and perhaps aborted, launches nothing more
+        sending, receiving = ({rank: each[turn] for rank, each in side.items() if turn < len(each)} for side in (sends, receives))
+        received += _exchange_at_once(sending, receiving, world, hook)
+    return received
+
+
+def _messages(parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """``parts`` in their order, in messages of at most ``MESSAGE`` bytes (or one row); a function of shapes, which both sides know."""
+    messages: list[list[torch.Tensor]] = []
+    room = 0
+    for part in parts:
+        rows = part.split(max(1, MESSAGE * len(part) // part.nbytes)) if part.nbytes > MESSAGE and part.shape else (part,)
+        for piece in rows:
+            if piece.nbytes > room or not messages:
+                messages.append([])
+                room = MESSAGE
+            messages[-1].append(piece)
+            room -= piece.nbytes
+    return messages
+
+
+def _exchange_at_once(
+    outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World, hook: Callable[[], None]
+) -> int:
+    device = world.device
+    sends = {rank: torch.cat([_bytes(part).to(device) for part in parts]) for rank, parts in outgoing.items()}
+    receives = {rank: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device) for rank, parts in incoming.items()}
+    operations = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in sorted(sends.items())]
+    operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in sorted(receives.items())]
+    under_way = world.exchange(operations)
+    hook()
+    for work in under_way:
+        try:
+            work.wait()
+        except RuntimeError as error:  # all that gloo says, and raised in this very frame: nobody could tell it from an error of ours
+            raise WorldBroken(f"a member was lost while slices were exchanged: {error}") from error
+    world.finish()  # copies to the host synchronise, and must not do so behind a peer that died
+    for rank, buffer in receives.items():
+        for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):
+            aligned = raw if raw.storage_offset() % part.element_size() == 0 and part.shape else raw.clone()
+            part.copy_(aligned.view(part.dtype).view(part.shape))
+    return sum(buffer.numel() for buffer in receives.values())
+
+
+def _bytes(part: torch.Tensor) -> torch.Tensor:
+    return part.detach().contiguous().flatten().view(torch.uint8)
+
+
+@torch.no_grad()
+def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequence[Slice], hook: Callable[[], None] = nothing) -> int:
+    """Read ``wanted`` parts of this member's shard from the checkpoint; returns the bytes read.  Raises ``Damaged`` naming the object."""
+    by_name = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
+    reader = checkpoints.open(plan.version)
+    stored = {(tensor.kind, tensor.name): tensor for tensor in reader.tensors()}
+    for tensor in state.tensors:
+        if stored.get((tensor.kind, tensor.name)) != tensor:
+            found = stored.get((tensor.kind, tensor.name))
+            where = f"the checkpoint of {plan.version} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}"
+            raise StateMissing(f"{where}: its code was changed; go on with that which the run began with, or begin one of another name")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it written to
+        for part, raw in reader.read([part for part in wanted if part.count]):
+            tensor = by_name[part.kind, part.name]
+            value = torch.frombuffer(raw, dtype=DTYPES[tensor.dtype]).view(part.shape)
+            state.shard.part(tensor, part).copy_(value)
+            hook()
+    return reader.bytes_read

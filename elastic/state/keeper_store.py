@@ -1,0 +1,240 @@
+"""What a keeper holds: the regions of its node's workers, dead or alive, and copies of others' that it keeps as their buddy.
+
+Its listener hands out slots to those who heal and takes what other keepers bring; one thread brings this node's copies to the buddy.
+Nobody here looks into the bytes: who reads them checks their digests.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from elastic.errors import WireError
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.copy_budget import BUDDY_SLOTS
+from elastic.plan.transfer import Holding
+from elastic.protocol.copy_schedule import Copy, age
+from elastic.state.region import Region
+from elastic.state.wire import Listener, Wire
+
+POLL_S = 0.02
+RETRY_S = 1.0
+
+
+class KeeperStore:
+    """Thread-safe.  ``address``: where its listener is; ``host``: the address of the node that others reach."""
+
+    def __init__(self, node: NodeId, host: str, secret: bytes, say: Callable[[str], None] = print) -> None:
+        """``say``: what somebody should know of."""
+        self.node, self.secret, self.say = node, secret, say
+        self._lock = threading.Lock()
+        self._own: dict[WorkerId, Region] = {}
+        self._dead: set[WorkerId] = set()
+        self._sent_s: dict[WorkerId, float] = {}
+        """Of living workers' copies, how long it takes to bring one to the buddy: half of it the last one's."""
+        self._others: dict[WorkerId, Region] = {}
+        """Copies of the shards of other nodes' workers."""
+        self._coming: Counter[WorkerId] = Counter()
+        """How many copies of each are on their way into ``_others``."""
+        self._buddy = ""
+        """Its address."""
+        self._closed = threading.Event()
+        self._listener = Listener(host, secret, self._serve, say)
+        self.address = self._listener.address
+        threading.Thread(target=self._bring, name="buddy", daemon=True).start()
+
+    def adopt(self, worker: WorkerId, pid: int, descriptor: int) -> None:
+        """The worker lives, and this is its region.  Raises :class:`StateMissing` or OSError where it cannot be opened."""
+        region = Region.of_process(pid, descriptor)
+        region["keeper"] = os.getpid()
+        with self._lock:
+            region["brought"] = 0  # a keeper before this one may have had another buddy
+            self._own[worker] = region
+            self._dead.discard(worker)
+
+    def ended(self, worker: WorkerId) -> None:
+        with self._lock:
+            if worker in self._own:
+                self._dead.add(worker)
+                self._sent_s.pop(worker, None)
+
+    def held(self) -> tuple[Holding, ...]:
+        """Every slot that is complete."""
+        with self._lock:
+            regions = [*self._own.items(), *self._others.items()]
+            copies = {(worker, copy) for worker, region in regions for copy in region.all_held() if copy}
+        found = (Holding(worker, copy.version, copy.shard_count, copy.shard_index, self.node) for worker, copy in copies)
+        return tuple(sorted(found, key=lambda each: (each.worker, each.version, each.shard_count, each.shard_index)))
+
+    def release(self, copied: Version, buddied: Version) -> None:
+        """Versions up to ``copied`` are complete on all keepers of the present world, up to ``buddied`` at their buddies too."""
+        with self._lock:
+            for worker in sorted(self._dead):
+                if _outlived(self._own[worker], min(age(copied), age(buddied))):
+                    del self._own[worker]
+                    self._dead.remove(worker)
+            for worker in sorted(self._others):
+                if not self._coming[worker] and _outlived(self._others[worker], age(buddied)):
+                    del self._others[worker]
+
+    def pair(self, buddy: str) -> None:
+        """Bring the copies that workers ask for to the keeper at ``buddy``; "" for none.  Another one has none of them yet."""
+        with self._lock:
+            if buddy != self._buddy:
+                self._buddy = buddy
+                for region in self._own.values():
+                    region["brought"] = 0
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listener.close()
+        with self._lock:
+            self._own, self._others = {}, {}
+
+    # ---- answers
+
+    def _serve(self, wire: Wire, head: dict[str, Any]) -> None:
+        worker = WorkerId(head["worker"])
+        match head["ask"]:
+            case "where":
+                found = self._find(worker, head)
+                wire.send({"pid": os.getpid(), "descriptor": found[0].descriptor if found else -1})
+            case "read":
+                self._read(wire, worker, head)
+            case "spoilt":
+                self._spoilt(worker, head)
+                wire.send({})
+            case "bring":
+                self._take(wire, worker, head)
+
+    def _find(self, worker: WorkerId, head: dict[str, Any]) -> tuple[Region, int] | None:
+        """The region that has the copy, and its slot there."""
+        wanted = _wanted(head)
+        with self._lock:
+            there = [regions[worker] for regions in (self._own, self._others) if worker in regions]
+        return next(((region, slot) for region in there if (slot := region.find(wanted)) is not None), None)
+
+    def _read(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
+        """For each range its digests, then its bytes; at the end, whether the slot still holds what it held."""
+        found = self._find(worker, head)
+        wire.send({"found": found is not None})
+        if found is None:
+            return
+        region, slot = found
+        digests, data = region.digests(slot), region.data(slot)
+        for offset, size, block, blocks in head["ranges"]:
+            wire.send_raw([digests[block : block + blocks].cast("B"), data[offset : offset + size]])
+        wire.send({"still": region.find(_wanted(head)) == slot})
+
+    def _spoilt(self, worker: WorkerId, head: dict[str, Any]) -> None:
+        """Somebody read bytes that have not their digest: the slot holds nothing any more."""
+        if found := self._find(worker, head):
+            region, slot = found
+            self.say(f"the copy of {worker} at {_wanted(head).version} is damaged")
+            region.begin(slot)
+
+    def _take(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
+        """A copy that another keeper brings, into the slot that is not the newest one complete at all buddies."""
+        copy, safe = _wanted(head), _wanted(head["safe"]) if head["safe"] else None
+        with self._lock:
+            region = self._others.get(worker)
+            if region is None or (region.slot_bytes, region.slot_blocks) != (head["slot_bytes"], head["slot_blocks"]):
+                region = self._others[worker] = Region.create(BUDDY_SLOTS, head["slot_bytes"], head["slot_blocks"])
+            self._coming[worker] += 1
+        try:
+            slot = min(range(region.slots), key=lambda each: _worth(region.held(each), safe))
+            region.begin(slot)
+            wire.receive_into(region.digests(slot)[: head["blocks"]].cast("B"))
+            wire.receive_into(region.data(slot)[: head["bytes"]])
+            if complete := bool(wire.head()["still"]):
+                region.finish(slot, copy, head["bytes"])
+        finally:
+            with self._lock:
+                self._coming[worker] -= 1
+        wire.send({"taken": complete})
+
+    # ---- to the buddy
+
+    def _bring(self) -> None:
+        """One copy after the other, the oldest version first."""
+        while not self._closed.is_set():
+            buddy = self._buddy
+            if not buddy or self._due() is None:
+                self._closed.wait(POLL_S)
+                continue
+            try:
+                with closing(Wire.connect(buddy, self.secret)) as wire:
+                    while self._buddy == buddy and (due := self._due()):
+                        self._send(wire, buddy, *due)
+            except WireError as error:
+                self.say(f"no copy reaches the buddy at {buddy}: {error}")
+                self._closed.wait(RETRY_S)
+
+    def _due(self) -> tuple[WorkerId, Region, int] | None:
+        """What is to be brought next: what a living worker asks for, once it is complete here and until its buddy has it."""
+        with self._lock:
+            living = [(worker, region) for worker, region in self._own.items() if worker not in self._dead]
+        found = []
+        for worker, region in living:
+            copy = region.copy("send") if region["brought"] != region["asked"] else None
+            slot = region.find(copy) if copy else None
+            if copy and slot is not None:
+                found.append((copy.age, worker, region, slot))
+        return min(found, key=lambda each: each[:2])[1:] if found else None
+
+    def _send(self, wire: Wire, buddy: str, worker: WorkerId, region: Region, slot: int) -> None:
+        asked, copy = region["asked"], region.held(slot)
+        if copy is None or copy != region.copy("send"):  # overwritten meanwhile, or another one is asked for
+            return
+        wire.send({"ask": "where"} | request(worker, copy))
+        there = wire.head()["descriptor"] >= 0
+        if not there:
+            size, blocks, safe = region.filled(slot), region.slot_blocks, region.copy("safe")
+            head = {"ask": "bring", "bytes": size, "blocks": blocks, "slot_bytes": region.slot_bytes, "slot_blocks": blocks}
+            head |= {"safe": request(worker, safe) if safe else None} | request(worker, copy)
+            began = time.monotonic()
+            wire.send(head, [region.digests(slot).cast("B"), region.data(slot)[:size]])
+            wire.send({"still": region.held(slot) == copy})
+            if there := wire.head()["taken"]:
+                self._took(worker, time.monotonic() - began)
+        with self._lock:
+            if there and self._buddy == buddy:
+                region["brought"] = asked
+
+    def _took(self, worker: WorkerId, seconds: float) -> None:
+        with self._lock:
+            living = [region for each, region in self._own.items() if each not in self._dead]
+            if worker not in self._dead:
+                self._sent_s[worker] = (self._sent_s.get(worker, seconds) + seconds) / 2
+            for region in living:
+                region["brought_us"] = int(1e6 * sum(self._sent_s.values()))
+
+
+def request(worker: WorkerId, copy: Copy) -> dict[str, Any]:
+    """Which copy is meant, as it goes over the wire."""
+    return {
+        "worker": worker,
+        "step": copy.version.step,
+        "generation": copy.version.generation,
+        "count": copy.shard_count,
+        "index": copy.shard_index,
+    }
+
+
+def _wanted(head: dict[str, Any]) -> Copy:
+    return Copy(Version(head["step"], head["generation"]), head["count"], head["index"])
+
+
+def _outlived(region: Region, by: tuple[int, int]) -> bool:
+    """Is all that it holds older than that age?"""
+    return not any(copy and copy.age >= by for copy in region.all_held())
+
+
+def _worth(copy: Copy | None, safe: Copy | None) -> tuple[bool, bool, tuple[int, int]]:
+    """Of two slots the one that is worth less is overwritten."""
+    return (copy is not None and copy == safe, copy is not None, copy.age if copy else (-1, -1))

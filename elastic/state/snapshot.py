@@ -1,0 +1,252 @@
+"""The worker's side: after an update its shard is copied into a slot while the next step computes.
+
+A thread copies, on an accelerator over a stream of its own to memory that is pinned, and marks the slot complete at the end.  It launches
+piece by piece, since an abort has to wait for all that the device was told until then.  When a world ends the copy goes on, beside the
+forming of the next one: it reads the shard that is left, and what it writes outlives this process (``copies/region.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from elastic.engine.streams import finish, stream
+from elastic.ids import Version, WorkerId
+from elastic.plan.copy_budget import CopyRule, Pace, slots_for
+from elastic.protocol.commit_record import Copied, Outcome
+from elastic.protocol.copy_schedule import Copies, Copy
+from elastic.protocol.plan import Plan
+from elastic.state.digest import digests
+from elastic.state.region import Frame, Region, frame
+from elastic.train.model import Shard
+from storage.background import begin
+from storage.slices import Tensor
+
+NEVER = -1
+PIECE = 2**28
+"""Bytes after which a device is given no more to copy than one more such piece; each ends with a tensor."""
+
+Part = tuple[torch.Tensor, torch.Tensor, slice]
+"""Memory of a tensor, where it goes, which digests of the slot are its."""
+
+
+class Snapshots:
+    """Of one worker, for all its worlds.  For the training thread."""
+
+    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device, rule: CopyRule) -> None:
+        self.region, self.tensors, self.pace = region, tensors, Pace(rule)
+        self.memory = torch.frombuffer(region.memory, dtype=torch.uint8)
+        self.copies: Copies | None = None
+        self.made: Version | None = None
+        """The newest version of the present world that was begun here: complete once ``settle`` was called."""
+        self.buddied: Version | None = None
+        """The newest version of the present world that its keeper's buddy has, as the keeper says."""
+        self._frame = Frame({}, 0, 0)
+        self._stepped_at = self._held_up_s = 0.0
+        self._took_s: float | None = None
+        self._way = _Pinned(region, self.memory, device) if device.type == "cuda" else _Plain(region)
+        self._under_way: tuple[Future[None], Callable[[], None]] | None = None
+        """And how to do it again."""
+
+    def ready(self) -> None:
+        """Wait until copies run at full speed."""
+        self._way.ready()
+
+    def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
+        """A world begins; ``shard``: this member's, at the plan's version."""
+        self._wait()
+        self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.count, shard.index)
+        self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
+        if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
+            self.made = shard.version
+        self.region.set_copy("safe", self.copies.buddied)
+        self.region.send(self.copies.sent)
+        self._way.pin(slots_for(plan.buddy_every))
+        self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
+        self._begin(shard)
+
+    def committed(self, outcome: Outcome, shard: Shard | None) -> None:
+        """A step was applied; ``shard``: may be copied now."""
+        if self.copies is None:
+            return
+        now = time.monotonic()
+        self.pace.stepped(max(now - self._stepped_at - self._held_up_s, 0.0))
+        self._stepped_at, self._held_up_s = now, 0.0
+        if self._took_s is not None:
+            self.pace.copied(self._took_s)
+            self._took_s = None
+        before, self.copies = self.copies, self.copies.after(outcome)
+        if shard is not None and self.copies.begun != before.begun:
+            if self.copies.sent != before.sent:
+                self.region.send(self.copies.sent)
+            self._begin(shard)
+
+    def _begin(self, shard: Shard) -> None:
+        copies = self.copies
+        assert copies is not None
+        if self.region.copy("safe") != copies.buddied:
+            self.region.set_copy("safe", copies.buddied)
+        slot = copies.slot(self.region.all_held()[: self._way.slots])
+        if slot is not None and copies.begun is not None:
+            self._wait()
+            self.region.begin(slot)
+            copying = partial(self._copy, slot, copies.begun, shard)
+            self._under_way = begin(copying, "copies"), copying
+            self.made = shard.version
+
+    def _copy(self, slot: int, copy: Copy, shard: Shard) -> None:
+        """On the thread."""
+        began = time.monotonic()
+        with torch.no_grad():
+            self._way.fill(slot, self._parts(slot, shard))
+        self.region.finish(slot, copy, self.bytes)
+        self._took_s = time.monotonic() - began
+
+    def _parts(self, slot: int, shard: Shard) -> Iterator[Part]:
+        """Of ``shard``, for ``slot``."""
+        data = self.region.data_at(slot)
+        for tensor, place in self._frame.places.items():
+            value = shard.values[tensor.kind, tensor.name]
+            room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
+            yield value, room, slice(place.first_block, place.first_block + place.blocks)
+
+    def _wait(self) -> None:
+        """Until what is under way has ended.  What fails is tried once more: without it nothing would be copied until the next world."""
+        if self._under_way is None:
+            return
+        (future, again), self._under_way = self._under_way, None
+        for attempt in (future.result, again):
+            try:
+                return attempt()
+            except Exception:  # the step needs no copy
+                traceback.print_exc()
+        self.made = None
+
+    def settle(self) -> Copied:
+        """Wait until it has ended; how far it is."""
+        if self._under_way is not None and not self._under_way[0].done():
+            self._way.computed()  # as long as the device computes it holds up nobody
+            began = time.monotonic()
+            self._wait()
+            self._held_up_s += time.monotonic() - began
+        self._wait()
+        sent = self.copies.sent if self.copies else None
+        brought = self.region["brought"]
+        if sent and brought in (0, self.region["asked"]):
+            self.buddied = sent.version if brought else None
+        return Copied(
+            self.made.step if self.made and self.region["keeper"] else NEVER,
+            self.buddied.step if self.buddied else NEVER,
+            self.pace.copy_every(),
+            self.pace.buddy_every(self.region["brought_us"] / 1e6) if sent else 0,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Of one copy."""
+        return self._frame.bytes
+
+
+class _Plain:
+    """Memory of the host into a slot."""
+
+    def __init__(self, region: Region) -> None:
+        self.region, self.slots = region, region.slots
+
+    def ready(self) -> None:
+        """At once."""
+
+    def pin(self, slots: int) -> None:
+        """There is nothing to pin for."""
+
+    def computed(self) -> None:
+        """At once."""
+
+    def fill(self, slot: int, parts: Iterable[Part]) -> None:
+        """Copy all and take their digests."""
+        sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
+        for value, room, blocks in parts:
+            room.copy_(value)
+            digests(value, sums[blocks])
+
+
+class _Pinned:
+    """Memory of a device into a slot, on a stream of its own."""
+
+    def __init__(self, region: Region, memory: torch.Tensor, device: torch.device) -> None:
+        self.region, self.memory, self._stream = region, memory, stream("copies", device)
+        self._sums = torch.zeros(region.slot_blocks, dtype=torch.int64, device=device)
+        self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
+        self.slots = 0
+        """Those that are pinned, or will be soon: the others are not used."""
+        self._pinning = threading.Thread()
+        self.pin(slots_for(buddy_every=0))
+
+    def ready(self) -> None:
+        self._pinning.join()
+
+    def pin(self, slots: int) -> None:
+        """So many slots, in the background: once, for a system finds four gigabytes of new memory a second."""
+        if slots > self.slots:
+            self._pinning = threading.Thread(target=self._pin, args=(self.slots, slots), name="pin", daemon=True)
+            self.slots = slots
+            self._pinning.start()
+
+    def _pin(self, first: int, last: int) -> None:
+        """Headers and digests with the first slot.  Copies to memory that is not pinned are slow."""
+        began, region = time.monotonic(), self.region
+        start = region.data_at(first) if first else 0
+        for slot in range(first, last):
+            end = region.data_at(slot) + region.slot_bytes
+            region.take(start, end)  # who launches a kernel waits while memory is being pinned: 24 ms a GiB, ten times that if it is new
+            place = self.memory[start:end].data_ptr()
+            code = torch.cuda.cudart().cudaHostRegister(place, end - start, 0)
+            if int(code):
+                print(
+                    f"only {slot} of {region.slots} slots are pinned, copies to others are slow: cudaHostRegister said {code}",
+                    flush=True,
+                )
+                return
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, place).atexit = False
+            start = region.data_at(slot + 1)
+        print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
+
+    def computed(self) -> None:
+        """Wait for all that the present stream has to do."""
+        finish()
+
+    def fill(self, slot: int, parts: Iterable[Part]) -> None:
+        """As ``_Plain``: nothing is under way any more when it ends, however it does."""
+        sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
+        size, ours = 0, list[Part]()
+        with torch.cuda.stream(self._stream):
+            try:
+                for value, room, blocks in parts:
+                    room.copy_(value, non_blocking=True)
+                    if not value.is_cuda:
+                        ours.append((value, room, blocks))
+                        continue
+                    digests(value, self._sums[blocks])
+                    size += value.nbytes
+                    if size >= PIECE:
+                        size = 0
+                        self._piece()
+                sums.copy_(self._sums, non_blocking=True)
+            finally:
+                self._piece()
+                self._last.synchronize()
+        for value, _, blocks in ours:
+            digests(value, sums[blocks])
+
+    def _piece(self) -> None:
+        """Of two that are launched the first is waited for."""
+        self._before, self._last = self._last, self._before
+        self._last.record()
+        self._before.synchronize()

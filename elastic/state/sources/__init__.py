@@ -1,0 +1,1 @@
+"""The places that a slice is read from while a world heals."""

@@ -1,0 +1,277 @@
+"""Healing from host memory: the slices that the plan takes from keepers, each checked by its digests where it arrives.
+
+A copy on this node is read where it lies; one on another node comes over a direct socket.  Both are read in whole blocks, since a digest
+is that of a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from elastic.errors import CopyLost, StateMissing, WireError
+from elastic.ids import WorkerId
+from elastic.plan.transfer import Holding, Move
+from elastic.protocol.copy_schedule import Copy
+from elastic.protocol.plan import Plan
+from elastic.state.keeper_store import request
+from elastic.state.region import BLOCK, WORD, Frame, Region, frame
+from elastic.state.staging import STAGE, Coming, Piece, StagingStream
+from elastic.state.wire import Wire
+from elastic.train.model import Shard
+from storage.background import begin
+from storage.slices import Slice, Tensor, nbytes, shard_slice
+
+TURN = 2**30
+"""Bytes of a copy, or a tensor more, after which somebody else may go on with it."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Whole blocks of a slot around the bytes of ``slice``: ``skip`` of them come before it."""
+
+    tensor: Tensor
+    slice: Slice
+    offset: int
+    bytes: int
+    block: int
+    blocks: int
+    skip: int
+
+
+Chunk = tuple[Range, torch.Tensor, torch.Tensor | Wire]
+"""What was asked for, int64 [blocks] of digests, uint8 [bytes], both on the host; or the wire on which these bytes come next."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """``worker``'s to what keepers hold: the run's secret, and its own region, whose memory is pinned here."""
+
+    worker: WorkerId
+    secret: bytes
+    own: Region | None = None
+
+
+def reads(moves: Sequence[Move], worker: WorkerId) -> bool:
+    """Whether ``worker`` takes anything from a copy."""
+    return any(move.keeper and move.destination == worker for move in moves)
+
+
+def read(
+    shard: Shard,
+    tensors: Sequence[Tensor],
+    plan: Plan,
+    access: Access,
+    moves: Sequence[Move],
+    streams: Sequence[StagingStream],
+    hook: Callable[[], None],
+) -> int:
+    """Fill the parts of ``shard`` that ``moves`` take from keepers, by as many at once as there are ``streams``: of each copy some in turn.
+
+    Returns the bytes used.  ``hook`` is called before each turn and between two pieces.  Raises :class:`CopyLost`; whatever it raises,
+    nobody writes to ``shard`` any more.
+    """
+    turns = iter(_turns(tensors, plan, access.worker, moves))
+    failed = threading.Event()
+
+    def between() -> None:
+        if failed.is_set():
+            raise _Over
+        hook()
+
+    @torch.no_grad()
+    def drain(staging_stream: StagingStream) -> int:
+        """Whoever is done with one turn takes the next."""
+        used = 0
+        with contextlib.ExitStack() as otherwise:
+            otherwise.callback(failed.set)
+            for holding, ranges in turns:
+                between()
+                used += _read_one(shard, plan, access, holding, ranges, staging_stream, between)
+            otherwise.pop_all()
+        return used
+
+    readers: list[Future[int]] = []
+    try:
+        for staging_stream in streams:
+            readers.append(begin(partial(drain, staging_stream), "copies"))
+    except RuntimeError:  # no thread is to be had
+        failed.set()
+        raise
+    finally:
+        wait(readers)
+    _raise_what_failed(plan, access, [error for reader in readers if (error := reader.exception())])
+    return sum(reader.result() for reader in readers)
+
+
+def _turns(tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move]) -> list[tuple[Holding, list[Range]]]:
+    """What ``worker`` reads, in its order: the first turn of every copy, then the second of those that have one."""
+    by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
+
+    @cache
+    def frame_of(count: int, index: int) -> Frame:
+        return frame(tensors, count, index)
+
+    turns: dict[tuple[int, Holding], list[Range]] = defaultdict(list)
+    asked: dict[Holding, int] = defaultdict(int)
+    for move in moves:
+        if move.keeper and move.destination == worker and move.slice.count:
+            tensor = by_name[move.slice.kind, move.slice.name]
+            holding = _holding(plan, move, tensor)
+            part = _range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index))
+            turns[asked[holding] // TURN, holding].append(part)
+            asked[holding] += part.bytes
+    order = sorted(turns, key=lambda each: (each[0], each[1].keeper, each[1].worker, each[1].shard_index))
+    return [(turn[1], turns[turn]) for turn in order]
+
+
+def _raise_what_failed(plan: Plan, access: Access, errors: Sequence[BaseException]) -> None:
+    """Of several errors the one that the next plan has to know; a damaged copy is told to its keeper, when nobody reads it any more."""
+    spoilt = [error for error in errors if isinstance(error, _Spoilt)]
+    for error in spoilt:
+        _tell(plan, access, error.holding)
+    if spoilt:
+        raise CopyLost(str(spoilt[0]), spoilt[0].holding.keeper)
+    if errors:
+        raise min(errors, key=lambda error: (not isinstance(error, CopyLost), isinstance(error, _Over)))
+
+
+def _tell(plan: Plan, access: Access, spoilt: Holding) -> None:
+    """Its keeper, so that it counts no more.  Where that cannot be reached whoever is told of the error avoids it."""
+    with contextlib.suppress(WireError), contextlib.closing(Wire.connect(dict(plan.hosts)[spoilt.keeper], access.secret)) as wire:
+        wire.send(_request("spoilt", spoilt))
+        wire.head()
+
+
+def _read_one(
+    shard: Shard,
+    plan: Plan,
+    access: Access,
+    holding: Holding,
+    ranges: Sequence[Range],
+    staging_stream: StagingStream,
+    hook: Callable[[], None],
+) -> int:
+    """``ranges`` of one copy, one turn."""
+    where = f"the copy of {holding.worker} on node {holding.keeper[:8]}"
+    try:
+        wire = Wire.connect(dict(plan.hosts)[holding.keeper], access.secret)
+    except WireError as error:
+        raise CopyLost(f"{where} cannot be had: {error}", holding.keeper) from error
+    try:
+        own = access.own if holding.worker == access.worker else None
+        near = holding.keeper == plan.nodes[plan.world_rank(access.worker)]
+        chunks, still = _local(wire, holding, ranges, own) if near else _remote(wire, holding, ranges)
+        used, right = _fill(shard, chunks, staging_stream, hook)
+        if not still():
+            raise StateMissing("it was overwritten meanwhile")
+        if not right:
+            raise _Spoilt(f"{where} at {holding.version} is damaged: its digests differ", holding)
+        return used
+    except (WireError, StateMissing, OSError) as error:
+        raise CopyLost(f"{where} was lost: {error}", holding.keeper) from error
+    finally:
+        wire.close()
+
+
+class _Spoilt(Exception):
+    """Bytes of ``holding`` that have not their digest."""
+
+    def __init__(self, sentence: str, holding: Holding) -> None:
+        super().__init__(sentence)
+        self.holding = holding
+
+
+class _Over(Exception):
+    """Another staging_stream has failed, and with it the healing."""
+
+
+def _fill(shard: Shard, chunks: Iterator[Chunk], staging_stream: StagingStream, hook: Callable[[], None]) -> tuple[int, bool]:
+    """The bytes that were used, and whether what was read has its digests."""
+    used, sums = 0, [torch.empty(0, dtype=torch.int64)]
+    for chunk in chunks:
+        for piece in _pieces(shard, chunk):
+            staging_stream.send(piece)
+            used += len(piece.room)
+            hook()
+        sums.append(chunk[1].clone())
+    return used, torch.equal(staging_stream.arrived(), torch.cat(sums))
+
+
+def _pieces(shard: Shard, chunk: Chunk) -> Iterator[Piece]:
+    part, _, raw = chunk
+    room = shard.part(part.tensor, part.slice).reshape(-1).view(torch.uint8)
+    for first in range(0, part.bytes, STAGE):
+        last = min(first + STAGE, part.bytes)
+        begin, end = max(first, part.skip), min(last, part.skip + len(room))
+        here = Coming(raw, last - first) if isinstance(raw, Wire) else raw[first:last]
+        yield Piece(room[begin - part.skip : end - part.skip], here, begin - first)
+
+
+Answer = tuple[Iterator[Chunk], Callable[[], bool]]
+"""What was asked for; and whether it is still there, to be asked when all of it was used."""
+
+
+def _local(wire: Wire, holding: Holding, ranges: Sequence[Range], own: Region | None) -> Answer:
+    """From the keeper's own memory, which is this node's."""
+    wire.send(_request("where", holding))
+    answer = wire.head()
+    if answer["descriptor"] < 0:
+        raise StateMissing("it is not there any more")
+    region = own or Region.of_process(answer["pid"], answer["descriptor"])
+    slot = region.find(_copy(holding))
+    if slot is None:
+        raise StateMissing("it was overwritten")
+    data = torch.frombuffer(region.data(slot), dtype=torch.uint8)
+    sums = torch.frombuffer(region.digests(slot), dtype=torch.int64)
+    chunks = ((part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]) for part in ranges)
+    return chunks, lambda: region.find(_copy(holding)) == slot
+
+
+def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Answer:
+    """Over the wire, in order."""
+    wire.send(_request("read", holding) | {"ranges": [[part.offset, part.bytes, part.block, part.blocks] for part in ranges]})
+    if not wire.head()["found"]:
+        raise StateMissing("it is not there any more")
+
+    def chunks() -> Iterator[Chunk]:
+        for part in ranges:
+            yield part, torch.frombuffer(wire.receive(part.blocks * WORD), dtype=torch.int64), wire
+
+    return chunks(), lambda: bool(wire.head()["still"])
+
+
+def _request(ask: str, holding: Holding) -> dict[str, Any]:
+    return {"ask": ask} | request(holding.worker, _copy(holding))
+
+
+def _copy(holding: Holding) -> Copy:
+    return Copy(holding.version, holding.shard_count, holding.shard_index)
+
+
+def _holding(plan: Plan, move: Move, tensor: Tensor) -> Holding:
+    """Which copy of the source's has the slice: it may have left two, of two layouts."""
+    for holding in plan.holders:
+        if (holding.keeper, holding.worker) == (move.keeper, move.source):
+            held = shard_slice(tensor, holding.shard_count, holding.shard_index)
+            if held == move.slice or held.intersect(move.slice) == move.slice:
+                return holding
+    raise StateMissing(f"the plan takes {move.slice} from the copy of {move.source}, which does not hold it")
+
+
+def _range(tensor: Tensor, part: Slice, holding: Holding, shape: Frame) -> Range:
+    place, held = shape.places[tensor], shard_slice(tensor, holding.shard_count, holding.shard_index)
+    before = 0
+    if part != held:
+        before = (part.start[0] - held.start[0]) * (place.bytes // (held.stop[0] - held.start[0]))
+    first, last = before // BLOCK, -(-(before + nbytes(tensor, part)) // BLOCK)
+    begin, end = first * BLOCK, min(last * BLOCK, place.bytes)
+    return Range(tensor, part, place.offset + begin, end - begin, place.first_block + first, last - first, before - begin)

@@ -1,0 +1,1 @@
+"""What this machine offers a worker: memory and network interfaces."""

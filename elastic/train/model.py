@@ -1,0 +1,164 @@
+"""The state of a job in one generation: the wrapped model, the optimizer, and every tensor of both by name.
+
+``State`` is what computes; ``Shard`` is the same memory seen as slices, which is all that healing and saving know about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from elastic.engine.optim.adamw import MOMENTS, Optimizer
+from elastic.engine.parallelize import parallelize
+from elastic.engine.world import World
+from elastic.errors import ElasticError, ModelError
+from elastic.imports import failure, load
+from elastic.job import Job
+from storage.errors import Unavailable
+from storage.slices import WHOLE, Slice, Tensor, Version, nbytes, shard_slice
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+UPDATES = Tensor("updates", "scalar", "F32", ())
+
+BUFFERS = ("buffer", "constant")
+"""Kinds of them: those that the model saves, and those that it does not."""
+
+Key = tuple[str, str]
+"""(kind, name) of a tensor."""
+
+
+@dataclass
+class Shard:
+    """One shard of the whole state, in this process's memory: shard ``index`` of ``count`` at ``version``."""
+
+    version: Version
+    count: int
+    index: int
+    values: dict[Key, torch.Tensor]
+
+    def part(self, tensor: Tensor, wanted: Slice) -> torch.Tensor:
+        """The memory of ``wanted``, which lies inside this shard of ``tensor``."""
+        value = self.values[tensor.kind, tensor.name]
+        held = shard_slice(tensor, self.count, self.index)
+        if wanted == held:
+            return value
+        return value[wanted.start[0] - held.start[0] : wanted.stop[0] - held.start[0]]
+
+
+def build_model(job: Job) -> nn.Module:
+    """The user's model on the meta device."""
+    build = load(job.model, "model")
+    try:
+        with torch.device("meta"):
+            model = build(**job.model_args)
+    except (ElasticError, Unavailable):
+        raise
+    except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
+        named = f"model_args = {job.model_args}: model = {job.model!r}"
+        raise ModelError(f"{named} failed with {failure(error)}; correct the arguments, or the model") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model = {job.model!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
+    if not callable(getattr(model, "init_weights", None)):
+        raise ModelError(
+            f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add one that sets every parameter"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ModelError(
+                f"{name!r} of {job.model!r} is {tensor.dtype}, which no checkpoint here can hold; make it one of {', '.join(DTYPES)}, "
+                f"say by torch.view_as_real, or compute it in forward"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ModelError(f"parameter {name!r} of {job.model!r} has no dimensions and cannot be split; make it a tensor of shape [1]")
+    return model
+
+
+def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
+    """Every tensor of the state: parameters, their moments, buffers, and the number of updates.  In a fixed order."""
+    found = []
+    for name, parameter in model.named_parameters():
+        found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)))
+        if parameter.requires_grad:
+            found += [Tensor(name, f"moment.{moment}", "F32", tuple(parameter.shape)) for moment in MOMENTS]
+    persistent = model.state_dict(keep_vars=True).keys()
+    for name, buffer in model.named_buffers():
+        found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
+    return (*found, UPDATES)
+
+
+def bytes_of(tensors: tuple[Tensor, ...]) -> int:
+    """Of the whole state."""
+    return sum(nbytes(tensor, tensor.whole()) for tensor in tensors)
+
+
+def rows_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """The distinct dim-0 lengths of the tensors that are split: what coverage by shards depends on."""
+    return tuple(sorted({t.shape[0] for t in tensors if t.shape and t.kind not in WHOLE}))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a sharded tensor that is here."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+class State:
+    """Model and optimizer of ``job``, wrapped for ``world``; memory without values until it is healed."""
+
+    def __init__(self, job: Job, world: World, version: Version) -> None:
+        blueprint = build_model(job)
+        self.tensors = tensors_of(blueprint)
+        self.rows = {name: parameter.shape[0] for name, parameter in blueprint.named_parameters()}
+        decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
+        self.job, self.world = job, world
+        self.model, self.round = parallelize(blueprint, world, job)
+        local = {name: _local(parameter).detach() for name, parameter in self.model.named_parameters()}
+        self.trained = {name: local[name].requires_grad_() for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = Optimizer(job, self.trained, decayed)
+        self.shard = Shard(version, world.layout.dp_shard, world.layout.coordinates(world.rank)[1], self._values(local))
+
+    def _values(self, local: dict[str, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        buffers = dict(self.model.named_buffers())
+        values = {}
+        for tensor in self.tensors:
+            match tensor.kind:
+                case "parameter":
+                    value = local[tensor.name]
+                case kind if kind in BUFFERS:
+                    value = buffers[tensor.name]
+                case "scalar":
+                    value = self.optimizer.updates
+                case moment:
+                    value = self.optimizer.moment(moment.removeprefix("moment."), tensor.name)
+            values[tensor.kind, tensor.name] = value.detach()
+        return values
+
+    def buffer_marks(self) -> dict[str, tuple[int, int]]:
+        """By name, where the model has each buffer, and how often it was written to, as far as torch counts that."""
+        return {name: (buffer.data_ptr(), buffer._version) for name, buffer in self.model.named_buffers()}
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        """This member's shard of the summed gradient, by name.  A parameter that was not used has zeros."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                local = self.trained[name]
+                found[name] = torch.zeros_like(local, requires_grad=False) if parameter.grad is None else _local(parameter.grad)
+        return found
+
+    def forget_grads(self) -> None:
+        self.model.zero_grad(set_to_none=True)

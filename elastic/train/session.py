@@ -1,0 +1,156 @@
+"""What a worker makes of a job before its first plan: threads and kernels fixed, the user's code found, the data opened."""
+
+from __future__ import annotations
+
+import os
+import platform
+import traceback
+from importlib.metadata import version
+
+import torch
+
+import elastic
+from elastic.data.cursor import Cursor
+from elastic.data.loader import Dataset, Loader
+from elastic.errors import DataError, ElasticError, JobError, NoRoomYet
+from elastic.imports import code_digest, load, own_digest
+from elastic.job import Job
+from elastic.plan.copy_budget import no_room, slots_a_worker, slots_for
+from elastic.plan.layout import table
+from elastic.protocol.builds import Build
+from elastic.state.region import Region, frame
+from elastic.state.snapshot import Snapshots
+from elastic.train.counters import Counters
+from elastic.train.faults import Faults
+from elastic.train.machine.interface import choose
+from elastic.train.machine.limits import alone, copies_here, free_memory, little_lockable, little_shared, lockable_memory, shared_memory
+from elastic.train.step import Session
+from storage.errors import Unavailable
+from storage.slices import Tensor
+
+NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog must not end the process: recovery is ours
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # four times 15 s its watchdog sleeps once a peer's socket breaks; who ends the group waits
+    "NCCL_RAS_ENABLE": "0",  # its thread crashes processes whose peers come and go (NCCL issues 1996 and 2346)
+    "NCCL_NVLS_ENABLE": "0",  # an abort crashes on memory that is registered for multicast
+}
+LAUNCHES = {
+    # Behind a collective that hangs, the device's queue of launches fills up, and the next launch blocks until somebody aborts.  torch's
+    # own launcher of compiled kernels holds the GIL meanwhile (torch/csrc/inductor/static_launcher/cuda.cpp, pytorch issue 109074), so
+    # that the control thread cannot answer the fence without which nobody may abort; Triton's launcher lets go of it.  An environment
+    # variable, since what is set in torch._inductor.config counts for one thread only, and the backward pass runs in another (2.13).
+    "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
+}
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Each layout has tensors of other sizes: in segments of fixed size what every world leaves behind adds up, and NCCL finds no memory."""
+
+
+def prepare_process(job: Job, address: str = "") -> torch.device:
+    """Fix what would otherwise vary between processes; returns this worker's device.  ``address``: where other nodes reach this one.
+
+    Raises :class:`JobError` for what this machine has not.
+    """
+    torch.set_num_threads(job.workers.threads)
+    os.environ |= NCCL | LAUNCHES
+    for variable, value in ALLOCATOR.items():
+        os.environ.setdefault(variable, value)
+    choose(job.network.interface, address)
+    if job.reproducible:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # nobody reads what nobody wrote
+    if job.workers.gpus and not torch.cuda.is_available():
+        raise JobError(
+            f"workers.gpus = {job.workers.gpus}, and torch {torch.__version__} finds no GPU for this process; "
+            f"install a torch for CUDA and its driver, or set workers.gpus = 0"
+        )
+    device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
+    if device.type == "cuda" and (little := little_shared(shared_memory())):
+        print(little, flush=True)
+    torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
+    return device
+
+
+def kind_of(device: torch.device) -> str:
+    """Workers of one kind compute the same bits."""
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # its kernels add in another order
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -> Session:
+    """Raises a :class:`~elastic.errors.ElasticError` that names the setting when the user's parts do not fit."""
+    dataset = _opened(job)
+    if len(dataset) < job.global_batch:
+        raise DataError(
+            f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
+            f"prepare more text, or lower seq_len or global_batch"
+        )
+    cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)
+    loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
+    return Session(job, load(job.loss, "loss"), cursor, loader, counters, Faults(job.faults))
+
+
+def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters) -> Snapshots | None:
+    """With room for this worker's shard in the smallest world there may be.  None where the job wants no copies.
+
+    Raises :class:`JobError` where this node has no room beside what its other workers' copies will take, :class:`NoRoomYet` where it may
+    have once what dead ones have left is given back.
+    """
+    if job.copies.copy_every == 0:
+        return None
+    layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
+    largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
+    buddies = bool(job.copies.buddy_every)
+    slots = slots_a_worker(buddies)
+    with alone():
+        (free, where), (coming, kept) = free_memory(), copies_here()
+        needed, left = slots * largest.bytes, max(free - coming, 0)
+        if why := no_room(job.copies.copy_every, needed, left, where, slots):
+            raise (NoRoomYet if needed <= left + kept else JobError)(why)
+        region = Region.create(slots_for(buddies), largest.bytes, largest.blocks)
+        counters["copies"] = region.descriptor
+    if device.type == "cuda" and (little := little_lockable(slots_for(buddies) * largest.bytes, lockable_memory())):
+        print(little, flush=True)
+    return Snapshots(region, tensors, device, job.copy_rule())
+
+
+def _opened(job: Job) -> Dataset:
+    kind = load(job.data.dataset, "data.dataset")
+    try:
+        dataset: Dataset = kind(**job.data.args)
+    except (ElasticError, Unavailable):  # the second passes: a store that does not answer is nobody's error
+        raise
+    except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
+        raise DataError(f"{_failed(job, error)}; mend it, or data.args = {job.data.args}") from error
+    if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(dataset, name, None))]:
+        raise DataError(f"data.dataset = {job.data.dataset!r} has no {missing[0]}(); see the class Dataset in elastic/data/loader.py")
+    return dataset
+
+
+def _fingerprint(job: Job, dataset: Dataset) -> str:
+    try:
+        return str(dataset.fingerprint())
+    except Exception as error:  # the user's too
+        raise DataError(f"{_failed(job, error)}; give it a fingerprint(): equal where the samples are, and only there") from error
+
+
+def _failed(job: Job, error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"data.dataset = {job.data.dataset!r} failed with {type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
+
+
+def build_of(session: Session) -> Build:
+    """What this process is made of: what must be the same wherever a member runs."""
+    job, (major, minor, _) = session.job, platform.python_version_tuple()
+    return Build(
+        elastic=f"{elastic.__version__} (sources {own_digest()})",
+        python=f"{major}.{minor}",
+        torch=torch.__version__.partition("+")[0],
+        ray=version("ray"),
+        code=code_digest((job.model, job.loss, job.data.dataset)),
+        data=_fingerprint(job, session.loader.dataset),
+    )

@@ -1,0 +1,177 @@
+"""What must not be forgotten: on a majority of the keepers, or in the bucket, before it is acted on; by whom nobody has followed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.coordinator_lease import CoordinatorLease
+from actors.journal_replicas import JournalReplicas
+from elastic.control import codec
+from elastic.control.decision import Transition
+from elastic.control.states import RunState
+from elastic.ids import NodeId
+from elastic.protocol.events import Tick
+from elastic.runs import Run
+from storage import journal
+from storage.errors import Deposed, Unavailable
+from storage.objects import Data, ObjectStore
+from storage.tails import DEPOSED, Tail
+from tests.support.patience import PATIENCE_S
+from tests.support.toys import toy_job
+
+IN_BUCKET = "1 of 3 keepers took a copy of the journal, which is in the bucket"
+
+
+class Shelf:
+    """A keeper, as far as the journal goes."""
+
+    def __init__(self) -> None:
+        self.tail, self.incarnation = Tail(), 0
+
+    def attach(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+
+    def copy(self, incarnation: int, begin: int, at: int, data: bytes) -> int:
+        return DEPOSED if incarnation < self.incarnation else self.tail.extend(incarnation, begin, at, data)
+
+
+class Store(ObjectStore):
+    """One that is down when told to."""
+
+    up = True
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        if not self.up:
+            raise Unavailable(self.full_name(key), "503 slow down")
+        super().put_if_absent(key, data)
+
+
+class Desk:
+    """A coordinator's, with three keepers."""
+
+    def __init__(self, folder: Path, mandate_s: float = 600.0) -> None:
+        job = toy_job(f"memory://{folder.name}", name="copies")
+        opened = ObjectStore.open(job.bucket)
+        self.run = Run(job, Store(opened.filesystem, opened.root))
+        self.lease = CoordinatorLease(self.run, self.run.claim("here", "one", "a"), mandate_s, time.monotonic())
+        self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
+        ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up
+        self.known = replace(RunState.begin(1, 0.0), keepers=tuple(self.keepers))
+        self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.known))
+        self.replicas = JournalReplicas(self.journal, self.lease, self.keepers, self.known)
+        self.said: list[str] = []
+
+    def lose(self, *names: str) -> None:
+        for name in names:
+            ray.kill(self.keepers.pop(NodeId(name)))
+
+    def decide(self, **changes: Any) -> list[str]:
+        """Something that must not be forgotten; what is said of it until it may be acted on: last, where it is."""
+        self.said = []
+        self._append(durable=True, **changes)
+        self.replicas.secure(self.known, self.said.append)
+        assert self.replicas.safe is self.known
+        return self.said
+
+    def mention(self) -> None:
+        """Something that may be forgotten; the keepers' answers are there, and unheard."""
+        self._append(durable=False)
+        self.replicas.send(self.known)
+        asked = list(self.replicas._asked)
+        assert asked and len(ray.wait(asked, num_returns=len(asked), timeout=PATIENCE_S)[0]) == len(asked)
+
+    def _append(self, *, durable: bool, **changes: Any) -> None:
+        before = self.known
+        self.known = replace(before, next_worker=before.next_worker + 1, **changes)
+        record = codec.record(self.journal.next, 0.0, Tick(), before, Transition(self.known, (), "", durable))
+        self.journal.append(record, lambda: codec.snapshot(self.known), durable=durable)
+        self.replicas.note(self.known)
+
+    @property
+    def shipped(self) -> int:
+        """Records in the bucket."""
+        return len(journal.records(self.run.store, "copies"))
+
+
+def test_a_majority_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody waits for the bucket then, also where somebody has claimed the run: whoever takes over asks the keepers first.
+
+    However slow this machine is: a keeper that is late would be one less.
+    """
+    monkeypatch.setattr("actors.journal_replicas.COPY_S", PATIENCE_S)
+    desk = Desk(tmp_path)
+    assert desk.decide() == []
+    desk.lose("c")
+    desk.run.store.up = False  # type: ignore[attr-defined]
+    assert desk.decide() == [] and desk.shipped == 0
+    desk.run.store.up = True  # type: ignore[attr-defined]
+    desk.run.claim("elsewhere", "one", "b")
+    assert desk.decide() == []
+    ray.get([keeper.attach.remote(2) for keeper in desk.keepers.values()])
+    with pytest.raises(Deposed):
+        desk.decide()
+
+
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_whose_answer_to_an_earlier_question_is_just_there_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: str
+) -> None:
+    monkeypatch.setattr("actors.journal_replicas.COPY_S", PATIENCE_S)
+    desk = Desk(tmp_path)
+    desk.decide(keepers=tuple(NodeId(name) for name in names))
+    shipped = desk.shipped
+    for _ in range(3):
+        desk.mention()
+        assert desk.decide() == [] and desk.shipped == shipped
+
+
+def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
+    """Of any list of keepers since the last time: whoever was given up may be heard by another coordinator."""
+    desk = Desk(tmp_path)
+    desk.lose("b", "c")
+    assert desk.decide()[-1:] == [IN_BUCKET] and desk.shipped == 1
+    assert desk.decide(keepers=(NodeId("a"),))[-1:] == ["1 of 1 keepers took a copy of the journal, which is in the bucket"]
+    assert desk.decide() == [] and desk.shipped == 2, "from now on it is a majority of one"
+    desk.decide(keepers=(NodeId("a"), NodeId("b"), NodeId("c")))
+    desk.run.claim("elsewhere", "one", "b")
+    with pytest.raises(Deposed):
+        desk.decide()
+
+
+def test_keepers_alone_are_not_enough_for_whom_neither_head_nor_bucket_has_answered_for_long(tmp_path: Path) -> None:
+    """It may be cut off together with all of them, and followed by another."""
+    desk = Desk(tmp_path, mandate_s=0.0)
+    assert not desk.lease.holds
+    assert desk.decide()[-1].endswith("keepers took a copy of the journal, which is in the bucket") and desk.shipped == 1
+    desk.run.claim("elsewhere", "one", "b")
+    with pytest.raises(Deposed):
+        desk.decide()
+    assert not CoordinatorLease(desk.run, 1, 600.0, time.monotonic() - 600.0).holds
+    assert CoordinatorLease(desk.run, 2, 600.0, time.monotonic() - 600.0).ask_bucket()
+
+
+def test_with_neither_it_stands_still_until_one_of_them_is_there(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    store: Any = desk.run.store
+    desk.lose("b", "c")
+    store.up = False
+    deciding = threading.Thread(target=desk.decide)
+    deciding.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not desk.said:
+        assert time.monotonic() < deadline
+        deciding.join(0.05)
+    assert desk.said == [
+        "neither a majority of the keepers nor the bucket takes the journal: nothing is begun or ended until one of them does"
+    ]
+    assert deciding.is_alive() and desk.shipped == 0
+    store.up = True
+    deciding.join(PATIENCE_S)
+    assert desk.said[-1:] == [IN_BUCKET] and desk.shipped == 1

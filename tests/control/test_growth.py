@@ -1,0 +1,221 @@
+"""Does it pay to take newcomers in (R4), and who takes a dead worker's seat (R13)?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.control.codec import decode_run, encode
+from elastic.control.growth import HOSTS, UNKNOWN_S, after_leaving, judge
+from elastic.control.states import Forming, Running, RunState, Waiting, Worker
+from elastic.ids import NodeId, WorkerId
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Form, Pause, StartWorkers
+from elastic.protocol.builds import Build
+from tests.control.play import ROWS, Play, reformed, rules, stepping
+
+pytestmark = pytest.mark.fast
+
+PAUSE_S = 4.0
+
+
+def joins(play: Play, worker: str, node: str, host: str) -> str:
+    play.tell(ev.KeeperUp(NodeId(node)))
+    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), "cpu", ROWS, Build(host)))
+
+
+def comes_and_goes(play: Play, times: int, stay_s: float) -> list[str]:
+    """The machine "shaky" joins as one node after the other; what was said of each newcomer."""
+    said = []
+    for each in range(times):
+        play.later(1.0)
+        play.tell(ev.Capacity(1))
+        (worker,) = play.run.starting
+        said.append(joins(play, worker, f"x{each}", "shaky"))
+        if not isinstance(play.run.state, Running):
+            members = play.plan.members
+            for member in members:
+                play.answer(member, play.run.version)
+            play.later(PAUSE_S)
+            reformed(play)
+            play.step(play.run.step + 1)
+        play.later(stay_s)
+        play.lose(worker, "its node died")
+        play.tell(ev.KeeperLost(NodeId(f"x{each}"), "its node died", with_its_node=True))
+        if not isinstance(play.run.state, Running):
+            play.answer("w1", play.run.version)
+            play.later(PAUSE_S)
+            reformed(play)
+            play.step(play.run.step + 1)
+    return said
+
+
+def one_steady_worker() -> Play:
+    play = stepping(1, form_s=1000.0)
+    play.rules = rules(max_workers=2, form_s=1000.0, stall_s=1e6, lease_s=1e6)
+    play.steps(1, 3)
+    return play
+
+
+def after_a_shaky_machine() -> tuple[Play, WorkerId]:
+    """One has come and gone twelve times; there is room again, and a worker is being started."""
+    play = one_steady_worker()
+    comes_and_goes(play, times=12, stay_s=6.0)
+    play.later(1.0)
+    play.tell(ev.Capacity(1))
+    (worker,) = play.run.starting
+    return play, worker
+
+
+def test_a_machine_that_comes_and_goes_is_no_longer_taken_in() -> None:
+    """R4: at first it is believed; then each stay of 10 s (a pause and 6 s) would cost two pauses of 4 s and bring 5 s of work."""
+    play = one_steady_worker()
+    said = comes_and_goes(play, times=12, stay_s=6.0)
+    grown = ["grow from 1×1 to 2×1" in reason for reason in said]
+    assert grown[0] and not grown[-1]
+    assert grown == sorted(grown, reverse=True), "once is enough: it is not forgotten"
+    declined = said[grown.index(False)]
+    assert "would cost more than they bring, and wait as spares (" in declined and "coming and going cost 8.0 s)" in declined
+    assert play.generation <= 2 * grown.index(False) + 1, "no world was formed anew for the others"
+
+
+def test_a_steady_machine_is_taken_in_beside_a_shaky_one() -> None:
+    """The control: what one machine did is not held against another, though it is against all a little."""
+    play, worker = after_a_shaky_machine()
+    assert "grow from 1×1 to 2×1" in joins(play, worker, "y", "steady")
+
+
+def test_who_was_declined_is_taken_in_once_it_has_stayed() -> None:
+    play, worker = after_a_shaky_machine()
+    assert "wait as spares" in joins(play, worker, "x12", "shaky") and play.did(Pause) == []
+    assert play.later(0.1) == "" and play.later(10.0) == "", "said once"
+    play.later(400.0)
+    assert play.did(Pause) and play.last.reason.startswith("grow from 1×1 to 2×1 (")
+
+
+def test_who_was_declined_takes_the_seat_of_a_dead_one() -> None:
+    """A world that must be formed anew takes whoever is there: that costs no pause of its own."""
+    play, worker = after_a_shaky_machine()
+    joins(play, worker, "x12", "shaky")
+    play.broken("w1")
+    play.answer("w1", play.run.version)
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", worker)
+
+
+def world_of(stays: dict[str, float], *hosts: str, reform_s: float = PAUSE_S) -> RunState:
+    workers = {WorkerId(f"w{n}"): Worker(NodeId(f"n{n}"), "cpu", 0.0, host=host) for n, host in enumerate(hosts, 1)}
+    return RunState(1, 1, Waiting(0.0), workers=workers, stays=stays, reform_s=reform_s)
+
+
+def test_what_comes_together_is_judged_together() -> None:
+    """A machine of four brings four times as much for the same two pauses."""
+    seen = {"shaky": 14.0}
+    alone = judge(world_of(seen, "a", "shaky"), [WorkerId("w1")], [WorkerId("w2")], 0.0)
+    many = world_of(seen, "a", *["shaky"] * 4)
+    together = judge(many, [WorkerId("w1")], [WorkerId(f"w{n}") for n in range(2, 6)], 0.0)
+    assert alone.welcome == () and len(together.welcome) == 4
+
+
+def test_a_longer_pause_asks_for_a_longer_stay() -> None:
+    """The control of the rule itself: the same newcomer, the same past, only the pause differs."""
+    for reform_s, welcome in ((0.5, True), (5.0, True), (20.0, False), (60.0, False)):
+        verdict = judge(world_of({"b": 60.0}, "a", "b", reform_s=reform_s), [WorkerId("w1")], [WorkerId("w2")], 0.0)
+        assert bool(verdict.welcome) is welcome, (reform_s, verdict)
+
+
+def test_a_stranger_is_expected_to_stay_as_others_do() -> None:
+    """One shaky host among many steady ones says little of a new one, and much where most are."""
+    calm = world_of({"s1": 9.0}, *(f"h{n}" for n in range(20)), "new", reform_s=20.0)
+    wild = world_of({f"s{n}": 9.0 for n in range(20)}, "h0", "new", reform_s=20.0)
+    for run, welcome in ((calm, True), (wild, False)):
+        members = [worker for worker in run.workers if run.workers[worker].host != "new"]
+        (newcomer,) = set(run.workers) - set(members)
+        assert bool(judge(run, members, [newcomer], 0.0).welcome) is welcome
+
+
+def test_the_host_that_left_last_is_remembered_best() -> None:
+    stays: dict[str, float] = {}
+    for n in range(2 * HOSTS):
+        stays = after_leaving(stays, f"h{n}", 100.0)
+    assert len(stays) == HOSTS and list(stays)[-1] == f"h{2 * HOSTS - 1}"
+    before = stays["h400"]
+    assert before == (UNKNOWN_S * 100.0) ** 0.5
+    assert after_leaving(stays, "h400", 0.0)["h400"] == before**0.5, "gone at once counts as a second"
+
+
+def test_a_node_has_left_once_nothing_of_it_is_left() -> None:
+    """A keeper that dies alone, or a worker, is no node that left; where all its processes die one by one, Ray may not call it a node's
+    death."""
+    play = stepping(2)
+    play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
+    play.lose("w1")
+    assert not play.run.stays and play.run.homes.keys() == {"n1", "n2"}
+    play.lose("w2")
+    assert play.run.stays.keys() == {"n2"} and play.run.homes.keys() == {"n1"}
+
+
+def test_what_was_learned_is_in_the_journal() -> None:
+    play = one_steady_worker()
+    comes_and_goes(play, times=2, stay_s=6.0)
+    assert play.run.stays["shaky"] < UNKNOWN_S and play.run.reform_s > 0 and "x1" not in play.run.homes
+    assert decode_run(encode(play.run)) == play.run
+
+
+# ---- spares
+
+
+def with_a_spare() -> Play:
+    play = Play(rules(max_workers=2, spares=1))
+    play.tell(ev.Capacity(3))
+    assert play.did(StartWorkers) == [StartWorkers((WorkerId("w1"), WorkerId("w2"), WorkerId("w3")))]
+    assert play.last.reason == "start w1, w2 and w3: 0 workers of at most 2 and 1 spare"
+    play.join("w1", "w2")
+    assert play.plan.members == ("w1", "w2"), "it is not waited for"
+    reformed(play)
+    play.step(1)
+    return play
+
+
+def test_a_spare_is_no_member_and_takes_a_dead_workers_seat() -> None:
+    """R13: one plan, at once, of processes that were there; another spare is started when there is room."""
+    play = with_a_spare()
+    assert play.join("w3") == "w3 joined on node n1" and isinstance(play.run.state, Running)
+    play.later(10.0)
+    assert isinstance(play.run.state, Running) and play.plan.members == ("w1", "w2"), "and stays none"
+    play.lose("w2")
+    play.answer("w1", play.run.version)
+    (form,) = play.did(Form)
+    assert form.plan.members == ("w1", "w3") and form.plan.tier == "live" and play.did(StartWorkers) == []
+    reformed(play)
+    assert play.did(StartWorkers) == []
+
+
+def test_without_a_spare_the_world_gets_smaller() -> None:
+    """The control."""
+    play = stepping(2)
+    play.step(1)
+    play.lose("w2")
+    play.answer("w1", play.run.version)
+    assert play.plan.members == ("w1",)
+
+
+def test_a_spare_that_dies_disturbs_nobody() -> None:
+    play = with_a_spare()
+    play.join("w3")
+    assert play.lose("w3") == "w3 is lost (its process died)"
+    play.tell(ev.Capacity(1))
+    assert play.did(StartWorkers) == [StartWorkers((WorkerId("w4"),))], "and is replaced"
+    assert isinstance(play.run.state, Running) and play.generation == 1
+
+
+def test_a_full_world_is_not_held_up_by_spares_that_are_on_their_way() -> None:
+    play = Play(rules(max_workers=1, spares=2, grow_debounce_s=30.0))
+    play.tell(ev.Capacity(3))
+    play.join("w1")
+    assert isinstance(play.run.state, Forming) and len(play.run.starting) == 2
+    alone = replace(play.rules, max_workers=2, spares=1)
+    play = Play(alone)
+    play.tell(ev.Capacity(3))
+    play.join("w1")
+    assert isinstance(play.run.state, Waiting), "the control: members are waited for"

@@ -1,0 +1,280 @@
+"""A shard's way: from the device into a slot, to a buddy, and into the shards of a world of another size; nothing that is bent is taken."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from elastic.errors import CopyLost, FencedOff
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.plan.transfer import moves
+from elastic.protocol.commit_record import NO_COPIES, Copied
+from elastic.protocol.copy_schedule import Copy
+from elastic.protocol.plan import Plan
+from elastic.state.digest import digests
+from elastic.state.keeper_store import KeeperStore
+from elastic.state.region import BLOCK, Region, frame
+from elastic.state.snapshot import Snapshots
+from elastic.state.sources import hosts
+from elastic.state.sources.hosts import TURN, reads
+from elastic.state.staging import STAGE
+from elastic.state.wire import Wire
+from tests.state.nodes import AT, AUTO, SECRET, TENSORS, cluster, enter, equal, heal, later, outcome, shard_of
+from tests.support.patience import PATIENCE_S
+
+
+@pytest.mark.parametrize("new", [Layout(1, 1), Layout(1, 3), Layout(2, 2), Layout(1, 4)], ids=str)
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+@pytest.mark.parametrize("stage", [BLOCK, STAGE])
+def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, new: Layout, per_node: int, stage: int) -> None:
+    """1×4 on one, two or four nodes; everybody died, newcomers read from their own node's memory and over sockets.
+
+    In pieces of one block, or all of a tensor at once.
+    """
+    monkeypatch.setattr(hosts, "STAGE", stage)
+    with cluster(Layout(1, 4), per_node) as (plan, nodes):
+        enter(plan, nodes)
+        held = [holding for node in nodes for holding in node.stock.held()]
+        assert sorted((each.worker, each.shard_index) for each in held) == [(f"w{i}", i) for i in range(4)]
+        homes = [(WorkerId(f"n{i}"), nodes[i % len(nodes)].name) for i in range(new.world)]
+        there = later(plan, new, homes, nodes, held)
+        for rank, (worker, _) in enumerate(homes):
+            shard, used = heal(there, worker)
+            right = shard_of(AT, new.dp_shard, new.coordinates(rank)[1])
+            assert equal(shard, right) and used == sum(value.nbytes for value in right.values.values())
+
+
+@pytest.mark.parametrize("before, turn, streams", [(2, TURN, 2), (2, TURN, 1), (1, BLOCK, 2), (1, TURN, 2)])
+def test_as_many_read_at_once_as_there_are_streams(monkeypatch: pytest.MonkeyPatch, before: int, turn: int, streams: int) -> None:
+    """Two of a healing's threads meet, each at a copy or both at one of several turns; one alone waits in vain."""
+    monkeypatch.setattr(hosts, "TURN", turn)
+    meets = streams == 2 and (before == 2 or turn < TURN)
+    together = threading.Barrier(2)
+    met = threading.local()
+
+    def meet() -> None:
+        if not hasattr(met, "once"):
+            met.once = True
+            together.wait(5 if meets else 0.5)
+
+    with cluster(Layout(1, before), 1) as (plan, nodes):
+        enter(plan, nodes)
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
+        if meets:
+            assert equal(heal(there, WorkerId("n"), streams, meet)[0], shard_of(AT, 1, 0))
+        else:
+            with pytest.raises(threading.BrokenBarrierError):
+                heal(there, WorkerId("n"), streams, meet)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("error", [CopyLost("lost", NodeId("n")), FencedOff("fenced")], ids=["lost", "fenced"])
+def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, which: int
+) -> None:
+    """The other one is in the middle of a copy of many pieces then."""
+    monkeypatch.setattr(hosts, "STAGE", BLOCK)
+    together, calls, ended = threading.Barrier(2), Counter[int](), threading.Event()
+
+    def hook() -> None:
+        calls[threading.get_ident()] += 1
+        if calls[threading.get_ident()] == 1:  # before the first piece
+            return
+        if together.wait(5) == which:
+            raise error
+        time.sleep(1)
+        ended.set()
+
+    with cluster(Layout(1, 2), 1) as (plan, nodes):
+        enter(plan, nodes)
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
+        with pytest.raises(type(error), match=str(error)):
+            heal(there, WorkerId("n"), 2, hook)
+        assert ended.is_set() and list(calls.values()) == [2, 2]
+
+
+def test_of_two_failures_the_lost_copy_is_told() -> None:
+    """The next plan must not take it; that the generation was fenced is known."""
+    together, met = threading.Barrier(2), threading.local()
+
+    def hook() -> None:
+        if hasattr(met, "once"):
+            return
+        met.once = True
+        raise CopyLost("lost", NodeId("n")) if together.wait(5) else FencedOff("fenced")
+
+    with cluster(Layout(1, 2), 1) as (plan, nodes):
+        enter(plan, nodes)
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
+        for _ in range(5):
+            with pytest.raises(CopyLost):
+                heal(there, WorkerId("n"), 2, hook)
+            met = threading.local()
+
+
+@pytest.mark.parametrize("turn, most", [(TURN, 1), (BLOCK, 20)])
+def test_each_copy_is_asked_for_once_a_turn_by_whoever_reads_any(monkeypatch: pytest.MonkeyPatch, turn: int, most: int) -> None:
+    asked = list[str]()
+    connect = Wire.connect
+    monkeypatch.setattr(Wire, "connect", lambda address, secret: (asked.append(address), connect(address, secret))[1])
+    monkeypatch.setattr(hosts, "TURN", turn)
+    with cluster(Layout(1, 4), 2) as (plan, nodes):
+        enter(plan, nodes)
+        held = [each for node in nodes for each in node.stock.held()]
+        homes = [(WorkerId(f"n{i}"), nodes[0].name) for i in range(3)]
+        there = later(plan, Layout(1, 3), homes, nodes, held)
+        todo = moves(TENSORS, there.holders, there.layout, there.members, there.nodes)
+        for rank, (worker, _) in enumerate(homes):
+            asked.clear()
+            shard, _ = heal(there, worker)
+            copies = len({(move.keeper, move.source) for move in todo if move.destination == worker})
+            assert equal(shard, shard_of(AT, 3, rank)) and reads(todo, worker)
+            assert copies == len(asked) if most == 1 else copies < len(asked) < copies * most
+        assert not reads(todo, WorkerId("w0"))
+
+
+def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what is left of the world before; and how long it took says nothing of the next one."""
+    with cluster(Layout(1, 1), 1) as (plan, nodes):
+        enter(plan, nodes)
+        (snapshots,) = nodes[0].workers.values()
+        goes_on = threading.Event()
+        with monkeypatch.context() as at:
+            at.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
+            snapshots.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
+            assert snapshots.region.find(Copy(Version(5, 2), 1, 0)) is None
+            threading.Timer(0.2, goes_on.set).start()
+            snapshots.enter(replace(plan, generation=3, version=Version(5, 2)), WorkerId("w0"), shard_of(Version(5, 2), 1, 0))
+        assert goes_on.is_set() and snapshots.settle().copied_through == 5
+        assert {held for held in snapshots.region.all_held() if held} == {Copy(AT, 1, 0), Copy(Version(5, 2), 1, 0)}
+        snapshots.committed(replace(outcome(6, copied=5), generation=3), shard_of(Version(6, 3), 1, 0))
+        assert max(snapshots.pace._copies_s) < 0.1 and snapshots.pace.step_s < 0.1
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_copy_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failures: int) -> None:
+    """Without it no other would be begun in this world, and what one holds alone would not be protected."""
+    with cluster(Layout(1, 1), 1) as (plan, nodes):
+        enter(plan, nodes)
+        (snapshots,) = nodes[0].workers.values()
+        left = ["no memory"] * failures
+
+        def fail(data: torch.Tensor, out: torch.Tensor) -> None:
+            if left:
+                raise RuntimeError(left.pop())
+            digests(data, out)
+
+        monkeypatch.setattr("elastic.state.snapshot.digests", fail)
+        snapshots.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
+        assert snapshots.settle().copied_through == (5 if failures == 1 else -1)
+        assert capfd.readouterr().err.count("RuntimeError: no memory") == failures
+        assert (snapshots.region.find(Copy(Version(5, 2), 1, 0)) is not None) == (failures == 1)
+        assert snapshots.region.find(Copy(AT, 1, 0)) is not None
+
+
+def test_two_versions_are_there_and_the_older_one_is_read_when_it_is_wanted() -> None:
+    with cluster(Layout(1, 2), 2) as (plan, nodes):
+        enter(plan, nodes)
+        for worker, snapshots in nodes[0].workers.items():
+            snapshots.committed(outcome(5, copied=4), shard_of(Version(5, 2), 2, plan.world_rank(worker)))
+            assert snapshots.settle() == Copied(5)
+        held = nodes[0].stock.held()
+        assert sorted({each.version.step for each in held}) == [4, 5] and len(held) == 4
+        for version in (AT, Version(5, 2)):
+            there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for each in held if each.version == version])
+            assert equal(heal(there, WorkerId("n"))[0], shard_of(version, 1, 0))
+
+
+def test_a_copy_that_is_not_complete_everywhere_is_never_the_only_one() -> None:
+    """The next version is begun only when all have the one before: so of two slots one is always that."""
+    with cluster(Layout(1, 1), 1) as (plan, nodes):
+        enter(plan, nodes)
+        snapshots, region = nodes[0].workers[WorkerId("w0")], nodes[0].workers[WorkerId("w0")].region
+        snapshots.committed(outcome(5, copied=-1), shard_of(Version(5, 2), 1, 0))
+        assert snapshots.settle().copied_through == 4, "somebody else has not finished"
+        snapshots.committed(outcome(6, copied=4), shard_of(Version(6, 2), 1, 0))
+        snapshots.committed(outcome(7, copied=4), shard_of(Version(7, 2), 1, 0))
+        assert snapshots.settle().copied_through == 6 and {copy.version.step for copy in region.all_held() if copy} == {4, 6}
+        snapshots.committed(outcome(8, copied=6), shard_of(Version(8, 2), 1, 0))
+        snapshots.settle()
+        assert {copy.version.step for copy in region.all_held() if copy} == {6, 8}
+
+
+@pytest.mark.parametrize("turn", [TURN, BLOCK], ids=["one reads it", "two do"])
+@pytest.mark.parametrize("where", ["here", "remote"])
+def test_a_bent_byte_is_noticed_and_the_copy_counts_no_more(
+    where: str, turn: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "TURN", turn)
+    with cluster(Layout(1, 2), 1) as (plan, nodes):
+        enter(plan, nodes)
+        holders = [holding for node in nodes for holding in node.stock.held()]
+        home = nodes[1].name if where == "here" else nodes[0].name
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), home)], nodes, holders)
+        assert equal(heal(there, WorkerId("n"))[0], shard_of(AT, 1, 0)), "the control"
+        region = nodes[1].workers[WorkerId("w1")].region
+        slot = region.find(Copy(AT, 2, 1))
+        assert slot is not None
+        region.data(slot)[BLOCK + 100] ^= 1
+        with pytest.raises(CopyLost, match="digests differ") as lost:
+            heal(there, WorkerId("n"))
+        assert lost.value.keeper == nodes[1].name and nodes[1].stock.held() == () and len(nodes[0].stock.held()) == 1
+        assert "the copy of w1 at step 4 of generation 2 is damaged" in capfd.readouterr().out
+
+
+def test_a_copy_that_is_overwritten_or_gone_is_an_error_that_names_its_keeper() -> None:
+    with cluster(Layout(1, 2), 1) as (plan, nodes):
+        enter(plan, nodes)
+        holders = [holding for node in nodes for holding in node.stock.held()]
+        for home in (nodes[0].name, nodes[1].name):
+            there = later(plan, Layout(1, 1), [(WorkerId("n"), home)], nodes, [replace(each, version=Version(9, 2)) for each in holders])
+            with pytest.raises(CopyLost, match="not there any more"):
+                heal(there, WorkerId("n"))
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, holders)
+        nodes[1].stock.close()
+        with pytest.raises(CopyLost, match=r"the copy of w1 on node node1") as lost:
+            heal(there, WorkerId("n"))
+        assert lost.value.keeper == "node1"
+
+
+def test_what_a_dead_worker_left_stays_until_it_is_released() -> None:
+    with cluster(Layout(1, 2), 2) as (plan, nodes):
+        enter(plan, nodes)
+        stock = nodes[0].stock
+        stock.ended(WorkerId("w1"))
+        stock.release(AT, AT)
+        assert {each.worker for each in stock.held()} == {"w0", "w1"}, "of this very version"
+        stock.release(Version(0, 3), Version(0, 3))
+        assert {each.worker for each in stock.held()} == {"w0"}, "the living keep theirs"
+
+
+def test_digests_are_of_blocks_and_see_every_byte() -> None:
+    data = torch.arange(3 * BLOCK + 10, dtype=torch.int64).to(torch.uint8)
+    whole = digests(data)
+    assert len(whole) == 4
+    for at, block in ((0, 0), (BLOCK - 1, 0), (BLOCK, 1), (3 * BLOCK + 9, 3)):
+        bent = data.clone()
+        bent[at] += 1
+        assert [bool(x) for x in digests(bent) != whole] == [i == block for i in range(4)]
+    assert torch.equal(digests(data[BLOCK : 2 * BLOCK]), whole[1:2]) and len(digests(data[:0])) == 0
+    assert torch.equal(digests(data.view(torch.int16)), whole), "whatever the type"
+
+
+def test_a_copy_that_no_keeper_holds_is_none() -> None:
+    """It would die with its worker: nobody is told that it is there."""
+    region = Region.create(2, frame(TENSORS, 1, 0).bytes, frame(TENSORS, 1, 0).blocks)
+    snapshots = Snapshots(region, TENSORS, torch.device("cpu"), AUTO)
+    plan = Plan(1, 2, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)
+    snapshots.enter(plan, WorkerId("w0"), shard_of(AT, 1, 0))
+    assert snapshots.settle() == NO_COPIES
+    stock = KeeperStore(NodeId("n"), "127.0.0.1", SECRET)
+    stock.adopt(WorkerId("w0"), os.getpid(), region.descriptor)
+    assert snapshots.settle() == Copied(AT.step) and [each.version for each in stock.held()] == [AT]
+    stock.close()

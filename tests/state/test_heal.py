@@ -1,0 +1,301 @@
+"""Healing from live members between any two worlds: nothing moves that is there already, nothing is harmed, the bits go on."""
+
+from __future__ import annotations
+
+import re
+import threading
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic.engine.world import World
+from elastic.errors import FencedOff, ModelError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.state import heal
+from elastic.state.heal import _exchange, nothing
+from elastic.train.blame import classify, touch
+from elastic.train.model import State, build_model, tensors_of
+from tests.engine.conftest import STEPS
+from tests.support.carried import Begun, Healed, begin, go_on, holdings
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, finish, member, train
+from tests.support.toys import Own, own, toy_job
+
+BROKE_AT = 2
+
+
+def first_world(ranks: Ranks, job: Job, layout: Layout) -> Version:
+    """Two steps in ``layout``; the state stays where it is, and in the bucket for comparison."""
+    begun: list[Begun] = ranks.run(layout, begin, job, BROKE_AT)
+    finish(job, layout, [each.receipt for each in begun], begun[0].version)
+    return begun[0].version
+
+
+def ended(job: Job, layout: Layout, members: list[Healed]) -> str:
+    """The hash of the state at the end."""
+    receipts = [each.receipt for each in members if each.receipt is not None]
+    return finish(job, layout, receipts, members[0].version)
+
+
+def assert_healed(members: list[Healed]) -> None:
+    for each in members:
+        assert each.wrong == []
+        assert each.intact
+        assert each.received == each.not_held == each.calls.bytes("recv")
+    assert sum(each.calls.bytes("send") for each in members) == sum(each.received for each in members)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lost"),
+    [
+        (Layout(2, 2), Layout(1, 3), []),
+        (Layout(3, 1), Layout(2, 2), []),
+        (Layout(2, 2), Layout(1, 4), [0]),
+        (Layout(2, 2), Layout(2, 2), [1]),
+        (Layout(1, 3), Layout(4, 1), []),
+        (Layout(1, 4), Layout(2, 2), []),
+        (Layout(2, 2), Layout(2, 1), []),
+        (Layout(4, 1), Layout(1, 3), []),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Layout) else f"lost {value}",
+)
+def test_any_world_heals_from_any_other(
+    ranks: Ranks, reference: Trained, tmp_path: Path, old: Layout, new: Layout, lost: list[int]
+) -> None:
+    """Promise 4: every slice bitwise the old state's, exactly the bytes that a member did not hold, and the undisturbed hash."""
+    job = toy_job(tmp_path)
+    version = first_world(ranks, job, old)
+    left = [i for i in range(min(old.world, new.world)) if i not in lost]
+    members: list[Healed] = ranks.run(new, go_on, job, holdings(old, version, left), STEPS)
+    assert_healed(members)
+    assert all(each.received > 0 for i, each in enumerate(members) if i not in left)
+    assert ended(job, new, members) == reference.hash
+
+
+def test_a_buffer_that_the_model_does_not_save_is_state_too(ranks: Ranks, tmp_path: Path) -> None:
+    """Its memory holds nothing in a new world, whoever trains there; whether anybody's export has it is another matter."""
+    job = toy_job(tmp_path, model="tests.support.toys:own", model_args={})
+    constants = [tensor.name for tensor in tensors_of(build_model(job)) if tensor.kind == "constant"]
+    assert constants == ["scale"]
+    alone = train(ranks, job.replace(name="alone"), Layout(1, 1), STEPS)
+    version = first_world(ranks, job, Layout(1, 2))
+    members: list[Healed] = ranks.run(Layout(1, 3), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS)
+    assert_healed(members)
+    assert ended(job, Layout(1, 3), members) == alone.hash
+
+
+def sharing() -> nn.Module:
+    model = own()
+    model.head.register_buffer("table", model.scale, persistent=False)
+    return model
+
+
+def test_a_buffer_of_several_modules_stays_one(tmp_path: Path) -> None:
+    """It has one name, and whoever fills it fills it for all."""
+    job = toy_job(tmp_path, model="tests.state.test_heal:sharing", model_args={})
+    world = World.alone(torch.device("cpu"))
+    try:
+        model = State(job, world, Version(0, 0)).model
+    finally:
+        world.close()
+    assert [name for name, _ in model.named_buffers()] == ["scale"]
+    assert model.scale.data_ptr() == model.head.table.data_ptr()
+
+
+def complex_numbers() -> nn.Module:
+    model = own()
+    model.register_buffer("turns", torch.ones(4, dtype=torch.complex64), persistent=False)
+    return model
+
+
+def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
+    job = toy_job(tmp_path, model="tests.state.test_heal:complex_numbers", model_args={})
+    with pytest.raises(ModelError, match=r"'turns' of 'tests\.engine\.test_heal:complex_numbers' is torch\.complex64, .*view_as_real"):
+        build_model(job)
+
+
+class Normalising(Own):
+    """Its running statistics are of whatever was computed here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(29)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.norm(super().forward(tokens).transpose(1, 2)).transpose(1, 2)
+        return logits
+
+
+class Rebinding(Own):
+    """It has another buffer after each forward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        self.scale = self.scale * 0.9
+        return logits
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+@pytest.mark.parametrize(
+    ("model", "refused"), [("Normalising", "norm.running_mean|norm.num_batches_tracked"), ("Rebinding", "scale"), ("own", "")]
+)
+def test_a_buffer_that_forward_changes_is_refused(tmp_path: Path, model: str, refused: str) -> None:
+    """Another layout would give it another value."""
+    job = toy_job(tmp_path, model=f"tests.state.test_heal:{model}", model_args={})
+    world = World.alone(torch.device("cpu"))
+    try:
+        with member(world, job, Version(0, 0)) as me, pytest.raises(ModelError) if refused else nullcontext() as error:
+            me.step()
+    finally:
+        world.close()
+    if error is not None:
+        assert re.search(rf"changed the buffer '({refused})' of .*BatchNorm", str(error.value))
+
+
+def half_healed(world: World) -> tuple[str, str] | None:
+    """World rank 0 waits for a slice; the other one's sockets close instead."""
+    if world.rank:
+        world.abort()
+        return None
+    try:
+        _exchange({}, {1: [torch.empty(1000)]}, world, nothing)
+    except Exception as error:
+        return classify(error, partial(touch, world.device))
+    raise AssertionError("nothing was sent, and something arrived")
+
+
+def test_who_is_left_while_slices_are_exchanged_blames_its_peer(ranks: Ranks) -> None:
+    """R8, R20: not the job, which would have to answer for it the second time."""
+    assert ranks.run(Layout(2, 1), half_healed) == [("peer", ""), None]
+
+
+def in_small_messages(world: World, *arguments: Any) -> Healed:
+    """As ``go_on``, in so many messages that one exchange takes hundreds of rounds, and tensors are cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heal, "MESSAGE", 500)
+        return go_on(world, *arguments)
+
+
+def test_many_messages_bring_what_one_does(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+    """What is staged is bounded, whatever the size of a shard; the bytes are the same, and so is the state."""
+    job, old, new = toy_job(tmp_path), Layout(1, 3), Layout(2, 2)
+    version = first_world(ranks, job, old)
+    members: list[Healed] = ranks.run(new, in_small_messages, job, holdings(old, version, range(3)), STEPS)
+    assert_healed(members)
+    assert ended(job, new, members) == reference.hash
+
+
+def test_half_way_comes_for_those_too_who_exchange_nothing() -> None:
+    """They may be struck, or fenced, there."""
+    world, times = World.alone(torch.device("cpu")), list[int]()
+    try:
+        assert _exchange({}, {}, world, lambda: times.append(1)) == 0 and times == [1]
+    finally:
+        world.close()
+
+
+def fenced_between_two_rounds(world: World) -> tuple[int, str]:
+    """How often world rank 0 launched something, and what it left for; a member that it could not reach any more is not waited for."""
+    launched, hooks = [], []
+    launch = world.exchange
+
+    def exchange(operations: list[dist.P2POp]) -> list[dist.Work]:
+        launched.append(len(operations))
+        return launch(operations)
+
+    def hook() -> None:
+        hooks.append(1)
+        if len(hooks) == 2 and world.rank == 0:
+            raise FencedOff("fenced")
+
+    world.exchange = exchange  # type: ignore[method-assign]
+    part = [torch.ones(20)]
+    try:
+        _exchange(*(({1: part}, {}) if world.rank == 0 else ({}, {0: part})), world, hook)
+    except Exception as error:
+        return len(launched), type(error).__name__
+    return len(launched), ""
+
+
+def test_who_is_fenced_between_two_messages_launches_no_more(ranks: Ranks) -> None:
+    """R8: a launch after the abort would leave NCCL unable to form the next world."""
+
+    assert ranks.run(Layout(2, 1), small, fenced_between_two_rounds)[0] == (1, "FencedOff")
+
+
+def small(world: World, function: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heal, "MESSAGE", 40)
+        if world.rank == 1:
+            threading.Timer(3, world.abort).start()  # nobody sends it the second message
+        return function(world)
+
+
+def test_parts_of_several_widths_in_one_message(ranks: Ranks) -> None:
+    """An odd number of bytes before floats of eight."""
+    assert ranks.run(Layout(2, 1), of_several_widths) == [True, True]
+
+
+def of_several_widths(world: World) -> bool:
+    sent = [
+        torch.tensor([True, False, True]),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.linspace(0, 1, 5, dtype=torch.float64),
+        torch.tensor(7),
+    ]
+    found = [torch.zeros_like(part) for part in sent]
+    _exchange(*(({1: sent}, {}) if world.rank == 0 else ({}, {0: found})), world, nothing)
+    return world.rank == 0 or all(torch.equal(one, other) for one, other in zip(sent, found, strict=True))
+
+
+def test_a_message_holds_whole_rows_in_order() -> None:
+    """At most ``MESSAGE`` bytes, or one row; nothing is left out, and what is small goes together."""
+    parts = [torch.arange(6.0), torch.tensor(1.0), torch.arange(200.0).view(4, 50), torch.empty(0), torch.arange(3.0)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heal, "MESSAGE", 64)
+        messages = heal._messages(parts)
+    assert [[piece.numel() for piece in message] for message in messages] == [[6, 1], [50], [50], [50], [50], [0, 3]]
+    flat = torch.cat([piece.flatten() for message in messages for piece in message])
+    assert torch.equal(flat, torch.cat([part.flatten() for part in parts]))
+    assert all(piece.untyped_storage().data_ptr() in {part.untyped_storage().data_ptr() for part in parts} for m in messages for piece in m)
+
+
+def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
+    """3×1 → 4×1: a newcomer takes a third of the state from each of three replicas, give or take one tensor."""
+    job = toy_job(tmp_path)
+    version = first_world(ranks, job, Layout(3, 1))
+    members: list[Healed] = ranks.run(Layout(4, 1), go_on, job, holdings(Layout(3, 1), version, range(3)), BROKE_AT)
+    assert_healed(members)
+    sent = [each.calls.bytes("send") for each in members]
+    largest = max(4 * tensor.whole().count for tensor in tensors_of(build_model(job)))
+    assert [each.received for each in members[:3]] == [0, 0, 0] and sent[3] == 0
+    assert max(sent[:3]) - min(sent[:3]) <= largest < sum(sent) / 10
+
+
+def test_a_world_that_broke_while_it_healed(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+    """1×3 → 2×2, which makes no step, → 1×4: shards of both layouts are held, and each serves."""
+    job = toy_job(tmp_path)
+    version = first_world(ranks, job, Layout(1, 3))
+    first = holdings(Layout(1, 3), version, range(3))
+    assert_healed(ranks.run(Layout(2, 2), go_on, job, first, BROKE_AT))
+    both = (*first, *holdings(Layout(2, 2), version, range(4)))
+    members: list[Healed] = ranks.run(Layout(1, 4), go_on, job, both, STEPS)
+    assert_healed(members)
+    assert ended(job, Layout(1, 4), members) == reference.hash
+
+
+def test_one_bit_wrong_in_what_is_held(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+    """Negative control: the comparison names the tensor, and the hash at the end is another."""
+    job = toy_job(tmp_path)
+    version = first_world(ranks, job, Layout(1, 2))
+    members: list[Healed] = ranks.run(Layout(2, 1), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS, 1)
+    assert [len(each.wrong) for each in members] == [1, 1] and members[0].wrong == members[1].wrong
+    assert ended(job, Layout(2, 1), members) != reference.hash

@@ -1,0 +1,105 @@
+"""A region outlives its writer, and a slot holds a version complete or nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.errors import StateMissing
+from elastic.ids import Version
+from elastic.protocol.copy_schedule import Copy
+from elastic.state.region import ALIGNED, BLOCK, Region, frame
+from storage.slices import Tensor
+
+pytestmark = pytest.mark.fast
+
+HELD = Copy(Version(7, 2), 4, 3)
+WRITER = """
+import os, sys
+from elastic.protocol.copy_schedule import Copy
+from elastic.state.region import Region
+from elastic.ids import Version
+region = Region.create(2, 5000, 1)
+region.data(1)[:] = bytes(range(250)) * 20
+region.digests(1)[0] = 42
+region.begin(1)
+if sys.argv[1] == "whole":
+    region.finish(1, Copy(Version(7, 2), 4, 3), 5000)
+print(region.descriptor, flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("how", ["whole", "torn"])
+def test_what_was_written_outlives_the_writer(how: str) -> None:
+    """Opened while it lived, read after its SIGKILL; a copy that was under way holds nothing."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    region = Region.of_process(writer.pid, int(writer.stdout.readline()))
+    writer.kill()
+    writer.communicate()
+    assert region.held(0) is None
+    assert region.held(1) == (HELD if how == "whole" else None)
+    assert bytes(region.data(1)) == bytes(range(250)) * 20 and region.digests(1)[0] == 42
+    assert region.find(HELD) == (1 if how == "whole" else None) and region.find(HELD._replace(shard_index=2)) is None
+
+
+def test_memory_is_taken_beforehand_and_what_is_in_it_stays() -> None:
+    mib = 2**20
+    region = Region.create(2, 8 * mib, 1)
+    region.data(1)[:3] = b"abc"
+
+    def taken() -> int:
+        return os.fstat(region.descriptor).st_blocks * 512
+
+    assert taken() <= 4 * mib, "two pages, which may be huge ones"
+    region.take(region.data_at(0), region.data_at(0) + 6 * mib)
+    assert 6 * mib <= taken() <= 10 * mib
+    region.take(region.data_at(0) + 6 * mib, region.data_at(1) + 8 * mib)
+    assert taken() >= 16 * mib
+    assert bytes(region.data(1)[:4]) == b"abc\0" and not any(region.data(0))
+
+
+def test_slots_do_not_touch_each_other() -> None:
+    region = Region.create(3, 10_000, 700)
+    for slot in range(3):
+        region.data(slot)[:] = bytes([slot + 1]) * 10_000
+        region.digests(slot)[:] = memoryview(bytes([slot + 1]) * 5600).cast("q")
+        region.finish(slot, Copy(Version(slot, 1), 1, 0), 10_000)
+    for slot in range(3):
+        assert bytes(region.data(slot)) == bytes([slot + 1]) * 10_000
+        assert bytes(region.digests(slot).cast("B")) == bytes([slot + 1]) * 5600
+        assert (region.held(slot), region.filled(slot)) == (Copy(Version(slot, 1), 1, 0), 10_000)
+    region.begin(1)
+    assert [region.held(slot) is None for slot in range(3)] == [False, True, False]
+    assert region.copy("safe") is None
+    region.set_copy("safe", Copy(Version(4, 2), 3, 1))
+    assert region.copy("safe") == Copy(Version(4, 2), 3, 1) and region.copy("send") is None
+    region.send(Copy(Version(5, 2), 3, 1))
+    assert region.copy("send") == Copy(Version(5, 2), 3, 1) and (region["asked"], region["brought"]) == (1, 0)
+    region.send(None)
+    assert region.copy("send") is None and region["asked"] == 2
+
+
+def test_what_is_no_region_is_refused(tmp_path: Path) -> None:
+    for size in (0, 100_000):
+        (tmp_path / "other").write_bytes(bytes(size))
+        with pytest.raises(StateMissing):
+            Region(os.open(tmp_path / "other", os.O_RDWR))
+
+
+def test_a_frame_has_every_byte_of_the_shard_once() -> None:
+    tensors = (Tensor("a", "parameter", "F32", (10, 3)), Tensor("b", "parameter", "BF16", (BLOCK, 5)), Tensor("n", "scalar", "F32", ()))
+    whole, shards = frame(tensors, 1, 0), [frame(tensors, 4, index) for index in range(4)]
+    for tensor in tensors[:2]:
+        assert sum(shard.places[tensor].bytes for shard in shards) == whole.places[tensor].bytes
+    assert all(shard.places[tensors[2]].bytes == 4 for shard in shards), "a scalar is whole in every shard"
+    for shape in (whole, *shards):
+        ends = [0, *(place.offset + place.bytes for place in shape.places.values())]
+        assert all(place.offset >= end and place.offset % ALIGNED == 0 for place, end in zip(shape.places.values(), ends, strict=False))
+        assert shape.bytes >= ends[-1] and shape.blocks == sum(place.blocks for place in shape.places.values())
+    assert whole.bytes >= max(shard.bytes for shard in shards) and whole.blocks >= shards[0].blocks

@@ -1,0 +1,114 @@
+"""Who does not know the run's secret is refused and named; what is sent arrives whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from elastic.errors import WireError
+from elastic.state import wire
+from elastic.state.wire import Listener, Wire
+
+pytestmark = pytest.mark.fast
+SECRET = b"s" * 32
+
+
+def echo(connection: Wire, head: dict[str, Any]) -> None:
+    data = connection.receive(head["size"])
+    connection.send({"size": head["size"]}, [data] if head["whole"] else [data[:-1]])
+    if not head["whole"]:
+        connection.close()
+
+
+@pytest.fixture
+def listener() -> Any:
+    listener = Listener("127.0.0.1", SECRET, echo)
+    yield listener
+    listener.close()
+
+
+def test_messages_and_bytes_come_back(listener: Listener) -> None:
+    connection = Wire.connect(listener.address, SECRET)
+    for size in (0, 1, 5_000_000):
+        data = bytes(i % 251 for i in range(size))
+        connection.send({"size": size, "whole": True}, [data])
+        assert connection.head() == {"size": size} and bytes(connection.receive(size)) == data
+    connection.send({"size": 10, "whole": False}, [bytes(10)])
+    connection.head()
+    with pytest.raises(WireError, match=r"hung up|gone"):
+        connection.receive(10)
+    connection.close()
+
+
+def test_what_takes_long_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second and more for one part, of which something goes all the time; the deadline is half a second without any of it."""
+    monkeypatch.setattr(wire, "SILENCE_S", 0.5)
+
+    def slowly(connection: Wire, head: dict[str, Any]) -> None:
+        for _ in range(head["parts"]):
+            time.sleep(0.02)
+            connection.receive(1 << 20)
+        connection.send({})
+
+    with Listener("127.0.0.1", SECRET, slowly) as listener, contextlib.closing(Wire.connect(listener.address, SECRET)) as connection:
+        began = time.monotonic()
+        connection.send({"parts": 60}, [bytes(60 << 20)])
+        assert connection.head() == {} and time.monotonic() - began > 1.0
+
+
+def test_a_stranger_is_refused_and_named(listener: Listener, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WireError, match="did not take this process for one of its run"):
+        Wire.connect(listener.address, b"x" * 32)
+    host, _, port = listener.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as plain:
+        plain.recv(wire.NONCE)
+        plain.sendall(b"GET / HTTP/1.1\r\nHost: somebody-who-lost-his-way-here\r\nAccept: everything\r\n\r\n")
+        plain.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert plain.recv(1000) == b"", "it is told nothing"
+    told = capfd.readouterr().out
+    assert told.count("127.0.0.1 was refused at") == 2 and "does not know the secret" in told
+    connection = Wire.connect(listener.address, SECRET)  # the others are served all the same
+    connection.send({"size": 3, "whole": True}, [b"abc"])
+    assert connection.head() == {"size": 3}
+    connection.close()
+
+
+def test_what_is_no_message_ends_the_conversation_and_nothing_else(listener: Listener) -> None:
+    """A side that has lost count sends bytes where a head should be: a broken wire, not an error of whoever reads."""
+    no_message = wire.LENGTH.pack(4) + b"\xff{]x"
+    with contextlib.closing(Wire.connect(listener.address, SECRET)) as lost:
+        lost.send_raw([no_message])
+        with pytest.raises(WireError, match=r"hung up|gone"):
+            lost.head()
+
+    def babble(connection: Wire, head: dict[str, Any]) -> None:
+        connection.send_raw([no_message])
+
+    with Listener("127.0.0.1", SECRET, babble) as babbler, contextlib.closing(Wire.connect(babbler.address, SECRET)) as reader:
+        reader.send({})
+        with pytest.raises(WireError, match="no head"):
+            reader.head()
+
+
+def test_an_impostor_does_not_learn_what_it_would_need() -> None:
+    """It listens at the address, and does not know the secret: whoever connects notices."""
+    with Listener("127.0.0.1", b"another" * 5, echo) as impostor, pytest.raises(WireError):
+        Wire.connect(impostor.address, SECRET)
+
+
+def test_nobody_there_is_an_error_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(WireError, match="nobody answers"):
+        Wire.connect(f"127.0.0.1:{port}", SECRET)
+
+
+def test_silence_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "SILENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(WireError):
+        Wire.connect(f"127.0.0.1:{mute.getsockname()[1]}", SECRET)

@@ -1,0 +1,189 @@
+"""The gate between two threads: a fence is before an update or after it, never within; what a lease or a fence bars is not applied."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from elastic.errors import FencedOff
+from elastic.ids import Version, WorkerId
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Fenced
+from elastic.train.faults import skew
+from elastic.train.gate import Gate
+from elastic.train.model import Shard
+
+pytestmark = pytest.mark.fast
+
+GENERATION, STEP = 3, 8
+BEFORE, AFTER = Version(STEP - 1, GENERATION), Version(STEP, GENERATION)
+OUTCOME = Outcome(STEP, GENERATION, 1.0, (1.0,), (4,), ((0, 1),), True)
+PATIENCE_S = 10.0
+
+
+def gate(*, prepared: bool = True) -> Gate:
+    """Of a member that holds the step before."""
+    found = Gate(WorkerId("w1"))
+    found.enter(GENERATION)
+    found.hold([Shard(BEFORE, 2, 1, {})])
+    if prepared:
+        found.prepare(STEP)
+    return found
+
+
+def versions(answer: Fenced) -> list[Version]:
+    return [holding.version for holding in answer.held]
+
+
+def assert_nothing_applied(found: Gate) -> None:
+    answer = found.fence(GENERATION)
+    assert versions(answer) == [BEFORE] and answer.outcomes == ()
+
+
+def test_an_update_without_a_fence_is_applied() -> None:
+    """Control of the tests below."""
+    found = gate()
+    with found.applying(OUTCOME):
+        pass
+    answer = found.fence(GENERATION)
+    assert (versions(answer), answer.prepared, answer.outcomes) == ([AFTER], None, (OUTCOME,))
+    (holding,) = answer.held
+    assert (holding.worker, holding.shard_count, holding.shard_index) == ("w1", 2, 1)
+
+
+@pytest.mark.parametrize("fenced", [GENERATION, GENERATION + 2])
+def test_a_fence_before_the_commit_bars_it(fenced: int) -> None:
+    found, updates = gate(), []
+    answer = found.fence(fenced)
+    assert (versions(answer), answer.prepared) == ([BEFORE], STEP)
+    with pytest.raises(FencedOff) as caught, found.applying(OUTCOME):
+        updates.append(1)
+    assert not updates and not caught.value.lease
+    assert_nothing_applied(found)
+
+
+def test_a_fence_of_an_older_generation_bars_nothing() -> None:
+    found = gate()
+    found.fence(GENERATION - 1)
+    with found.applying(OUTCOME):
+        pass
+    assert versions(found.fence(GENERATION)) == [AFTER]
+
+
+def test_a_late_fence_of_an_older_generation_lifts_none() -> None:
+    found = gate()
+    found.fence(GENERATION)
+    found.fence(GENERATION - 1)
+    with pytest.raises(FencedOff), found.applying(OUTCOME):
+        raise AssertionError("an update that is barred")
+    assert_nothing_applied(found)
+
+
+def test_a_fence_before_the_gradients_are_complete_leaves_nothing_to_settle() -> None:
+    """Whoever is fenced prepares nothing more, or others could commit what it said it cannot apply."""
+    found = gate(prepared=False)
+    assert found.fence(GENERATION).prepared is None
+    with pytest.raises(FencedOff):
+        found.prepare(STEP)
+    assert found.fence(GENERATION).prepared is None
+
+
+def test_a_fenced_generation_cannot_be_entered() -> None:
+    found = Gate(WorkerId("w1"))
+    found.fence(GENERATION)
+    with pytest.raises(FencedOff):
+        found.enter(GENERATION)
+    found.enter(GENERATION + 1)
+
+
+def test_a_lease_that_is_over_bars_the_update() -> None:
+    found, updates = gate(), []
+    found.lease_until = 0.0
+    with pytest.raises(FencedOff) as caught, found.applying(OUTCOME):
+        updates.append(1)
+    assert not updates and caught.value.lease
+    assert_nothing_applied(found)
+
+
+def test_what_the_coordinator_settled_is_applied_all_the_same() -> None:
+    """Fenced, and the lease is over: neither bars an outcome that is known to be the world's."""
+    found = gate()
+    found.lease_until = 0.0
+    found.fence(GENERATION)
+    with found.applying(OUTCOME, settled=True):
+        pass
+    assert versions(found.fence(GENERATION)) == [AFTER]
+
+
+def test_an_update_that_fails_leaves_nothing_held() -> None:
+    """Half an update is no version; nor is it evidence of the commit that this member alone would vouch for."""
+    found = gate()
+    with pytest.raises(ZeroDivisionError), found.applying(OUTCOME):
+        raise ZeroDivisionError
+    answer = found.fence(GENERATION)
+    assert answer.held == ()
+
+
+@contextmanager
+def update_under_way(found: Gate) -> Iterator[threading.Event]:
+    """Another thread is inside the update until the event is set."""
+    inside, finish = threading.Event(), threading.Event()
+
+    def update() -> None:
+        with found.applying(OUTCOME):
+            inside.set()
+            assert finish.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    try:
+        assert inside.wait(PATIENCE_S)
+        yield finish
+    finally:
+        finish.set()
+        thread.join(PATIENCE_S)
+
+
+def test_a_fence_waits_for_the_update_under_way_and_says_applied() -> None:
+    found = gate()
+    answers: list[Fenced] = []
+    with update_under_way(found) as finish:
+        asking = threading.Thread(target=lambda: answers.append(found.fence(GENERATION)))
+        asking.start()
+        asking.join(0.2)
+        assert asking.is_alive() and not answers, "no answer while half an update is done"
+        finish.set()
+        asking.join(PATIENCE_S)
+    (answer,) = answers
+    assert (versions(answer), answer.prepared, answer.outcomes) == ([AFTER], None, (OUTCOME,))
+
+
+def test_outcomes_are_kept_until_they_are_acknowledged_and_the_newest_always() -> None:
+    """R6: the next coordinator's journal may end before the commit that the one before has acknowledged."""
+    found, later = gate(), replace(OUTCOME, step=STEP + 1)
+    for each in (OUTCOME, later):
+        with found.applying(each):
+            pass
+    found.acknowledge(GENERATION, STEP - 1)
+    found.acknowledge(GENERATION - 1, STEP + 1)  # late: those steps were given up since, and are these now
+    assert found.fence(GENERATION).outcomes == (OUTCOME, later)
+    found.acknowledge(GENERATION, STEP + 1)
+    assert found.fence(GENERATION).outcomes == (later,)
+
+
+@pytest.mark.parametrize("amount", [1.0, 0.02, -0.02])
+def test_a_clock_that_is_skewed_runs_so_much_too_fast(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
+    """The fault ``clock_skew``: against a clock that it does not touch, read before and after."""
+    monkeypatch.setattr(time, "monotonic", time.monotonic)  # put back afterwards
+    before = time.perf_counter()
+    skew(amount)
+    began, after = time.monotonic(), time.perf_counter()
+    while (inner := time.perf_counter()) < after + 0.01:
+        pass
+    skewed, outer = time.monotonic() - began, time.perf_counter()
+    assert (inner - after) * (1 + amount) <= skewed <= (outer - before) * (1 + amount)

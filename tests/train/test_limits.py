@@ -1,0 +1,162 @@
+"""How much memory may still be taken, read from the files in which the kernel says so."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.errors import JobError, NoRoomYet
+from elastic.state.region import PAGE
+from elastic.train import session
+from elastic.train.counters import Counters
+from elastic.train.machine.limits import (
+    SEGMENT,
+    SHARED,
+    alone,
+    copies_here,
+    free_memory,
+    little_lockable,
+    little_shared,
+    lockable_memory,
+    no_segment,
+    shared_memory,
+)
+from elastic.train.model import build_model, tensors_of
+from elastic.train.session import make_snapshots
+from tests.support.toys import toy_job
+
+pytestmark = pytest.mark.fast
+
+
+def test_the_limit_that_is_met_first_counts(tmp_path: Path) -> None:
+    """Of a container without the file cache, which the kernel gives back; of a node where there is no container, or none with a limit."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  2000 kB\nMemAvailable:  1000 kB\n")
+    assert free_memory(meminfo, tmp_path / "none") == (1_024_000, "the node (MemAvailable)")
+    for name, text in (("memory.max", "max"), ("memory.current", "700000"), ("memory.stat", "anon 5\ninactive_file 100000\n")):
+        (tmp_path / name).write_text(text + "\n")
+    assert free_memory(meminfo, tmp_path)[0] == 1_024_000, "no limit"
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert free_memory(meminfo, tmp_path) == (400_000, "the container (memory.max = 1000000)")
+
+
+def test_a_group_within_a_group_counts(tmp_path: Path) -> None:
+    """Of both versions: the limit may be this process's own group's, or one's above it."""
+    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
+    meminfo.write_text("MemAvailable:  1000 kB\n")
+    for line, inner, names in (
+        ("0::/pods/mine", "pods/mine", ("memory.max", "memory.current")),
+        ("4:memory:/pods/mine", "memory/pods/mine", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ):
+        own.write_text(f"1:name=systemd:/\n{line}\n")
+        folder = tmp_path / names[0]
+        for group, limit, used in ((folder / inner, 900_000, 500_000), ((folder / inner).parent, 800_000, 700_000)):
+            group.mkdir(parents=True, exist_ok=True)
+            for name, text in ((names[0], f"{limit}\n"), (names[1], f"{used}\n"), ("memory.stat", "inactive_file 0\n")):
+                (group / name).write_text(text)
+        assert free_memory(meminfo, folder, own) == (100_000, f"the container ({names[0]} = 800000)")
+
+
+def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers of one node that each find room for one: the second is refused, or told to come again where memory is only held."""
+    job = toy_job(tmp_path, copies={"copy_every": 3})
+    tensors, cpu = tensors_of(build_model(job)), torch.device("cpu")
+    counters = [Counters(tmp_path / name, create=True) for name in ("w1", "w2")]
+    before, kept = copies_here()
+    first = make_snapshots(job, tensors, cpu, counters[0])
+    assert first is not None and counters[0]["copies"] == first.region.descriptor
+    size = first.region.memory.nbytes
+    assert size - 2 * PAGE <= copies_here()[0] - before <= size
+
+    def free(regions: int, taken: int = 0) -> None:
+        monkeypatch.setattr(session, "free_memory", lambda: (regions * size, "the node (MemAvailable)"))
+        monkeypatch.setattr(session, "copies_here", lambda: (copies_here()[0] - before, taken))
+
+    free(2)
+    with pytest.raises(JobError, match=r"^copies\.copy_every = 3: this worker's copies take .* raise it by .* \(on Kubernetes resources"):
+        make_snapshots(job, tensors, cpu, counters[1])
+    free(2, taken=size)
+    with pytest.raises(NoRoomYet):
+        make_snapshots(job, tensors, cpu, counters[1])
+    assert counters[1]["copies"] == 0
+    for slot in range(first.region.slots):
+        first.region.data(slot)[:] = bytes(first.region.slot_bytes)
+        first.region.digests(slot)[:] = memoryview(bytes(8 * first.region.slot_blocks)).cast("q")
+    assert copies_here()[0] - before <= 2 * PAGE and copies_here()[1] - kept >= size - 2 * PAGE, "written, and nobody else has it open"
+    free(2)
+    assert make_snapshots(job, tensors, cpu, counters[1]) is not None
+
+
+def test_one_worker_of_a_node_at_a_time() -> None:
+    entered = threading.Event()
+
+    def enter() -> None:
+        with alone():
+            entered.set()
+
+    with alone():
+        other = threading.Thread(target=enter)
+        other.start()
+        assert not entered.wait(0.2)
+    assert entered.wait(10)
+    other.join()
+
+
+def test_this_machine_says_so_too() -> None:
+    free, where = free_memory()
+    assert free > 0 and where
+    assert shared_memory() >= SEGMENT and lockable_memory() >= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def test_a_worker_whose_counters_do_not_fit_is_refused_by_name() -> None:
+    assert no_segment(SEGMENT) == ""
+    assert no_segment(100) == (
+        "/dev/shm has 100 B left, and the counters of one worker take 4.1 kB of it; make it larger (on Kubernetes an emptyDir with "
+        "medium: Memory and a sizeLimit, mounted at /dev/shm; with docker --shm-size), or remove what fills it"
+    )
+
+
+def test_shared_memory_that_may_not_do_for_nccl_is_named() -> None:
+    assert little_shared(SHARED) == ""
+    said = little_shared(64 * 2**20)
+    assert said.startswith("/dev/shm has 67.1 MB left, less than the 1.07 GB that NCCL is usually given")
+    assert "emptyDir with medium: Memory and a sizeLimit" in said and "docker --shm-size" in said
+
+
+def test_a_limit_on_locked_memory_below_what_is_pinned_is_named() -> None:
+    assert little_lockable(8 * 2**20, 8 * 2**20) == little_lockable(2**50, sys.maxsize) == ""
+    said = little_lockable(96 * 10**9, 8 * 2**20)
+    assert said.startswith("this worker pins 96 GB of host memory for copies, and RLIMIT_MEMLOCK is 8.39 MB: ")
+    assert "was not verified" in said and "`ulimit -l unlimited`" in said and "LimitMEMLOCK=infinity" in said
+
+
+FULL = """
+import os, sys
+from pathlib import Path
+from elastic.train.counters import FOLDER, Counters, segment
+from elastic.train.machine.limits import no_segment, shared_memory
+print(no_segment(shared_memory()))
+Counters(segment("fits", "w1"), create=True)["pid"] = 1
+print(no_segment(shared_memory()))
+try:
+    Counters(segment("full", "w2"), create=True)
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a /dev/shm of its own")
+def test_a_full_one_is_an_error_and_no_signal() -> None:
+    """With room for the counters of one worker."""
+    mount = f'mount -t tmpfs -o size={SEGMENT} none /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", FULL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    fits, full, why = done.stdout.splitlines()
+    assert fits == "" and full == no_segment(0) and why == "No space left on device"

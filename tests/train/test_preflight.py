@@ -1,0 +1,113 @@
+"""What is found out about a job's data before any worker starts, and what a run remembers of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.data.prepare import prepare
+from elastic.data.tokens import TokenDataset
+from elastic.errors import DataError, JobError, ModelError
+from elastic.job import Job
+from elastic.report.story import StepLine
+from elastic.runs import Run
+from elastic.train.local import run_local
+from elastic.train.preflight import preflight
+from tests.data.texts import write_texts
+from tests.support.chaos import exported_hash
+
+TEXT = "It was the best of times, it was the worst of times. " * 40
+
+
+def job_on(root: Path, path: str | Path, **changes: Any) -> Job:
+    model = {"vocab": 257, "dim": 16, "layers": 1, "heads": 2}
+    args = {"path": str(path), "seq_len": 8}
+    values = {"name": "run", "bucket": str(root / "bucket"), "model_args": model, "data": {"args": args}}
+    return Job(**(values | changes))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_texts(tmp_path / "text", {"a.txt": TEXT})
+
+
+def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, text: Path) -> None:
+    prepare(text, str(tmp_path / "data"), bpe=270)
+    sentence = r"^model_args\.vocab = 257 is smaller than the vocabulary of the dataset, 270; set it to 270 or more$"
+    with pytest.raises(ModelError, match=sentence):
+        preflight(job_on(tmp_path, tmp_path / "data"))
+    assert not (tmp_path / "bucket").exists(), "refused before the run begins"
+    preflight(job_on(tmp_path, tmp_path / "data", model_args={"vocab": 270, "dim": 16, "layers": 1, "heads": 2}))
+    assert not (tmp_path / "bucket").exists(), "nor does a job that can work begin a run by being looked at"
+
+
+def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text: Path) -> None:
+    """8 B took 94 s in ``init_weights``.  What the sentence tells to set silences it."""
+    prepare(text, str(tmp_path / "data"))
+    large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
+
+    def told(model: dict[str, Any], form_s: float) -> list[str]:
+        job = job_on(tmp_path, tmp_path / "data", name=f"of-{model['dim']}", model_args=model, deadlines={"form_s": form_s})
+        return [note for note in preflight(job).notes if "form_s" in note]
+
+    assert told({"vocab": 257, "dim": 16, "layers": 1, "heads": 2}, 120) == []
+    (sentence,) = told(large, 120)
+    assert sentence.startswith("deadlines.form_s = 120 may be too short for 83.8 GB of state: "), sentence
+    assert told(large, float(sentence.split()[-3])) == [] != told(large, 300)
+
+
+# ---- a run is bound to its samples, not to their place
+
+
+def test_data_that_was_moved_is_the_same_run_with_the_same_bits(tmp_path: Path, text: Path) -> None:
+    """Stopped half way, the folder renamed: the run goes on and ends as if nothing had happened."""
+    data, moved = tmp_path / "data", tmp_path / "moved"
+    prepare(text, str(data))
+    undisturbed = job_on(tmp_path, data, name="undisturbed", steps=6)
+    assert run_local(undisturbed, lambda line: None)[0] == "Finished"
+
+    def ctrl_c(line: object) -> None:
+        if isinstance(line, StepLine) and line.step == 3:
+            raise KeyboardInterrupt
+
+    assert run_local(job_on(tmp_path, data, steps=6), ctrl_c)[0] == "Stopped"
+    data.rename(moved)
+    again = job_on(tmp_path, moved, steps=6)
+    preflight(again)
+    assert run_local(again, lambda line: None)[::2] == ("Finished", 6)
+    assert exported_hash(again) == exported_hash(undisturbed)
+
+
+def test_other_samples_are_refused_with_both_fingerprints(tmp_path: Path, text: Path) -> None:
+    """Of other text at the same path, and of the same text cut otherwise; by the command and by a worker alike."""
+    prepare(text, str(tmp_path / "data"))
+    begun = job_on(tmp_path, tmp_path / "data")
+    Run.open(begun).trains_on(preflight(begun).build.data)
+    (tmp_path / "data").rename(tmp_path / "old")
+    write_texts(text, {"a.txt": TEXT.replace("worst", "wurst")})
+    prepare(text, str(tmp_path / "data"))
+    old, new = (TokenDataset(str(tmp_path / name), 8).fingerprint() for name in ("old", "data"))
+    cut = {"args": {"path": str(tmp_path / "old"), "seq_len": 9}}
+    for job, found in ((begun, new), (begun.replace(data=cut), old.replace("/8", "/9"))):
+        for start in (preflight, lambda job: run_local(job, print)):
+            with pytest.raises(JobError, match=rf"the dataset has the fingerprint {found}, but the run 'run' in .* was begun on {old} \(d"):
+                start(job)
+    preflight(begun.replace(data={"args": {"path": str(tmp_path / "old"), "seq_len": 8}}))
+
+
+class Nameless:
+    """A dataset without a fingerprint."""
+
+    def __len__(self) -> int:
+        return 99
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Any]:
+        return {}
+
+
+def test_a_dataset_must_have_a_fingerprint(tmp_path: Path) -> None:
+    job = job_on(tmp_path, "", data={"dataset": "tests.train.test_preflight:Nameless"})
+    with pytest.raises(DataError, match=r"^data\.dataset = 'tests\.data\.test_preflight:Nameless' has no fingerprint\(\); see the class"):
+        preflight(job)

@@ -1,0 +1,218 @@
+"""A step is a transaction: all members apply it or none does; garbage is no commit; what was settled is what the others applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elastic.engine.world import World
+from elastic.errors import FencedOff
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.batch import microbatch_of
+from elastic.plan.layout import Layout
+from elastic.protocol.commit_record import BEHIND, NO_COPIES, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Copied, Outcome, conclude
+from elastic.train.faults import Faults
+from elastic.train.gate import Gate
+from elastic.train.step import Share, blank_record, fill_record, update
+from tests.engine.conftest import STEPS
+from tests.support.carried import Broken, Healed, broken, go_on, holdings
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, finish, member, shard_hash
+from tests.support.toys import toy_job
+
+# ---- all or none
+
+
+def refuse() -> int:
+    """A boundary that fails: after the gradients are prepared, before the commit."""
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("point", ["forward", "backward", "before_commit", "boundary"])
+@pytest.mark.parametrize("layout", [Layout(1, 3), Layout(2, 2)], ids=str)
+def test_a_member_that_fails_before_the_commit_leaves_all_untouched(
+    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, point: str
+) -> None:
+    """Promise 2: parameters and moments of all members as before the step, and the next world goes on from there, to the same bits."""
+    fault = {"point": point, "step": 2, "world_rank": 1, "kind": "exception", "generation": ranks.generation + 1}
+    job = toy_job(tmp_path, faults=[] if point == "boundary" else [fault])
+    members: list[Broken] = ranks.run(layout, broken, job, 1, refuse if point == "boundary" else None)
+    assert members[1].error == ("ZeroDivisionError" if point == "boundary" else "InjectedError"), "the fault happened"
+    version = Version(1, ranks.generation)
+    for each in members:
+        assert each.error and each.untouched and each.version == version
+    assert (members[1].prepared == 2) == (point == "boundary")
+    finish(job, layout, [each.receipt for each in members], version)
+    healed: list[Healed] = ranks.run(Layout(3, 1), go_on, job, holdings(layout, version, range(3)), STEPS)
+    assert finish(job, Layout(3, 1), [each.receipt for each in healed if each.receipt], healed[0].version) == reference.hash
+
+
+# ---- settled
+
+
+class FenceAt(Faults):
+    """Fences this member at one point of one step: a control thread that is quicker than the training thread."""
+
+    def __init__(self, gate: Gate, point: str, step: int) -> None:
+        super().__init__(())
+        self.gate, self.at = gate, (point, step)
+
+    def strike(self, point: str, step: int, world: World) -> None:
+        if (point, step) == self.at:
+            self.gate.fence(world.generation)
+
+
+@dataclass
+class Settled:
+    """One member's word on step 2."""
+
+    barred: bool
+    untouched: bool
+    prepared: int | None
+    outcomes: list[Outcome]
+    hash: str
+
+
+def fenced_in_the_commit(world: World, job: Job, slow: int) -> Settled:
+    """All see the commit of step 2, but ``slow`` is fenced before it applies it; then it is told the outcome by another."""
+    with member(world, job, Version(0, 0)) as me:
+        me.step()
+        before, barred = shard_hash(me.state.shard), False
+        if world.rank == slow:
+            me.session.faults = FenceAt(me.gate, "before_update", 2)
+        try:
+            me.step()
+        except FencedOff:
+            barred = True
+        untouched, prepared = shard_hash(me.state.shard) == before, me.gate.prepared
+        evidence: list[Outcome | None] = [None] * world.size
+        torch.distributed.all_gather_object(evidence, me.gate.outcomes[-1])
+        if barred:
+            outcome = max((each for each in evidence if each is not None), key=lambda each: each.step)
+            with me.gate.applying(outcome, settled=True):
+                update(me.session, me.state, outcome)
+        return Settled(barred, untouched, prepared, list(me.gate.outcomes), shard_hash(me.state.shard))
+
+
+def undisturbed(world: World, job: Job) -> str:
+    with member(world, job, Version(0, 0)) as me:
+        me.step()
+        me.step()
+        return shard_hash(me.state.shard)
+
+
+@pytest.mark.parametrize("layout", [Layout(3, 1), Layout(1, 3)], ids=str)
+def test_a_settled_outcome_is_applied_as_the_others_applied_it(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """Promise 2: fenced between prepare and commit nothing is applied; the outcome then gives the very bits of the others."""
+    job = toy_job(tmp_path)
+    members: list[Settled] = ranks.run(layout, fenced_in_the_commit, job, 1)
+    assert [each.barred for each in members] == [False, True, False]
+    assert [each.untouched for each in members] == [False, True, False]
+    assert [each.prepared for each in members] == [None, 2, None]
+    assert [each.hash for each in members] == ranks.run(layout, undisturbed, job)
+    assert all(each.outcomes == members[0].outcomes for each in members)
+
+
+# ---- garbage
+
+SHAPE = CommitShape(incarnation=2, generation=5, microbatches=8, microbatch=2, world=3)
+SIZE = SHAPE.fields * 8
+
+
+@cache
+def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0), copied: tuple[Copied, ...] = (NO_COPIES,) * 3) -> bytes:
+    """The records of all members, as ``commit`` gathers them."""
+    draw = torch.Generator().manual_seed(step)
+    norm = torch.rand((), generator=draw, dtype=torch.float64)
+    records = []
+    for rank in range(SHAPE.world):
+        share = Share([], [], [])
+        for round_ in range(SHAPE.rounds):
+            index = microbatch_of(round_, rank, SHAPE.world, SHAPE.microbatches)
+            share.losses.append(torch.rand((), generator=draw))
+            share.counts.append(torch.tensor(32 - rank))
+            share.samples.append(() if index is None else (step * 100 + 2 * index, step * 100 + 2 * index + 1))
+        records.append(fill_record(blank_record(SHAPE, rank, step, asked[rank], share, copied[rank]), share, norm))
+    return torch.cat(records).numpy().tobytes()
+
+
+def never_another(garbage: bytes) -> None:
+    """Either no outcome, or the true one."""
+    try:
+        found = conclude(SHAPE, 7, garbage)
+    except BadRecord:
+        assert garbage != gathered(7)
+    else:
+        assert found == conclude(SHAPE, 7, gathered(7))
+
+
+def test_what_was_gathered_says_what_was_put_in() -> None:
+    """Control: all eight microbatches, in order, from three members of which one idles in the last round."""
+    outcome = conclude(SHAPE, 7, gathered(7))
+    assert outcome.samples == tuple((700 + 2 * i, 701 + 2 * i) for i in range(8))
+    assert outcome.counts == tuple(32 - i % 3 for i in range(8))
+    assert (outcome.step, outcome.generation, outcome.finite) == (7, 5, True)
+    assert conclude(SHAPE, 6, gathered(6)) != outcome
+
+
+def test_what_one_member_asks_for_all_do_and_who_is_behind_is_waited_for_by_all() -> None:
+    outcomes = [
+        conclude(SHAPE, 7, gathered(7, asked)) for asked in ((0, BEHIND, PAUSE), (SAVE_AND_PAUSE, 0, PAUSE), (0, 0, PAUSE + BEHIND))
+    ]
+    assert [(each.boundary, each.behind) for each in outcomes] == [(PAUSE, True), (SAVE_AND_PAUSE, False), (PAUSE, True)]
+
+
+def test_of_copies_the_slowest_member_decides() -> None:
+    outcome = conclude(SHAPE, 7, gathered(7, copied=(Copied(5, 3, 1, 10), Copied(4, 3, 2, 0), Copied(5, -1, 0, 12))))
+    assert (outcome.copied_through, outcome.buddied_through, outcome.copy_every, outcome.buddy_every) == (4, -1, 2, 12)
+
+
+@example(0, 6, 8)  # 1.0 and -1.0: their difference is the highest bit alone
+@given(st.integers(0, 2), st.integers(0, SHAPE.fields - 1), st.integers(0, SHAPE.fields - 1))
+def test_words_in_another_order_are_a_bad_record(rank: int, one: int, other: int) -> None:
+    words = [gathered(7)[at : at + 8] for at in range(0, 3 * SIZE, 8)]
+    i, j = rank * SHAPE.fields + one, rank * SHAPE.fields + other
+    words[i], words[j] = words[j], words[i]
+    never_another(b"".join(words))
+    if words[i] != words[j]:
+        with pytest.raises(BadRecord):
+            conclude(SHAPE, 7, b"".join(words))
+
+
+@given(st.integers(0, 3 * SIZE - 1), st.integers(1, 255))
+def test_any_byte_changed_is_a_bad_record(position: int, flips: int) -> None:
+    data = bytearray(gathered(7))
+    data[position] ^= flips
+    with pytest.raises(BadRecord):
+        conclude(SHAPE, 7, bytes(data))
+
+
+@given(st.integers(0, 3 * SIZE), st.integers(0, 3 * SIZE), st.sampled_from(["zeros", "the step before", "ones"]))
+def test_a_part_that_never_arrived_is_never_another_outcome(a: int, b: int, instead: str) -> None:
+    """An aborted collective leaves what the buffer held: nothing, or the records of an earlier step."""
+    first, last = min(a, b), max(a, b)
+    left = {"zeros": bytes(3 * SIZE), "ones": b"\xff" * 3 * SIZE, "the step before": gathered(6)}[instead]
+    never_another(gathered(7)[:first] + left[first:last] + gathered(7)[last:])
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 0, 2), (2, 1, 0)])
+def test_records_in_others_places_are_bad(order: tuple[int, ...]) -> None:
+    data = gathered(7)
+    with pytest.raises(BadRecord):
+        conclude(SHAPE, 7, b"".join(data[rank * SIZE : (rank + 1) * SIZE] for rank in order))
+
+
+@pytest.mark.parametrize("shape", [{"generation": 4}, {"incarnation": 1}])
+def test_records_of_another_world_are_bad(shape: dict[str, int]) -> None:
+    """Promise 3: what carries an older number is refused."""
+    with pytest.raises(BadRecord):
+        conclude(
+            CommitShape(**({"incarnation": 2, "generation": 5, "microbatches": 8, "microbatch": 2, "world": 3} | shape)), 7, gathered(7)
+        )

@@ -107,7 +107,9 @@ def test_not_asking_what_keepers_hold_is_noticed() -> None:
 
 
 def test_not_waiting_for_the_answers_of_keepers_is_noticed() -> None:
-    assert HELD in killed_by("hasty_of_keepers", Edit("copy_inventory", "    return missing if decision.now < run.stock_until else ()", "    return ()"))
+    assert HELD in killed_by(
+        "hasty_of_keepers", Edit("copy_inventory", "    return missing if decision.now < run.stock_until else ()", "    return ()")
+    )
 
 
 def test_ignoring_copies_is_noticed() -> None:

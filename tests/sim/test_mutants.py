@@ -164,7 +164,9 @@ def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> N
 
 def test_dropping_here_is_noticed() -> None:
     """Those who were there are blamed for those who were not."""
-    edit = Edit("forming", "        decision.amend(here=(*state.here, event.worker), here_at=min(state.here_at, decision.now))", "        pass")
+    edit = Edit(
+        "forming", "        decision.amend(here=(*state.here, event.worker), here_at=min(state.here_at, decision.now))", "        pass"
+    )
     assert "said Here and is expelled" in killed_by("deaf", edit)
 
 

@@ -63,6 +63,7 @@ class Worker:
         if self._begun:
             return
         self._begun = True
+        from elastic.engine.optim.base import rule_of
         from elastic.train.loop import Trainer
         from elastic.train.model import build_model, rows_of, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
@@ -73,7 +74,7 @@ class Worker:
         try:
             device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
-            tensors = tensors_of(build_model(self.job))
+            tensors = tensors_of(build_model(self.job), rule_of(self.job))
             rows = rows_of(tensors)
             session.secret, session.snapshots = self.secret, make_snapshots(self.job, tensors, device, self.counters)
             build = replace(build_of(session), host=cluster.host())

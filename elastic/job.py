@@ -55,8 +55,12 @@ class Data(Part):
 
 
 class Optim(Part):
-    """AdamW; weight decay is decoupled and spares biases, norms and every other tensor of fewer than two dimensions."""
+    """The optimizer.  Weight decay is decoupled and spares biases, norms and every other tensor of fewer than two dimensions."""
 
+    kind: Literal["adamw"] | Code = "adamw"
+    """The optimizer: one of ours, or ``pkg.module:RULE`` with a ``Rule`` of ``elastic.engine.optim.base``."""
+    args: dict[str, JsonValue] = {}
+    """Settings of an optimizer of your own."""
     lr: Annotated[Number, Field(ge=0)] = 3e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Annotated[Number, Field(gt=0)] = 1e-8
@@ -254,8 +258,16 @@ class Job(Part):
         return hashlib.sha256(json.dumps(self.trajectory(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def trajectory(self) -> dict[str, Any]:
-        """The settings that define it."""
-        return self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
+        """Return the settings that define the trajectory."""
+        settings = self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
+        for section, later in _LATER.items():
+            settings[section] = {name: value for name, value in settings[section].items() if name not in later or value != later[name]}
+        return settings
+
+    def code(self) -> tuple[str, ...]:
+        """Return the code that the job names, as ``pkg.module:name``."""
+        optimizer = () if self.optim.kind == "adamw" else (self.optim.kind,)
+        return (self.model, self.loss, self.data.dataset, *optimizer)
 
     @property
     def microbatches(self) -> int:
@@ -309,6 +321,9 @@ _NOT_THE_TRAJECTORY: Any = {
     **dict.fromkeys(("faults", "on_driver_exit"), True),
     "data": {"prefetch", "args"},  # what args select is known by its fingerprint: Run.trains_on
 }
+_LATER: dict[str, dict[str, Any]] = {"optim": {"kind": "adamw", "args": {}}}
+"""Settings that came after the first release, by section, with the value that means what was done before.  With that value a setting
+does not enter the digest, so that the digests of runs that were begun before stay as they are."""
 
 
 FENCED_LEASES = 4

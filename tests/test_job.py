@@ -93,7 +93,7 @@ def test_an_option_reads_as_its_setting_wants(job_file: Path, options: list[str]
 def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     print_help(Job, "elastic train JOB.toml")
     shown = capsys.readouterr().out
-    tables = {"model_args", "data.args", "faults"}
+    tables = {"model_args", "data.args", "optim.args", "faults"}
     assert [name for name in leaves(Job) if "[" not in name and name not in tables and f"--{name.replace('_', '-')}" not in shown] == []
     assert "Samples of one step" in shown
 

@@ -1,1 +1,1 @@
-"""COMPUTES: worlds, sharded models, the ordered fold, the optimizer.  torch, no Ray."""
+"""COMPUTES: process groups, sharded models, reductions of gradients, optimizers.  Uses torch, never Ray."""

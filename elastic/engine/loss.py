@@ -1,4 +1,4 @@
-"""Losses: a sum over valid tokens and their number, never a mean, so that membership cannot change the scale."""
+"""Losses return a sum over valid tokens and their number, never a mean, so that the number of members cannot change the scale."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each next token.  ``batch["tokens"]``: int64 [batch, seq + 1]; negative targets are masked.
+    """Return the cross-entropy of each next token: (sum as float32 scalar, number of valid targets as int64 scalar).
 
-    Returns (sum of losses as float32 scalar, number of valid targets as int64 scalar).
+    ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked.
     """
     tokens = batch["tokens"]
     logits = model(tokens[:, :-1].clamp_min(0))

@@ -325,6 +325,12 @@ def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGrou
     gather(output, mine, group=group)
 
 
+def reduce_scatter(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """``output`` [n]: this member's part of the sum of everyone's flat ``mine`` [members × n].  torch 2.13 renamed the call."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, mine, group=group)
+
+
 def _exchange_endpoints(store: dist.Store, rank: int, world: int, mine: set[Endpoint]) -> frozenset[Endpoint]:
     store.set(f"listening/{rank}", json.dumps(sorted(mine)))
     others = (json.loads(store.get(f"listening/{other}")) for other in range(world) if other != rank)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.control.saving import begins, due
+from elastic.engine.parallelize import scheme_of
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import WorkerId
@@ -327,7 +328,7 @@ class Trainer:
             rank=seat.rank,
             device=self.device,
             form_s=self._form_s,
-            replicas=not self.session.job.reproducible,
+            replicas=scheme_of(self.session.job).needs_replicate_group,
             met=partial(self.session.faults.strike, "forming", plan.version.step + 1, seat),
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from elastic.engine.optim.adamw import MOMENTS, Optimizer
+from elastic.engine.optim.base import Optimizer, Rule, rule_of
 from elastic.engine.parallelize import parallelize
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
@@ -87,17 +87,17 @@ def build_model(job: Job) -> nn.Module:
     return model
 
 
-def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
-    """Every tensor of the state: parameters, their moments, buffers, and the number of updates.  In a fixed order."""
+def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
+    """Return every tensor of the state in a fixed order: parameters, their moments by ``rule``, buffers, and scalars."""
     found = []
     for name, parameter in model.named_parameters():
         found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)))
         if parameter.requires_grad:
-            found += [Tensor(name, f"moment.{moment}", "F32", tuple(parameter.shape)) for moment in MOMENTS]
+            found += [Tensor(name, f"moment.{moment}", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)) for moment in rule.moments]
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
-    return (*found, UPDATES)
+    return (*found, UPDATES, *(Tensor(name, "scalar", "F32", ()) for name in rule.scalars))
 
 
 def bytes_of(tensors: tuple[Tensor, ...]) -> int:
@@ -121,15 +121,17 @@ class State:
 
     def __init__(self, job: Job, world: World, version: Version) -> None:
         blueprint = build_model(job)
-        self.tensors = tensors_of(blueprint)
+        self.tensors = tensors_of(blueprint, rule_of(job))
         self.rows = {name: parameter.shape[0] for name, parameter in blueprint.named_parameters()}
         decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
         self.job, self.world = job, world
-        self.model, self.round = parallelize(blueprint, world, job)
+        self.model, self.sync = parallelize(blueprint, world, job)
         local = {name: _local(parameter).detach() for name, parameter in self.model.named_parameters()}
         self.trained = {name: local[name].requires_grad_() for name, p in self.model.named_parameters() if p.requires_grad}
-        self.optimizer = Optimizer(job, self.trained, decayed)
-        self.shard = Shard(version, world.layout.dp_shard, world.layout.coordinates(world.rank)[1], self._values(local))
+        count, index = world.layout.dp_shard, world.layout.coordinates(world.rank)[1]
+        boxes = {tensor.name: (shard_slice(tensor, count, index),) for tensor in self.tensors if tensor.kind == "parameter"}
+        self.optimizer = Optimizer(job, self.trained, boxes, decayed)
+        self.shard = Shard(version, count, index, self._values(local))
 
     def _values(self, local: dict[str, torch.Tensor]) -> dict[Key, torch.Tensor]:
         buffers = dict(self.model.named_buffers())
@@ -141,9 +143,9 @@ class State:
                 case kind if kind in BUFFERS:
                     value = buffers[tensor.name]
                 case "scalar":
-                    value = self.optimizer.updates
+                    value = self.optimizer.updates if tensor == UPDATES else self.optimizer.scalars[tensor.name]
                 case moment:
-                    value = self.optimizer.moment(moment.removeprefix("moment."), tensor.name)
+                    value = self.optimizer.parts[tensor.name].moments[moment.removeprefix("moment.")]
             values[tensor.kind, tensor.name] = value.detach()
         return values
 

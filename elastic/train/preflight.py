@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from torch import nn
 
 from elastic.data.loader import Dataset
+from elastic.engine.optim.base import rule_of
 from elastic.engine.parallelize import sharding_table
 from elastic.errors import ModelError
 from elastic.job import Job
@@ -50,7 +51,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     check(ObjectStore.open(job.bucket), job.name)
     Run.look(job).check_data(build.data)
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
-    state_bytes = bytes_of(tensors_of(model))
+    state_bytes = bytes_of(tensors_of(model, rule_of(job)))
     return Checked(build, notes if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
 
 

@@ -151,6 +151,6 @@ def build_of(session: Session) -> Build:
         python=f"{major}.{minor}",
         torch=torch.__version__.partition("+")[0],
         ray=version("ray"),
-        code=code_digest((job.model, job.loss, job.data.dataset)),
+        code=code_digest(job.code()),
         data=_fingerprint(job, session.loader.dataset),
     )

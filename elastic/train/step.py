@@ -15,8 +15,8 @@ import torch
 
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
-from elastic.engine.sync.ordered import squared_norm
-from elastic.engine.world import TO_HOST, World, all_gather
+from elastic.engine.norm import squared_norm
+from elastic.engine.world import TO_HOST, World
 from elastic.errors import ModelError
 from elastic.job import Job
 from elastic.plan.batch import active, rounds
@@ -88,9 +88,9 @@ def compute(session: Session, state: State, step: int) -> Share:
     for round_, index, ids, batch in session.loader.microbatches(step, world.rank, world.size):
         session.counters.at("computes")
         session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
-        state.round.active = active(round_, world.size, job.microbatches)
-        state.round.last = round_ + 1 == rounds(job.microbatches, world.size)
-        if job.reproducible or round_ == 0:
+        state.sync.round.active = active(round_, world.size, job.microbatches)
+        state.sync.round.last = round_ + 1 == rounds(job.microbatches, world.size)
+        if state.sync.keeps_sums or round_ == 0:
             state.forget_grads()
         if batch is None:
             batch = session.loader.read(session.cursor.microbatch_ids(step, 0, job.microbatch))
@@ -162,9 +162,7 @@ def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch
 
 def commit(session: Session, state: State, gate: Gate, shape: CommitShape, step: int, record: torch.Tensor) -> Outcome:
     """The one all-gather.  Raises if it does not complete, or completes over garbage."""
-    gathered = record.new_empty(shape.world * shape.fields)
-    all_gather(gathered, record)
-    raw = state.world.to_host(gathered, given_up=lambda: gate.generation <= gate.fenced)
+    raw = state.world.to_host(state.sync.gather(record), given_up=lambda: gate.generation <= gate.fenced)
     outcome = conclude(shape, step, raw.numpy().astype("<f8", copy=False).tobytes())
     session.counters["collective"] = 2
     return outcome

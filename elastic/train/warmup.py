@@ -12,7 +12,7 @@ import traceback
 
 import torch
 
-from elastic.engine.sync.ordered import squared_norm
+from elastic.engine.norm import squared_norm
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.data.prepare import prepare
-from elastic.engine.sync.ordered import OrderedReduction, Round
+from elastic.engine.sync.base import Round
+from elastic.engine.sync.ordered import OrderedReduction
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
@@ -111,7 +112,7 @@ def folded(world: World, grads: torch.Tensor, output: torch.Tensor, rounds: int)
     folding = OrderedReduction(world, Round(active=world.size))
     for number in range(rounds):
         folding.round.last = number + 1 == rounds
-        folding(output, grads, world.shard_group, dist.ReduceOp.SUM)
+        folding.reduce(grads, output)
 
 
 def scattered(world: World, grads: torch.Tensor, output: torch.Tensor, rounds: int) -> None:

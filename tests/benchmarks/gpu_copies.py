@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from elastic.engine.optim.adamw import ADAMW
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.models.llama import Llama
 from elastic.plan.copy_budget import CopyRule
@@ -80,7 +81,7 @@ def main() -> None:
     size, staging.STAGES = SIZES[options.size], options.stages
     torch.set_num_threads(1)
     with torch.device("meta"):
-        tensors = tensors_of(Llama(**size))
+        tensors = tensors_of(Llama(**size), ADAMW)
     shape, values, device = frame(tensors, SHARDS, 0), {}, torch.device("cuda")
     for tensor in tensors:
         place = torch.device("cpu") if tensor.kind == "scalar" else device

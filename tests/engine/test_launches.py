@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elastic.engine.parallelize import FSDP_STREAMS
+from elastic.engine.axes.data import FSDP_STREAMS
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Fault

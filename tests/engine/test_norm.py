@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.engine.sync.ordered import squared_norm, tree_sum
+from elastic.engine.norm import squared_norm, tree_sum
 from elastic.engine.world import World
 from elastic.plan.layout import Layout
 from storage.slices import shard_interval

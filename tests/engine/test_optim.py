@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.engine.optim.adamw import MOMENTS, Optimizer
+from elastic.engine.optim.adamw import ADAMW
+from elastic.engine.optim.base import Optimizer
 from elastic.engine.optim.schedule import learning_rate, learning_rate_of
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
@@ -34,7 +35,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def optimizer(job: Job) -> Optimizer:
-    return Optimizer(job, {name: value.requires_grad_() for name, value in tensors(0).items()}, frozenset({"matrix"}))
+    return Optimizer(job, tensors(0), dict.fromkeys(tensors(0), ()), frozenset({"matrix"}))
 
 
 def job(**optim: float) -> Job:
@@ -102,7 +103,7 @@ def test_a_gradient_within_the_norm_is_untouched(norm: float) -> None:
     never.apply(free, outcome(1, norm))
     for name, whole in tensors(1).items():
         assert torch.equal(grads[name], whole / TOKENS)
-        assert torch.equal(clipping.parameters[name], never.parameters[name])
+        assert torch.equal(clipping.parts[name].values, never.parts[name].values)
 
 
 def test_a_gradient_above_the_norm_is_rescaled_to_it() -> None:
@@ -131,7 +132,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_step() -> None:
 
 
 def state(mine: Optimizer) -> list[torch.Tensor]:
-    return [mine.updates, *mine.parameters.values(), *(mine.moment(kind, name) for kind in MOMENTS for name in mine.parameters)]
+    return [mine.updates, *(value for part in mine.parts.values() for value in (part.values, *part.moments.values()))]
 
 
 def trained(cuts: Sequence[int], steps: int = 3) -> list[torch.Tensor]:
@@ -139,12 +140,15 @@ def trained(cuts: Sequence[int], steps: int = 3) -> list[torch.Tensor]:
     spans = list(pairwise((0, *cuts, 1003)))
     draw = torch.Generator().manual_seed(3)
     whole = torch.randn(1003, generator=draw)
-    mine = Optimizer(job(), {f"{a:04}": whole[a:b].clone().requires_grad_() for a, b in spans}, frozenset(f"{a:04}" for a, _ in spans))
+    pieces = {f"{a:04}": whole[a:b].clone() for a, b in spans}
+    mine = Optimizer(job(), pieces, dict.fromkeys(pieces, ()), frozenset(pieces))
     for step in range(1, steps + 1):
         grad = torch.randn(1003, generator=draw)
         mine.apply({f"{a:04}": grad[a:b].clone() for a, b in spans}, outcome(step, 2.0))
-    found = [list(mine.parameters.values()), *([mine.moment(kind, name) for name in mine.parameters] for kind in MOMENTS)]
-    return [torch.cat([part.detach() for part in parts]) for parts in found]
+    parts = mine.parts.values()
+    return [
+        torch.cat(each) for each in ([part.values for part in parts], *([part.moments[kind] for part in parts] for kind in ADAMW.moments))
+    ]
 
 
 @settings(max_examples=25)

@@ -1,4 +1,4 @@
-"""The fold against one line of Python: pieces are added in the order of the microbatches, whoever ran them."""
+"""The ordered reduction against one line of Python: pieces are added in the order of the microbatches, whoever ran them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from elastic.engine.sync.ordered import OrderedReduction, Round
+from elastic.engine.sync.base import Round
+from elastic.engine.sync.ordered import OrderedReduction
 from elastic.engine.world import World
 from elastic.plan.batch import active, rounds
 from elastic.plan.layout import Layout
@@ -39,7 +40,7 @@ def dumb(seed: int, layout: Layout) -> torch.Tensor:
 def folded(world: World) -> list[torch.Tensor]:
     """This member's shard of the sum, for each seed.  Who idles brings garbage."""
     layout, round_ = world.layout, Round()
-    fold, found = OrderedReduction(world, round_), []
+    reduction, found = OrderedReduction(world, round_), []
     for seed in SEEDS:
         mine = gradients(seed, width(seed, layout))[world.rank :: world.size]
         output = torch.empty(width(seed, layout) // layout.dp_shard)
@@ -47,7 +48,7 @@ def folded(world: World) -> list[torch.Tensor]:
         for number in range(count):
             round_.active, round_.last = active(number, world.size, MICROBATCHES), number == count - 1
             grads = mine[number] if number < len(mine) else torch.full((width(seed, layout),), float("nan"))
-            fold(output, grads, world.shard_group, torch.distributed.ReduceOp(torch.distributed.ReduceOp.SUM))
+            reduction.reduce(grads, output)
         found.append(output.clone())
     return found
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from elastic.engine.optim.base import Hyper
 from elastic.engine.world import World
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
@@ -51,13 +52,22 @@ class Member:
     gate: Gate
     shape: CommitShape
     checkpoints: Checkpoints
+    rates: list[float] = field(default_factory=list)
+    """The learning rates that the optimizer was given, update by update."""
+
+    def __post_init__(self) -> None:
+        optimizer = self.state.optimizer
+        update = optimizer.rule.update
+
+        def recorded(parts: Any, grads: Any, hyper: Hyper) -> None:
+            self.rates.append(hyper.lr)
+            update(parts, grads, hyper)
+
+        optimizer.rule = replace(optimizer.rule, update=recorded)
 
     def step(self, boundary: Callable[[], int] = lambda: GO_ON) -> Outcome:
         """The next step."""
         return run_step(self.session, self.state, self.gate, self.shape, self.state.shard.version.step + 1, boundary)
-
-    def rate(self) -> float:
-        return float(self.state.optimizer.adamw.param_groups[0]["lr"])
 
     def save(self) -> ShardReceipt:
         receipts: list[Any] = []
@@ -99,12 +109,11 @@ def member(
 def segment(world: World, job: Job, version: Version, last: int) -> Part:
     """From ``version`` (in the bucket, or the initialisation) to step ``last``, then save."""
     with member(world, job, version) as me:
-        outcomes, hashes, rates = [], [], []
+        outcomes, hashes = [], []
         while me.state.shard.version.step < last:
             outcomes.append(me.step())
             hashes.append(shard_hash(me.state.shard))
-            rates.append(me.rate())
-        return Part(outcomes, me.save(), hashes, rates, me.session.counters["microbatches_run"])
+        return Part(outcomes, me.save(), hashes, me.rates, me.session.counters["microbatches_run"])
 
 
 def finish(job: Job, layout: Layout, receipts: Iterable[ShardReceipt], version: Version, lineage: tuple[tuple[int, int], ...] = ()) -> str:

@@ -1,4 +1,4 @@
-"""The learning rate of a step: a function of (job, step) alone, so it survives any resume unchanged."""
+"""The learning rate of a step is a function of (job, step) alone, so it survives any resume unchanged."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from elastic.job import Job
 
 
 def learning_rate(step: int, *, steps: int, peak: float, warmup: int, final: float, kind: str) -> float:
-    """lr used by step ``step`` of ``steps`` (steps count from 1; step 0 gives 0 where there is a warmup).
+    """Return the learning rate of step ``step`` of ``steps``.  Steps count from 1; step 0 gives 0 where there is a warmup.
 
-    Linear from 0 to ``peak`` at step ``warmup``; then half a cosine down to ``final * peak`` at the last step (Loshchilov and
-    Hutter 2017, section 3, without restarts), or ``peak`` for kind "constant".
+    It grows linearly from 0 to ``peak`` at step ``warmup``, then follows half a cosine down to ``final * peak`` at the last step
+    (Loshchilov and Hutter 2017, section 3, without restarts), or stays at ``peak`` for kind "constant".
     """
     if step < warmup:
         return peak * step / warmup
@@ -22,6 +22,6 @@ def learning_rate(step: int, *, steps: int, peak: float, warmup: int, final: flo
 
 
 def learning_rate_of(job: Job, step: int) -> float:
-    """:func:`learning_rate` with a job's settings."""
+    """Return :func:`learning_rate` with a job's settings."""
     schedule = job.schedule
     return learning_rate(step, steps=job.steps, peak=job.optim.lr, warmup=schedule.warmup_steps, final=schedule.final, kind=schedule.kind)

@@ -1,1 +1,1 @@
-"""How the gradients of the data ranks become one gradient."""
+"""Schemes by which the gradients of the data ranks become one gradient."""

@@ -157,6 +157,11 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
         "unbuddied": Scenario(f"1×{world}, nothing happens, copies after every step, none to another node", copies | alone),
         "uncopied": Scenario(f"1×{world}, nothing happens, no copies", shards | none),
         "alternate": Scenario(f"1×{world}, copies after every other step", copies | {"copies": {"copy_every": 2}}, check=beside_copies),
+        "saved": Scenario(
+            f"1×{world}, copies after every step, a save to the bucket after every {SAVES}",
+            copies | {"checkpoint": {"save_every": SAVES}},
+            check=beside_saves,
+        ),
         "both": Scenario(
             f"1×{world}, copies after every other step, at the end SIGKILL, healed from host memory",
             copies | {"copies": {"copy_every": 2}},
@@ -196,7 +201,20 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
 
 
 AGAIN = 20
+SAVES = 6
+"""Steps from one save of the scenario "saved" to the next."""
 DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10, "stop_s": 300}
+
+
+def beside_saves(done: Trial) -> dict[str, Any]:
+    """Seconds of the steps right after a save began, and of all others of the same world; the first twelve are not counted."""
+    lines = [line for line in done.lines if isinstance(line, StepLine)]
+    after: dict[bool, list[float]] = {True: [], False: []}
+    for one, other in pairwise(lines[12:]):
+        if one.generation == other.generation and other.step == one.step + 1:
+            after[one.step % SAVES == 0].append(other.at - one.at)
+    with_s, without_s = (statistics.median(after[saved]) for saved in (True, False))
+    return {"after_a_save_s": after[True], "other_steps_s": without_s, "a_save_costs": with_s / without_s - 1}
 
 
 def beside_copies(done: Trial) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Elastic: train large models on machines that come and go, and get the weights of a cluster that never failed.
 
-Names are resolved when they are first used (PEP 562), so that ``import elastic.control`` pulls neither torch nor Ray nor pydantic.
+Names are resolved on first use (PEP 562), so ``import elastic.control`` loads neither torch nor Ray nor pydantic.
 """
 
 from __future__ import annotations

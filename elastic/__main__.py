@@ -9,7 +9,7 @@ from elastic.imports import check_packages
 
 
 def main() -> int:
-    """The command.  Before anything is imported from a folder that takes the place of one of our packages, it is named."""
+    """Runs the command.  First it checks that no folder shadows one of our packages, before anything is imported from there."""
     try:
         check_packages()
     except CodeError as error:

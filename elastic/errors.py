@@ -1,23 +1,23 @@
 """Every error that Elastic raises on purpose.
 
     ElasticError                 exit code 2: the platform gave up
-    ├── JobError             1   what was asked for cannot work: the setting, its value, the fix
+    ├── JobError             1   the job cannot work: the message names the setting, its value and the fix
     │   ├── CodeError            code that the job names cannot be imported
-    │   ├── ModelError           the model does not keep its contract
-    │   └── DataError            the dataset does not, or it cannot be read
-    ├── WorldBroken          2   a collective failed: a peer is gone, or the world was aborted under us
-    │   ├── CopyLost             a keeper's copy that the plan counts on cannot be read
-    │   └── AbortStuck           the abort of the world before does not end in this process
+    │   ├── ModelError           the model breaks its contract
+    │   └── DataError            the dataset breaks its contract, or cannot be read
+    ├── WorldBroken          2   a collective failed: a peer is gone, or the world was aborted
+    │   ├── CopyLost             a keeper's copy that the plan needs cannot be read
+    │   └── AbortStuck           the abort of the previous world does not end in this process
     ├── FencedOff            2   this worker may apply nothing more in a generation
-    ├── StateMissing         2   state that the plan counts on is not where it says
+    ├── StateMissing         2   state is not where the plan says
     ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
-    ├── WireError            2   the other end of a direct socket is gone, or a stranger
-    └── PlatformGaveUp       2   a budget is spent: workers, time or generations without a commit
-        └── CoordinatorGone      nobody acts for the run any more
+    ├── WireError            2   the other end of a direct socket is gone, or is a stranger
+    └── PlatformGaveUp       2   a budget is spent: workers, time, or generations without a commit
+        └── CoordinatorGone      no coordinator acts for the run any more
 
-A message is one clear sentence a problem, one problem a line.  Errors travel between processes, so every one of them
-pickles: whatever an error knows beyond its message is an attribute.  What ends in good order is no error:
-``FINISHED`` and ``STOPPED`` (resumable by the same command) are the other two exit codes.
+A message has one clear sentence for each problem, one problem a line.  Errors travel between processes, so each of them pickles:
+whatever an error knows beyond its message is an attribute.  A run that ends in good order raises no error; its exit codes are
+``FINISHED`` and ``STOPPED`` (the same command resumes it).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ STOPPED = 3
 
 
 class ElasticError(Exception):
-    """Base of all; ``exit_code`` is that of a command which it ends."""
+    """Base class.  ``exit_code`` is the exit code of a command that this error ends."""
 
     exit_code = 2
 
 
 class JobError(ElasticError):
-    """The job cannot work as it is; trying again changes nothing."""
+    """The job cannot work as it is, and trying again does not help."""
 
     exit_code = 1
 
 
 class CodeError(JobError):
-    """Code that the job names by ``pkg.module:name`` cannot be imported, or our own packages are shadowed."""
+    """Code that the job names as ``pkg.module:name`` cannot be imported, or a package of Elastic is shadowed."""
 
 
 class ModelError(JobError):
-    """What ``model`` names is no model that can be trained: what one must be is in the README ("What is yours") and at ``Job.model``."""
+    """``model`` names something that cannot be trained.  The contract is at ``Job.model`` and in the guide ("Your own code")."""
 
 
 class DataError(JobError):
-    """What ``data.dataset`` names is no dataset that can be trained on, or a sample of it cannot be read."""
+    """``data.dataset`` names something that is not a dataset, or a sample of it cannot be read."""
 
 
 class WorldBroken(ElasticError):
@@ -55,7 +55,7 @@ class WorldBroken(ElasticError):
 
 
 class CopyLost(WorldBroken):
-    """What the plan takes from the copies of ``keeper`` cannot be had there; a later plan takes it elsewhere."""
+    """A copy that the plan takes from ``keeper`` cannot be read; a later plan takes the state from elsewhere."""
 
     def __init__(self, message: str, keeper: str = "") -> None:
         super().__init__(message)
@@ -63,11 +63,11 @@ class CopyLost(WorldBroken):
 
 
 class AbortStuck(WorldBroken):
-    """The abort of a world does not end in this process, which can therefore be in no other one."""
+    """The abort of a world does not end in this process, so this process cannot join another world."""
 
 
 class FencedOff(ElasticError):
-    """Nothing more may be applied in the generation; ``lease``: because no coordinator was heard for too long."""
+    """This worker may apply nothing more in the generation.  ``lease`` says that its lease ran out: no coordinator answered in time."""
 
     def __init__(self, message: str, *, lease: bool = False) -> None:
         super().__init__(message)
@@ -75,11 +75,11 @@ class FencedOff(ElasticError):
 
 
 class StateMissing(ElasticError):
-    """A slice is not held by whom the plan names, or the checkpoint is of another model."""
+    """The holder that the plan names lacks a slice, or the checkpoint belongs to another model."""
 
 
 class NoRoomYet(ElasticError):
-    """Memory that a worker needs to start is still held for workers that died; the next start may find it."""
+    """Memory that a worker needs to start is still held for workers that died; a later start may find it free."""
 
 
 class WireError(ElasticError):
@@ -87,8 +87,8 @@ class WireError(ElasticError):
 
 
 class PlatformGaveUp(ElasticError):
-    """The run ended as ``Failed`` by no fault of the job; the same command resumes it."""
+    """The run ended as ``Failed``, but not because of the job; the same command resumes it."""
 
 
 class CoordinatorGone(PlatformGaveUp):
-    """The run's coordinator was asked, and is not there any more."""
+    """The coordinator of the run does not exist any more."""

@@ -1,4 +1,4 @@
-"""Names of the things that come and go."""
+"""Types of the names of workers, nodes and versions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NewType
 from storage.slices import Version
 
 WorkerId = NewType("WorkerId", str)
-"""One worker process; never reused."""
+"""Names one worker process; a name is never used again."""
 NodeId = NewType("NodeId", str)
-"""One machine, as Ray names it."""
+"""Names one machine, as Ray does."""
 
 __all__ = ["NodeId", "Version", "WorkerId"]

@@ -1,4 +1,4 @@
-"""Code that is named, not passed: ``pkg.module:name`` is the same on every node, or fails there with a sentence that says why."""
+"""Loads code by name.  ``pkg.module:name`` is the same on every node, or fails there with a sentence that says why."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from elastic.errors import CodeError
 
 PACKAGES = ("elastic", "actors", "storage")
 ROOT = Path(__file__).resolve().parents[1]
-"""The folder our packages lie in, side by side."""
+"""The folder that contains our packages."""
 
 
 def split(path: str) -> tuple[str, str]:
-    """``"pkg.module:name"`` -> module, name.  Raises :class:`CodeError` for any other form."""
+    """Splits ``"pkg.module:name"`` into module and name.  Raises :class:`CodeError` for any other form."""
     module, colon, name = path.partition(":")
     parts = [*module.split("."), name]
     if not colon or not all(part.isidentifier() for part in parts):
@@ -31,9 +31,10 @@ def split(path: str) -> tuple[str, str]:
 
 
 def load(path: str, setting: str = "") -> Any:
-    """What ``"pkg.module:name"`` names.  Raises :class:`CodeError`: malformed, not found, failing, or without that name.
+    """Returns the object that ``"pkg.module:name"`` names.
 
-    ``setting``: of the job, by which it is named.
+    ``setting`` is the setting of the job that names it, for messages.  Raises :class:`CodeError` if the path is malformed, the module is
+    not found or fails to import, or it lacks the name.
     """
     module_name, name = split(path)
     named = f"{setting} = {path!r}" if setting else repr(path)
@@ -64,16 +65,16 @@ def _module(named: str, name: str) -> ModuleType:
 
 
 def _failed(module: str, error: Exception) -> str:
-    """Where the import failed: the innermost frame, which is as a rule the user's."""
+    """Says where an import failed: the innermost frame, which is usually the user's."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if not f.filename.startswith("<frozen")), frames[-1])
     return f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); mend it or install what it needs"
 
 
 def failure(error: Exception) -> str:
-    """What code that was called here raised, in one line, and where: the innermost frame that is not of an installed package.
+    """Describes in one line what the called code raised and where: the innermost frame outside of installed packages.
 
-    The caller's own frame is no place: it says no more than that the code was called.
+    The caller's own frame is left out, since it only says that the code was called.
     """
     frames = traceback.extract_tb(error.__traceback__)[1:]
     frame = next((f for f in reversed(frames) if "site-packages" not in f.filename), frames[-1] if frames else None)
@@ -89,10 +90,10 @@ def _place(module: ModuleType) -> str:
 
 
 def check_packages(*folders: Path) -> None:
-    """Raise :class:`CodeError` if another folder or file takes the place of one of our packages.
+    """Raises :class:`CodeError` if another folder or file shadows one of our packages.
 
-    Looked at: what this process would import, and ``folders`` that will stand first on the path of other processes (the
-    working folder of a submitted job).
+    It checks what this process would import, and ``folders`` that will come first on the path of other processes (the working folder of
+    a submitted job).
     """
     for name in PACKAGES:
         for place in (_resolved(name), *(found for folder in folders for found in _named(folder, name))):
@@ -101,7 +102,7 @@ def check_packages(*folders: Path) -> None:
 
 
 def _resolved(name: str) -> Path | None:
-    """The folder or file that ``import name`` takes, or None if there is none."""
+    """Returns the folder or file that ``import name`` would use, or None."""
     module = sys.modules.get(name)
     spec = module.__spec__ if module is not None else find_spec(name)
     if spec is None:
@@ -112,28 +113,28 @@ def _resolved(name: str) -> Path | None:
 
 
 def own_digest() -> str:
-    """Digest of our own sources: a version number does not change with every edit."""
+    """Returns a digest of our own sources, since a version number does not change with every edit."""
     return _digest([ROOT / name for name in PACKAGES])
 
 
 def code_digest(paths: Iterable[str]) -> str:
-    """Each top-level package or module that ``paths`` (``pkg.module:name``, loaded before) lie in, with the digest of its sources.
+    """Returns the top-level package or module of each of ``paths`` (``pkg.module:name``, loaded before), with a digest of its sources.
 
-    Ours are left out; what those packages import from elsewhere is a matter of what is installed, and what lies beside a module that
-    is a single file is not looked at: code of several files belongs into a package.
+    Our own packages are left out.  Packages that these import from elsewhere are not read, nor are files beside a module that is a
+    single file: code of several files belongs into a package.
     """
     tops = sorted({split(path)[0].partition(".")[0] for path in paths} - set(PACKAGES))
     return ", ".join(f"{top} {_digest(_places(sys.modules[top]))}" for top in tops)
 
 
 def _places(module: ModuleType) -> list[Path]:
-    """Its folder (several for a package without ``__init__.py``), or its file."""
+    """Returns the folders of a package (several if it lacks ``__init__.py``), or the file of a module."""
     folders = [Path(entry) for entry in getattr(module, "__path__", ())]
     return folders or ([Path(module.__file__)] if module.__file__ else [])
 
 
 def _digest(places: Iterable[Path]) -> str:
-    """sha256, the first 12 digits, over names and bytes of all ``*.py``, wherever their folder is on this machine."""
+    """Returns 12 digits of a sha256 over the names and bytes of all ``*.py``, independent of where their folder lies."""
     digest = hashlib.sha256()
     for place in places:
         for file in _sources(place) if place.is_dir() else [place]:
@@ -143,7 +144,7 @@ def _digest(places: Iterable[Path]) -> str:
 
 
 def _sources(folder: Path) -> list[Path]:
-    """Hidden folders left out: environments, checkpoints of notebooks."""
+    """Returns all ``*.py`` files below ``folder``, without hidden folders (environments, checkpoints of notebooks)."""
     found = []
     for here, below, files in os.walk(folder):
         below[:] = [name for name in below if not name.startswith((".", "__pycache__"))]
@@ -152,6 +153,9 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def _named(folder: Path, name: str) -> Sequence[Path]:
-    """Packages and modules of that name; a folder without __init__.py comes after every package, wherever it is on the path."""
+    """Returns the package or module ``name`` in ``folder``.
+
+    A folder without ``__init__.py`` is left out: Python prefers any package on the path to it.
+    """
     files = {folder / name: folder / name / "__init__.py", folder / f"{name}.py": folder / f"{name}.py"}
     return [place for place, file in files.items() if file.exists()]

@@ -1,7 +1,8 @@
-"""Is the bucket the same place for everybody?  Asked with objects of one life of a run, that only it can have written.
+"""Checks that every node sees the bucket as the same place.
 
-The coordinator leaves one; each node's keeper looks for it and leaves its own, which the coordinator looks for.  A folder that is
-local to each node looks fine from every single one of them, until a member heals from what another has saved.
+The coordinator writes an object that only this life of the run can have written.  The keeper of each node looks for it and writes one
+of its own, which the coordinator looks for.  Without this check a bucket that is a folder local to each node would look fine from every
+node, until a member heals from what another node has saved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ COORDINATOR = "coordinator"
 
 
 class Probe:
-    """``token``: of this life of the run ``name``, never used before; so what is found was written by it."""
+    """Writes and finds the signs of one life of the run ``name``.  ``token`` names that life and was never used before."""
 
     def __init__(self, store: ObjectStore, name: str, token: str) -> None:
         self.store, self.name, self.token = store, name, token
@@ -22,11 +23,11 @@ class Probe:
         return f"{self.name}/.probe-{self.token}-{who}"
 
     def leave(self, who: str) -> None:
-        """Raises :class:`storage.errors.StorageError` where nothing can be written."""
+        """Writes the sign of ``who``.  Raises :class:`storage.errors.StorageError` if the bucket cannot be written."""
         self.store.put(self.key(who), f"{self.token} {who}".encode())
 
     def sees(self, who: str) -> bool:
-        """Is there what ``who`` left?"""
+        """Returns whether the sign of ``who`` is visible here."""
         try:
             return self.store.get(self.key(who)) == f"{self.token} {who}".encode()
         except Missing:

@@ -1,1 +1,1 @@
-"""READS: which samples make up a step (pure), and their tokens, in time."""
+"""READS samples: which samples make up a step (a pure function), and their tokens, read ahead of the step that needs them."""

@@ -1,10 +1,11 @@
-"""The position in the data is a function of the step: nothing is remembered, so nothing can be lost, repeated or swapped.
+"""The position in the data is a function of the step.  Nothing is remembered, so no sample can be lost, repeated or swapped.
 
-The samples of step s are the positions (s-1)·B … s·B-1 of an endless stream.  Position p is slot ``p mod n`` of epoch ``p div n``,
-and an epoch's order is a permutation that is *computed*, not stored: a Feistel network on the two digits (row, column) of a slot in
-a grid just larger than n, walked again while it leads outside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
-method 3).  Every epoch contains each sample exactly once, and any step is a few hashes away.  The price: some 10 µs a sample, off
-the training thread.
+Step s, with a global batch of B, uses the positions (s-1)·B … s·B-1 of an endless stream.  Position p is slot ``p mod n`` of epoch ``p
+div n``,
+and the order of an epoch is a permutation that is *computed*, not stored.  It is a Feistel network on the two digits (row, column) of
+a slot in a grid just larger than n; a result outside of n is permuted again until it lies inside (Black and Rogaway 2002, "Ciphers with
+Arbitrary Finite Domains", method 3).  So every epoch contains each sample exactly once, and the samples of any step take a few hashes.
+This costs about 10 µs a sample, outside of the training thread.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import hashlib
 import math
 
 ROUNDS = 8
-"""Four give a random-looking order of a large range; small ranges need more, and these are cheap."""
+"""Rounds of the Feistel network.  Four are enough for a large range; a small range needs more to look random, and a round is cheap."""
 
 SAMPLINGS = ("permutation", "with_replacement")
 
 
 class Cursor:
-    """``samples``: length of the dataset; ``sampling``: "permutation" (each sample once an epoch) or "with_replacement"."""
+    """Names the samples of every step.
+
+    ``samples`` is the length of the dataset.  ``sampling`` is "permutation" (each sample once an epoch) or "with_replacement".
+    """
 
     def __init__(self, samples: int, global_batch: int, seed: int, sampling: str = "permutation") -> None:
         if samples < 1 or global_batch < 1:
@@ -29,20 +33,20 @@ class Cursor:
         self.samples, self.global_batch, self.seed, self.sampling = samples, global_batch, seed, sampling
 
     def ids(self, step: int) -> tuple[int, ...]:
-        """The sample ids of ``step`` (from 1), in order.  A step over the end of an epoch goes on with the next one."""
+        """Returns the sample ids of ``step`` (from 1), in order.  A step that reaches the end of an epoch continues with the next one."""
         return self.microbatch_ids(step, 0, self.global_batch)
 
     def microbatch_ids(self, step: int, index: int, microbatch: int) -> tuple[int, ...]:
-        """The ids of microbatch ``index`` of ``step``."""
+        """Returns the sample ids of microbatch ``index`` of ``step``."""
         first = (step - 1) * self.global_batch + index * microbatch
         return tuple(self.at(position) for position in range(first, first + microbatch))
 
     def epoch(self, step: int) -> int:
-        """The epoch in which ``step`` begins, from 0."""
+        """Returns the number of the epoch in which ``step`` begins, from 0."""
         return (step - 1) * self.global_batch // self.samples
 
     def at(self, position: int) -> int:
-        """The sample id at a position (from 0) of the endless stream."""
+        """Returns the sample id at ``position`` (from 0) of the endless stream."""
         if self.sampling == "with_replacement":
             return _hash(_key(self.seed, "draw"), 0, position) % self.samples
         epoch, slot = divmod(position, self.samples)
@@ -50,7 +54,7 @@ class Cursor:
 
 
 def permuted(slot: int, count: int, key: bytes) -> int:
-    """Where ``slot`` goes under the permutation of ``range(count)`` that ``key`` names."""
+    """Returns the image of ``slot`` under the permutation of ``range(count)`` that ``key`` selects."""
     columns = math.isqrt(count - 1) + 1
     rows = -(-count // columns)
     while True:
@@ -68,6 +72,6 @@ def _key(*parts: object) -> bytes:
 
 
 def _hash(key: bytes, tweak: int, value: int) -> int:
-    """128 bits, so that a remainder of it favours nobody."""
+    """Returns a hash of 128 bits: so wide that taking a remainder of it favours no value."""
     digest = hashlib.blake2b(value.to_bytes(8, "little"), key=key, salt=tweak.to_bytes(2, "little"), digest_size=16).digest()
     return int.from_bytes(digest, "little")

@@ -1,8 +1,8 @@
 """Reads the microbatches of a data rank ahead of the step that needs them.
 
-What comes next is a function of (step, data rank, data ranks): there is nothing to save or restore, and aiming at another step,
-rank or world only drops what was read for the old one.  One thread reads, also on behalf of :meth:`Loader.read`, so a dataset need
-not be thread-safe.  What it raises is raised where the microbatch is asked for, with the ids of its samples.
+The next microbatch is a function of (step, data rank, data ranks).  So there is nothing to save or restore, and a move to another
+step, rank or world only drops what was read ahead.  One thread does all the reading, that of :meth:`Loader.read` too, so a dataset
+need not be thread-safe.  An exception of the dataset is raised where the microbatch is asked for, with the ids of its samples.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from elastic.plan.batch import microbatch_of, rounds
 from storage.errors import Unavailable
 
 Batch = dict[str, Any]
-"""Tensors by name, [microbatch, ...]."""
+"""Tensors by name, each of shape [microbatch, ...]."""
 Ids = tuple[int, ...]
 Round = tuple[int, int | None, Ids, Batch | None]
-"""(round, microbatch that the rank runs in it, its sample ids, their batch); None, () and None where the rank idles."""
+"""(round, microbatch that the rank runs in it, its sample ids, their batch).  The last three are None, () and None in an idle round."""
 
 
 class Dataset(Protocol):
-    """Random access to samples; all that a user's own class needs.
+    """Gives random access to samples.  These three methods are all that a user's own class needs.
 
-    ``read`` may not depend on what was read before.  ``fingerprint`` differs where any sample does, whatever they were made from,
-    and stays where they are only moved: a run remembers it, and refuses to go on with others.
+    ``read(ids)`` returns a batch of those samples, whatever was read before.  ``fingerprint()`` returns a text that changes when any
+    sample changes, and stays the same when the data only moves to another place.  A run remembers the fingerprint and refuses to
+    continue on other data.
     """
 
     def __len__(self) -> int: ...
@@ -40,7 +41,7 @@ class Dataset(Protocol):
 
 
 class Place(NamedTuple):
-    """A round of a step, as one rank of a world sees it."""
+    """A round of a step, as one data rank sees it."""
 
     step: int
     round: int
@@ -49,7 +50,10 @@ class Place(NamedTuple):
 
 
 class Loader:
-    """``prefetch``: microbatches read ahead, also of the next steps; 0 reads when asked, without a thread."""
+    """Yields the microbatches of one data rank.
+
+    ``prefetch`` is the number of microbatches that are read ahead, across steps.  With 0 the loader has no thread and reads when asked.
+    """
 
     def __init__(self, dataset: Dataset, cursor: Cursor, microbatch: int, prefetch: int = 2) -> None:
         self.dataset, self.cursor, self.microbatch, self.prefetch = dataset, cursor, microbatch, prefetch
@@ -60,15 +64,16 @@ class Loader:
         self._unread: Iterator[Ids] = iter(())
 
     def microbatches(self, step: int, data_rank: int, data_ranks: int) -> Iterator[Round]:
-        """Every round of ``step`` for this rank of the world.
+        """Yields every round of ``step`` for ``data_rank`` of ``data_ranks``.
 
-        Raises :class:`DataError` for whatever the dataset raises, but for :class:`Unavailable`: that is nobody's error.
+        Raises :class:`DataError` for any exception of the dataset except :class:`Unavailable`: a store that does not answer is not the
+        job's error.
         """
         count = rounds(self._count, data_ranks)
         for round_ in range(count):
             if self._next != (step, round_, data_rank, data_ranks):
                 self.seek(step, data_rank, data_ranks, round_)
-            self._next = None  # unless all goes well
+            self._next = None  # stays None if the read below fails, so that the next call seeks
             index = microbatch_of(round_, data_rank, data_ranks, self._count)
             ids = () if index is None else self._ids(step, index)
             batch = None if index is None else self._take(ids)
@@ -77,7 +82,10 @@ class Loader:
             yield round_, index, ids, batch
 
     def seek(self, step: int, data_rank: int, data_ranks: int, round_: int = 0) -> None:
-        """Begin to read for another place.  A read that has begun for the old one ends by itself, unused."""
+        """Starts to read ahead from another place.
+
+        A read that is under way for the old place ends by itself, and its result is dropped.
+        """
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
@@ -86,11 +94,11 @@ class Loader:
         self._top_up()
 
     def read(self, ids: Ids) -> Batch:
-        """Samples by id, now."""
+        """Reads the samples ``ids`` at once."""
         return self._reader.submit(self._read, ids).result() if self._reader else self._read(ids)
 
     def close(self) -> None:
-        """End the thread; waits for the read that it is at."""
+        """Ends the thread after the read that it is busy with."""
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
 
@@ -106,7 +114,7 @@ class Loader:
             self._ahead.append(self._reader.submit(self._read, ids))
 
     def _work(self, place: Place) -> Iterator[Ids]:
-        """The samples of every microbatch that the rank runs from ``place`` on: endless, or none for a rank that always idles."""
+        """Yields the sample ids of every microbatch of the rank from ``place`` on, without end; none for a rank that always idles."""
         first = place.round * place.data_ranks + place.data_rank
         for step in itertools.count(place.step) if place.data_rank < self._count else ():
             for index in range(first, self._count, place.data_ranks):
@@ -119,7 +127,7 @@ class Loader:
     def _read(self, ids: Ids) -> Batch:
         try:
             return self.dataset.read(ids)
-        except Unavailable:  # a store that does not answer, and not for want of patience: the platform's trouble, not the job's
+        except Unavailable:  # a store that does not answer, after all retries, is a fault of the platform and not of the job
             raise
-        except Exception as error:  # the user's dataset may raise anything, in a thread where nobody would see of which samples
+        except Exception as error:  # the user's dataset may raise anything; without this nobody would see for which samples
             raise DataError(f"data.dataset: samples {list(ids)} cannot be read: {type(error).__name__}: {error}") from error

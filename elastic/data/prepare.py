@@ -1,6 +1,6 @@
-"""Text becomes a token dataset: every document of the sources, in their order, each with a mark after it.
+"""Makes a token dataset of text: every document of the sources in order, each followed by an end-of-document token.
 
-The same text, prepared the same way, always gives the same bytes.
+The same text, prepared with the same options, always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from storage.objects import ObjectStore
 
 @dataclass(frozen=True)
 class Summary:
-    """What :func:`prepare` made."""
+    """Describes the dataset that :func:`prepare` made."""
 
     url: str
     documents: int
@@ -45,10 +45,12 @@ def prepare(
     bpe: int | None = None,
     end_of_document: str | None = None,
 ) -> Summary:
-    """Write the text in ``source``, folders, files or URLs, as a dataset at the URL or folder ``destination``; again is no error.
+    """Writes the text in ``source`` (folders, files or URLs) as a dataset at the URL or folder ``destination``.
 
-    Its tokens are the bytes, or those of a ``tokenizer`` (path of a tokenizer.json), or of a BPE of ``bpe`` entries trained on it.
-    Raises :class:`DataError` if there is no text, some cannot be read, or another dataset is there already; then nothing is left.
+    The tokens are the bytes of the text by default.  ``tokenizer`` is the path of a tokenizer.json to use instead; ``bpe`` is the number
+    of entries of a BPE tokenizer to train on the text.  Preparing the same text again changes nothing and is no error.
+    Raises :class:`DataError` if there is no text, if some of it cannot be read, or if another dataset is there already; then nothing
+    new is left behind.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     files = text_files(sources, suffixes)

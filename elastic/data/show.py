@@ -1,4 +1,4 @@
-"""What a token dataset is, for a human."""
+"""Describes a token dataset for a person."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN_TOKENS = 64
 
 
 def show(path: str) -> dict[str, str]:
-    """Sentences by name.  Raises :class:`DataError` where there is no dataset."""
+    """Returns descriptions by name.  Raises :class:`DataError` if there is no dataset at ``path``."""
     store = ObjectStore.open(path)
     try:
         files = TokenFiles(store)
@@ -35,6 +35,6 @@ def show(path: str) -> dict[str, str]:
 
 
 def encoder_of(store: ObjectStore, about: Description) -> Encoder:
-    """What turned the text into these tokens."""
+    """Returns the encoder that turned the text into these tokens."""
     definition = store.get(about.definition.name) if about.definition is not None else None
     return open_encoder(Coding(about.tokenizer, about.vocabulary, about.end_of_document, definition), store.url)

@@ -1,8 +1,8 @@
-"""Where text comes from: text files, JSON lines and parquet, in folders, single files or buckets, compressed or not.
+"""Reads text from text files, JSON lines and parquet, in folders, single files or buckets, compressed or not.
 
-The order is that of the sources as named, then of the paths, then of the rows; so the same text always gives the same dataset.
-Everything is read as a stream: one document, or a piece of one file, is in memory at a time.  What cannot be read is named with its
-file and its line or row, counted from 1.
+Documents come in the order of the sources as named, then of the paths, then of the rows; so the same text always gives the same dataset.
+Everything is read as a stream: one document, or a piece of one file, is in memory at a time.  An error names the file and the line or
+row, counted from 1.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from storage.objects import ObjectStore
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-"""May stand behind any of the suffixes but .parquet, which compresses by itself."""
+"""Compressions by suffix.  Each may follow any suffix of :data:`SUFFIXES` except .parquet, which compresses by itself."""
 BUFFER_BYTES = 4 * 2**20
 ROWS = 128
 
 
 class Document(NamedTuple):
-    """``name``: its file's path within the source, with ``:line`` or ``:row`` where the file holds many; ``text``: UTF-8, mostly."""
+    """One document.  ``name`` is the path of its file, followed by ``:line`` or ``:row`` if the file holds many; ``text`` is its bytes."""
 
     name: str
     text: bytes
 
 
 class TextFile(NamedTuple):
-    """An object that holds text."""
+    """One object of a store that holds text."""
 
     store: ObjectStore
     key: str
@@ -46,12 +46,15 @@ class TextFile(NamedTuple):
 
 
 def text_files(sources: Iterable[str | Path], suffixes: Sequence[str] = SUFFIXES) -> list[TextFile]:
-    """The files that ``sources`` name, and those in their folders whose names end so, sorted by path; nothing hidden."""
+    """Returns the files that ``sources`` name, and the files with one of ``suffixes`` in the folders that they name.
+
+    Files of a folder are sorted by path; hidden files are left out.
+    """
     return [file for source in sources for file in (_itself(str(source)) or _below(str(source), suffixes))]
 
 
 def _itself(source: str) -> list[TextFile]:
-    """A source that is one file."""
+    """Returns the file that ``source`` names, or nothing if it is not the name of one file."""
     folder, _, name = source.rpartition("/")
     if name in ("", ".", "..") or folder.endswith(":/"):
         return []
@@ -72,7 +75,10 @@ def _folder(key: str) -> str:
 
 
 def documents(files: Iterable[TextFile], text_field: str = "text") -> Iterator[Document]:
-    """Every document: a text file, a line of JSON, a row of a parquet file.  Raises :class:`DataError` for one that is none."""
+    """Yields every document: a text file, a line of JSON, or a row of a parquet file.
+
+    Raises :class:`DataError` for a file, line or row that cannot be read as text.
+    """
     for file in files:
         stem = _stem(file.key)
         try:
@@ -103,7 +109,7 @@ def _lines(file: TextFile, field: str) -> Iterator[Document]:
 
 
 def _rows(file: TextFile, field: str) -> Iterator[Document]:
-    # without pre_buffer and with groups named one by one, or arrow fetches the column of the whole file first
+    # with pre_buffer, or with all groups at once, arrow would fetch the column of the whole file first
     with pq.ParquetFile(pa.PythonFile(_Raw(file), mode="r"), pre_buffer=False, buffer_size=BUFFER_BYTES) as table:
         names = table.schema_arrow.names
         if field not in names:
@@ -129,12 +135,12 @@ def _utf8(text: object, place: str, field: str) -> bytes:
 
 
 def _stem(key: str) -> str:
-    """Without the suffix of a compression."""
+    """Returns ``key`` without the suffix of a compression."""
     return next((key.removesuffix(packed) for packed in COMPRESSIONS if key.endswith(packed)), key)
 
 
 def _open(file: TextFile) -> io.BufferedIOBase:
-    """Its text, unpacked."""
+    """Opens the text of ``file``, decompressed."""
     raw = io.BufferedReader(_Raw(file), BUFFER_BYTES)
     packed = COMPRESSIONS.get(file.key.removeprefix(_stem(file.key)))
     if packed is None:
@@ -143,7 +149,7 @@ def _open(file: TextFile) -> io.BufferedIOBase:
 
 
 class _Raw(io.RawIOBase):
-    """An object of a store as a file, read by ranges."""
+    """Presents an object of a store as a file that is read by ranges."""
 
     def __init__(self, file: TextFile) -> None:
         self.file, self.at, self.size = file, 0, file.store.size(file.key)

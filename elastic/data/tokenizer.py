@@ -1,10 +1,10 @@
-"""Text to tokens and back: byte by byte, or with a Hugging Face ``tokenizer.json``.
+"""Turns text into tokens and back: byte by byte, or with a Hugging Face ``tokenizer.json``.
 
-The bytes need nothing to train, to ship or to get wrong, and any text in any encoding is itself again after decoding.  A byte-level
-BPE (Sennrich et al. 2016; Radford et al. 2019, section 2.2) needs a quarter of the tokens; trained twice on the same text it is the
-same file.  In either, one token that text can never contain ends each document.
+A byte tokenizer needs no training and no file, and any text in any encoding survives encoding and decoding unchanged.  A byte-level
+BPE (Sennrich et al. 2016; Radford et al. 2019, section 2.2) needs about a quarter of the tokens; trained twice on the same text it gives
+the same file.  In both, a token that text cannot contain ends each document.
 
-The library ``tokenizers`` encodes a batch on all cores, in order; a batch is a few megabytes, so no dataset is too large.
+The library ``tokenizers`` encodes a batch of a few megabytes on all cores, in order, so a dataset of any size fits in memory.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""What well-known tokenizers call the end of a document."""
+"""Names of the end-of-document token in well-known tokenizers, tried in this order."""
 BATCH_BYTES = 4 * 2**20
 SMALLEST = 257
-"""The bytes, and the end of a document."""
+"""Size of the smallest vocabulary: 256 bytes and the end of a document."""
 
 
 class Encoder(Protocol):
-    """What a dataset is prepared with and shown by."""
+    """Encodes documents while a dataset is prepared, and decodes tokens to show them."""
 
     coding: Coding
 
     def encode(self, documents: Iterable[Document]) -> Iterator[tuple[str, Tokens]]:
-        """(name, tokens and the end) of each document, in order."""
+        """Yields (name, tokens with the end-of-document token) of each document, in order."""
         ...
 
     def decode(self, tokens: Tokens) -> bytes:
-        """The text of ``tokens``, without the ends of documents."""
+        """Returns the text of ``tokens``, without end-of-document tokens."""
         ...
 
 
 class Bytes:
-    """One token a byte."""
+    """Encodes each byte as one token."""
 
     coding = Coding("bytes", SMALLEST, end_of_document=256)
 
@@ -58,7 +58,10 @@ class Bytes:
 
 
 class Trained:
-    """A ``tokenizer.json``; ``place`` is its name in messages, ``end`` the token that ends documents, by default one of ``ENDS``."""
+    """Encodes with a ``tokenizer.json``.
+
+    ``place`` is its name in messages.  ``end`` is the token that ends documents; by default it is the first of ``ENDS`` that exists.
+    """
 
     def __init__(self, definition: bytes, place: str, end: str | None = None) -> None:
         self._tokenizer = _parsed(definition, place)
@@ -84,14 +87,17 @@ class Trained:
 
 
 def open_encoder(coding: Coding, place: str) -> Encoder:
-    """The one that a dataset at ``place`` was prepared with."""
+    """Returns the encoder that the dataset at ``place`` was prepared with."""
     if coding.definition is None:
         return Bytes()
     return Trained(coding.definition, place, _parsed(coding.definition, place).id_to_token(coding.end_of_document))
 
 
 def train_bpe(documents: Iterable[Document], vocabulary: int) -> bytes:
-    """The tokenizer.json of a byte-level BPE of at most ``vocabulary`` tokens; fewer where the text has no more to merge."""
+    """Trains a byte-level BPE of at most ``vocabulary`` tokens and returns its tokenizer.json.
+
+    It has fewer tokens if the text has nothing more to merge.
+    """
     if vocabulary < SMALLEST:
         raise DataError(f"--train-bpe {vocabulary} is too small: the 256 bytes and the end of a document are {SMALLEST} tokens already")
     _library()
@@ -114,7 +120,7 @@ def read_definition(path: str | Path) -> bytes:
 
 
 def text_of(document: Document) -> str:
-    """Raises :class:`DataError` for bytes that are not UTF-8, which only the tokenizer of bytes takes."""
+    """Returns the text of ``document``.  Raises :class:`DataError` if it is not UTF-8, which only the byte tokenizer accepts."""
     try:
         return document.text.decode()
     except UnicodeDecodeError as error:

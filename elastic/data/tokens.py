@@ -1,6 +1,6 @@
-"""The dataset that most jobs use: samples of ``seq_len`` + 1 tokens of a row; the last token of one is the first of the next.
+"""The dataset that most jobs use: each sample is ``seq_len`` + 1 consecutive tokens, and shares one token with the next sample.
 
-So every token but the first is predicted exactly once an epoch; what is left over at the end is not used.
+So every token but the first is predicted exactly once an epoch.  Tokens left over at the end, too few for a sample, are not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from storage.tokens import TokenFiles
 
 
 class TokenDataset:
-    """``path``: folder or URL that ``elastic data prepare`` has written.  Raises :class:`DataError` if it holds no sample."""
+    """Reads the samples of a prepared dataset.
+
+    ``path`` is the folder or URL that ``elastic data prepare`` wrote.  Raises :class:`DataError` if it holds no sample.
+    """
 
     def __init__(self, path: str, seq_len: int) -> None:
         if seq_len < 1:
@@ -27,7 +30,7 @@ class TokenDataset:
         self.path, self.seq_len = path, seq_len
         self._files = _open(path)
         self.vocabulary = self._files.description.vocabulary
-        """Every token is smaller."""
+        """Size of the vocabulary: every token is smaller than this."""
         tokens = self._files.description.tokens
         self._samples = (tokens - 1) // seq_len
         if self._samples < 1:
@@ -40,7 +43,7 @@ class TokenDataset:
         return self._samples
 
     def read(self, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """``tokens``: int64 [samples, seq_len + 1]."""
+        """Returns ``{"tokens": int64 [samples, seq_len + 1]}``."""
         for sample in ids:
             if not 0 <= sample < self._samples:
                 raise IndexError(f"sample {sample} of a dataset of {self._samples}")
@@ -48,7 +51,7 @@ class TokenDataset:
         return {"tokens": torch.from_numpy(rows.astype(np.int64))}
 
     def fingerprint(self) -> str:
-        """Digest of all tokens, and how they are cut: wherever they lie."""
+        """Returns a digest of all tokens and of the sample length.  It does not depend on where the data lies."""
         return f"{self._files.description.fingerprint}/{self.seq_len}"
 
 

@@ -1,1 +1,1 @@
-"""Plain modules for one device; each may declare its sharding table."""
+"""Models: plain modules for one device, each of which may declare a sharding table."""

@@ -1,7 +1,7 @@
 """A Llama-type decoder: RMSNorm before each part, rotary positions, SwiGLU, no biases (Touvron et al. 2023, section 2.2).
 
-Written for one device; ``sharding()`` says how it may be cut.  Dropout draws from the ambient generator, which the engine keys by
-(seed, step, microbatch).
+It is written for one device; ``sharding()`` names the blocks that may be wrapped.  Dropout draws from torch's default generator, which
+the engine seeds by (seed, step, microbatch).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic.models.spec import ShardingTable
 
 
 class Attention(nn.Module):
-    """Causal self-attention.  [batch, seq, dim] -> [batch, seq, dim]; ``kv_heads`` groups share keys and values."""
+    """Causal self-attention, [batch, seq, dim] -> [batch, seq, dim].  ``heads`` query heads share ``kv_heads`` keys and values."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, dropout: float) -> None:
         super().__init__()
@@ -80,9 +80,11 @@ class Llama(nn.Module):
         kv_heads = kv_heads or heads
         self.head_dim, rest = divmod(dim, heads)
         if rest or self.head_dim % 2:
-            raise ValueError(f"dim = {dim} must be a multiple of 2 × heads = {2 * heads}: each head has as many, in pairs that are rotated")
+            raise ValueError(
+                f"dim = {dim} must be a multiple of 2 × heads = {2 * heads}: each head has an even number of dimensions, rotated in pairs"
+            )
         if heads % kv_heads:
-            raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: that many share keys and values")
+            raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: equal numbers of heads share keys and values")
         self.rope_base, self.depth, self.vocab = rope_base, layers, vocab
         hidden = hidden or -(-8 * dim // 3 // 32) * 32
         self.embedding = nn.Embedding(vocab, dim)
@@ -93,7 +95,7 @@ class Llama(nn.Module):
             self.output.weight = self.embedding.weight
 
     def init_weights(self) -> None:
-        """Normal(0, 0.02); projections back into the residual stream are divided by sqrt(2 × layers) (GPT-2, section 2.3)."""
+        """Draws weights from Normal(0, 0.02), divided by sqrt(2 × layers) for projections into the residual stream (GPT-2, section 2.3)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
@@ -113,19 +115,19 @@ class Llama(nn.Module):
 
 
 def rotary(seq: int, head_dim: int, base: float, device: torch.device) -> Tensor:
-    """Cosines and sines of the rotary embedding, float32 [2, seq, head_dim // 2] (Su et al. 2021, section 3.2.2)."""
+    """Returns cosines and sines of the rotary embedding, float32 [2, seq, head_dim // 2] (Su et al. 2021, section 3.2.2)."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate halves of each head by position.  x [batch, seq, heads, head_dim]."""
+    """Rotates the two halves of each head by position.  ``x`` is [batch, seq, heads, head_dim]; so is the result."""
     cos, sin = rope[0][:, None, :].to(x.dtype), rope[1][:, None, :].to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 def build(**args: object) -> nn.Module:
-    """The model of a job: keyword arguments of :class:`Llama`."""
+    """Builds the model of a job from the keyword arguments of :class:`Llama`."""
     return Llama(**args)  # type: ignore[arg-type]

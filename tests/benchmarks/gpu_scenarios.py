@@ -140,7 +140,7 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
     shards = {"parallel": {"dp_replicate": 1}}
     few = {"min": max(last, 1), "max": world}  # no smaller world: a slot has room for the largest shard there may be
     copies = shards | {"workers": few}
-    none, alone = {"copies": {"copy_every": 0}}, {"copies": {"buddy_every": 0}}
+    none = {"copies": {"copy_every": 0}}
     saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
     spare = {"workers": {"min": max(last - 1, 1), "max": max(last, 1), "spares": 1}}
     seldom = {"deadlines": DEADLINES | {"stall_s": 5, "fence_s": 3}}
@@ -153,16 +153,7 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
         "shards": Scenario(
             f"1×{world}, SIGKILL, healed from the bucket, and back", shards | saves, Killer(world, kills, early, late), from_bucket=True
         ),
-        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", copies, check=buddied),
-        "unbuddied": Scenario(f"1×{world}, nothing happens, copies after every step, none to another node", copies | alone),
-        "uncopied": Scenario(f"1×{world}, nothing happens, no copies", shards | none),
-        "alternate": Scenario(f"1×{world}, copies after every other step", copies | {"copies": {"copy_every": 2}}, check=beside_copies),
-        "both": Scenario(
-            f"1×{world}, copies after every other step, at the end SIGKILL, healed from host memory",
-            copies | {"copies": {"copy_every": 2}},
-            Killer(world, 1, steps - 8, late, copy_every=2),
-            check=beside_copies,
-        ),
+        **beside(world, steps, copies),
         "host": Scenario(f"1×{world}, SIGKILL, healed from copies in host memory, and back", copies, Killer(world, kills, 5, late)),
         "spare": Scenario(
             f"1×{max(last, 1)} and a spare, SIGKILL, healed from host memory",
@@ -195,8 +186,44 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
     }
 
 
+def beside(world: int, steps: int, copies: dict[str, Any]) -> dict[str, Scenario]:
+    """What copies and saves cost the steps beside them; ``copies`` are the changes of a job whose world is one replica."""
+    return {
+        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", copies, check=buddied),
+        "unbuddied": Scenario(
+            f"1×{world}, nothing happens, copies after every step, none to another node", copies | {"copies": {"buddy_every": 0}}
+        ),
+        "uncopied": Scenario(f"1×{world}, nothing happens, no copies", {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}}),
+        "alternate": Scenario(f"1×{world}, copies after every other step", copies | {"copies": {"copy_every": 2}}, check=beside_copies),
+        "saved": Scenario(
+            f"1×{world}, copies after every step, a save to the bucket after every {SAVES}",
+            copies | {"checkpoint": {"save_every": SAVES}},
+            check=beside_saves,
+        ),
+        "both": Scenario(
+            f"1×{world}, copies after every other step, at the end SIGKILL, healed from host memory",
+            copies | {"copies": {"copy_every": 2}},
+            Killer(world, 1, steps - 8, steps - 5, copy_every=2),
+            check=beside_copies,
+        ),
+    }
+
+
 AGAIN = 20
+SAVES = 6
+"""Steps from one save of the scenario "saved" to the next."""
 DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10, "stop_s": 300}
+
+
+def beside_saves(done: Trial) -> dict[str, Any]:
+    """Seconds of the steps right after a save began, and of all others of the same world; the first twelve are not counted."""
+    lines = [line for line in done.lines if isinstance(line, StepLine)]
+    after: dict[bool, list[float]] = {True: [], False: []}
+    for one, other in pairwise(lines[12:]):
+        if one.generation == other.generation and other.step == one.step + 1:
+            after[one.step % SAVES == 0].append(other.at - one.at)
+    with_s, without_s = (statistics.median(after[saved]) for saved in (True, False))
+    return {"after_a_save_s": after[True], "other_steps_s": without_s, "a_save_costs": with_s / without_s - 1}
 
 
 def beside_copies(done: Trial) -> dict[str, Any]:

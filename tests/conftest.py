@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from tests.capabilities import RESULTS
 
-pytest_plugins = ["tests.support.buckets"]
+pytest_plugins = ["tests.support.buckets", "tests.support.worlds"]
 
 MUST = "must_run_in_ci"
 

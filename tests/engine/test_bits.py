@@ -17,10 +17,10 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.runs import Run
 from elastic.train.step import microbatch_seed
-from tests.engine.conftest import STEPS
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, train
 from tests.support.toys import toy_job
+from tests.support.worlds import STEPS
 
 LAYOUTS = [Layout(2, 1), Layout(3, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4), Layout(4, 1)]
 OWN = {"model": "tests.support.toys:own", "model_args": {}}

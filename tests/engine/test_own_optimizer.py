@@ -15,11 +15,11 @@ from elastic.errors import CodeError, JobError
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.runs import Run
-from tests.engine.conftest import STEPS
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, train
 from tests.support.toys import toy_job
+from tests.support.worlds import STEPS
 
 
 def update(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) -> None:

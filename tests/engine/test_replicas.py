@@ -17,11 +17,11 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
 from elastic.train.model import build_model
-from tests.engine.conftest import STEPS
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, member, segment, train
 from tests.support.toys import Sums, toy_job
+from tests.support.worlds import STEPS
 
 
 @pytest.mark.parametrize("reproducible", [True, False], ids=["fold", "library sum"])

@@ -24,11 +24,11 @@ from elastic.state import heal
 from elastic.state.heal import _exchange, nothing
 from elastic.train.blame import classify, touch
 from elastic.train.model import State, build_model, tensors_of
-from tests.engine.conftest import STEPS
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, member, train
 from tests.support.toys import Own, own, toy_job
+from tests.support.worlds import STEPS
 
 BROKE_AT = 2
 
@@ -119,7 +119,7 @@ def complex_numbers() -> nn.Module:
 
 def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
     job = toy_job(tmp_path, model="tests.state.test_heal:complex_numbers", model_args={})
-    with pytest.raises(ModelError, match=r"'turns' of 'tests\.engine\.test_heal:complex_numbers' is torch\.complex64, .*view_as_real"):
+    with pytest.raises(ModelError, match=r"'turns' of 'tests\.state\.test_heal:complex_numbers' is torch\.complex64, .*view_as_real"):
         build_model(job)
 
 

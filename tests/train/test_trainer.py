@@ -75,7 +75,7 @@ def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) ->
     with trainer_of(toy_job(tmp_path, model=model, model_args={}), events.append) as trainer:
         trainer.exit()
         trainer.run()
-    fenced = model.startswith("tests.engine")
+    fenced = model.startswith("tests.train")
     assert sum(type(event) is Ready for event in events) == (0 if fenced else 1)
     assert len(trainer.gate.shards) == (0 if fenced else 1)
 

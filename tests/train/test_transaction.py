@@ -21,11 +21,11 @@ from elastic.protocol.commit_record import BEHIND, NO_COPIES, PAUSE, SAVE_AND_PA
 from elastic.train.faults import Faults
 from elastic.train.gate import Gate
 from elastic.train.step import Share, blank_record, fill_record, update
-from tests.engine.conftest import STEPS
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, member, shard_hash
 from tests.support.toys import toy_job
+from tests.support.worlds import STEPS
 
 # ---- all or none
 

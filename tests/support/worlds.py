@@ -1,0 +1,35 @@
+"""Fixtures for tests in which several processes form worlds, shared by all folders of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:  # torch takes seconds to import, and most tests need none
+    from tests.support.ranks import Ranks
+    from tests.support.segments import Trained
+
+STEPS = 6
+"""Steps of the undisturbed run that the others are compared with."""
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Four processes; each imports torch once for all tests."""
+    from tests.support.ranks import Ranks
+
+    pool = Ranks(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """``toy_job`` for ``STEPS`` steps, undisturbed, on one worker."""
+    from elastic.plan.layout import Layout
+    from tests.support.segments import train
+    from tests.support.toys import toy_job
+
+    return train(ranks, toy_job(tmp_path_factory.mktemp("one")), Layout(1, 1), STEPS)

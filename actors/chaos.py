@@ -1,11 +1,11 @@
-"""performs faults on a run that lives: real signals, real deaths, by a schedule that can be had again.
+"""Performs faults on a living run: real signals and real deaths, by a schedule that can be repeated.
 
-The words are those of ``elastic/sim/faults.py``.  A *hand* on every node, an actor of its own, sends the signals; what can only be done
-inside of a process the worker does to itself (``Worker.suffer``).  What was done to whom, when, at which step and in which state is
-written beside the run, in ``chaos/`` of its folder.  The head and this process's node are never struck as nodes: without Ray's own store
-there is no cluster to recover in.
+The faults are those of ``elastic/sim/faults.py``.  An actor on every node, its *hand*, sends the signals.  A fault that needs to happen
+inside a process is performed by the worker on itself (``Worker.suffer``).  Each strike is recorded in ``chaos/`` of the run's folder: what,
+whom, when, at which step and in which state.  The head node and the node of this process are never struck as nodes, because without Ray's
+own store there is no cluster to recover in.
 
-A fault at a ``point`` its worker is told of, and performs on itself where it next comes there; what never comes there is never struck.
+A fault at a ``point`` is sent to its worker, which performs it when it next comes to that point.  If it never comes there, nothing happens.
 """
 
 from __future__ import annotations
@@ -39,48 +39,48 @@ POLL_S = 0.005
 CALL_S = 10.0
 SUFFER_S = 2.0
 BEAT_S = 0.05
-"""Of a slowed process: it stands still for a part of each."""
+"""Seconds of one period of a slowed process, which stands still for a part of it."""
 SIGNALS = (Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.SIGSTOP)
 SUFFERED = (Kind.EXCEPTION, Kind.EXIT, Kind.HELD_GIL, Kind.MEMORY_HOG, Kind.CLOCK_SKEW)
 HARMLESS = (*SIGNALS, *SUFFERED, Kind.SLOW, Kind.NODE_KILL, Kind.NODE_FREEZE, Kind.KEEPER_KILL, Kind.STORE_LOSS, Kind.COORDINATOR_KILL)
-"""To what is stored: no bit of the bucket is changed."""
+"""Faults that change nothing in the bucket."""
 PERFORMED = (*HARMLESS, Kind.BUCKET_DAMAGE)
-"""What this module can do by itself."""
+"""Faults that this module can perform."""
 
 
 class Hand:
-    """On one node: what is to be done to processes there.  It outlives what it stops, to set it going again."""
+    """Strikes the processes of one node.  It outlives the processes that it stops, so that it can continue them."""
 
     def __init__(self) -> None:
         self._thaws: list[tuple[threading.Timer, list[int]]] = []
 
     def stands(self, run: str, worker: str) -> tuple[int, int, int]:
-        """(pid, generation, step completed) of a worker here; FileNotFoundError if it has gone."""
+        """Returns (pid, generation, last completed step) of a worker here.  Raises FileNotFoundError if it is gone."""
         counters = Counters(segment(run, worker), create=False)
         found = (counters["pid"], counters["generation"], counters["step"])
         counters.close()
         return found
 
     def signal(self, pid: int, name: str, thaw_after_s: float | None = None) -> None:
-        """ProcessLookupError if there is no such process any more."""
+        """Sends a signal, and SIGCONT ``thaw_after_s`` later if that is given.  Raises ProcessLookupError if the process is gone."""
         process = os.pidfd_open(pid)
         signal.pidfd_send_signal(process, signal.Signals[name])
         if thaw_after_s is not None:
             self._thaw([process], thaw_after_s)
 
     def slow(self, pid: int, times: float, duration_s: float) -> None:
-        """It works for one part in ``times`` of the duration."""
+        """Lets the process run for one part in ``times`` of the duration."""
         threading.Thread(target=_slow, args=(os.pidfd_open(pid), times, duration_s), daemon=True).start()
 
     def power_off(self) -> None:
-        """Every process of this node dies, this one last."""
+        """Kills every process of this node, this one last."""
         others = _others()
-        _send(others, signal.SIGSTOP)  # all stand still first: none sees another one die
+        _send(others, signal.SIGSTOP)  # all stand still first, so that none sees another one die
         _send(others, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def freeze(self, duration_s: float) -> None:
-        """Every process of this node but this one stands still."""
+        """Stops every process of this node except this one."""
         frozen = _others()
         _send(frozen, signal.SIGSTOP)
         self._thaw(frozen, duration_s)
@@ -92,7 +92,7 @@ class Hand:
         self._thaws.append((timer, processes))
 
     def rest(self) -> None:
-        """Returns when all that it has stopped goes on again, or has ended."""
+        """Returns once every process that it stopped runs again or has ended."""
         for timer, processes in self._thaws:
             while timer.is_alive() and len(select.select(processes, [], [], 0)[0]) < len(processes):
                 timer.join(POLL_S)
@@ -116,7 +116,7 @@ def _slow(process: int, times: float, duration_s: float) -> None:
 
 
 def _others() -> list[int]:
-    """Handles of the processes of this node, its raylet first; not this one's."""
+    """Returns handles of the processes of this node, its raylet first, without this process."""
     found = []
     for pid in _tree(os.getppid()):
         if pid != os.getpid():
@@ -126,7 +126,7 @@ def _others() -> list[int]:
 
 
 def _tree(root: int) -> list[int]:
-    """``root`` and all that descend from it."""
+    """Returns ``root`` and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -143,10 +143,10 @@ def _tree(root: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that was performed, or (``failed``: why) could not be.
+    """A fault that was performed, or that could not be (``failed`` says why).
 
-    ``at``: wall clock, of a fault at a point when its worker was told; ``victim``: several are joined by commas; ``generation``, ``step``:
-    where the (last) victim was then.
+    ``at`` is the wall clock; for a fault at a point it is when the worker was told.  Several victims are joined by commas.
+    ``generation`` and ``step`` say where the (last) victim was.
     """
 
     number: int
@@ -167,9 +167,9 @@ class Strike:
 
 
 class Chaos:
-    """``faults`` on the run of ``job``, which lives in the cluster of this process.  ``at`` counts from here.
+    """Performs ``faults`` on the run of ``job`` in the cluster of this process.  Their times ``at`` count from now.
 
-    Raises ValueError for what cannot be performed, or not so.
+    Raises ValueError for a fault that cannot be performed, or not in this way.
     """
 
     def __init__(self, job: Job, faults: Sequence[Fault], tell: Callable[[Strike], None] = lambda _: None) -> None:
@@ -189,7 +189,7 @@ class Chaos:
 
     @property
     def record(self) -> str:
-        """Where it is written what was done."""
+        """Returns the name of the object that records the strikes."""
         return self._store.full_name(self._key)
 
     @property
@@ -197,13 +197,13 @@ class Chaos:
         return [strike for strike in self.strikes if not strike.failed]
 
     def run(self, until: Callable[[Chaos], bool] = lambda chaos: not chaos.pending) -> list[Strike]:
-        """Strike until nothing is left to be done, or the run is over; what was done."""
+        """Strikes until no fault is left or the run is over, and returns the strikes."""
         while not until(self) and self.look():
             time.sleep(POLL_S)
         return self.strikes
 
     def look(self) -> bool:
-        """Perform what is due.  False when there is no run any more."""
+        """Performs the faults that are due.  Returns False if the run does not exist any more."""
         coordinator = attach(self.job.name)
         if coordinator is None:
             return False
@@ -216,7 +216,7 @@ class Chaos:
         return not view.over
 
     def heed(self, view: View) -> None:
-        """Perform the first fault that is due where the run stands so."""
+        """Performs the first fault that is due in the present state of the run."""
         now = time.monotonic() - self.began
         due = (fault for fault in self.pending if fault.at <= now and fault.state in ("", view.state) and self._ready(fault, view))
         fault = next(due, None)
@@ -225,7 +225,7 @@ class Chaos:
             self._strike(fault, view)
 
     def _ready(self, fault: Fault, view: View) -> bool:
-        """Is there anybody to be struck?  The same exception at the same step twice would be the job's own error."""
+        """Returns whether there is a victim.  The same exception twice at one step would count as the job's own error, so it waits."""
         if fault.kind is Kind.EXCEPTION and view.step <= self._raised_at:
             return False
         return VICTIM[fault.kind] != "worker" or bool(view.workers)
@@ -242,7 +242,7 @@ class Chaos:
                     victim = f"{victim},{worker}" if victim else worker
             else:
                 victim, pid = self._elsewhere(fault, view)
-        except (ray.exceptions.RayError, OSError, LookupError, ValueError) as error:  # the last: Ray knows no such actor any more
+        except (ray.exceptions.RayError, OSError, LookupError, ValueError) as error:  # ValueError: Ray does not know the actor any more
             failed = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         if not victim:
             failed = failed or "there was nobody"
@@ -263,7 +263,7 @@ class Chaos:
             self._raised_at = view.step + 1 if fault.kind is Kind.EXCEPTION else self._raised_at
 
     def _elsewhere(self, fault: Fault, view: View) -> tuple[str, int]:
-        """A node, a keeper, a store, the coordinator, the bucket."""
+        """Strikes a node, a keeper, a store, the coordinator or the bucket, and returns the victim and its pid."""
         if fault.kind is Kind.BUCKET_DAMAGE:
             return self._damage(), 0
         if fault.kind is Kind.COORDINATOR_KILL:
@@ -294,7 +294,7 @@ class Chaos:
         return f"the keeper of node {home[:8]}", self._end(keepers[home])
 
     def _damage(self) -> str:
-        """One bit of the newest checkpoint is another."""
+        """Flips one bit of the newest checkpoint."""
         checkpoints = Checkpoints(self._store, self.job.name)
         version = checkpoints.latest_good()
         if version is None:
@@ -306,7 +306,7 @@ class Chaos:
         return f"the checkpoint of {version}"
 
     def _end(self, actor: Any) -> int:
-        """SIGKILL to the process of an actor; its pid."""
+        """Sends SIGKILL to the process of an actor and returns its pid."""
         pid, node = (cluster.pid_of(actor), cluster.node_of(actor)) if actor is not None else (None, None)
         if pid is None or node is None:
             raise LookupError("Ray does not say where it is")
@@ -318,7 +318,7 @@ class Chaos:
         return names if fault.target < 0 else [names[fault.target % len(names)]]
 
     def _spared(self) -> set[NodeId | None]:
-        """Without the head there is no cluster, without this process no chaos; the coordinator dies by a fault of its own kind."""
+        """Returns the nodes that are never struck: the head, this process's node, and the coordinator's, which has a fault of its own."""
         heads = {NodeId(each["NodeID"]) for each in ray.nodes() if "node:__internal_head__" in each["Resources"]}
         coordinator = attach(self.job.name)
         return {*heads, cluster.here(), cluster.node_of(coordinator) if coordinator is not None else None}
@@ -331,7 +331,7 @@ class Chaos:
         return self._hands[node]
 
     def close(self) -> None:
-        """The hands let go, once what they have stopped goes on: who lets go before leaves it so."""
+        """Ends the hands, once the processes that they stopped run again."""
         longest_s = max((strike.fault.get("duration_s", 0.0) for strike in self.strikes), default=0.0)
         resting = [hand.rest.remote() for hand in self._hands.values()]
         ray.wait(resting, num_returns=len(resting), timeout=longest_s + CALL_S) if resting else None

@@ -1,4 +1,7 @@
-"""Ray's view of the machines: connecting, free room, nodes that come and go.  All private or environment-dependent Ray calls are here."""
+"""Ray's view of the machines: connecting, free room, nodes that come and go.
+
+All private Ray calls, and all that depend on environment variables, are in this file.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ NODES_SHOWN = 8
 
 
 def connect(address: str | None) -> None:
-    """Join the cluster at ``address``, or the one this process was submitted to, or start one here ("local").
+    """Joins the cluster at ``address``, or the one that this process was submitted to, or starts one here ("local").
 
-    The variables are Ray's own and must be set before it starts: no usage reports, no waiting for a drain when a local
-    cluster is ended, and no token for a cluster that only this machine reaches.
+    The environment variables are Ray's own and must be set before it starts: no usage reports, no waiting for a drain when a local
+    cluster ends, and no token for a cluster that only this machine can reach.
     """
     if ray.is_initialized():
         return
@@ -46,7 +49,7 @@ def connect(address: str | None) -> None:
 
 
 def check_here(address: str) -> None:
-    """Raises :class:`PlatformGaveUp` on a machine that is no node of any cluster: Ray itself would wait a minute to say so."""
+    """Raises :class:`PlatformGaveUp` if this machine is not a node of any cluster.  Ray itself would take a minute to say so."""
     try:
         from ray._private.services import find_node_ids
     except ImportError:  # a private call
@@ -59,19 +62,19 @@ def check_here(address: str) -> None:
 
 
 def own() -> bool:
-    """Whether this process started the cluster, which then ends with it."""
+    """Returns whether this process started the cluster.  Such a cluster ends with the process."""
     from ray._private import worker
 
-    node = getattr(worker, "_global_node", None)  # a private name: without it every cluster is taken for one that stays
+    node = getattr(worker, "_global_node", None)  # a private name; without it every cluster is treated as one that outlives this process
     return bool(node is not None and node.is_head())
 
 
 def _leave_deaths_to_the_story() -> None:
-    """Ray prints a paragraph for every process that ends, also for those that were told to; the run's own story says it in a sentence."""
+    """Silences the paragraph that Ray prints for every process that ends.  The story of the run says the same in one sentence."""
     from ray._private import worker
 
     printed = getattr(worker, "print_to_stdstream", None)
-    if printed is None:  # a private name: without it there is just more to read
+    if printed is None:  # a private name; without it there is only more output
         return
 
     def print_others(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
@@ -82,7 +85,7 @@ def _leave_deaths_to_the_story() -> None:
 
 
 def _submitted_with() -> Mapping[str, Any]:
-    """The runtime environment that ``ray job submit`` gave this process; empty if nobody submitted it."""
+    """Returns the runtime environment that ``ray job submit`` gave this process, or nothing if it was not submitted."""
     text = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     found: Mapping[str, Any] = json.loads(text).get("runtime_env") or {}
     return found
@@ -111,10 +114,10 @@ def check_place(setting: str, url: str) -> None:
 
 
 def search_path() -> list[str]:
-    """Where this process finds code, for workers that find it in the same place.
+    """Returns the folders where this process finds code, so that workers find it in the same places.
 
-    What Ray brings to every node by itself (working directory, packages of the runtime environment) is left out: a worker has it
-    already, from its own node's copy.
+    Folders that Ray brings to every node by itself (working directory, packages of the runtime environment) are left out: a worker uses
+    the copy on its own node.
     """
     brought = "/runtime_resources/"
     entries = [os.path.abspath(entry) for entry in (os.getcwd(), *sys.path) if entry]
@@ -122,7 +125,7 @@ def search_path() -> list[str]:
 
 
 def reachable(address: str) -> bool:
-    """Whether a cluster's head answers at ``host:port``; asking Ray itself would wait for a minute."""
+    """Returns whether the head of a cluster answers at ``host:port``.  Ray itself would wait for a minute."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=2).close()
@@ -132,7 +135,7 @@ def reachable(address: str) -> bool:
 
 
 def named(prefix: str) -> dict[str, Any]:
-    """The actors that live under names with ``prefix``, by the rest of the name."""
+    """Returns the living actors whose names begin with ``prefix``, by the rest of the name."""
     found = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix):
@@ -142,58 +145,61 @@ def named(prefix: str) -> dict[str, Any]:
 
 
 def nodes() -> tuple[NodeId, ...]:
-    """The nodes that are alive."""
+    """Returns the nodes that are alive."""
     return tuple(sorted(NodeId(node["NodeID"]) for node in ray.nodes() if node["Alive"]))
 
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
     try:
         from ray._private.state import available_resources_per_node
-    except ImportError:  # a private call: fall back to the sum, which cannot see that what is free is split over nodes
+    except ImportError:  # a private call; the fallback is the sum over all nodes, which cannot see how free resources are split
         return {"cluster": ray.available_resources()}
     found: Mapping[str, Mapping[str, float]] = available_resources_per_node()
     return found
 
 
 def _known(node: NodeId) -> Mapping[str, Any] | None:
-    """What Ray says of a node."""
+    """Returns what Ray knows of a node."""
     return next((each for each in ray.nodes() if each["NodeID"] == node), None)
 
 
 def place(node: NodeId) -> str:
-    """What messages call a node: the beginning of its id, its host."""
+    """Returns the name of a node in messages: the beginning of its id, and its host."""
     found = _known(node)
     return f"node {node[:8]} ({found['NodeManagerHostname']}, {found['NodeManagerAddress']})" if found else f"node {node[:8]}"
 
 
 def zone(node: NodeId) -> str:
-    """Ray's label of the node's availability zone; "" where it has none."""
+    """Returns Ray's label of the node's availability zone, or "" if it has none."""
     return str((_known(node) or {}).get("Labels", {}).get(ZONE, ""))
 
 
 def here() -> NodeId:
-    """The node of this process."""
+    """Returns the node of this process."""
     return NodeId(ray.get_runtime_context().get_node_id())
 
 
 def on_this_node() -> dict[str, str]:
-    """A coordinator is best put where the job was checked, unless Ray's label ``ray.io/market-type`` says that this node is spot."""
+    """Returns the labels of the preferred node of a coordinator: this one, unless its label ``ray.io/market-type`` says spot."""
     spot = any(node["NodeID"] == here() and node.get("Labels", {}).get(MARKET) == "spot" for node in ray.nodes())
     return {MARKET: "!spot"} if spot else {"ray.io/node-id": here()}
 
 
 def elsewhere() -> list[dict[str, dict[str, str]]]:
-    """When that cannot be: on a node that is not spot, else anywhere.  (A soft node affinity put it elsewhere in one of three starts.)"""
+    """Returns the fallbacks: any node that is not spot, then any node.
+
+    A soft node affinity is not used: with it Ray chose another node in one of three starts.
+    """
     return [{"label_selector": {MARKET: "!spot"}}, {"label_selector": {}}]
 
 
 def host() -> str:
-    """What messages call this process's machine."""
+    """Returns the name of this machine in messages."""
     return f"{socket.gethostname()}, {ray.util.get_node_ip_address()}"
 
 
 def node_of(actor: Any) -> NodeId | None:
-    """Where an actor was put, also one that failed there; None where Ray does not say."""
+    """Returns the node of an actor, also of one that failed to start there; None if Ray does not say."""
     try:
         from ray._private.state import actors
     except ImportError:  # a private call
@@ -203,7 +209,7 @@ def node_of(actor: Any) -> NodeId | None:
 
 
 def is_this_process(actor: Any) -> bool:
-    """Does Ray's head say that ``actor`` lives, and is this process?"""
+    """Returns whether Ray's head says that ``actor`` is alive and is this process."""
     try:
         from ray._private.state import actors
     except ImportError:  # a private call
@@ -213,12 +219,12 @@ def is_this_process(actor: Any) -> bool:
 
 
 def placed(actors: Mapping[WorkerId, Any]) -> frozenset[WorkerId]:
-    """Those of ``actors`` that have a node by now."""
+    """Returns those of ``actors`` that have been placed on a node."""
     return frozenset(worker for worker, actor in actors.items() if node_of(actor) is not None)
 
 
 def pid_of(actor: Any) -> int | None:
-    """The process of a living actor, on its node; None where Ray does not say."""
+    """Returns the process id of a living actor on its node; None if Ray does not say."""
     try:
         from ray._private.state import actors
     except ImportError:  # a private call
@@ -227,7 +233,7 @@ def pid_of(actor: Any) -> int | None:
 
 
 def slots(workers: Workers, avoid: Container[str] = ()) -> int:
-    """How many more workers of this size the cluster could start now, on other nodes than those to ``avoid``."""
+    """Returns how many more workers of this size the cluster could start now, without the nodes to ``avoid``."""
     wanted = {"CPU": workers.cpus, "GPU": float(workers.gpus)}
     count = 0
     for node, free in _free_by_node().items():
@@ -239,7 +245,7 @@ def slots(workers: Workers, avoid: Container[str] = ()) -> int:
 
 
 def check_room(workers: Workers) -> None:
-    """Raises, before anything is started, when the cluster cannot hold the smallest permitted world."""
+    """Raises :class:`PlatformGaveUp` if the cluster has no room for the smallest permitted world."""
     room = slots(workers)
     if room < workers.min:
         wanted = ["CPU"] + ["GPU"] * bool(workers.gpus)

@@ -1,4 +1,4 @@
-"""``launch(job)``: from a job to its result.  Checks everything that can be checked before any worker starts, then watches."""
+"""``launch(job)`` trains a job and returns its result.  It checks all it can before any worker starts, then watches the run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from elastic.runs import Run
 
 POLL_S = 0.1
 LEAVING_S = 2.0
-"""A coordinator whose run is over ends itself once its drivers have seen it."""
+"""Seconds for a coordinator whose run is over to end itself, once its drivers have seen the end."""
 Show = Callable[[Line], None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.  ``state``: Finished, Stopped or Failed; the last two resume by the same command.
+    """How a run ended.  ``state`` is Finished, Stopped or Failed; the last two can be resumed by the same command.
 
-    Any other state is that of a run which goes on without this driver, which was told to leave; the same command attaches to it.
+    Any other state means that this driver was told to leave and the run goes on; the same command attaches to it again.
     """
 
     state: str
@@ -44,22 +44,22 @@ class Result:
     bucket: str
     name: str
     job_error: str = ""
-    """The user's traceback, where the job is at fault."""
+    """The user's traceback, if the job is at fault."""
 
 
 def launch(job: Job, *, address: str | None = None, local: bool = False, show: Show = lambda line: None) -> Result:
-    """Train ``job`` to its end.  ``local``: one worker in this process, without Ray.
+    """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.
 
-    Raises :class:`~elastic.errors.ElasticError` when the job cannot work as it is.  Ctrl-C or SIGTERM to the driver that started the run
-    asks for a clean stop with a save; a second one leaves the run to stop by itself (KeyboardInterrupt).  A driver that attached to
-    a run only leaves it, unless no other is there; with ``on_driver_exit = "detach"`` the first one does so too.
+    Raises :class:`~elastic.errors.ElasticError` if the job cannot work as it is.  Ctrl-C or SIGTERM to the driver that started the run
+    asks for a clean stop with a save; a second one raises KeyboardInterrupt and leaves the run to stop by itself.  An attached driver
+    merely detaches, unless it is the last one.  With ``on_driver_exit = "detach"`` the first driver merely detaches too.
     """
     from elastic.train.local import run_local
     from elastic.train.preflight import preflight
 
     with Requests() as requests:
         if not local:
-            check_packages(Path.cwd())  # it comes first on the workers' path
+            check_packages(Path.cwd())  # this folder comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
         checked = preflight(job, local=local)
         for sentence in checked.notes:
@@ -72,14 +72,15 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
 
 
 def _heeding_the_driver(job: Job, show: Show) -> Job:
-    """What ``on_driver_exit = "detach"`` comes to on this cluster."""
+    """Returns ``job`` with the ``on_driver_exit`` that this cluster can honour, and says so."""
     if job.on_driver_exit == "stop":
         return job
     setting = 'on_driver_exit = "detach"'
     if cluster.own():
         show(
             Sentence(
-                time.time(), f"{setting} means nothing on a cluster that ends with this process; `ray start --head` starts one that stays"
+                time.time(),
+                f"{setting} has no effect on a cluster that ends with this process; start a lasting one with `ray start --head`",
             )
         )
         return job.replace(on_driver_exit="stop")
@@ -88,7 +89,7 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
 
 
 def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
-    """Attach to the run, or start it; watch it to its end, or until this driver is told to go."""
+    """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave."""
     driver = uuid.uuid4().hex
     coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s  # by then the workers have left
     if coordinator is not None and _is_ending(coordinator, deadline_s):
@@ -112,7 +113,7 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
 
 
 def follow(job: Job, coordinator: Any, show: Show) -> Result:
-    """The story of a run from its start, to its end or to a signal, which the run does not notice."""
+    """Shows the story of a run from its start until the run ends or a signal comes.  The run does not notice the signal."""
     with Requests() as requests:
         requests.note()
         show(Sentence(time.time(), f"attached to {job.name}; Ctrl-C leaves it as it is"))
@@ -128,7 +129,7 @@ def _left(job: Job, view: View, requests: Requests) -> Result:
 
 
 def attach(name: str) -> Any | None:
-    """The coordinator of the run, if one lives in this cluster."""
+    """Returns the coordinator of the run, or None if none lives in this cluster."""
     try:
         return ray.get_actor(f"{name}/coordinator", namespace=cluster.NAMESPACE)
     except ValueError:
@@ -136,13 +137,16 @@ def attach(name: str) -> Any | None:
 
 
 def _is_ending(coordinator: Any, deadline_s: float) -> bool:
-    """Of a run that was asked to stop, or has ended, while this driver was not there."""
+    """Returns whether the run has ended, or was asked to stop, before this driver came."""
     view = _view_of(coordinator, deadline_s)
     return view is None or view.over or bool(view.stopping)
 
 
 def _view_of(coordinator: Any, deadline_s: float) -> View | None:
-    """None: it is gone.  Raises :class:`PlatformGaveUp` where it is there and does not answer."""
+    """Returns the coordinator's view, or None if the coordinator is gone.
+
+    Raises :class:`PlatformGaveUp` if the coordinator exists and does not answer.
+    """
     try:
         view: View = ask(coordinator, "view", 10**9, deadline_s=deadline_s)
     except CoordinatorGone:
@@ -151,9 +155,9 @@ def _view_of(coordinator: Any, deadline_s: float) -> View | None:
 
 
 def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float) -> Any:
-    """What the coordinator answers.  When its process dies, Ray makes it again and puts the question again, for ``deadline_s``.
+    """Returns the coordinator's answer.  If its process dies, Ray restarts it and asks again, for ``deadline_s`` in all.
 
-    Raises :class:`PlatformGaveUp` where nobody answers, :class:`CoordinatorGone` where nobody is there.
+    Raises :class:`PlatformGaveUp` if no answer comes in time, and :class:`CoordinatorGone` if there is no coordinator any more.
     """
     try:
         return ray.get(getattr(coordinator, question).remote(*arguments), timeout=deadline_s)
@@ -166,7 +170,7 @@ def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float) -> 
 
 
 def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> None:
-    """The run goes on by itself to its last save; what comes after it begins from there."""
+    """Waits until a stopping run has made its last save, from which the new run begins."""
     said = False
     while (view := _view_of(coordinator, deadline_s)) is not None and not view.over:
         if not said:
@@ -177,9 +181,9 @@ def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> No
 
 
 def start(job: Job, reference: Build, driver: str) -> Any:
-    """A new coordinator: named, detached, without an accelerator.  From here on the folder in the bucket is the run's.
+    """Starts a coordinator: named, detached, without an accelerator.  From now on the folder in the bucket belongs to the run.
 
-    ``reference``: what every worker must be made of.  ``driver``: who it is started by.  Raises as :meth:`Run.trains_on` does.
+    ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it.  Raises as :meth:`Run.trains_on`.
     """
     Run.open(job).trains_on(reference.data)
     coordinator = (
@@ -187,10 +191,10 @@ def start(job: Job, reference: Build, driver: str) -> Any:
         .options(
             name=f"{job.name}/coordinator",
             namespace=cluster.NAMESPACE,
-            get_if_exists=True,  # two drivers that start it at the same time get the same one, and the first of them is its owner
+            get_if_exists=True,  # two drivers that start at the same time get the same coordinator, and the first of them owns the run
             lifetime="detached",
             max_restarts=-1,
-            max_task_retries=-1,  # what it is told while it is dead waits for the next one
+            max_task_retries=-1,  # a call to a dead coordinator waits for the next one
             num_cpus=0,
             label_selector=cluster.on_this_node(),
             fallback_strategy=cluster.elsewhere(),
@@ -201,10 +205,10 @@ def start(job: Job, reference: Build, driver: str) -> Any:
 
 
 def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadline_s: float, *, only: bool = False) -> View:
-    """Show the story until the run is over, or until this driver was told to go and the run does not stop for it.
+    """Shows the story until the run is over, or until this driver is told to leave and the run does not stop because of it.
 
-    ``only``: it does nothing but watch.
-    A coordinator that takes over tells a story of its own, and must be told again what the dead one may have taken along.
+    ``only`` means that this driver merely watches.  A coordinator that takes over begins a story of its own; the request to leave is
+    repeated to it, since the dead coordinator may have lost it.
     """
     seen, told, incarnation = 0, False, 0
     while True:
@@ -224,8 +228,7 @@ def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadlin
 
 
 def _await_gone(name: str) -> None:
-    """Until nothing of a run that is over is left: its coordinator ends itself when the last driver has seen the end; one that vanished
-    need not be waited for."""
+    """Waits until nothing is left of a run that is over.  Its coordinator ends itself once the last driver has seen the end."""
     deadline = time.monotonic() + LEAVING_S
     while attach(name) is not None and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -233,9 +236,9 @@ def _await_gone(name: str) -> None:
 
 
 def reap(name: str) -> list[str]:
-    """End what is left of the run's actors on this cluster; which they were."""
+    """Ends all actors of the run that are left on this cluster, and returns their names."""
     found = []
-    ours = re.compile(rf"{re.escape(name)}(-\d{{4,}}-[0-9a-f]{{6}})?/")  # and never those of a run called ``<name>-2``
+    ours = re.compile(rf"{re.escape(name)}(-\d{{4,}}-[0-9a-f]{{6}})?/")  # this must not match a run called ``<name>-2``
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] == cluster.NAMESPACE and ours.match(entry["name"]):
             with contextlib.suppress(ValueError):
@@ -249,6 +252,6 @@ def _result(job: Job, state: str, reason: str, step: int, job_error: str = "") -
 
 
 def exit_code(state: str, job_error: str = "") -> int:
-    """Of a run that ended in ``state``."""
+    """Returns the exit code of a run that ended in ``state``."""
     codes = {"Finished": FINISHED, "Stopped": STOPPED}
     return codes.get(state, JobError.exit_code if job_error else PlatformGaveUp.exit_code)

@@ -1,6 +1,6 @@
-"""What the workers of a node printed, and where those stood that hung: kept in the bucket once they have ended.
+"""Keeps in the bucket what the workers of a node printed, and the stacks of those that hung, once they have ended.
 
-By a thread of its own: the bucket may be slow, and neither the heartbeat nor the watch waits for it.
+A thread of its own writes them: the bucket may be slow, and neither the heartbeat nor the watch may wait for it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from storage.objects import ObjectStore
 
 LINES = 200
 MOST_BYTES = 2**18
-"""Of a log, from its end."""
+"""Bytes that are kept of a log, counted from its end."""
 EXAMINE_S = 6.0
-"""For finding out where a process stands, before it is ended all the same."""
+"""Seconds for finding out where a process stands.  Then it is ended in any case."""
 QUIET_S = 0.1
-"""A fault handler that has written nothing for so long has written all."""
+"""Seconds without new output after which a fault handler is taken to have finished."""
 
 
 class Logs:
-    """``folder``: their prefix in ``store``; ``run``: the life of the run whose workers they are."""
+    """Keeps the logs of one node's workers.  ``folder`` is their prefix in ``store``; ``run`` names the life of the run."""
 
     def __init__(self, store: ObjectStore, folder: str, run: str, node: NodeId) -> None:
         self.store, self.folder, self.run, self.node = store, folder, run, node
@@ -42,17 +42,17 @@ class Logs:
         return f"{self.folder}/{worker}.log"
 
     def follow(self, worker: WorkerId) -> None:
-        """It lives here: what it prints can be read at its end, even if the keeper of another node of this machine has cleaned up."""
+        """Opens the log of a living worker, so that it can be read at the end even if another keeper of this machine has cleaned up."""
         with contextlib.suppress(FileNotFoundError):
             self._files[worker] = open(log_file(self.run, worker), "rb")  # noqa: SIM115 # until it is kept
 
     def examine(self, worker: WorkerId, process: Process) -> str:
-        """Find out where ``process`` stands, for its log; where that will be.  Takes ``EXAMINE_S`` at most."""
+        """Finds out where ``process`` stands, for its log, and returns the key of the log.  It takes at most ``EXAMINE_S``."""
         self._stood[worker] = stack_of(process, log_file(self.run, worker), EXAMINE_S)
         return self.key(worker)
 
     def keep(self, worker: WorkerId, how: str) -> None:
-        """It has ended."""
+        """Stores the log of a worker that has ended; ``how`` says how it ended."""
         self._thread.submit(self._keep, worker, how)
 
     def _keep(self, worker: WorkerId, how: str) -> None:
@@ -65,21 +65,21 @@ class Logs:
             print(f"the log of {worker} could not be kept: {error}", flush=True)
 
     def close(self) -> None:
-        """All are kept when this returns."""
+        """Returns once all logs are stored."""
         self._thread.shutdown(wait=True)
 
 
 def last_lines(file: BinaryIO) -> list[str]:
-    """Of a file of any size."""
+    """Returns the last lines of a file of any size."""
     file.seek(max(file.seek(0, SEEK_END) - MOST_BYTES, 0))
     return file.read().decode(errors="replace").splitlines()[-LINES:]
 
 
 def stack_of(process: Process, log: Path, deadline_s: float, spy: str | None = None) -> str:
-    """Where every thread of ``process`` stands, as text; "" where it writes that into its ``log`` itself.
+    """Returns the stacks of all threads of ``process`` as text, or "" if the process writes them into its ``log`` itself.
 
-    By py-spy, which reads the memory of a process that does not answer, is stopped, or holds its GIL; where that is not installed (``spy``
-    "") or not allowed, by the process's own fault handler.
+    py-spy reads the memory of a process that does not answer, is stopped, or holds its GIL.  If it is not installed (``spy`` is "") or not
+    allowed, the fault handler of the process is asked instead.
     """
     until = time.monotonic() + deadline_s
     spy = _spy() if spy is None else spy
@@ -109,7 +109,7 @@ def _spy() -> str:
 
 
 def _ask_fault_handler(process: Process, log: Path, until: float) -> None:
-    """SIGUSR1, and wait while it writes."""
+    """Sends SIGUSR1 and waits while the fault handler writes."""
     size, since = _size(log), float("inf")
     process.dump_stack()
     while time.monotonic() < min(until, since + QUIET_S) and not process.ended():

@@ -1,4 +1,4 @@
-"""Processes as the operating system sees them: their log files, their deaths, the signal they died of."""
+"""Processes as the operating system sees them: their log files, their deaths and the signals that they died of."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def log_folder(run: str) -> Path:
 
 
 def log_file(run: str, worker: str) -> Path:
-    """What the worker printed, on its node."""
+    """Returns the file on its node that holds what the worker printed."""
     return log_folder(run) / f"{worker}.log"
 
 
 def sweep(name: str) -> None:
-    """Remove what earlier lives of the run left on this node when everything was killed at once: segments of dead processes.
+    """Removes the counters of dead processes that earlier lives of the run left on this node.
 
-    Also those of another version, which had other counters: the first of all is the pid.
+    It also removes those of other versions of Elastic: the first counter is the pid in every version.
     """
     for path in segment(f"{name}-????-??????", "w*").parent.glob(segment(f"{name}-????-??????", "w*").name):
         pid = int.from_bytes(path.read_bytes()[:8], sys.byteorder)
@@ -42,17 +42,18 @@ def sweep(name: str) -> None:
 
 
 def end_on_sigterm() -> None:
-    """SIGTERM ends this process at once, as it ends others.
+    """Lets SIGTERM end this process at once, as it ends ordinary processes.
 
-    Ray's own handler begins an exit that waits for the calls under way.  A worker's never ends: it would train on, deaf to every order.
+    Ray's own handler begins an exit that waits for calls under way.  The call of a worker never ends, so it would train on and ignore
+    every order.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def clear(name: str, deadline_s: float) -> list[str]:
-    """Remove all that lives of the run have left on this node, once their processes have ended; what was removed.
+    """Removes all that the run has left on this node, once its processes have ended, and returns what was removed.
 
-    What a process still holds at the deadline stays.
+    Files of a process that still lives at the deadline stay.
     """
     removed, end = [], time.monotonic() + deadline_s
     for path in sorted(segment(f"{name}-????-??????", "w*").parent.glob(segment(f"{name}-????-??????", "w*").name)):
@@ -69,7 +70,7 @@ def clear(name: str, deadline_s: float) -> list[str]:
 
 
 class Process:
-    """A handle on one process, by pidfd: never confused with a later process of the same number."""
+    """A handle on one process by pidfd.  It is never confused with a later process of the same number."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -77,12 +78,12 @@ class Process:
         weakref.finalize(self, os.close, self._descriptor)
 
     def ended(self) -> bool:
-        poll = select.poll()  # ``select`` knows no descriptor beyond 1023; and each thread needs its own
+        poll = select.poll()  # ``select`` fails for descriptors above 1023; each thread needs a poll of its own
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(0))
 
     def stopped(self) -> bool:
-        """By a signal, until another one sets it going."""
+        """Returns whether a signal has stopped it and none has continued it."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt" and not self.ended()
         except OSError:
@@ -95,12 +96,15 @@ class Process:
             return
 
     def dump_stack(self) -> None:
-        """Ask it to write where its threads stand: see ``actors/worker.py``."""
+        """Asks the process to write the stacks of its threads (see ``actors/worker.py``)."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGUSR1)
 
     def status(self) -> int | None:
-        """The wait status of the ended process, from the kernel (Linux 6.15 and later tell it to others than the parent); else None."""
+        """Returns the wait status of the ended process, or None if the kernel does not tell it.
+
+        Linux 6.15 and later tell it to processes other than the parent.
+        """
         buffer = bytearray(64)
         struct.pack_into("Q", buffer, 0, _PIDFD_INFO_EXIT)
         try:
@@ -112,9 +116,9 @@ class Process:
 
 
 def describe(status: int | None) -> str:
-    """How a process ended, in words."""
+    """Says in words how a process ended."""
     if status is None:
-        return "ended; this kernel does not tell how (nothing in its log: SIGKILL, often from the kernel when memory runs out)"
+        return "ended; this kernel does not say how (an empty log points to SIGKILL, often sent by the kernel when memory runs out)"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return f"killed by signal {number} ({signal.Signals(number).name})"

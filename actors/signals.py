@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM as a request, looked at when it suits: ``ray.get`` is not torn apart half way.
+"""Turns SIGINT and SIGTERM into a request that the driver looks at between two calls, so that no ``ray.get`` is interrupted half way.
 
-``ray job stop`` sends SIGTERM, and SIGKILL three seconds later; a terminal's Ctrl-C is SIGINT.
+``ray job stop`` sends SIGTERM, and SIGKILL three seconds later.  Ctrl-C in a terminal sends SIGINT.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Requests:
-    """While it is open, a signal raises KeyboardInterrupt, but for the first one after ``note()``: that one is noted in ``asked``."""
+    """Handles signals while it is open.
+
+    A signal raises KeyboardInterrupt, except for the first one after ``note()``, which is only noted in ``asked``.
+    """
 
     def __init__(self) -> None:
         self.asked = ""
@@ -24,7 +27,7 @@ class Requests:
         self._before: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python calls handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python calls signal handlers in no other thread
             self._before = {number: signal.signal(number, self._take) for number in WORDS}
         return self
 
@@ -33,11 +36,11 @@ class Requests:
             signal.signal(number, handler)
 
     def note(self) -> None:
-        """From now on there is a run to be told.  Called after ``ray.init``, which puts a handler of its own in our place."""
+        """Says that a run exists now, to which a signal can be passed on.  It is called after ``ray.init``, which replaces our handlers."""
         for number in self._before:
             found = signal.signal(number, self._take)
             if found != self._take:
-                self._before[number] = found  # what is put back in the end is the one of a process that knows Ray
+                self._before[number] = found  # at the end, Ray's own handler is put back
         self._noting = True
 
     def _take(self, number: int, frame: FrameType | None) -> None:

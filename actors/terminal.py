@@ -1,4 +1,4 @@
-"""What commands print."""
+"""Prints the output of commands."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ console = Console(highlight=False)
 
 
 def say(text: str, head: str = "", style: str = "") -> None:
-    """One line, however long, after ``head`` in colour; whatever brackets ``text`` holds are only brackets."""
+    """Prints one line of any length after a coloured ``head``.  Brackets in ``text`` are not markup."""
     console.print(Text.assemble((head, style), text), soft_wrap=True)
 
 
 def show(line: Line) -> None:
-    """A step overwrites the step before it on a terminal; a sentence stays."""
+    """Prints a line of the story.  On a terminal a step overwrites the step before it; a sentence stays."""
     clock = time.strftime("%H:%M:%S", time.localtime(line.at))
     if not isinstance(line, StepLine):
         say(line.text, f"{clock} ", "dim")
@@ -37,7 +37,10 @@ def show(line: Line) -> None:
 
 
 def show_result(result: Result, job: Job, line: str) -> int:
-    """How the run ended, and what can be done about it; the exit code.  ``line``: the job's file, and the options over it."""
+    """Prints how the run ended and what the user can do next, and returns the exit code.
+
+    ``line`` is the job file with its options, as the user typed them.
+    """
     if result.job_error:
         print(result.job_error)
     colours = {"Finished": "green", "Stopped": "yellow", "Failed": "red"}

@@ -241,7 +241,7 @@ class Run:
         return {
             "job": job.digest,
             "lineage": [list(entry) for entry in lineage],
-            "layout": {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard},
+            "layout": dict(layout.degrees),
             "cursor": {"seed": job.seed, "sampling": job.data.sampling, "global_batch": job.global_batch},
             "versions": {name: version_of(name) for name in ("torch", "ray", "safetensors")} | {"elastic": elastic.__version__},
         }

@@ -144,9 +144,9 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
 
 
 def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Difference]:
-    known = dict(snapshot["run"])
+    known = dict(codec.modern(snapshot["run"]))
     codec.fold(snapshot, ())  # refuses a format that is not ours
-    for record in records:
+    for record in map(codec.modern, records):
         known.update(record.get("meanwhile", {}))
         before = {**known, **_quiet(known, record)} if snapshot["format"] == 1 else known
         decided = advance(codec.decode_run(before), codec.decode_event(record["event"]), record["at"], rules)

@@ -62,7 +62,7 @@ class Snapshots:
     def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
         """A world begins; ``shard``: this member's, at the plan's version."""
         self._wait()
-        self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.count, shard.index)
+        self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.cell)
         self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version

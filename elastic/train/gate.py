@@ -93,5 +93,5 @@ class Gate:
         """Bar ``generation`` and every older one, and say what is held."""
         with self._lock:
             self.fenced = max(self.fenced, generation)
-            held = tuple(Holding(self.worker, shard.version, shard.count, shard.index) for shard in self.shards)
+            held = tuple(Holding(self.worker, shard.version, shard.cell) for shard in self.shards)
             return Fenced(self.worker, generation, held, self.prepared, tuple(self.outcomes))

@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 from elastic.engine.optim.base import Optimizer, Rule, rule_of
 from elastic.engine.parallelize import parallelize
 from elastic.engine.world import World
-from elastic.errors import ElasticError, ModelError
+from elastic.errors import ElasticError, ModelError, StateMissing
+from elastic.ids import Cell
 from elastic.imports import failure, load
 from elastic.job import Job
+from elastic.plan.placement import cell_of, held
 from storage.errors import Unavailable
-from storage.slices import WHOLE, Slice, Tensor, Version, nbytes, shard_slice
+from storage.slices import Slice, Tensor, Version, nbytes
 
 DTYPES = {
     "F64": torch.float64,
@@ -42,20 +44,30 @@ Key = tuple[str, str]
 
 @dataclass
 class Shard:
-    """One shard of the whole state, in this process's memory: shard ``index`` of ``count`` at ``version``."""
+    """The part of the whole state that ``cell`` names, at ``version``, in this process's memory.
+
+    ``values`` has the memory of each tensor of which there is a part, of the shape and with the boxes that :func:`placement.held` gives.
+    """
 
     version: Version
-    count: int
-    index: int
+    cell: Cell
     values: dict[Key, torch.Tensor]
 
     def part(self, tensor: Tensor, wanted: Slice) -> torch.Tensor:
-        """The memory of ``wanted``, which lies inside this shard of ``tensor``."""
+        """Return the memory of ``wanted``.  Raises :class:`StateMissing` where no box of this shard contains all of it."""
         value = self.values[tensor.kind, tensor.name]
-        held = shard_slice(tensor, self.count, self.index)
-        if wanted == held:
-            return value
-        return value[wanted.start[0] - held.start[0] : wanted.stop[0] - held.start[0]]
+        place = place_of(tensor, self.cell, wanted)
+        if place is None:
+            raise StateMissing(f"{wanted} was looked for in cell {self.cell!r}, which does not have it")
+        return value[tuple(slice(at, at + size) for at, size in zip(place, wanted.shape, strict=True))]
+
+
+def place_of(tensor: Tensor, cell: Cell, wanted: Slice) -> tuple[int, ...] | None:
+    """Return where ``wanted`` begins in the memory of a member in ``cell``; None where none of its boxes contains all of it."""
+    for box in held(tensor, cell).boxes:
+        if box.slice.intersect(wanted) == wanted:
+            return tuple(at + start - first for at, start, first in zip(box.at, wanted.start, box.slice.start, strict=True))
+    return None
 
 
 def build_model(job: Job) -> nn.Module:
@@ -105,11 +117,6 @@ def bytes_of(tensors: tuple[Tensor, ...]) -> int:
     return sum(nbytes(tensor, tensor.whole()) for tensor in tensors)
 
 
-def rows_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """The distinct dim-0 lengths of the tensors that are split: what coverage by shards depends on."""
-    return tuple(sorted({t.shape[0] for t in tensors if t.shape and t.kind not in WHOLE}))
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The shard of a sharded tensor that is here."""
     assert isinstance(tensor, DTensor)
@@ -128,10 +135,11 @@ class State:
         self.model, self.sync = parallelize(blueprint, world, job)
         local = {name: _local(parameter).detach() for name, parameter in self.model.named_parameters()}
         self.trained = {name: local[name].requires_grad_() for name, p in self.model.named_parameters() if p.requires_grad}
-        count, index = world.layout.dp_shard, world.layout.coordinates(world.rank)[1]
-        boxes = {tensor.name: (shard_slice(tensor, count, index),) for tensor in self.tensors if tensor.kind == "parameter"}
+        cell = cell_of(world.layout, world.rank)
+        parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
+        boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
         self.optimizer = Optimizer(job, self.trained, boxes, decayed)
-        self.shard = Shard(version, count, index, self._values(local))
+        self.shard = Shard(version, cell, self._values(local))
 
     def _values(self, local: dict[str, torch.Tensor]) -> dict[Key, torch.Tensor]:
         buffers = dict(self.model.named_buffers())

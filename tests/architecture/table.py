@@ -31,9 +31,9 @@ IMPORTS = {
     "elastic.errors": Row(),
     "elastic.imports": Row(("elastic.errors",)),
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
-    "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors")),
-    "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
-    "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")),
+    "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")),
+    "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")),
     "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
     "elastic.config": Row(
         ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.urls"), ("pydantic", "tyro")
@@ -61,7 +61,7 @@ IMPORTS = {
         ),
         ("torch",),
     ),
-    "elastic.state.region": Row(("elastic.protocol.copy_schedule", *NAMES)),
+    "elastic.state.region": Row(("elastic.protocol.copy_schedule", "elastic.plan.placement", *NAMES)),
     "elastic.state.wire": Row(("elastic.errors",)),
     "elastic.state.keeper_store": Row(("elastic.state.*", "elastic.protocol.copy_schedule", "elastic.plan.*", *NAMES)),
     "elastic.data": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "pyarrow")),

@@ -9,7 +9,8 @@ import numpy as np
 
 from storage.checkpoints import Checkpoints, Part, ShardReceipt
 from storage.shards import ITEM_BYTES
-from storage.slices import Slice, Tensor, Version, shard_slice
+from storage.slices import Slice, Tensor, Version
+from tests.support.cells import shard_slice
 
 State = Mapping[Tensor, bytes]
 """Every tensor, whole."""

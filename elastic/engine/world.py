@@ -36,6 +36,7 @@ from elastic.engine import sockets, streams
 from elastic.engine.sockets import Endpoint, Service, Waking
 from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
+from elastic.plan.placement import data_rank, data_ranks
 
 LEAD = 8
 """Calls of ``keep_up`` that the host may be ahead of the device."""
@@ -143,7 +144,18 @@ class World:
 
     @property
     def size(self) -> int:
+        """The number of members."""
         return self.layout.world
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this member's model group, among those that run microbatches."""
+        return data_rank(self.layout, self.rank)
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of model groups."""
+        return data_ranks(self.layout)
 
     @property
     def shard_mesh(self) -> DeviceMesh:

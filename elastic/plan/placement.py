@@ -209,6 +209,7 @@ def data_ranks(layout: Layout) -> int:
     return found
 
 
+@cache
 def reporters(layout: Layout) -> tuple[int, ...]:
     """Return, by data rank, the world rank of the member of that model group that knows the losses."""
     found = {}

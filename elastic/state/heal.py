@@ -23,9 +23,10 @@ from elastic.imports import load
 from elastic.plan.placement import held
 from elastic.plan.transfer import Move, missing, moves
 from elastic.protocol.plan import Plan
+from elastic.state.shard import DTYPES, Shard, place_of
 from elastic.state.sources.hosts import Access, read, reads
 from elastic.state.staging import STREAMS, StagingStream
-from elastic.train.model import BUFFERS, DTYPES, Shard, State, place_of
+from elastic.train.model import BUFFERS, State
 from elastic.train.step import Session
 from storage.background import begin
 from storage.checkpoints import Checkpoints

@@ -25,7 +25,7 @@ from elastic.protocol.copy_schedule import Copies, Copy
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
 from elastic.state.region import Frame, Region, frame
-from elastic.train.model import Shard
+from elastic.state.shard import Shard
 from storage.background import begin
 from storage.slices import Tensor
 

@@ -17,7 +17,7 @@ from elastic.ids import Version, WorkerId
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced
-from elastic.train.model import Shard
+from elastic.state.shard import Shard
 
 
 class Gate:

@@ -21,11 +21,11 @@ from elastic.state.digest import digests
 from elastic.state.heal import nothing
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import BLOCK, Region, frame
+from elastic.state.shard import Shard
 from elastic.state.snapshot import Snapshots
 from elastic.state.sources import hosts
 from elastic.state.sources.hosts import Access
 from elastic.state.staging import StagingStream
-from elastic.train.model import Shard
 from tests.state.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
 from tests.support.cells import cell
 

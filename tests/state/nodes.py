@@ -19,10 +19,10 @@ from elastic.protocol.plan import Plan
 from elastic.state.heal import nothing
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import BLOCK, Region, frame
+from elastic.state.shard import DTYPES, Shard
 from elastic.state.snapshot import NEVER, Snapshots
 from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
-from elastic.train.model import DTYPES, Shard
 from storage.slices import Tensor
 from tests.support.cells import cell, shard_slice
 

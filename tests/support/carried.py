@@ -18,8 +18,9 @@ from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON
 from elastic.runs import Run
+from elastic.state.shard import Shard
 from elastic.train.gate import Gate
-from elastic.train.model import Shard, State
+from elastic.train.model import State
 from storage.checkpoints import ShardReceipt
 from storage.slices import WHOLE
 from tests.support.cells import cell, shard_interval, shard_of, shard_slice

@@ -14,9 +14,9 @@ from elastic.errors import FencedOff
 from elastic.ids import Version, WorkerId
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced
+from elastic.state.shard import Shard
 from elastic.train.faults import skew
 from elastic.train.gate import Gate
-from elastic.train.model import Shard
 from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast

@@ -25,9 +25,9 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
 from elastic.state.keeper_store import request
 from elastic.state.region import BLOCK, WORD, Frame, Region, frame
+from elastic.state.shard import Shard, place_of
 from elastic.state.staging import STAGE, Coming, Piece, StagingStream
 from elastic.state.wire import Wire
-from elastic.train.model import Shard, place_of
 from storage.background import begin
 from storage.slices import Slice, Tensor, nbytes
 

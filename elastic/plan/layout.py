@@ -27,8 +27,10 @@ class Layout:
 
     @property
     def degrees(self) -> tuple[tuple[str, int], ...]:
-        """(axis, degree) of every axis, the outermost first."""
+        """(axis, degree) of every axis, the outermost first.  Raises ValueError for an axis that is not in the table."""
         known = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, **dict(self.more)}
+        if unknown := known.keys() - AXES.keys():
+            raise ValueError(f"a layout has the axes {', '.join(sorted(unknown))}, which plan/axes.py does not know")
         return tuple((name, known[name]) for name in AXES if name in known)
 
     @property

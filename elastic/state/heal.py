@@ -88,9 +88,9 @@ def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
         model.init_weights()
         sources = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor in state.tensors:
-        value = state.shard.values[tensor.kind, tensor.name]
         if tensor.kind not in ("parameter", *BUFFERS):
-            value.zero_()
+            if (value := state.shard.values.get((tensor.kind, tensor.name))) is not None:
+                value.zero_()
             continue
         whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=state.world.device)
         if state.world.rank == 0:

@@ -113,6 +113,8 @@ class Snapshots:
         """Of ``shard``, for ``slot``."""
         data = self.region.data_at(slot)
         for tensor, place in self._frame.places.items():
+            if not place.bytes:  # this member has nothing of it, perhaps not even a tensor
+                continue
             value = shard.values[tensor.kind, tensor.name]
             room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
             yield value, room, slice(place.first_block, place.first_block + place.blocks)

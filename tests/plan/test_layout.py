@@ -71,6 +71,11 @@ def test_every_world_rank_has_coordinates_of_its_own(dp_replicate: int, dp_shard
     assert layout.world == len(grid)
 
 
+def test_an_axis_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"axes nowhere, which plan/axes\.py does not know"):
+        _ = Layout(1, 2, (("nowhere", 2),)).world
+
+
 @given(rules(), st.integers(1, 12), st.integers(0, 6))
 def test_check_refuses_what_can_never_run_and_each_fix_that_it_names_works(rule: LayoutRule, least: int, more: int) -> None:
     most = least + more

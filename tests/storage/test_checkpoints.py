@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.checkpoints import Checkpoints, ShardReceipt
-from storage.cover import describe
+from storage.checkpoints.cover import describe
+from storage.checkpoints.manifest import MANIFEST
+from storage.checkpoints.shards import ITEM_BYTES
 from storage.documents import seal
 from storage.errors import BadFormat, Exists, Incomplete
-from storage.manifest import MANIFEST
 from storage.objects import ObjectStore
-from storage.shards import ITEM_BYTES
 from storage.slices import Slice, Tensor, Version
 from tests.storage.states import TENSORS, cut, part_of, save, state_of, write
 from tests.storage.test_cover import boxes, tilings
 from tests.support.patience import PATIENCE_S
+from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast
 V = Version(10, 2)
@@ -103,7 +104,7 @@ def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
     """The store answers once so many ask: more than there is room for never do."""
     barrier = threading.Barrier(together)
 
-    class Together(ObjectStore):
+    class Together(Forwarding):
         waits, at_once = False, 4
 
         def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -111,11 +112,11 @@ def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
                 barrier.wait(PATIENCE_S if comes else 0.5)
             return super().get(key, start, stop)
 
-    monkeypatch.setattr("storage.reader.FETCH_BYTES", 1)  # each slice by itself
-    monkeypatch.setattr("storage.reader.AHEAD_BYTES", room)
+    monkeypatch.setattr("storage.checkpoints.reader.FETCH_BYTES", 1)  # each slice by itself
+    monkeypatch.setattr("storage.checkpoints.reader.AHEAD_BYTES", room)
     state, checkpoints = state_of(TENSORS, seed=4), fresh()
     save(checkpoints, V, state, 2)
-    store = Together(checkpoints.store.filesystem, checkpoints.store.root)
+    store = Together(checkpoints.store)
     reader = Checkpoints(store, "run").open(V)
     rows = [row for row in reader.rows if row.last > row.first]
     rows = rows[: len(rows) // together * together]
@@ -127,7 +128,7 @@ def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
 
 
 def test_neighbours_are_fetched_together(checkpoints: Checkpoints) -> None:
-    class Counting(ObjectStore):
+    class Counting(Forwarding):
         requests: list[str]
 
         def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -136,8 +137,7 @@ def test_neighbours_are_fetched_together(checkpoints: Checkpoints) -> None:
 
     state = state_of(TENSORS, seed=3)
     save(checkpoints, V, state, 2)
-    store = checkpoints.store
-    counting = Counting(store.filesystem, store.root)
+    counting = Counting(checkpoints.store)
     counting.requests = []
     reader = Checkpoints(counting, "run").open(V)
     counting.requests.clear()

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage.checkpoints.manifest import Stored
 from storage.errors import Damaged
-from storage.manifest import Stored
 from storage.slices import Slice, Tensor
 
 SCHEMA = pa.schema(

@@ -18,13 +18,13 @@ import numpy as np
 from blake3 import blake3
 
 from storage.background import begin
-from storage.cover import Key, check_exact_cover, covering, describe
-from storage.documents import digest_of
+from storage.checkpoints.cover import Key, check_exact_cover, covering, describe
+from storage.checkpoints.index import from_parquet
+from storage.checkpoints.manifest import Manifest, Stored
+from storage.checkpoints.shards import ITEM_BYTES, check_header
+from storage.documents import File, digest_of
 from storage.errors import Damaged, Incomplete, Missing, StorageError
-from storage.index import from_parquet
-from storage.manifest import File, Manifest, Stored
 from storage.objects import ObjectStore
-from storage.shards import ITEM_BYTES, check_header
 from storage.slices import Slice, Tensor, Version
 
 FETCH_BYTES = 16 * 2**20

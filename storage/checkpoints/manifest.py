@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from storage.documents import seal, unseal
+from storage.documents import File, seal, unseal
 from storage.errors import Damaged
 from storage.slices import Slice, Tensor, Version
 
@@ -18,15 +18,6 @@ FORMAT = 1
 """The newest; all of 1 to this one are read."""
 MANIFEST, INDEX, DAMAGED = "MANIFEST.json", "index.parquet", "DAMAGED.json"
 ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions"}
-
-
-@dataclass(frozen=True, order=True)
-class File:
-    """One object of a checkpoint, named relative to its folder; ``blake3`` is what the program ``b3sum`` prints."""
-
-    name: str
-    size: int
-    blake3: str
 
 
 @dataclass(frozen=True, order=True)

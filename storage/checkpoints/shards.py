@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from storage.cover import describe
+from storage.checkpoints.cover import describe
+from storage.checkpoints.manifest import Stored
 from storage.errors import Damaged
-from storage.manifest import Stored
 from storage.slices import Slice, Tensor
 
 ITEM_BYTES = {

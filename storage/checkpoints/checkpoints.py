@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from storage.cover import check_exact_cover, describe
-from storage.documents import digest_of, seal, unseal
+from storage.checkpoints.cover import check_exact_cover, describe
+from storage.checkpoints.export import export
+from storage.checkpoints.index import to_parquet
+from storage.checkpoints.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, Manifest, Stored
+from storage.checkpoints.reader import Reader, Verified, verify
+from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of
+from storage.documents import File, digest_of, seal, unseal
 from storage.errors import Damaged, Exists, Incomplete, Missing
-from storage.export import export
-from storage.index import to_parquet
-from storage.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, File, Manifest, Stored
 from storage.objects import ObjectStore, Piece
-from storage.reader import Reader, Verified, verify
-from storage.shards import Entry, aligned_order, entry_of, header_of
 from storage.slices import Slice, Tensor, Version
 
 Part = tuple[Tensor, Slice, memoryview]

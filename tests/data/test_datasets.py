@@ -21,8 +21,7 @@ from elastic.data.loader import Loader
 from elastic.data.show import show
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
-from storage import datasets
-from storage.datasets import BLOCKS, DESCRIPTION, DOCUMENTS, Coding, Description, TokenFiles, Tokens, write_dataset
+from storage.datasets import BLOCKS, DESCRIPTION, DOCUMENTS, Coding, Description, TokenFiles, Tokens, datasets, write_dataset
 from storage.errors import BadFormat, Damaged, Exists, Missing
 from storage.objects import ObjectStore
 from tests.data.texts import BYTES, END, memory, numbered, tokenize

@@ -110,9 +110,9 @@ class Checkpoints:
             raise ValueError(f"a manifest says nothing about {', '.join(sorted(unknown))}; it knows {', '.join(sorted(ABOUT))}")
         receipts = sorted(receipts, key=lambda receipt: receipt.file)
         rows = self._complete(version, receipts)
-        index = to_parquet(rows)
+        index, blocks = to_parquet(rows)
         indexed = self._create(version, _digested(INDEX, [index]), lambda: [index])
-        manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about).to_bytes()
+        manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about, blocks).to_bytes()
         key = f"{self.folder(version)}/{MANIFEST}"
         try:
             self.store.put_if_absent(key, manifest)
@@ -158,10 +158,9 @@ class Checkpoints:
     def verify(self, version: Version) -> Verified:
         """Read everything and compare every size and digest."""
         try:
-            reader = self.open(version)
-        except Damaged as error:
+            return verify(self.open(version))
+        except Damaged as error:  # the manifest or the index
             return Verified(version, 0, 0, 0, (error,))
-        return verify(reader)
 
     def export(self, version: Version, destination: Path) -> list[Path]:
         """Whole tensors as ordinary ``model.safetensors`` and ``optimizer.safetensors`` in the folder ``destination``."""

@@ -33,8 +33,23 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Bytes ``[first, last)`` of a large index: one row group, or, as the last block, its footer.
+
+    ``name``: the tensor of the row group's first row; "" for the footer.
+    """
+
+    first: int
+    last: int
+    blake3: str
+    name: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """``files``: shards and index.  ``about``, all optional, what its writer says of the run:
+    """``files``: the shards and the index.  ``blocks``: those of the index, if it is large (see :mod:`storage.checkpoints.index`).
+
+    ``about``: what the writer says of the run, all of it optional:
 
     ``job`` (digest), ``layout`` (degrees by axis), ``cursor`` (position in the data), ``lineage``, ``parent`` ([step, generation]
     of the version that training began from), ``versions`` (of torch, Python, Elastic).
@@ -43,6 +58,7 @@ class Manifest:
     version: Version
     files: tuple[File, ...]
     about: Mapping[str, Any]
+    blocks: tuple[Block, ...] = ()
 
     @property
     def index(self) -> File:
@@ -59,7 +75,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The same bytes for the same manifest."""
-        return seal({"format": FORMAT, **asdict(self.version), "files": [asdict(file) for file in self.files], **self.about})
+        blocks = {"blocks": [asdict(block) for block in self.blocks]} if self.blocks else {}
+        return seal({"format": FORMAT, **asdict(self.version), "files": [asdict(file) for file in self.files], **blocks, **self.about})
 
     @classmethod
     def from_bytes(cls, raw: bytes, object: str, version: Version) -> Manifest:
@@ -69,4 +86,5 @@ class Manifest:
         if found != version:
             raise Damaged(object, f"the manifest of {version}", f"that of {found}")
         files = tuple(File(**file) for file in content["files"])
-        return cls(version, files, {key: content[key] for key in sorted(content.keys() & ABOUT)})
+        blocks = tuple(Block(**block) for block in content.get("blocks", ()))
+        return cls(version, files, {key: content[key] for key in sorted(content.keys() & ABOUT)}, blocks)

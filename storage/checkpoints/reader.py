@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from blake3 import blake3
 
 from storage.background import begin
 from storage.checkpoints.cover import Key, check_exact_cover, covering, describe
-from storage.checkpoints.index import from_parquet
-from storage.checkpoints.manifest import Manifest, Stored
+from storage.checkpoints.index import from_block, from_parquet, groups_with
+from storage.checkpoints.manifest import Block, Manifest, Stored
 from storage.checkpoints.shards import ITEM_BYTES, check_header
 from storage.documents import File, digest_of
 from storage.errors import Damaged, Incomplete, Missing, StorageError
@@ -38,16 +38,20 @@ class Reader:
     def __init__(self, store: ObjectStore, folder: str, manifest: Manifest) -> None:
         self.store, self.folder, self.manifest = store, folder, manifest
         self.bytes_read = 0
-        index = self.name_of(manifest.index.name)
-        try:
-            raw = store.get(f"{folder}/{manifest.index.name}")
-        except Missing:
-            raise Damaged(index, f"{manifest.index.size} bytes", "no object") from None
-        check_digest(index, raw, manifest.index.blake3)
-        self.rows = from_parquet(raw, index)
+        self._footer = b""
+        self._read: set[int] = set()
+        """Numbers of the row groups of a large index that have been read."""
         self._held: dict[Key, dict[Slice, Stored]] = defaultdict(dict)
-        for row in self.rows:
-            self._held[row.tensor.name, row.tensor.kind][row.slice] = row
+        if manifest.blocks:
+            self._footer = self._index_bytes(manifest.blocks[-1:])
+        else:
+            self._hold(self.rows)
+
+    @cached_property
+    def rows(self) -> tuple[Stored, ...]:
+        """All rows of the index, sorted.  Reads the whole index."""
+        index = self.manifest.index
+        return from_parquet(self._index_bytes([Block(0, index.size, index.blake3, "")]), self.name_of(index.name))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the state."""
@@ -59,6 +63,7 @@ class Reader:
         Raises :class:`Incomplete` before anything is fetched if some of it is not there.
         """
         slices = list(wanted)
+        self._find({each.name for each in slices})
         users: dict[Stored, list[tuple[int, Slice]]] = defaultdict(list)
         missing = [0] * len(slices)
         for number, each in enumerate(slices):
@@ -92,6 +97,39 @@ class Reader:
     def name_of(self, file: str) -> str:
         """What messages call it."""
         return self.store.full_name(f"{self.folder}/{file}")
+
+    def _find(self, names: set[str]) -> None:
+        """Reads the part of a large index that is about these tensors, unless it has been read.  Neighbouring blocks come in one request;
+        the whole index does if most of it is wanted."""
+        blocks = self.manifest.blocks
+        missing = [number for number in groups_with(blocks, names) if number not in self._read] if blocks else []
+        if 2 * len(missing) >= len(blocks) - 1 > 0:
+            self._hold(self.rows)
+            self._read.update(range(len(blocks) - 1))
+            return
+        for run in runs(missing):
+            first, raw = blocks[run[0]].first, self._index_bytes([blocks[number] for number in run])
+            for number in run:
+                part = raw[blocks[number].first - first : blocks[number].last - first]
+                self._hold(from_block(self._footer, blocks[number], number, part, self.name_of(self.manifest.index.name)))
+                self._read.add(number)
+
+    def _hold(self, rows: Iterable[Stored]) -> None:
+        for row in rows:
+            self._held[row.tensor.name, row.tensor.kind][row.slice] = row
+
+    def _index_bytes(self, blocks: Sequence[Block]) -> bytes:
+        """Returns neighbouring blocks of the index, each checked.  Bytes that were added behind its end are noticed too."""
+        index, first, last = self.manifest.index, blocks[0].first, blocks[-1].last
+        name = self.name_of(index.name)
+        try:
+            raw = self.store.get(f"{self.folder}/{index.name}", first or None, None if last == index.size else last)
+        except Missing:
+            raise Damaged(name, f"{index.size} bytes", "no object") from None
+        for block in blocks:
+            end = len(raw) if block.last == last else block.last - first
+            check_digest(f"{name} (bytes {block.first}-{block.last})", raw[block.first - first : end], block.blake3)
+        return raw
 
     def _fetch(self, rows: Iterable[Stored]) -> Iterator[tuple[Stored, memoryview]]:
         """In the order of ``rows``, each checked."""
@@ -145,6 +183,18 @@ def neighbours(rows: Iterable[Stored]) -> Iterator[list[Stored]]:
             group = [row]
     if group:
         yield group
+
+
+def runs(numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Ascending numbers, in groups that have no gap."""
+    run: list[int] = []
+    for number in numbers:
+        if run and number != run[-1] + 1:
+            yield run
+            run = []
+        run.append(number)
+    if run:
+        yield run
 
 
 def check_digest(object: str, data: bytes | memoryview, expected: str) -> None:

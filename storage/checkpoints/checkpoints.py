@@ -25,8 +25,8 @@ from storage.checkpoints.cover import check_exact_cover, describe
 from storage.checkpoints.export import export
 from storage.checkpoints.index import to_parquet
 from storage.checkpoints.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, Manifest, Stored
-from storage.checkpoints.reader import Reader, Verified, verify
-from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of
+from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
+from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of, metadata_of
 from storage.documents import File, digest_of, seal, unseal
 from storage.errors import Damaged, Exists, Incomplete, Missing
 from storage.objects import ObjectStore, Piece
@@ -90,7 +90,7 @@ class Checkpoints:
         for entry, (_, _, data) in ordered:
             if data.nbytes != entry.size:
                 raise ValueError(f"{entry.key} as {entry.dtype} has {entry.size} bytes; {data.nbytes} were given")
-        header = header_of([entry for entry, _ in ordered], {"elastic": "1", "version": str(version)})
+        header = header_of([entry for entry, _ in ordered], metadata_of(version))
         slices = [part for _, part in ordered]
         digests = [digest_of(data) for _, _, data in slices]
         file = _digested(f"{name}.safetensors", [header, *(data for _, _, data in slices)])
@@ -176,10 +176,19 @@ class Checkpoints:
             try:
                 self.store.put_if_absent(key, chunks())
             except Exists:
-                if self.store.size(key) != file.size or digest_of(self.store.get(key)) != file.blake3:
+                if not self._is_there(key, file):
                     continue
             return File(name, file.size, file.blake3)
         raise Exists(key, self.store.url)
+
+    def _is_there(self, key: str, file: File) -> bool:
+        """Returns whether the object under ``key`` has the bytes of ``file``.  Holds at most ``FETCH_BYTES`` of them in memory."""
+        if self.store.size(key) != file.size:
+            return False
+        digest = blake3()
+        for first in range(0, file.size, FETCH_BYTES):
+            digest.update(self.store.get(key, first, min(first + FETCH_BYTES, file.size)))
+        return digest.hexdigest() == file.blake3
 
     def _complete(self, version: Version, receipts: Sequence[ShardReceipt]) -> list[Stored]:
         """The rows of the receipts, which must be of this version, in the bucket, and together the whole state."""

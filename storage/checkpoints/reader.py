@@ -42,6 +42,11 @@ class Reader:
         self._read: set[int] = set()
         """Numbers of the row groups of a large index that have been read."""
         self._held: dict[Key, dict[Slice, Stored]] = defaultdict(dict)
+        self._in_file: dict[str, list[Stored]] = defaultdict(list)
+        """The rows of each file in order of their bytes, once the whole index has been read: then headers are checked too."""
+        self._sizes = {file.name: file.size for file in manifest.files}
+        self._begun: set[str] = set()
+        """The files whose header has been checked."""
         if manifest.blocks:
             self._footer = self._index_bytes(manifest.blocks[-1:])
         else:
@@ -51,7 +56,10 @@ class Reader:
     def rows(self) -> tuple[Stored, ...]:
         """All rows of the index, sorted.  Reads the whole index."""
         index = self.manifest.index
-        return from_parquet(self._index_bytes([Block(0, index.size, index.blake3, "")]), self.name_of(index.name))
+        rows = from_parquet(self._index_bytes([Block(0, index.size, index.blake3, "")]), self.name_of(index.name))
+        for row in sorted(rows, key=place):
+            self._in_file[row.file].append(row)
+        return rows
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the state."""
@@ -87,9 +95,8 @@ class Reader:
                     yield each, buffers.pop(number)
 
     def fetch(self, rows: Sequence[Stored]) -> memoryview:
-        """The bytes of rows that lie next to each other in one file; not checked yet."""
-        first, last = rows[0].first, rows[-1].last
-        return memoryview(self._get(rows[0].file, first, last))
+        """Returns the bytes of rows that lie next to each other in one file; they are not checked yet."""
+        return memoryview(self._get(rows[0].file, rows[0].first, rows[-1].last))
 
     def check(self, row: Stored, data: memoryview) -> None:
         check_digest(f"{self.name_of(row.file)} ({describe(row.slice)}, bytes {row.first}-{row.last})", data, row.blake3)
@@ -123,7 +130,7 @@ class Reader:
         index, first, last = self.manifest.index, blocks[0].first, blocks[-1].last
         name = self.name_of(index.name)
         try:
-            raw = self.store.get(f"{self.folder}/{index.name}", first or None, None if last == index.size else last)
+            raw = self.store.get(f"{self.folder}/{index.name}", first, last + (last == index.size))
         except Missing:
             raise Damaged(name, f"{index.size} bytes", "no object") from None
         for block in blocks:
@@ -143,22 +150,35 @@ class Reader:
                 self.bytes_read += len(data)
                 yield from ((row, data[row.first - done[0].first : row.last - done[0].first]) for row in done)
             if group is not None:
-                waiting.append((group, begin(partial(self._checked, group), "fetch")))
+                file = group[0].file
+                checks_header = file in self._in_file and file not in self._begun
+                self._begun.add(file)
+                waiting.append((group, begin(partial(self._checked, group, checks_header), "fetch")))
                 ahead += _bytes(group)
 
-    def _checked(self, group: Sequence[Stored]) -> memoryview:
-        data = self.fetch(group)
+    def _checked(self, group: Sequence[Stored], checks_header: bool) -> memoryview:
+        """Returns the bytes of the rows, each checked.  The header comes in the same request if the rows are the first of their file."""
+        if checks_header:
+            file, rows = group[0].file, self._in_file[group[0].file]
+            together = rows[0] == group[0]
+            raw = memoryview(self._get(file, 0, group[-1].last if together else rows[0].first))
+            check_header(raw[: rows[0].first], rows, self.manifest.version, self.name_of(file))
+            data = raw[rows[0].first :] if together else self.fetch(group)
+        else:
+            data = self.fetch(group)
         for row in group:
             self.check(row, data[row.first - group[0].first : row.last - group[0].first])
         return data
 
     def _get(self, file: str, first: int, last: int) -> bytes:
+        """Returns these bytes of a file.  At the end of the file it asks for one more, and so notices bytes that were added."""
+        size = self._sizes.get(file, last)
         try:
-            data = self.store.get(f"{self.folder}/{file}", first, last)
+            data = self.store.get(f"{self.folder}/{file}", first, last + (last == size))
         except Missing:
-            raise Damaged(self.name_of(file), f"at least {last} bytes", "no object") from None
+            raise Damaged(self.name_of(file), f"{size} bytes", "no object") from None
         if len(data) != last - first:
-            raise Damaged(self.name_of(file), f"at least {last} bytes", f"{first + len(data)} bytes")
+            raise Damaged(self.name_of(file), f"{size} bytes", f"{'at least ' if last < size else ''}{first + len(data)} bytes")
         return data
 
 
@@ -260,7 +280,7 @@ def _problems_of(reader: Reader, file: File, rows: list[Stored]) -> list[Storage
         position = rows[0].first if rows else size
         header = reader.store.get(f"{reader.folder}/{file.name}", 0, position)
         whole.update(header)
-        check_header(header, rows, name)
+        check_header(header, rows, reader.manifest.version, name)
         for row in rows:
             if row.first != position:
                 return [Damaged(name, f"a slice at byte {position}", f"{describe(row.slice)} at {row.first} in the index")]

@@ -287,6 +287,29 @@ def test_an_attempt_that_came_to_nothing_is_not_in_the_way(checkpoints: Checkpoi
     assert not {receipt.file for receipt in zombie} & {receipt.file for receipt in again}
 
 
+def test_finding_ones_own_shard_again_takes_the_memory_of_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard may be larger than the memory that is left.  The control: one bit at its end makes it another one."""
+    sizes: list[int] = []
+
+    class Measuring(Forwarding):
+        def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+            raw = super().get(key, start, stop)
+            sizes.append(len(raw))
+            return raw
+
+    monkeypatch.setattr("storage.checkpoints.checkpoints.FETCH_BYTES", 100)
+    checkpoints = Checkpoints(Measuring(fresh().store), "run")
+    first = write(checkpoints, V, state_of(TENSORS, seed=1), 1)[0]
+    assert not sizes and first.file.size > 500
+    assert write(checkpoints, V, state_of(TENSORS, seed=1), 1)[0].file == first.file
+    assert sum(sizes) == first.file.size and max(sizes) == 100
+    key = f"{checkpoints.folder(V)}/{first.file.name}"
+    other = bytearray(checkpoints.store.get(key))
+    other[-1] ^= 1
+    checkpoints.store.put(key, other)
+    assert write(checkpoints, V, state_of(TENSORS, seed=1), 1)[0].file.name != first.file.name
+
+
 def test_the_hook_runs_before_each_slice(checkpoints: Checkpoints) -> None:
     calls: list[int] = []
     state = state_of(TENSORS, seed=1)

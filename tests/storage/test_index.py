@@ -14,6 +14,7 @@ from storage.checkpoints import index as index_module
 from storage.checkpoints.index import groups_with
 from storage.checkpoints.manifest import Block
 from storage.checkpoints.reader import runs
+from storage.checkpoints.shards import entry_of, header_of, metadata_of
 from storage.documents import File, digest_of
 from storage.errors import Damaged, Incomplete
 from storage.objects import ObjectStore
@@ -53,10 +54,11 @@ def large() -> tuple[Checkpoints, dict[str, bytes]]:
     values = {tensor.name: draw.randbytes(WRITERS * ITEM) for tensor in tensors}
     receipts = []
     for writer in range(WRITERS):
-        rows, data, name = [], bytearray(), f"writer-{writer:03d}.safetensors"
-        for tensor in tensors:
+        rows, name = [], f"writer-{writer:03d}.safetensors"
+        parts = [(tensor, Slice(tensor.name, tensor.kind, (writer,), (writer + 1,))) for tensor in tensors]
+        data = bytearray(header_of([entry_of(*each) for each in parts], metadata_of(V)))
+        for tensor, part in parts:
             item = values[tensor.name][writer * ITEM : (writer + 1) * ITEM]
-            part = Slice(tensor.name, tensor.kind, (writer,), (writer + 1,))
             rows.append(Stored(tensor, part, name, len(data), len(data) + ITEM, digest_of(item)))
             data += item
         checkpoints.store.put(f"{checkpoints.folder(V)}/{name}", data)

@@ -24,7 +24,7 @@ from elastic.train.machine.interface import link_here
 from elastic.train.model import build_model, bytes_of, tensors_of
 from elastic.train.session import build_of, make_session
 from storage.objects import ObjectStore
-from storage.selftest import check
+from storage.objects.selftest import check
 
 SLOW = 5e8
 """Bytes of state a second: what a forming world may have to make do with, from a bucket or from ``init_weights`` on one core."""

@@ -388,13 +388,13 @@ def _disagreements(job: Job) -> Iterator[str]:
 
 
 def _deadlines(deadlines: Deadlines) -> Iterator[str]:
-    """Yields a sentence for each deadline that is so short that it would strike processes that are well."""
+    """Yields a sentence for each deadline that is so short that healthy processes would miss it."""
     rhythm = {
         "lease_s": (1, "a member renews its lease four times in it, and would leave"),
-        "stall_s": (1, "keepers say each 0.5 s how far their workers are, and one that is well would be blamed"),
-        "silence_s": (2, "a node beats each 0.5 s, and one that is well would be taken for silent"),
-        "driver_s": (1, "a driver asks ten times a second, and would be taken for gone"),
-        "wait_s": (1, "no worker can start in less, and the run would give up"),
+        "stall_s": (1, "keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed"),
+        "silence_s": (2, "a node beats each 0.5 s, and a healthy one would be taken for silent"),
+        "driver_s": (1, "a driver asks ten times a second, and a healthy one would be taken for gone"),
+        "wait_s": (1, "no worker can start in less time, and the run would give up"),
     }
     for name, (least_s, why) in rhythm.items():
         if (value := getattr(deadlines, name)) < least_s:
@@ -402,6 +402,6 @@ def _deadlines(deadlines: Deadlines) -> Iterator[str]:
     lease_s, fence_s = deadlines.lease_s, deadlines.fence_s
     if lease_s >= 1 and fence_s > FENCED_LEASES * lease_s:
         yield (
-            f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = {lease_s:g}: who hears nobody ends itself "
-            f"after two leases, and its answer would be waited for in vain; lower the one or raise the other"
+            f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = {lease_s:g}: a worker that hears nobody "
+            f"ends itself after two leases, and a longer wait for its answer is in vain; lower the one or raise the other"
         )

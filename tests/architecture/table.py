@@ -44,7 +44,7 @@ IMPORTS = {
     "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")),
     "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
     "elastic.config": Row(
-        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic", "tyro")
+        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic",)
     ),
     "elastic.job": Row(
         (
@@ -128,7 +128,7 @@ BOUNDARIES = {
 }
 """Where everything may be caught, and why."""
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500  # a reminder: such a file holds one idea
 MAX_FUNCTION_LINES = 60
 LONG_FILES: frozenset[str] = frozenset()
 LONG_FUNCTIONS: frozenset[str] = frozenset()

@@ -30,22 +30,6 @@ A job is a TOML file.  Each setting of it is also an option, `--section.option v
 - *new run*: it is another trajectory and is refused; give the run another name.
 
 `data.args` is free as long as the samples stay the same, which the dataset's `fingerprint()` says.
-
-```toml file=job.toml
-name = "shakespeare"                          # a top-level setting comes before the first section
-bucket = "/shared/runs"
-
-[workers]
-min = 1
-max = 4
-```
-
-```python
-from elastic import Job
-
-job = Job.load("job.toml", ["--workers.max", "8"])
-assert (job.workers.min, job.workers.max, job.steps) == (1, 8, 100)
-```
 """
 
 

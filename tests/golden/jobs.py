@@ -89,9 +89,10 @@ def kind_of(name: str) -> str:
     import torch
 
     settings = settings_of(name)
-    precision = settings.get("precision", "fp32")
+    precisions = ("fp32",) if settings.get("precision", "fp32") == "fp32" else ("fp32", "bf16")  # in bf16 some products are float32's
+    kernels = ", ".join(f"{each} kernels {_kernels(each)[:16]}" for each in precisions)
     text = f", text of Python {platform.python_version()}" if settings["data"].get("args", {}).get("path") == ASYNCIO else ""
-    return f"{platform.machine()}, torch {torch.__version__.partition('+')[0]}, {precision} kernels {_kernels(precision)[:16]}{text}"
+    return f"{platform.machine()}, torch {torch.__version__.partition('+')[0]}, {kernels}{text}"
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
@@ -78,6 +79,11 @@ def test_the_page_has_a_row_for_each_setting() -> None:
         "| `model_args` | table | `{}` | ",
     ):
         assert f"\n{row}" in page, row
+
+
+def test_the_guide_has_the_page_that_the_command_prints() -> None:
+    kept = (Path(__file__).parents[2] / "examples" / "guide" / "settings.md").read_text(encoding="utf-8")
+    assert kept == settings_page(Job), "elastic settings > examples/guide/settings.md"
 
 
 def choices(setting: str) -> set[Any]:

@@ -166,14 +166,15 @@ def test_a_journal_with_one_record_bent_is_found_out(tmp_path: Path, name: str) 
 # ---- a checkpoint
 
 
-@pytest.mark.parametrize(
-    "options", [["--local"], pytest.param(["--workers.max", "2"], marks=pytest.mark.full)], ids=["alone", "two workers"]
-)
-def test_a_kept_run_goes_on_to_the_golden_bits(tmp_path: Path, answer: Any, options: list[str]) -> None:
+TWO = "--workers.min 2 --workers.max 2 --parallel.dp_replicate 1 --parallel.dp_shard 2"
+
+
+@pytest.mark.parametrize("options", ["--local", pytest.param(TWO, marks=pytest.mark.full)], ids=["alone", "two shards"])
+def test_a_kept_run_goes_on_to_the_golden_bits(tmp_path: Path, answer: Any, options: str) -> None:
     """It was saved by four workers, as two replicas of two shards; the command line goes on with it."""
     expected = entry_of("stopped", answer["kinds"])
     job, step = kept_run(tmp_path)
-    done = pinned("-m", "elastic", "train", str(tmp_path / "job.toml"), *options)
+    done = pinned("-m", "elastic", "train", str(tmp_path / "job.toml"), *options.split())
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run.open(job)
     assert run.checkpoints.manifest(run.version_at(job.steps)).lineage[0] == (1, step), "it did not begin where the kept run ended"

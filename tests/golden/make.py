@@ -115,13 +115,15 @@ def pack(run: Path, name: str, without: tuple[str, ...]) -> None:
 
 
 def unpack(name: str, bucket: Path) -> Any:
-    """Unpacks a kept run into ``bucket``; returns its job, which names that bucket."""
+    """Unpacks a kept run into ``bucket``; returns its job, which names that bucket, and whose samples wait for no gate any more."""
     from elastic.job import Job
 
     with tarfile.open(HERE / name) as archive:
         archive.extractall(bucket, filter="data")
     (about,) = bucket.glob("*/job.json")
-    return Job(**{**json.loads(about.read_text(encoding="utf-8"))["job"], "bucket": str(bucket)})
+    settings = json.loads(about.read_text(encoding="utf-8"))["job"]
+    settings["data"]["args"].pop("gates", None)
+    return Job(**{**settings, "bucket": str(bucket)})
 
 
 def facts(bucket: Path, name: str) -> dict[str, Any]:

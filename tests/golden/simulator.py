@@ -1,15 +1,15 @@
 """What the simulator saw for a row of seeds, as a short line each: it holds through moves, renames and other wordings.
 
 The digest of a seed covers every decision in order: when, by which event, in which state before and after, and which actions.  Of events
-and actions it takes the type, as a journal names it, and all values but the sentences that people read.  So it changes when a rule, a
-model or a random draw does.
+and actions it takes the type, as a journal names it, and who, which generation, which step, which layout (:data:`TAKEN`).  It takes no
+sentences, and nothing of how a state is cut.  So it changes when a rule, a model or a random draw does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from elastic.control import codec, machine
@@ -17,18 +17,24 @@ from elastic.control.states import RunState
 from elastic.sim import simulate
 
 SEEDS = range(200)
-SENTENCES = frozenset({"reason", "why", "detail", "signature", "operation", "what"})
-"""Fields that hold words for people."""
+TAKEN = frozenset(
+    (
+        *("worker", "workers", "node", "keepers", "members", "buddies", "incarnation", "generation", "step", "version", "by"),
+        *("copied", "buddied", "prepared", "held", "outcome", "outcomes", "slots", "save", "cause", "certain"),
+        *("plan", "tier", "layout", "dp_replicate", "dp_shard"),
+    )
+)
+"""The fields of events, actions, and the values in them that enter the digest."""
 
 
-def seen(seed: int) -> str:
-    """Returns how the run of ``seed`` ended, and the digest of what happened on the way."""
+def seen(seed: int, advance: Callable[..., Any] = machine.advance) -> str:
+    """Returns how the run of ``seed`` ended where ``advance`` decides, and the digest of what happened on the way."""
     digest = hashlib.sha256()
 
     def watched(run: RunState, event: Any, now: float, rules: Any) -> Any:
-        decided = machine.advance(run, event, now, rules)
+        decided = advance(run, event, now, rules)
         states = [type(each.state).__name__ for each in (run, decided.run)]
-        line = [now.hex(), _numbers(codec.encode(event)), states, [_numbers(codec.encode(each)) for each in decided.actions]]
+        line = [now.hex(), states, *([type(each).__name__, _taken(codec.encode(each))] for each in (event, *decided.actions))]
         digest.update(json.dumps(line, sort_keys=True).encode() + b"\n")
         return decided
 
@@ -36,11 +42,11 @@ def seen(seed: int) -> str:
     return f"{report.end}, {report.generations} generations, {report.events} events, {digest.hexdigest()[:16]}"
 
 
-def _numbers(value: Any) -> Any:
-    """Returns ``value``, as the journal would hold it, without its sentences."""
+def _taken(value: Any) -> Any:
+    """Returns what the digest takes of ``value``, which is as the journal would hold it."""
     if isinstance(value, dict):
-        return {name: _numbers(each) for name, each in value.items() if name not in SENTENCES}
-    return [_numbers(each) for each in value] if isinstance(value, list) else value
+        return {name: _taken(each) for name, each in value.items() if name in TAKEN}
+    return [_taken(each) for each in value] if isinstance(value, list) else value
 
 
 def seen_by_all(seeds: Iterable[int] = SEEDS) -> dict[str, str]:

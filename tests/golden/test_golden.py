@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.cli import main
+from elastic.control.machine import advance
+from elastic.control.rules import Rules
 from elastic.errors import JobError
 from elastic.runs import Run
 from storage import journal
@@ -163,14 +166,15 @@ def test_a_journal_with_one_record_bent_is_found_out(tmp_path: Path, name: str) 
 # ---- a checkpoint
 
 
-@pytest.mark.parametrize(
-    "options", [["--local"], pytest.param(["--workers.max", "2"], marks=pytest.mark.full)], ids=["alone", "two workers"]
-)
-def test_a_kept_run_goes_on_to_the_golden_bits(tmp_path: Path, answer: Any, options: list[str]) -> None:
+TWO = "--workers.min 2 --workers.max 2 --parallel.dp_replicate 1 --parallel.dp_shard 2"
+
+
+@pytest.mark.parametrize("options", ["--local", pytest.param(TWO, marks=pytest.mark.full)], ids=["alone", "two shards"])
+def test_a_kept_run_goes_on_to_the_golden_bits(tmp_path: Path, answer: Any, options: str) -> None:
     """It was saved by four workers, as two replicas of two shards; the command line goes on with it."""
     expected = entry_of("stopped", answer["kinds"])
     job, step = kept_run(tmp_path)
-    done = pinned("-m", "elastic", "train", str(tmp_path / "job.toml"), *options)
+    done = pinned("-m", "elastic", "train", str(tmp_path / "job.toml"), *options.split())
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run.open(job)
     assert run.checkpoints.manifest(run.version_at(job.steps)).lineage[0] == (1, step), "it did not begin where the kept run ended"
@@ -208,8 +212,12 @@ def test_the_simulator_sees_what_it_saw() -> None:
 
 
 @pytest.mark.fast
-def test_no_two_seeds_saw_the_same() -> None:
-    """Negative control: the digest tells other schedules apart."""
+def test_another_rule_is_seen() -> None:
+    """Negative controls: each schedule has a digest of its own, and another where a fence has a second more."""
     kept = read("simulator.json")["seeds"]
-    assert len(kept) == len(SEEDS) == len(set(kept.values()))
-    assert len({value.rsplit(", ", 1)[1] for value in kept.values()}) == len(SEEDS)
+    assert len(kept) == len(SEEDS) == len({line.rsplit(", ", 1)[1] for line in kept.values()})
+
+    def patient(run: Any, event: Any, now: float, rules: Rules) -> Any:
+        return advance(run, event, now, replace(rules, fence_s=rules.fence_s + 1.0))
+
+    assert [seed for seed in range(20) if seen(seed, patient) != seen(seed)], "no fence of these seeds ran out"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from elastic.control.saving import begins
+from elastic.control.saves import begins
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from elastic.control.states import ALLOWED
+from elastic.control.edges import ALLOWED
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 ROW = re.compile(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|$")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.control.codec import Segment, decode, field_after
+from elastic.control.codec import Segment, decode, field_after, modern
 from elastic.ids import Version
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.lineage import Lineage, contains
@@ -17,12 +17,13 @@ from elastic.protocol.lineage import Lineage, contains
 
 def mixed(segments: Sequence[Segment]) -> frozenset[int]:
     """Returns the generations that the journal marks: their members were of several kinds, so no other run has the bits of their steps."""
-    return frozenset(generation for segment in segments for generation in field_after(segment, "members", "mixed"))
+    return frozenset(generation for segment in segments for generation in field_after(modern(*segment), "members", "mixed"))
 
 
 def ledger(segments: Sequence[Segment]) -> dict[int, Outcome]:
-    """Returns the outcome of each step, from the segments of a journal in today's format (:meth:`elastic.runs.Run.segments`)."""
+    """Returns the outcome of each step."""
     told: dict[Version, Any] = {}
+    segments = [modern(*segment) for segment in segments]
     for _, records in segments:
         for record in records:
             told.update({Version(each["step"], each["generation"]): each for each in record.get("commits", ())})

@@ -10,6 +10,7 @@ from elastic.control import growth, membership
 from elastic.control.decision import Decision
 from elastic.control.run import Home, Refusal, RunState, Stopping, Worker
 from elastic.ids import NodeId, WorkerId
+from elastic.plan.placement import same_classes
 from elastic.protocol.actions import Kill
 from elastic.protocol.builds import difference
 from elastic.protocol.events import Broken, Event, Fenced, Here, Joined, NodeRefused, Ready, Renewed, StepDone
@@ -78,7 +79,7 @@ def joined(decision: Decision, event: Joined) -> None:
         return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
     newcomer = Worker(event.node, event.kind, decision.now, host=event.build.host)
     home = run.cluster.homes.get(event.node, Home(growth.host_of(newcomer), decision.now))
-    decision.know("members", workers={**run.workers, event.worker: newcomer}, rows=event.rows)
+    decision.know("members", workers={**run.workers, event.worker: newcomer}, classes=event.classes)
     decision.know("cluster", homes={**run.cluster.homes, event.node: home})
     decision.say(f"{event.worker} joined on node {event.node[:8]}")
 
@@ -93,7 +94,7 @@ def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
         return differs.sentence, differs.part == "data"
     if rules.reproducible and run.members.kind not in ("", event.kind):
         return _of_another_kind(event.kind, run.members.kind), False
-    if run.members.rows and event.rows != run.members.rows:
+    if run.members.classes and not same_classes(event.classes, run.members.classes):
         return "its model has other sizes than the others'; the model must be a function of model_args alone", False
     return None
 

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.control.deltas import patched
+from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of
 
 FORMATS = (1, 2)
 
 Json = Any
 PARTS = {
-    "Members": "workers starting next_worker start_after reference rows kind mixed seats declined",
+    "Members": "workers starting next_worker start_after reference classes kind mixed seats declined",
     "Cluster": "nodes refused keepers slots blamed homes stays",
     "History": "lineage saved last untold furthest fruitless settled failures",
     "CopyInventory": "hosts stock stock_until unreadable silent buddies copied buddied protected",
@@ -43,10 +45,10 @@ def converted(
     snapshot: Mapping[str, Json], records: Sequence[Mapping[str, Json]], retired: set[str], to: int
 ) -> tuple[Mapping[str, Json], list[Mapping[str, Json]]]:
     """Returns a segment in format ``to``.  Raises :class:`KeyError` with the names of fields that no version had."""
-    known = snapshot["run"]
+    known = _in_cells(snapshot["run"])
     new: Mapping[str, Json] = {**snapshot, "format": to, "run": _run(known, retired)}
     found: list[Mapping[str, Json]] = []
-    for record in records:
+    for record in map(_in_cells, records):
         meanwhile, changed = record.get("meanwhile", {}), record["changed"]
         if snapshot["format"] == 1:
             meanwhile, changed = _quiet(known, record)
@@ -57,6 +59,25 @@ def converted(
             parts["commits"] = commits
         found.append({**record, **parts, "changed": _changes(changed, retired), "actions": actions})
     return new, found
+
+
+def _in_cells(json: Json) -> Json:
+    """Returns ``json`` in the words of several axes.
+
+    Formats 1 and 2 knew one axis: a holding had the number and the index of its shard, and the state was known by its numbers of rows.
+    """
+    if isinstance(json, list):
+        return [_in_cells(each) for each in json]
+    if not isinstance(json, Mapping):
+        return json
+    found = {key: _in_cells(each) for key, each in json.items()}
+    if "shard_count" in found:
+        count, index = found.pop("shard_count"), found.pop("shard_index")
+        found["cell"] = cell_of(Layout(1, count), index)
+    if "rows" in found:
+        lengths = found.pop("rows")
+        found.setdefault("classes", [{"$": "Tensor", "name": "", "kind": "parameter", "dtype": "F32", "shape": [n]} for n in lengths])
+    return found
 
 
 def _commits(event: Json) -> list[Json]:

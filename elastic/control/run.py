@@ -25,6 +25,7 @@ from elastic.protocol.builds import Build
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.lineage import Lineage
 from elastic.protocol.plan import Plan
+from storage.slices import Tensor
 
 T = TypeVar("T")
 NEVER = float("inf")
@@ -171,8 +172,8 @@ class Members:
     """No worker is asked for before this time."""
     reference: Build = field(default_factory=Build)
     """The build that the job was checked with; every worker must be made of the same."""
-    rows: tuple[int, ...] = ()
-    """The distinct lengths of the state's tensors along dimension 0."""
+    classes: tuple[Tensor, ...] = ()
+    """One tensor of the state for each class that all axes cut alike: all that coverage depends on."""
     kind: str = ""
     """The first member's kind.  It never changes: with ``reproducible`` only workers of this kind may be members."""
     mixed: tuple[int, ...] = ()

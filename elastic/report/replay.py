@@ -1,6 +1,6 @@
 """What happened and why, from the journal alone; and whether this version would decide the same.
 
-A journal is a row of segments, each a snapshot and the records after it (``storage/journal.py``).  ``tell`` shows each record: time, event,
+A journal is a row of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows each record: time, event,
 edge, actions, reason.  ``differences`` calls ``advance`` from what was known before each record, with the recorded time and rules: states
 and actions must be the same, so a kept journal is a regression test of every decision in it.  Sentences are compared only with what
 the same version and the same rules would say: another version may word them better.

@@ -14,7 +14,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from elastic.control.saves import begins
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
 from elastic.protocol.commit_record import GO_ON, SAVE_AND_PAUSE, Outcome
@@ -46,7 +47,7 @@ class Phase(StrEnum):
 
 
 class Worker(Process):
-    """``held`` is the truth about what it holds: (version, shard count, shard index)."""
+    """``held`` is the truth about what it holds: (version, cell)."""
 
     def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
         super().__init__(sim, name, node)
@@ -54,12 +55,12 @@ class Worker(Process):
         self.phase = Phase.IDLE
         self.planned = self.fenced = 0  # highest generation it has begun / will apply nothing more of
         self.plan: Plan | None = None
-        self.held: set[tuple[Version, int, int]] = set()
-        self.shard = (1, 0)
+        self.held: set[tuple[Version, Cell]] = set()
+        self.cell = Cell("")
         self.prepared: int | None = None
         self.outcomes: tuple[Outcome, ...] = ()
         self.boundary = GO_ON
-        self.garbage: set[tuple[Version, int, int]] = set()
+        self.garbage: set[tuple[Version, Cell]] = set()
         """Of ``held``: what came out of a collective that somebody had aborted."""
         self.answer_due = self._went = False
         self.saved: set[tuple[Version, int]] = set()
@@ -83,7 +84,7 @@ class Worker(Process):
 
     @property
     def introduction(self) -> Joined:
-        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.rows, self.sim.cluster.build_of(self.node))
+        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.classes, self.sim.cluster.build_of(self.node))
 
     def attached(self) -> None:
         """A coordinator has taken over: where this worker stands, and all that may have been told to nobody."""
@@ -120,7 +121,7 @@ class Worker(Process):
         check_plan(self, plan)
         self.planned, self.plan, self.world, self.phase = plan.generation, plan, self.sim.world(plan), Phase.FORMING
         self._planned_at, self._went = self.sim.clock.now, False
-        self.shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(self.name))[1])
+        self.cell = cell_of(plan.layout, plan.world_rank(self.name))
         self.boundary, self.prepared = GO_ON, None
         self._count(plan.version.step + 1, 0, 0)
         self.work(0.05 * self.sim.rng.random(), Point.FORMING, self._arrive, plan.generation)
@@ -158,7 +159,7 @@ class Worker(Process):
         """It has its shard of the plan's version, in the plan's layout."""
         assert self.world is not None
         plan = self.world.plan
-        self.held.add((plan.version, *self.shard))
+        self.held.add((plan.version, self.cell))
         self.phase = Phase.READY
         self._ready_at = self.sim.clock.now
         self.post(Ready(self.name, plan.generation))
@@ -173,7 +174,7 @@ class Worker(Process):
         self.sim.oracle.occasions["a collective completes with garbage"] += 1
         if self.phase is Phase.HEALING:
             assert self.world is not None
-            self.garbage.add((self.world.plan.version, *self.shard))
+            self.garbage.add((self.world.plan.version, self.cell))
             self._whole()
         else:
             self.peer_lost()
@@ -183,7 +184,7 @@ class Worker(Process):
             return
         assert self.world is not None
         version = self.world.plan.version
-        self.held, self._went = {(version, *self.shard)}, True
+        self.held, self._went = {(version, self.cell)}, True
         check_start(self)
         self.leased_at = max(self.leased_at, self._ready_at)  # from its own word, not from the answer to it
         self._renew()  # at once: its Ready, from which the lease counts, may be long ago
@@ -197,7 +198,7 @@ class Worker(Process):
     @property
     def version(self) -> Version | None:
         """The newest version it holds whole in the layout of its world."""
-        return max((v for v, *shard in self.held if tuple(shard) == self.shard), default=None)
+        return max((version for version, cell in self.held if cell == self.cell), default=None)
 
     def _start_step(self) -> None:
         version = self.version
@@ -249,7 +250,7 @@ class Worker(Process):
 
     def _update_done(self, outcome: Outcome, *, fenced: bool) -> None:
         version = Version(outcome.step, outcome.generation)
-        self.held, self.prepared = {(version, *self.shard)}, None
+        self.held, self.prepared = {(version, self.cell)}, None
         self.memory.committed(outcome, fenced=fenced)
         self._count(outcome.step + 1, 0, 0)
         if begins(outcome, self.sim.rules.save_every, self.sim.rules.target_step):
@@ -364,12 +365,12 @@ class Worker(Process):
             self.post(broken)
             self.later(4.0, self._complain, broken)
 
-    def held_after(self, settle: Settle | None) -> set[tuple[Version, int, int]]:
+    def held_after(self, settle: Settle | None) -> set[tuple[Version, Cell]]:
         """What it will hold once ``settle`` has reached it."""
         told = settle is not None and self.name in settle.members and self._generation() == settle.generation
         if settle is None or settle.outcome is None or not told or self.prepared != settle.outcome.step:
             return self.held
-        return {(Version(settle.outcome.step, settle.generation), *self.shard)}
+        return {(Version(settle.outcome.step, settle.generation), self.cell)}
 
     def _generation(self) -> int:
         return 0 if self.world is None else self.world.generation
@@ -386,12 +387,12 @@ class Worker(Process):
         if self.sim.strikes.passes(self, Point.SAVE) is Kind.EXCEPTION:
             self.report(SaveFailed(version, "ValueError: flaky", self._generation()))
             return
-        self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.shard, self._generation())
+        self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.cell, self._generation())
 
-    def _shard_written(self, version: Version, shard: tuple[int, int], generation: int) -> None:
+    def _shard_written(self, version: Version, cell: Cell, generation: int) -> None:
         if self.sim.cluster.bucket_fails():
-            self.sim.clock.after(1.0, self.receive, self._shard_written, version, shard, generation)
+            self.sim.clock.after(1.0, self.receive, self._shard_written, version, cell, generation)
             return
-        self.sim.cluster.bucket.written(version, shard, generation)
+        self.sim.cluster.bucket.written(version, cell, generation)
         self.saved.add((version, generation))
         self.post(ShardSaved(self.name, version, generation))

@@ -70,7 +70,7 @@ class _Local:
         state = self._healed()
         step = state.shard.version.step
         self.gate.hold([state.shard])
-        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, 1)
+        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, self.plan.layout)
         try:
             while step < job.steps:
                 outcome = run_step(self.session, state, self.gate, shape, step + 1, lambda: GO_ON)

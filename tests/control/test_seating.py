@@ -14,14 +14,15 @@ from elastic.control.seating import layout_of, make_plan
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
-from storage.slices import shard_interval
-from tests.control.play import ROWS, rules
+from tests.control.play import CLASSES, rules
+from tests.support.cells import cell, shard_interval, shard_of
 
 pytestmark = pytest.mark.fast
 
 LINEAGE = ((1, 3), (2, 5))
 VERSIONS = [Version(3, 1), Version(4, 2), Version(5, 2), Version(4, 1)]
 """The last one is off the lineage: abandoned."""
+NODES = (NodeId("n1"), NodeId("n2"))
 NODES = (NodeId("n1"), NodeId("n2"))
 SHARDS = [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
 
@@ -32,26 +33,27 @@ def runs(draw: st.DrawFn) -> RunState:
     slots = st.lists(st.tuples(st.sampled_from(VERSIONS), st.sampled_from(SHARDS)), max_size=2, unique=True)
     workers = {}
     for name in names:
-        held = tuple(Holding(name, version, *shard) for version, shard in draw(slots))
+        held = tuple(Holding(name, version, cell(*shard)) for version, shard in draw(slots))
         workers[name] = Worker(NodeId(f"n{draw(st.integers(1, 3))}"), "cpu", 0.0, held, "broken" if draw(st.integers(0, 9)) == 0 else "")
     return RunState(
         1,
         2,
         Waiting(0.0),
-        Members(workers, rows=ROWS, seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))])),
+        Members(workers, classes=CLASSES, seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))])),
         Cluster(keepers=NODES, blamed=tuple(draw(st.lists(st.sampled_from(NODES), max_size=3)))),
         History(LINEAGE, tuple(draw(st.sampled_from([(), (Version(3, 1),), (Version(3, 1), Version(4, 2))])))),
     )
+
+
+ROWS = [tensor.shape[0] for tensor in CLASSES]
 
 
 def newest_of(run: RunState, members: tuple[WorkerId, ...]) -> Version | None:
     """Row by row: the newest version off which nobody was cut, that these workers hold whole."""
     for version in (Version(5, 2), Version(4, 2), Version(3, 1)):
         held = [each for member in members for each in run.workers[member].holdings if each.version == version]
-        intervals = [(length, shard_interval(length, each.shard_count, each.shard_index)) for each in held for length in run.members.rows]
-        if held and all(
-            any(n == length and a <= row < b for n, (a, b) in intervals) for length in run.members.rows for row in range(length)
-        ):
+        intervals = [(length, shard_interval(length, *shard_of(each.cell))) for each in held for length in ROWS]
+        if held and all(any(n == length and a <= row < b for n, (a, b) in intervals) for length in ROWS for row in range(length)):
             return version
     return None
 

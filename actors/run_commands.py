@@ -16,7 +16,7 @@ from actors import cluster, launch
 from actors.coordinator import View
 from actors.processes import clear
 from actors.terminal import say, show, show_result
-from elastic.control.states import Ended, Failed, Stopped
+from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
 from elastic.runs import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.control import codec
-from elastic.control.states import Failed, Finished, RunState, State, Stopped
+from elastic.control.run import Failed, Finished, RunState, State, Stopped
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import Version, WorkerId
@@ -178,7 +178,7 @@ def test_the_second_was_the_first_to_record_anything(tmp_path: Path) -> None:
     play = stepping(2)
     play.run = replace(play.run, incarnation=0)
     second = Life(run, tmp_path, play)
-    play.tell(Recovered(second.incarnation, tuple(play.run.workers), play.run.keepers))
+    play.tell(Recovered(second.incarnation, tuple(play.run.workers), play.run.cluster.keepers))
     second.step(1)
     assert recovered(second, replicas.local(tmp_path)) == play.run
 

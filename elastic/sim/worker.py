@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from elastic.control.saving import begins
+from elastic.control.saves import begins
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding

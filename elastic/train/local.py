@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from elastic.control.saving import due
-from elastic.control.states import RunState
+from elastic.control.run import RunState
+from elastic.control.saves import due
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import PlatformGaveUp
@@ -58,7 +58,7 @@ class _Local:
 
     def __init__(self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None]) -> None:
         self.run, self.session, self.world, self.show = run, session, world, show
-        self.incarnation, self.lineage, self.saved = start.incarnation, start.lineage, list(start.saved)
+        self.incarnation, self.lineage, self.saved = start.incarnation, start.history.lineage, list(start.history.saved)
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
         self.gate = Gate(WORKER)
         self.story = Story(run.job.steps)

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic.control.saving import begins, due
+from elastic.control.saves import begins, due
 from elastic.engine.parallelize import scheme_of
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff

@@ -199,7 +199,7 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
         assert_all_given_back(nodes, "mine", deadline_s=160)
     finally:
         witness.close()
-    steps = ledger(Run.open(job).records())
+    steps = ledger(Run.open(job).segments())
     assert 1 <= act.stopped_at <= act.killed_at <= act.added_at < STEPS
     result = Result("Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name)
     chaos = Trial(job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
@@ -347,7 +347,7 @@ def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
         assert_all_given_back(others, "again")  # 6
         ray.shutdown()
     # 2, R14: the bits, and each step once: of what the manifest says the journal is in the bucket too
-    steps = ledger(Run.open(job).records())
+    steps = ledger(Run.open(job).segments())
     assert exported_hash(job) == expected.hash
     assert {step: (outcome.loss, outcome.samples) for step, outcome in steps.items()} == {
         step: (expected.losses[step - 1], expected.ledger[step].samples) for step in range(1, job.steps + 1)

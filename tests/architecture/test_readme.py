@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.control.states import ALLOWED
+from elastic.control.edges import ALLOWED
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

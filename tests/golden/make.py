@@ -135,7 +135,7 @@ def facts(bucket: Path, name: str) -> dict[str, Any]:
 
     segments = journal.read(ObjectStore.open(str(bucket)), name)
     last = codec.fold(*segments[-1])
-    steps = ledger([record for _, records in segments for record in records])
+    steps = ledger(segments)
     losses = json.dumps([[step, steps[step].loss.hex(), steps[step].samples] for step in sorted(steps)])
     return {
         "format": segments[0][0]["format"],

@@ -16,7 +16,7 @@ from types import ModuleType
 from elastic.sim.coordinators import Advance
 
 PACKAGE = "elastic.control"
-SHARED = frozenset({"rules", "states"})
+SHARED = frozenset({"rules", "run"})
 """Vocabulary, which the simulator speaks too: not copied."""
 
 

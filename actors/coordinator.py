@@ -159,9 +159,8 @@ class Coordinator:
         self.again = first < self.incarnation
         self.token = f"{self.job.name}-{first:04d}-{life}"
         folder = log_folder(self.token)
-        local = replicas.file_of(folder, self.incarnation)
-        local.parent.mkdir(parents=True, exist_ok=True)
-        local.touch()  # it was here, should it be looked for
+        local = replicas.folder_of(folder, self.incarnation)
+        local.mkdir(parents=True, exist_ok=True)  # it was here, should it be looked for
         self.left, self.whole = Left(), True
         found = self.run.recover(first, local, self._look_back(before, folder)) if self.again else None
         if found is None:
@@ -182,7 +181,7 @@ class Coordinator:
         run is over.
         """
         until = time.monotonic() + self.rules.mandate_over_s
-        here = all(node == cluster.here() and replicas.file_of(folder, number).exists() for number, node in before.items())
+        here = all(node == cluster.here() and replicas.folder_of(folder, number).exists() for number, node in before.items())
         while True:
             self.left = find(self.token, self.incarnation)
             found = [*replicas.local(folder), *self.left.tails]

@@ -54,7 +54,7 @@ class Life:
 
     @property
     def local(self) -> Path:
-        return replicas.file_of(self.folder, self.incarnation)
+        return replicas.folder_of(self.folder, self.incarnation)
 
     def step(self, step: int) -> None:
         self.play.step(step)
@@ -80,7 +80,7 @@ def recovered(life: Life, sources: list[replicas.Written]) -> RunState | None:
     (first, *_) = life.run.claims("one")
     incarnation = life.run.claim("here", "one")
     assert life.run.read(first, sources) == life.run.read(first, reversed(sources)), "in whatever order they are found"
-    found = life.run.recover(first, replicas.file_of(life.folder, incarnation), sources)
+    found = life.run.recover(first, replicas.folder_of(life.folder, incarnation), sources)
     if found is None:
         return None
     run, journal = found

@@ -1,8 +1,8 @@
 """The end of a journal, before the bucket has it: what other nodes hold of it, and what is read back when its writer has died.
 
-A tail is a part of the writer's local file: segments, each a snapshot and the records after it, a line each.  Copies grow by what the
-writer sends, in order, and let go of what is in the bucket.  Who recovers takes the latest writer's, of several the one that reaches
-furthest from where the bucket ends: an earlier writer may have been cut off and have written on, and nothing came of it.
+A tail is a part of what the writer has in its local files: segments, each a snapshot and the records after it, a line each.  Copies grow
+by what the writer sends, in order, and let go of what is in the bucket.  Who recovers takes the latest writer's tail, of several the one
+that reaches furthest from where the bucket ends: an earlier writer may have been cut off and have written on, and nothing came of it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from pathlib import Path
 
 from storage.journal.journal import Json, parse
 
+WRITER = "journal-"
+"""What the folder of a writer's local files is called, before its incarnation."""
 DEPOSED = -1
 """The answer to a writer whose incarnation is not the latest."""
 
 
 @dataclass
 class Tail:
-    """A copy: bytes from ``begin`` on of the file that ``incarnation`` writes."""
+    """A copy: bytes from ``begin`` on of all that ``incarnation`` writes."""
 
     incarnation: int = 0
     begin: int = 0
@@ -63,14 +65,15 @@ Written = tuple[int, bytes]
 """A tail, and the incarnation that wrote it."""
 
 
-def file_of(folder: Path, incarnation: int) -> Path:
-    """Where a coordinator writes on its node."""
-    return folder / f"journal-{incarnation:06d}.jsonl"
+def folder_of(folder: Path, incarnation: int) -> Path:
+    """Returns the folder in which a coordinator writes on its node, a file a segment."""
+    return folder / f"{WRITER}{incarnation:06d}"
 
 
 def local(folder: Path) -> list[Written]:
-    """The files of all incarnations that wrote on this node."""
-    return [(int(path.stem.removeprefix("journal-")), path.read_bytes()) for path in sorted(folder.glob("journal-*.jsonl"))]
+    """Returns what all incarnations that wrote on this node have left here."""
+    writers = sorted(folder.glob(f"{WRITER}*"))
+    return [(int(each.name.removeprefix(WRITER)), b"".join(path.read_bytes() for path in sorted(each.glob("*.jsonl")))) for each in writers]
 
 
 def furthest(written: int, by: int, tails: Iterable[Written]) -> list[Segment]:

@@ -65,7 +65,7 @@ class Desk:
         self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
         ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up
         self.known = but(RunState.begin(1, 0.0), "cluster", keepers=tuple(self.keepers))
-        self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.known))
+        self.journal = self.run.journal(folder / "journal", codec.snapshot(self.known))
         self.replicas = JournalReplicas(self.journal, self.lease, self.keepers, self.known)
         self.said: list[str] = []
 

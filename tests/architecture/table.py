@@ -33,7 +33,7 @@ IMPORTS = {
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
     "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors")),
     "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
-    "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors")),
     "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
     "elastic.config": Row(
         ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.urls"), ("pydantic", "tyro")
@@ -120,7 +120,7 @@ BOUNDARIES = {
 }
 """Where everything may be caught, and why."""
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500  # a reminder: such a file holds one idea
 MAX_FUNCTION_LINES = 60
 LONG_FILES: frozenset[str] = frozenset()
 LONG_FUNCTIONS: frozenset[str] = frozenset()

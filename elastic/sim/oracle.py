@@ -101,6 +101,15 @@ class Oracle:
         if worker.world is not None and worker.answered >= worker.world.generation:
             raise Violation(f"{worker.name} contributes to step {step} after it has answered its fence")
 
+    def forgets(self, worker: Worker, outcomes: tuple[Outcome, ...]) -> None:
+        """``worker`` has no evidence of these commits any more: somebody was told of them, and the last one is not among them."""
+        for each in outcomes:
+            what = f"{worker.name} forgets the commit of step {each.step} of generation {each.generation}"
+            if (each.step, each.generation) not in self.told:
+                raise Violation(f"{what}, which no coordinator was told of")
+            if (each.step, each.generation) == worker.newest:
+                raise Violation(f"{what}, the last it has applied")
+
     def applying(self, worker: Worker, outcome: Outcome, settled: bool) -> None:
         """``worker`` begins an update: same outcome and same base as everybody, and not committed after a newer world's commit.
 
@@ -109,7 +118,7 @@ class Oracle:
         world, base = worker.world, worker.version
         assert world is not None
         step, generation = outcome.step, outcome.generation
-        if not settled and worker.answered >= generation:
+        if worker.answered > generation or (worker.answered == generation and not settled):
             raise Violation(f"{worker.name} applies step {step} of generation {generation} after it has answered its fence")
         if not settled and worker.now > self.leases[worker.name]:
             raise Violation(f"{worker.name} applies step {step} of generation {generation} after its lease ran out")

@@ -60,7 +60,9 @@ class Worker(Process):
         """The part of ``held`` that came out of a collective which somebody had aborted."""
         self.shard = (1, 0)
         self.answered = 0
-        """The highest generation whose fence it has answered."""
+        """The generation whose fence it has answered last."""
+        self.newest: tuple[int, int] | None = None
+        """The step, and its generation, that it has applied last."""
         self.saved: set[tuple[Version, int]] = set()
         """Versions of which its part is in the bucket, and the generation that saved them."""
         self._planned_at = 0.0
@@ -240,6 +242,7 @@ class Worker(Process):
     def _update_done(self, outcome: Outcome, *, fenced: bool) -> None:
         version = Version(outcome.step, outcome.generation)
         self.member.applied(outcome)
+        self.newest = (outcome.step, outcome.generation)
         self.held = {(version, *self.shard)}
         self.phase = Phase.DONE
         self.memory.committed(outcome, fenced=fenced)
@@ -280,7 +283,8 @@ class Worker(Process):
         if self._generation() == generation and self.member.fenced < generation:
             raise Violation(f"{self.name} is told to leave generation {generation}, and was never fenced")
         if self.member.settle(generation, outcome) and self.phase is not Phase.APPLYING:
-            self._follow_settlement()
+            abort_s = 0.05 if self.sim.rng.random() < 0.8 else 1.0
+            self.later(abort_s * self.sim.rng.random(), self._follow_settlement)
 
     def _follow_settlement(self) -> None:
         outcome = self.member.settles()
@@ -312,7 +316,9 @@ class Worker(Process):
 
     def renewed(self, generation: int, asked_at: float, granted: bool, recorded_step: int) -> None:
         """The coordinator's answer to a renewal."""
+        before = tuple(self.member.outcomes)
         self.member.renewed(generation, asked_at, granted, recorded_step)
+        self.sim.oracle.forgets(self, before[: len(before) - len(self.member.outcomes)])
 
     # -- going wrong ----------------------------------------------------------------------------------------------
 

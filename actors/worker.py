@@ -26,7 +26,6 @@ from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed
-from elastic.runs import SavedShard
 from elastic.train.counters import Counters, segment
 from elastic.train.machine.limits import no_segment, shared_memory
 from storage.errors import Unavailable
@@ -76,7 +75,8 @@ class Worker:
             session = make_session(self.job, self.counters)
             tensors = tensors_of(build_model(self.job), rule_of(self.job))
             rows = rows_of(tensors)
-            session.secret, session.snapshots = self.secret, make_snapshots(self.job, tensors, device, self.counters)
+            session.secret = self.secret
+            session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults)
             build = replace(build_of(session), host=cluster.host())
         except (Unavailable, NoRoomYet) as error:  # the next start may find the store answering, and memory given back
             self.report(StartFailed(self.worker, str(error)))
@@ -88,8 +88,7 @@ class Worker:
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.worker, device, checkpoints, self.report)
         warm_up(session, device)
-        if session.snapshots is not None:
-            session.snapshots.ready()
+        session.snapshots.ready()
         threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
         self._joined = Joined(self.worker, cluster.here(), kind_of(device), rows, build)
         self.report(self._joined)
@@ -114,8 +113,8 @@ class Worker:
             sys.stdout.flush()
             os._exit(code)
 
-    def report(self, event: Event, shard: SavedShard | None = None) -> None:
-        self.coordinator.post.remote(event, shard)
+    def report(self, event: Event) -> None:
+        self.coordinator.post.remote(event)
 
     def _keep_lease(self, trainer: Trainer) -> None:
         """Ask for the lease while the coordinator answers; a worker that nobody answers for two leases ends itself."""

@@ -1,4 +1,7 @@
-"""Checkpoints on their way to the bucket: nothing exists until its manifest does, and none counts unless it was asked for."""
+"""Checkpoints on their way to the bucket: nothing exists until its manifest does, and none counts unless it was asked for.
+
+Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,57 @@ from elastic.control import saving
 from elastic.control.decision import Decision
 from elastic.control.saving import Saving
 from elastic.control.states import Finishing, Stopping
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version
 from elastic.protocol import lineage
-from elastic.protocol.actions import CommitManifest, Quarantine
+from elastic.protocol.actions import CommitManifest, Quarantine, Upload
+from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Saved, SaveFailed, ShardSaved
 from elastic.protocol.plan import Plan
 
 
-def begin(decision: Decision, version: Version, members: tuple[WorkerId, ...]) -> None:
-    """``members`` write ``version``; some of them may have reported their part already, or that there will be none."""
-    known, writable = saving.find(decision.run.saves, version), set(members) <= decision.run.workers.keys()
+def begin(decision: Decision, outcome: Outcome) -> None:
+    """The members copy the version that ``outcome`` commits; their keepers upload it."""
+    run, plan, version = decision.run, decision.plan, Version(outcome.step, outcome.generation)
+    if outcome.saves is None:
+        return _begin_of_old(decision, version, plan)
+    keepers = frozenset(run.keepers)
+    if lacking := tuple(node for node in dict.fromkeys(plan.nodes) if node not in keepers):
+        decision.say(f"{version} is not saved: there is no keeper on node {', '.join(node[:8] for node in lacking)}")
+    elif version not in run.saved:
+        decision.know(saves=saving.put(run.saves, Saving(version, plan.members, layout=plan.layout, nodes=plan.nodes)))
+    tell(decision)
+
+
+def _begin_of_old(decision: Decision, version: Version, plan: Plan) -> None:
+    """The same in the journal of a version whose members uploaded their parts themselves."""
+    known, writable = saving.find(decision.run.saves, version), set(plan.members) <= decision.run.workers.keys()
     if known is None and writable and version not in decision.run.saved:
-        decision.know(saves=saving.put(decision.run.saves, Saving(version, members)))
+        decision.know(saves=saving.put(decision.run.saves, Saving(version, plan.members)))
     elif known is not None and known.failed:
         _forget(decision, version, known.failed)
 
 
 def begin_again(decision: Decision, plan: Plan) -> None:
-    """Another world holds that version now and writes all of it; a manifest that was asked for already counts all the same."""
+    """Another world holds that version now and copies all of it; a manifest that was asked for already counts all the same."""
     known = saving.find(decision.run.saves, plan.version)
-    again = Saving(plan.version, plan.members, asked=known is not None and known.asked, by=plan.generation)
+    asked = known is not None and known.asked
+    again = Saving(plan.version, plan.members, asked=asked, by=plan.generation, layout=plan.layout, nodes=plan.nodes)
     decision.know(saves=saving.put(decision.run.saves, again))
+    tell(decision)
+
+
+def tell(decision: Decision) -> None:
+    """Tell all keepers the saves on their way, once a decision: what counts is how they stand at its end."""
+    run = decision.run
+    decision.actions = [action for action in decision.actions if not isinstance(action, Upload)]
+    decision.do(Upload(run.keepers, saving.orders(run.saves), run.generation, run.version))
+
+
+def without_keeper(decision: Decision, node: NodeId) -> None:
+    """Give up the saves of which the keeper of ``node``, which is gone or not heard any more, had still to upload a part."""
+    for each in decision.run.saves:
+        if saving.needs(each, node):
+            _forget(decision, each.version, f"the keeper of node {node[:8]} had still to upload a part of it")
 
 
 def shard_saved(decision: Decision, event: ShardSaved) -> None:
@@ -42,7 +75,7 @@ def shard_saved(decision: Decision, event: ShardSaved) -> None:
 
 
 def _unannounced(decision: Decision, version: Version) -> Saving | None:
-    """A member may report its part before the commit is reported."""
+    """In the journal of an older version a member may have reported its part before the commit was reported."""
     plan = decision.run.plan
     own = plan is not None and version.generation == plan.generation and version not in decision.run.saved
     if plan is None or not own or not set(plan.members) <= decision.run.workers.keys():
@@ -68,6 +101,8 @@ def saved(decision: Decision, event: Saved) -> None:
         return decision.refuse(f"nobody asked for the manifest of {version}")
     pending = tuple(each for each in run.saves if each.asked or each.version > version)
     decision.know(saved=tuple(sorted({*run.saved, version})), saves=saving.without(pending, version))
+    if known.nodes:
+        tell(decision)
     decision.durable = True
     decision.say(f"the checkpoint of {version} is in the bucket")
 
@@ -90,7 +125,10 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
 
 
 def _forget(decision: Decision, version: Version, why: str) -> None:
+    known = saving.find(decision.run.saves, version)
     decision.know(saves=saving.without(decision.run.saves, version))
+    if known is not None and known.nodes:
+        tell(decision)
     decision.say(f"the checkpoint of {version} failed ({why})")
 
 

@@ -54,6 +54,8 @@ def form(decision: Decision) -> None:
         protected=(plan.protected, plan.buddied),
         silent=0,
     )
+    if any(each.nodes for each in run.saves):
+        checkpoints.tell(decision)
     if not lineage.contains(run.lineage, plan.version):
         decision.know(fruitless=0)
     kinds = sorted({run.workers[member].kind for member in plan.members})

@@ -155,6 +155,8 @@ def _keeper_up(decision: Decision, event: KeeperUp) -> None:
     state = decision.run.state
     if new:
         copy_inventory.ask_again(decision, event.node)
+        if any(each.nodes for each in decision.run.saves):
+            checkpoints.tell(decision)
         if isinstance(state, Running):
             copy_inventory.pair(decision, state.plan)
 

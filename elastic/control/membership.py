@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.control import growth, saving
+from elastic.control import checkpoints, growth, saving
 from elastic.control.decision import Decision, count, names
 from elastic.control.liveness import forgotten, silent
 from elastic.control.states import Finishing, Home, Host, Refusal, Worker
@@ -142,7 +142,7 @@ def number_of(worker: WorkerId) -> int:
 
 
 def remove(decision: Decision, workers: tuple[WorkerId, ...]) -> None:
-    """They are no part of the run any more; saves that still need a part from them cannot become complete."""
+    """They are no part of the run any more.  What they copied is with their keepers."""
     gone = frozenset(workers)
     nodes = dict.fromkeys(known.node for worker, known in decision.run.workers.items() if worker in gone)
     kept = {worker: known for worker, known in decision.run.workers.items() if worker not in gone}
@@ -181,7 +181,8 @@ def keeper_up(decision: Decision, event: KeeperUp) -> None:
 
 
 def keeper_lost(decision: Decision, node: NodeId, *, with_its_node: bool = False) -> None:
-    """And all copies in its memory."""
+    """And all copies in its memory, also those that it had still to upload."""
+    checkpoints.without_keeper(decision, node)
     run = decision.run
     decision.know(keepers=tuple(keeper for keeper in run.keepers if keeper != node))
     decision.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})

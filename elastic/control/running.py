@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.control import checkpoints, copy_inventory, growth, membership
 from elastic.control.decision import Decision, names
 from elastic.control.liveness import stepped
-from elastic.control.saving import begins, due
+from elastic.control.saving import begins
 from elastic.control.seating import candidates, layout_of
 from elastic.control.states import Finishing, Forming, Running, Stopping
 from elastic.control.stopping import pause, stands_still, stop, unblock
@@ -13,6 +13,7 @@ from elastic.ids import Version, WorkerId
 from elastic.protocol import lineage
 from elastic.protocol.actions import Pause
 from elastic.protocol.commit_record import GO_ON, Outcome
+from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Fenced, StepDone
 from elastic.protocol.plan import Plan
 
@@ -45,8 +46,8 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     if version.step > run.furthest.step:
         decision.know(furthest=version, fruitless=0)
     if begins(outcome, decision.rules.save_every, decision.rules.target_step):
-        checkpoints.begin(decision, version, plan.members)
-    elif due(outcome.step, decision.rules.save_every, decision.rules.target_step):
+        checkpoints.begin(decision, outcome)
+    elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
         decision.say("the bucket does not keep up: steps go on, and saves are left out until the one before has been written")
 
 

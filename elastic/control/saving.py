@@ -1,7 +1,8 @@
-"""When to save to the bucket, and when a save is complete.
+"""Which saves are on their way to the bucket, and when one is complete.
 
-Each member writes its own part in the background and reports it; only when all members of the world that began the save have, and
-the version is on the lineage, is the manifest written.  A save that lost a writer can never be complete and is forgotten.
+The members copy the version, and the keepers of their nodes upload the copies; only when the parts of all members of the world that began
+the save are in the bucket, and the version is on the lineage, is the manifest written.  A member may die meanwhile: its keeper says whether
+its copy was complete.  A save that lost a keeper which still had a part to upload can never be complete and is forgotten.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.protocol.actions import Save
 from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome
-
-
-def due(step: int, save_every: int, target_step: int) -> bool:
-    """Is the state after ``step`` to be saved to the bucket?"""
-    return step > 0 and (step % save_every == 0 or step == target_step)
+from elastic.protocol.copy_schedule import due
 
 
 def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
-    """Is it?  Where a member still writes the save before, only if it is the last one, or asked for: a bucket that is down stops nobody."""
+    """Returns whether the version that ``outcome`` commits is saved.  Journals of older versions do not say so; this is their rule."""
+    if outcome.saves is not None:
+        return outcome.saves
     if outcome.boundary == SAVE_AND_PAUSE or outcome.step == target_step:
         return True
     return due(outcome.step, save_every, target_step) and not outcome.behind
@@ -27,7 +28,11 @@ def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint on its way.  ``members``: who writes it; ``reported``: whose part is in the bucket."""
+    """A checkpoint on its way.  ``members``: whose parts it consists of; ``reported``: whose part is in the bucket.
+
+    ``nodes``: where each member runs, or ran, and whose keeper uploads its part; ``layout``: of the members.  Without ``nodes`` the members
+    upload their parts themselves, as those of older versions did, and the save ends with any of them.
+    """
 
     version: Version
     members: tuple[WorkerId, ...]
@@ -39,6 +44,8 @@ class Saving:
     """Generation of the world that writes it, all in one layout; 0: the one that committed it."""
     failed: str = ""
     """Why it can never be complete, heard before the commit of its version was."""
+    layout: Layout | None = None
+    nodes: tuple[NodeId, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -74,6 +81,24 @@ def report(saving: Saving, worker: WorkerId) -> Saving:
 
 
 def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
-    """Those that need nothing more from ``gone``; and those whose manifest was asked for, by another coordinator perhaps: it may come."""
+    """Returns the saves that need nothing more from the workers that are ``gone``.
+
+    One whose manifest was asked for is among them, too: by another coordinator perhaps, and the manifest may come.
+    """
     lost = set(gone)
-    return tuple(saving for saving in saves if saving.asked or not lost & (set(saving.members) - set(saving.reported)))
+    return tuple(saving for saving in saves if saving.nodes or saving.asked or not lost & (set(saving.members) - set(saving.reported)))
+
+
+def needs(saving: Saving, node: NodeId) -> bool:
+    """Returns whether a part is still to come from the keeper of ``node``.  A manifest that was asked for may come all the same."""
+    missing = {where for member, where in zip(saving.members, saving.nodes, strict=False) if member not in saving.reported}
+    return node in missing and not saving.asked
+
+
+def orders(saves: Saves) -> tuple[Save, ...]:
+    """Returns what the keepers are to upload."""
+    return tuple(
+        Save(each.version, each.by or each.version.generation, each.layout, each.members, each.nodes)
+        for each in saves
+        if each.layout is not None and not each.failed
+    )

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from elastic.control import copy_inventory, membership, stopping
+from elastic.control import checkpoints, copy_inventory, membership, stopping
 from elastic.control.decision import Decision, count, names
 from elastic.control.forming import go
 from elastic.control.liveness import Watch
@@ -48,6 +48,7 @@ def recovered(decision: Decision, event: Recovered) -> None:
     if not event.whole:
         _expect_the_unread(decision)
     _say_again(decision)
+    checkpoints.tell(decision)
     if decision.run.startups > MAX_DEATHS:
         give_up(decision, f"{MAX_DEATHS} coordinators in a row died before anything came of their start")
 
@@ -77,7 +78,7 @@ def _forgive_the_silence(decision: Decision) -> None:
     """While there was no coordinator nothing was heard of anybody, and leases were granted of which nobody knows any more."""
     run, now, rules = decision.run, decision.now, decision.rules
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s)
-    saves = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves)  # the writers have what a manifest is made of
+    saves = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves)  # the keepers have what a manifest is made of
     lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.lease_until
     decision.know(watch=watch, saves=saves, lease_until=lease_until)
     match run.state:
@@ -186,6 +187,7 @@ def _catch_up(decision: Decision, plan: Plan) -> None:
     else:
         decision.to(state)
     decision.do(Fence(plan.generation, pending))
+    checkpoints.tell(decision)
     copy_inventory.ask(decision)
     decision.say(f"{cause}: stop it with {names(pending)}")
 

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from elastic.control.saving import begins
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
 from elastic.protocol.commit_record import GO_ON, SAVE_AND_PAUSE, Outcome
-from elastic.protocol.events import Attached, Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
+from elastic.protocol.events import Attached, Broken, Fenced, Here, Joined, Progress, Ready, StepDone
 from elastic.protocol.plan import Plan
-from elastic.sim.faults import Kind, Point
+from elastic.sim.faults import Point
 from elastic.sim.memory import Memory
 from elastic.sim.network import Way
 from elastic.sim.process import Process
@@ -62,8 +61,6 @@ class Worker(Process):
         self.garbage: set[tuple[Version, int, int]] = set()
         """Of ``held``: what came out of a collective that somebody had aborted."""
         self.answer_due = self._went = False
-        self.saved: set[tuple[Version, int]] = set()
-        """Its part of them is in the bucket."""
         self._planned_at = self._ready_at = 0.0
         self.progress: Progress | None = None
         self.memory = Memory(self)
@@ -94,8 +91,6 @@ class Worker(Process):
         self.report(Attached(self.name, self.plan, stepping and self._went))
         if self.plan is not None:
             self._say_again(self.plan)
-        for version, generation in sorted(self.saved)[-4:]:
-            self.report(ShardSaved(self.name, version, generation))
 
     def _say_again(self, plan: Plan) -> None:
         """What it has said in the present world, or in the last one: its answer to the fence."""
@@ -187,8 +182,6 @@ class Worker(Process):
         check_start(self)
         self.leased_at = max(self.leased_at, self._ready_at)  # from its own word, not from the answer to it
         self._renew()  # at once: its Ready, from which the lease counts, may be long ago
-        if version.step >= self.sim.rules.target_step:
-            self._save(version)
         self.memory.enter(self.world.plan)
         self._start_step()
 
@@ -225,7 +218,7 @@ class Worker(Process):
             return
         assert self.world is not None
         self.phase, self.prepared = Phase.PREPARED, step
-        self.world.contribute(self, step, self.boundary, *self.memory.through())
+        self.world.contribute(self, step, self.boundary, self.memory.through())
 
     def commit_seen(self, outcome: Outcome) -> None:
         if self._stopped(Phase.PREPARED):
@@ -252,8 +245,6 @@ class Worker(Process):
         self.held, self.prepared = {(version, *self.shard)}, None
         self.memory.committed(outcome, fenced=fenced)
         self._count(outcome.step + 1, 0, 0)
-        if begins(outcome, self.sim.rules.save_every, self.sim.rules.target_step):
-            self._save(version)
 
     def _applied(self, outcome: Outcome) -> None:
         if self.phase is not Phase.APPLYING:
@@ -380,18 +371,3 @@ class Worker(Process):
 
     def _count(self, step: int, microbatch: int, collective: int) -> None:
         self.progress = Progress(self.name, self.planned, step, microbatch, collective)
-
-    def _save(self, version: Version) -> None:
-        """In the background, from a copy: neither the next step nor a fence disturbs it."""
-        if self.sim.strikes.passes(self, Point.SAVE) is Kind.EXCEPTION:
-            self.report(SaveFailed(version, "ValueError: flaky", self._generation()))
-            return
-        self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.shard, self._generation())
-
-    def _shard_written(self, version: Version, shard: tuple[int, int], generation: int) -> None:
-        if self.sim.cluster.bucket_fails():
-            self.sim.clock.after(1.0, self.receive, self._shard_written, version, shard, generation)
-            return
-        self.sim.cluster.bucket.written(version, shard, generation)
-        self.saved.add((version, generation))
-        self.post(ShardSaved(self.name, version, generation))

@@ -4,17 +4,18 @@ An anonymous file (memfd) that the worker makes and its keeper opens too, as ``/
 nothing is left on the node when both are gone.  A slot is empty while it is written: its header is marked first and last.  Each block
 of a slot has a digest, so that what is read back, torn by a death or bent on its way, is never taken for state.
 
-    header | a header for each slot | digests of each slot | slots, page by page
+    header, a header for each slot | which tensors there are | digests of each slot | slots, page by page
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 from elastic.errors import StateMissing
 from elastic.protocol.copy_schedule import Copy
@@ -22,11 +23,12 @@ from storage.slices import Tensor, Version, nbytes, shard_slice
 
 NAME = "elastic-copies"
 """Of the anonymous file."""
-MAGIC = 0x656C617374696333
+MAGIC = 0x656C617374696334
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
-COPIES = ("send", "safe")
-"""``send``: what the keeper is to bring to its buddy; ``safe``: what is complete at every member's buddy, this worker's part of it."""
+COPIES = ("send", "safe", "save")
+"""``send``: what the keeper is to bring to its buddy; ``safe``: what is complete at every member's buddy, this worker's part of it;
+``save``: the newest copy that this worker has begun and that is a save."""
 BLOCK = 2**18
 """Bytes of one digest."""
 HEADER = (
@@ -34,15 +36,23 @@ HEADER = (
     "slots",
     "slot_bytes",
     "slot_blocks",
+    "tensors_bytes",
     "keeper",
     "brought_us",
     "asked",
     "brought",
+    "generation",
+    "saves",
+    "saves_over",
+    "save_failed",
     *(f"{name}_{part}" for name in COPIES for part in ("step", "generation", "count", "index")),
 )
 """``keeper``: the process that has it open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us``: how long
 its node's link is busy when all workers there have a copy brought to the buddy, in microseconds; 0: that was never seen.  ``asked``: how
-many times the worker has said what is to be sent; ``brought``: the last of those, as the keeper says, that its present buddy has."""
+many times the worker has said what is to be sent; ``brought``: the last of those, as the keeper says, that its present buddy has.
+``generation``: of the world that the worker is in; it has ended every copy of earlier ones.  ``saves``: how many saves the worker has
+begun; ``saves_over``: the last of those, as the keeper says, that is in the bucket or given up; ``save_failed``: 1 where the worker could
+not copy the newest."""
 TAKEN = 2**26
 """Bytes that are taken from the system at once: who maps or unmaps memory in this process waits meanwhile, 20 ms."""
 POPULATE_WRITE = 23
@@ -102,20 +112,35 @@ class Region:
             raise StateMissing("what should be a region of host copies is no memory of any")
         self.memory = memoryview(mmap.mmap(descriptor, size))
         self._words = self.memory[:PAGE].cast("q")
-        if self["magic"] != MAGIC or size != _size(self["slots"], self["slot_bytes"], self["slot_blocks"]):
+        sizes = (self["slots"], self["slot_bytes"], self["slot_blocks"], self["tensors_bytes"])
+        if self["magic"] != MAGIC or size != _size(*sizes):
             raise StateMissing("this is no region of host copies, or one of another version of Elastic")
-        self.slots, self.slot_bytes, self.slot_blocks = self["slots"], self["slot_bytes"], self["slot_blocks"]
+        self.slots, self.slot_bytes, self.slot_blocks, self._tensors_bytes = sizes
+        self._digests_at = PAGE + _pages(self._tensors_bytes)
 
     @classmethod
-    def create(cls, slots: int, slot_bytes: int, slot_blocks: int) -> Region:
-        """Slots for ``slot_bytes`` with ``slot_blocks`` digests each.  Memory is taken as it is written."""
+    def create(cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = ()) -> Region:
+        """Slots for ``slot_bytes`` with ``slot_blocks`` digests each.  Memory is taken as it is written.
+
+        ``tensors``: those that its slots hold parts of, for whoever reads them when the worker is dead.
+        """
+        described = json.dumps([asdict(tensor) for tensor in tensors]).encode()
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks))
-        with mmap.mmap(descriptor, PAGE) as first:
-            words = memoryview(first).cast("q")
-            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, 0, 0, 0, 0, *[-1] * 4 * len(COPIES))).cast("q")
+        os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks, len(described)))
+        with mmap.mmap(descriptor, PAGE + len(described)) as first:
+            first[PAGE:] = described
+            words = memoryview(first)[:PAGE].cast("q")
+            given = _packed(MAGIC, slots, slot_bytes, slot_blocks, len(described))
+            words[: len(HEADER)] = memoryview(given + bytes((len(HEADER) - len(given) // WORD) * WORD)).cast("q")
+            for name in COPIES:
+                words[HEADER.index(f"{name}_step")] = -1
             words.release()
         return cls(descriptor)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Returns the tensors that its slots hold parts of, in the order of a frame."""
+        described = json.loads(bytes(self.memory[PAGE : PAGE + self._tensors_bytes]))
+        return tuple(Tensor(**each | {"shape": tuple(each["shape"])}) for each in described)
 
     @classmethod
     def of_process(cls, pid: int, descriptor: int) -> Region:
@@ -144,6 +169,17 @@ class Region:
         """From now on the keeper is to see to it that its buddy has ``copy``, whatever it brought before."""
         self.set_copy("send", copy)
         self["asked"] += 1
+
+    def begin_save(self, copy: Copy) -> None:
+        """From now on the keeper is to bring ``copy`` to the bucket, once it is told so; until it says that this is over, it stays."""
+        self["save_failed"] = 0
+        self.set_copy("save", copy)
+        self["saves"] += 1
+
+    @property
+    def saving(self) -> bool:
+        """Is the newest save neither in the bucket nor given up?"""
+        return self["saves"] != self["saves_over"]
 
     def header(self, slot: int) -> memoryview:
         """The words of :data:`SLOT`."""
@@ -180,12 +216,12 @@ class Region:
 
     def digests(self, slot: int) -> memoryview:
         """Of the blocks of its tensors, in the order of its frame."""
-        first = PAGE + slot * _pages(self.slot_blocks * WORD)
+        first = self._digests_at + slot * _pages(self.slot_blocks * WORD)
         return self.memory[first : first + self.slot_blocks * WORD].cast("q")
 
     def data_at(self, slot: int) -> int:
         """Where the slot's bytes begin in ``memory``."""
-        return PAGE + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
+        return self._digests_at + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
 
     def take(self, first: int, last: int) -> None:
         """From the system: the memory between these bytes, which would else come page by page as it is written.  What is in it stays.
@@ -209,5 +245,5 @@ def _pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _size(slots: int, slot_bytes: int, slot_blocks: int) -> int:
-    return PAGE + slots * (_pages(slot_blocks * WORD) + _pages(slot_bytes))
+def _size(slots: int, slot_bytes: int, slot_blocks: int, tensors_bytes: int) -> int:
+    return PAGE + _pages(tensors_bytes) + slots * (_pages(slot_blocks * WORD) + _pages(slot_bytes))

@@ -2,7 +2,9 @@
 
 A thread copies, on an accelerator over a stream of its own to memory that is pinned, and marks the slot complete at the end.  It launches
 piece by piece, since an abort has to wait for all that the device was told until then.  When a world ends the copy goes on, beside the
-forming of the next one: it reads the shard that is left, and what it writes outlives this process (``copies/region.py``).
+forming of the next one: it reads the shard that is left, and what it writes outlives this process (``state/region.py``).
+
+A save is such a copy, and all that a worker does for it: the keeper uploads what the slot holds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,8 +23,8 @@ import torch
 from elastic.engine.streams import finish, stream
 from elastic.ids import Version, WorkerId
 from elastic.plan.copy_budget import CopyRule, Pace, slots_for
-from elastic.protocol.commit_record import Copied, Outcome
-from elastic.protocol.copy_schedule import Copies, Copy
+from elastic.protocol.commit_record import NO_SAVE, Copied, Outcome
+from elastic.protocol.copy_schedule import NO_SAVES, Copies, Copy, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
 from elastic.state.region import Frame, Region, frame
@@ -33,14 +36,37 @@ NEVER = -1
 PIECE = 2**28
 """Bytes after which a device is given no more to copy than one more such piece; each ends with a tensor."""
 
+POLL_S = 0.005
+
 Part = tuple[torch.Tensor, torch.Tensor, slice]
 """Memory of a tensor, where it goes, which digests of the slot are its."""
+Strike = Callable[[Plan, int, int], None]
+"""``strike(plan, world_rank, step)``: the copy of ``step``, which is a save, is under way; tests end the process here."""
+
+
+def nothing(plan: Plan, world_rank: int, step: int) -> None:
+    """No test ends this process in a save."""
 
 
 class Snapshots:
     """Of one worker, for all its worlds.  For the training thread."""
 
-    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device, rule: CopyRule) -> None:
+    def __init__(
+        self,
+        region: Region,
+        tensors: tuple[Tensor, ...],
+        device: torch.device,
+        rule: CopyRule,
+        saves: SaveRule = NO_SAVES,
+        patience_s: float = 0.0,
+        strike: Strike = nothing,
+    ) -> None:
+        """``patience_s``: a save that is due waits so long, once, for the one before; after that steps go on without it."""
+        self.saves, self.patience_s, self.strike = saves, patience_s, strike
+        self._awaited = 0
+        """The newest save that was waited for."""
+        self._homeless: Shard | None = None
+        """To be copied as soon as there is room."""
         self.region, self.tensors, self.pace = region, tensors, Pace(rule)
         self.memory = torch.frombuffer(region.memory, dtype=torch.uint8)
         self.copies: Copies | None = None
@@ -63,12 +89,14 @@ class Snapshots:
         """A world begins; ``shard``: this member's, at the plan's version."""
         self._wait()
         self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.count, shard.index)
-        self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
+        self._homeless = None
+        self.region["generation"] = plan.generation
+        self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held(), self.saves)
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
         self.region.set_copy("safe", self.copies.buddied)
         self.region.send(self.copies.sent)
-        self._way.pin(slots_for(plan.buddy_every))
+        self._way.pin(min(slots_for(plan.copy_every, plan.buddy_every), self.region.slots))
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
         self._begin(shard)
 
@@ -93,26 +121,47 @@ class Snapshots:
         assert copies is not None
         if self.region.copy("safe") != copies.buddied:
             self.region.set_copy("safe", copies.buddied)
-        slot = copies.slot(self.region.all_held()[: self._way.slots])
-        if slot is not None and copies.begun is not None:
+        try:
+            slot = copies.slot(self.region.all_held()[: self._way.slots])
+        except NoRoom:
+            self._homeless = shard
+            return
+        if copies.begun is None:
+            return
+        if saves := copies.begun in copies.saving:
+            self.region.begin_save(copies.begun)
+        if slot is not None:
             self._wait()
             self.region.begin(slot)
-            copying = partial(self._copy, slot, copies.begun, shard)
+            copying = partial(self._copy, slot, copies.begun, shard, saves)
             self._under_way = begin(copying, "copies"), copying
             self.made = shard.version
 
-    def _copy(self, slot: int, copy: Copy, shard: Shard) -> None:
+    def make_room(self, give_up: Callable[[], bool]) -> None:
+        """Wait until the last save of this world, for which there was no room, can begin, unless ``give_up()``."""
+        while self._homeless is not None and not give_up():
+            if self.region.saving:
+                time.sleep(POLL_S)
+                continue
+            assert self.copies is not None and self.copies.begun is not None
+            shard, self._homeless = self._homeless, None
+            self.copies = replace(self.copies, saving=(self.copies.begun,))
+            self._begin(shard)
+
+    def _copy(self, slot: int, copy: Copy, shard: Shard, saves: bool) -> None:
         """On the thread."""
         began = time.monotonic()
         with torch.no_grad():
-            self._way.fill(slot, self._parts(slot, shard))
+            self._way.fill(slot, self._parts(slot, shard, saves))
         self.region.finish(slot, copy, self.bytes)
         self._took_s = time.monotonic() - began
 
-    def _parts(self, slot: int, shard: Shard) -> Iterator[Part]:
+    def _parts(self, slot: int, shard: Shard, saves: bool) -> Iterator[Part]:
         """Of ``shard``, for ``slot``."""
         data = self.region.data_at(slot)
         for tensor, place in self._frame.places.items():
+            if saves and self.copies is not None:
+                self.strike(self.copies.plan, self.copies.rank, shard.version.step)
             value = shard.values[tensor.kind, tensor.name]
             room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
             yield value, room, slice(place.first_block, place.first_block + place.blocks)
@@ -128,24 +177,39 @@ class Snapshots:
             except Exception:  # the step needs no copy
                 traceback.print_exc()
         self.made = None
+        if self.copies is not None and self.copies.begun in self.copies.saving:
+            self.region["save_failed"] = 1
+
+    def _patiently(self) -> bool:
+        """Returns whether the save before is over; for that it is waited once, where another one is due."""
+        until = time.monotonic() + (self.patience_s if self._awaited < self.region["saves"] else 0.0)
+        while self.region.saving and time.monotonic() < until:
+            time.sleep(POLL_S)
+        self._awaited = self.region["saves"]
+        return not self.region.saving
 
     def settle(self) -> Copied:
-        """Wait until it has ended; how far it is."""
+        """Wait until it has ended; how far it is, and whether there is room for a save that is due."""
         if self._under_way is not None and not self._under_way[0].done():
             self._way.computed()  # as long as the device computes it holds up nobody
             began = time.monotonic()
             self._wait()
             self._held_up_s += time.monotonic() - began
         self._wait()
-        sent = self.copies.sent if self.copies else None
+        sent, asks = (self.copies.sent, self.copies.asks) if self.copies else (None, NO_SAVE)
+        over = self._patiently() if asks != NO_SAVE else not self.region.saving
+        copies = self.copies is not None and self.copies.plan.copy_every  # saves alone protect nobody from a death
+        lacking = self.copies is not None and self.copies.begun is not None and self.made is None
         brought = self.region["brought"]
         if sent and brought in (0, self.region["asked"]):
             self.buddied = sent.version if brought else None
         return Copied(
-            self.made.step if self.made and self.region["keeper"] else NEVER,
+            self.made.step if self.made and self.region["keeper"] and copies else NEVER,
             self.buddied.step if self.buddied else NEVER,
             self.pace.copy_every(),
             self.pace.buddy_every(self.region["brought_us"] / 1e6) if sent else 0,
+            asks,
+            int(lacking or not over),
         )
 
     @property
@@ -187,7 +251,7 @@ class _Pinned:
         self.slots = 0
         """Those that are pinned, or will be soon: the others are not used."""
         self._pinning = threading.Thread()
-        self.pin(slots_for(buddy_every=0))
+        self.pin(min(slots_for(1, 0), region.slots))
 
     def ready(self) -> None:
         self._pinning.join()

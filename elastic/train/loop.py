@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,17 +21,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic.control.saving import begins, due
 from elastic.engine.parallelize import scheme_of
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import WorkerId
-from elastic.protocol.commit_record import BEHIND, GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
+from elastic.protocol.commit_record import GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
 from elastic.protocol.events import Attached, Broken, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, nothing
 from elastic.train.blame import classify, tell_where_all_stand, touch
-from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.gate import Gate
 from elastic.train.machine.interface import interface
@@ -40,9 +39,6 @@ from storage.checkpoints import Checkpoints
 
 SLOW_S = 5.0
 """From a settlement until it is strange that the generation is not left."""
-SAVE_S = 5.0
-"""A save that takes longer than from one to the next is waited for so long, once: checkpoints that are far apart cost steps, and so does
-waiting for a bucket that is down."""
 WITNESS_S = 0.05
 """For the flight recorder to say what is in flight, before it is aborted."""
 SHOWN = 8
@@ -89,12 +85,13 @@ class Leave(Exception):
 
 
 class Trainer:
-    """One worker.  ``report(event, shard=None)`` reaches the coordinator and does not block."""
+    """One worker.  ``report(event)`` reaches the coordinator and does not block."""
 
-    def __init__(self, session: Session, worker: WorkerId, device: torch.device, checkpoints: Checkpoints, report: Report) -> None:
+    def __init__(
+        self, session: Session, worker: WorkerId, device: torch.device, checkpoints: Checkpoints, report: Callable[[Event], None]
+    ) -> None:
         self.session, self.worker, self.device, self.checkpoints, self.report = session, worker, device, checkpoints, report
         self.gate = Gate(worker)
-        self.saver = Saver(checkpoints, worker, report, session.faults)
         self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
         self.world: World | None = None
         self._done = Done()
@@ -188,8 +185,6 @@ class Trainer:
             self.report(StepDone(self.worker, outcome.generation, outcome))
         if self.gate.generation and self.gate.fenced >= self.gate.generation:
             self.fence(self.gate.generation)
-        for event, shard in list(self.saver.told):
-            self.report(event, shard)
 
     def _forget_what_was_not_begun(self) -> None:
         waiting = []
@@ -212,7 +207,7 @@ class Trainer:
                     self._live(order.plan, order.store)
                     gc.collect()  # a wrapped model is full of cycles; what it holds must be free before the next one takes memory
         except Leave:
-            self.saver.wait()
+            return
         finally:
             self._slow.cancel()
             self._close()
@@ -339,26 +334,21 @@ class Trainer:
         snapshots = self.session.snapshots
         if snapshots is not None:
             snapshots.enter(plan, self.worker, state.shard)
-        if step == job.steps:  # the world was formed again only to save what it holds
-            self.saver.save(state)
         while step < job.steps:
             step += 1
-            outcome = run_step(self.session, state, self.gate, shape, step, partial(self._asked, plan.generation, step))
+            outcome = run_step(self.session, state, self.gate, shape, step, partial(self._asked, plan.generation))
             if world.rank == 0:
                 self.report(StepDone(self.worker, plan.generation, outcome))
             if snapshots is not None:
                 snapshots.committed(outcome, state.shard)
-            if begins(outcome, job.checkpoint.save_every, job.steps):
-                self.saver.save(state)
             if outcome.boundary != GO_ON:
                 self.report(self.gate.fence(plan.generation))  # not ``fence``: if this is being settled already, that waits for us to leave
-                return
+                break
+        if snapshots is not None:
+            snapshots.make_room(lambda: not self.orders.empty())
 
-    def _asked(self, generation: int, step: int) -> int:
-        job = self.session.job
-        patience_s = min(SAVE_S, job.deadlines.stall_s / 2)
-        behind = due(step, job.checkpoint.save_every, job.steps) and not self.saver.done(patience_s)
-        return (self._boundary[1] if self._boundary[0] == generation else GO_ON) + BEHIND * behind
+    def _asked(self, generation: int) -> int:
+        return self._boundary[1] if self._boundary[0] == generation else GO_ON
 
     def _tell(self, plan: Plan, error: Exception, *, forming: bool) -> None:
         if isinstance(error, FencedOff) and not error.lease:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control.saving import begins, due
 from elastic.control.states import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol import events as ev
-from elastic.protocol.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle
-from elastic.protocol.commit_record import PAUSE, SAVE_AND_PAUSE
-from tests.control.play import ROWS, Play, outcome, reformed, rules, started, stepping
+from elastic.protocol.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Save, Settle, Upload
+from elastic.protocol.commit_record import DUE, GO_ON, LAST, NO_SAVE, PAUSE, SAVE_AND_PAUSE, is_saved
+from elastic.protocol.copy_schedule import due
+from tests.control.play import ROWS, Play, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
 W1, W2 = WorkerId("w1"), WorkerId("w2")
@@ -25,15 +25,42 @@ def test_when_to_save() -> None:
 
 def test_no_save_begins_while_the_one_before_is_on_its_way() -> None:
     """R11: steps go on; the last state, and what a stop asks for, is saved all the same."""
-    assert [step for step in range(1, 12) if begins(replace(outcome(step, 1), behind=step > 5), 5, 11)] == [5, 11]
-    assert begins(replace(outcome(7, 1, SAVE_AND_PAUSE), behind=True), 5, 11)
+    asks = {step: LAST if step == 11 else DUE if due(step, 5, 11) else NO_SAVE for step in range(1, 12)}
+    assert [step for step in asks if is_saved(GO_ON, asks[step], behind=step > 5)] == [5, 11]
+    assert is_saved(SAVE_AND_PAUSE, NO_SAVE, behind=True) and not is_saved(PAUSE, NO_SAVE, behind=False)
     play = stepping(2, save_every=5)
     play.steps(1, 9)
-    said = play.tell(ev.StepDone(W1, 1, replace(outcome(10, 1), behind=True)))
+    said = play.step(10, behind=True)
     assert said == "the bucket does not keep up: steps go on, and saves are left out until the one before has been written"
     assert [each.version.step for each in play.run.saves] == [5]
     play.steps(11, 15)
     assert [each.version.step for each in play.run.saves] == [5, 15]
+
+
+def test_keepers_are_told_which_saves_are_on_their_way() -> None:
+    """Each change of them, with how far the run is known: what is not named and began by then is over."""
+    play = stepping(2, save_every=5)
+    play.steps(1, 4)
+    assert not play.did(Upload)
+    play.step(5)
+    plan, keepers = play.plan, play.run.keepers
+    save = Save(Version(5, 1), 1, plan.layout, plan.members, plan.nodes)
+    assert play.did(Upload) == [Upload(keepers, (save,), 1, Version(5, 1))]
+    play.step(6)
+    assert not play.did(Upload)
+    play.save(Version(5, 1), "w1", "w2")
+    assert play.did(Upload) == [Upload(keepers, (), 1, Version(6, 1))]
+    play.steps(7, 10)
+    play.tell(ev.SaveFailed(Version(10, 1), "disk full"))
+    assert play.did(Upload) == [Upload(keepers, (), 1, Version(10, 1))]
+
+
+def test_without_all_keepers_nothing_is_saved_and_that_is_said() -> None:
+    play = stepping(2, save_every=5)
+    play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
+    play.steps(1, 4)
+    assert "step 5 of generation 1 is not saved: there is no keeper on node n2" in play.step(5)
+    assert play.run.saves == () and play.did(Upload)[0].saves == (), "whoever copied it may overwrite it"
 
 
 def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
@@ -48,15 +75,20 @@ def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
     assert play.run.saved == (Version(5, 1),)
 
 
-def test_a_part_may_overtake_the_report_of_its_step() -> None:
+def by_an_older_version(play: Play, step: int) -> str:
+    """The commit of ``step`` as the journals of versions have it whose members uploaded their parts themselves."""
+    return play.tell(ev.StepDone(W1, 1, replace(play.commit(step), saves=None)))
+
+
+def test_a_part_may_overtake_the_report_of_its_step_in_an_older_journal() -> None:
     """World rank 1 is quicker in saving than world rank 0 in reporting; the manifest waits for the commit."""
     play = stepping(2, save_every=5)
     play.steps(1, 4)
     play.tell(ev.ShardSaved(W2, Version(5, 1)))
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
     assert play.last.actions == ()
-    play.step(5)
-    assert play.deeds == ["CommitManifest"]
+    by_an_older_version(play, 5)
+    assert play.last.actions == (CommitManifest(Version(5, 1), ((1, 5),)),)
 
 
 def test_a_zombies_manifest_counts_for_nothing() -> None:
@@ -83,13 +115,48 @@ def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
     assert play.tell(ev.Saved(Version(5, 1), "digest")) == "refused: nobody asked for the manifest of step 5 of generation 1"
 
 
-def test_a_save_that_lost_a_writer_is_forgotten() -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_a_worker_that_dies_does_not_end_a_save(older: bool) -> None:
+    """Its keeper has the copy, or says that it has not.  In an older journal the worker wrote its part itself: its save is forgotten."""
     play = stepping(2, save_every=5)
-    play.steps(1, 5)
+    play.steps(1, 4)
+    by_an_older_version(play, 5) if older else play.step(5)
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
     play.lose("w2")
     play.answer("w1", Version(5, 1))
+    assert [each.version for each in play.run.saves] == ([] if older else [Version(5, 1)])
+    if not older:
+        assert play.did(Upload)[0].saves[0].members == (W1, W2), "and it is told so while the next world forms"
+        assert play.save(Version(5, 1), "w2").endswith("the checkpoint of step 5 of generation 1 is in the bucket")
+
+
+def test_a_worker_that_dies_before_its_copy_is_complete_ends_the_save() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.lose("w2")
+    said = play.tell(ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1))
+    assert said == "the checkpoint of step 5 of generation 1 failed (no part of w2: it ended before its copy was complete)"
     assert play.run.saves == ()
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_keeper_that_dies_ends_the_saves_that_it_had_to_upload(written: bool) -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.tell(ev.ShardSaved(W2 if written else W1, Version(5, 1)))
+    said = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
+    assert ("the keeper of node n2 had still to upload a part of it" in said) != written
+    assert [each.version.step for each in play.run.saves] == ([5] if written else [])
+
+
+def test_a_save_that_the_run_went_back_behind_is_given_up() -> None:
+    """Nobody waits for it: else every later save would."""
+    play = stepping(2, layout=LayoutRule(1, None, 1, "all"), save_every=5)
+    play.steps(1, 5)
+    play.lose("w2")
+    play.answer("w1", Version(5, 1))
+    assert play.plan.version == Version(0, 0) and play.run.saves == ()
+    assert play.did(Upload) == [Upload(play.run.keepers, (), 2, Version(0, 0))]
 
 
 def test_a_save_outlives_its_world_when_its_writers_do() -> None:
@@ -118,19 +185,20 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
     assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves] == [Version(5, 1)]
 
 
-def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for() -> None:
+def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for_in_an_older_journal() -> None:
     """The writer's word may come before that of world rank 0, also after another writer's."""
     play = stepping(2, save_every=5, target_step=10)
     play.steps(1, 4)
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
     assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")) == ""
-    assert "the checkpoint of step 5 of generation 1 failed (disk full)" in play.step(5)
+    assert "the checkpoint of step 5 of generation 1 failed (disk full)" in by_an_older_version(play, 5)
     assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")).startswith("refused: nobody saves"), "its other writer fails too"
     assert play.run.saves == ()
-    play.steps(6, 9)
-    play.tell(ev.SaveFailed(Version(10, 1), "disk full"))
-    play.step(10)
-    assert "the last checkpoint cannot become complete" in play.later(0.1), "not after stop_s"
+
+
+def test_the_last_save_that_fails_is_not_waited_for() -> None:
+    play = finishing()
+    assert "the last checkpoint cannot become complete" in play.tell(ev.SaveFailed(Version(6, 1), "disk full")), "not after stop_s"
 
 
 def finishing(workers: int = 2) -> Play:
@@ -146,14 +214,15 @@ def test_a_run_finishes_when_the_last_checkpoint_is_durable() -> None:
     reason = play.save(Version(6, 1), "w1", "w2")
     assert reason == "the checkpoint of step 6 of generation 1 is in the bucket; finished at step 6"
     assert isinstance(play.run.state, Finished)
-    assert play.last.actions == (Exit((W1, W2)),)
+    assert play.deeds == ["Exit"] and play.did(Exit) == [Exit((W1, W2))]
 
 
 def test_losing_a_member_while_finishing_saves_again_from_whoever_holds_it() -> None:
     play = finishing()
     play.tell(ev.ShardSaved(W1, Version(6, 1)))
-    reason = play.lose("w2")
-    assert reason == "w2 is lost (its process died); the last checkpoint cannot become complete: stop generation 1 of 2 workers"
+    assert play.lose("w2") == "w2 is lost (its process died)"
+    reason = play.tell(ev.SaveFailed(Version(6, 1), "no part of w2", 1))
+    assert reason.endswith("failed (no part of w2); the last checkpoint cannot become complete: stop generation 1 of 2 workers")
     reason = play.answer("w1", Version(6, 1))
     assert reason == "form generation 2 of w1 (1×1) at step 6 (live)"
     reformed(play)
@@ -164,11 +233,14 @@ def test_losing_a_member_while_finishing_saves_again_from_whoever_holds_it() -> 
     assert play.run.lineage == ((1, 6),), "the version is still generation 1's: nothing was computed again"
 
 
-def test_losing_a_member_after_its_part_is_in_changes_nothing() -> None:
+def test_losing_all_members_after_they_have_copied_changes_nothing() -> None:
+    """The keepers write the last checkpoint without them."""
     play = finishing()
     play.tell(ev.ShardSaved(W1, Version(6, 1)))
-    play.tell(ev.ShardSaved(W2, Version(6, 1)))
+    assert play.lose("w1") == "w1 is lost (its process died)"
     assert play.lose("w2") == "w2 is lost (its process died)"
+    play.tell(ev.ShardSaved(W2, Version(6, 1)))
+    assert play.did(CommitManifest)
     assert play.tell(ev.Saved(Version(6, 1), "digest")).endswith("finished at step 6")
 
 
@@ -199,7 +271,7 @@ def test_a_stop_is_clean_saves_and_can_be_resumed() -> None:
     assert isinstance(play.run.state, Stopping), "its checkpoint is not durable yet"
     reason = play.save(Version(4, 1), "w1", "w2")
     assert reason == "the checkpoint of step 4 of generation 1 is in the bucket; stopped (Ctrl-C), resumes from step 4"
-    assert play.last.actions == (Settle(1, (W1, W2), None), Exit((W1, W2)))
+    assert (play.deeds, play.did(Settle)) == (["Settle", "Exit"], [Settle(1, (W1, W2), None)])
     resumed = Play(rules(max_workers=2), RunState.begin(2, 0.0, play.run.saved, play.run.lineage, play.run.generation))
     resumed.tell(ev.Capacity(2))
     assert "at step 4 (bucket)" in resumed.join("w1", "w2")

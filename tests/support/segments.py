@@ -20,9 +20,9 @@ from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.plan import Plan
 from elastic.runs import Run
 from elastic.state.heal import Healing
-from elastic.train.checkpoint import Saver
 from elastic.train.counters import Counters
 from elastic.train.gate import Gate
+from elastic.train.local import save_here
 from elastic.train.model import Shard, State
 from elastic.train.session import make_session
 from elastic.train.step import Session, run_step
@@ -70,12 +70,7 @@ class Member:
         return run_step(self.session, self.state, self.gate, self.shape, self.state.shard.version.step + 1, boundary)
 
     def save(self) -> ShardReceipt:
-        receipts: list[Any] = []
-        told = lambda event, shard=None: receipts.append(shard.receipt)  # noqa: E731
-        Saver(self.checkpoints, self.gate.worker, told, self.session.faults, threaded=False).save(self.state)
-        (receipt,) = receipts
-        assert isinstance(receipt, ShardReceipt)
-        return receipt
+        return save_here(self.checkpoints, self.state)
 
 
 def shard_hash(shard: Shard) -> str:

@@ -51,8 +51,8 @@ from elastic.protocol.events import (
 )
 from elastic.report.story import Line, Story
 from elastic.runs import Run
-from storage import tails
 from storage.errors import Deposed, Unavailable
+from storage.journal import replicas
 
 TICK_S = 0.1
 CLUSTER_S = 0.5
@@ -159,7 +159,7 @@ class Coordinator:
         self.again = first < self.incarnation
         self.token = f"{self.job.name}-{first:04d}-{life}"
         folder = log_folder(self.token)
-        local = tails.file_of(folder, self.incarnation)
+        local = replicas.file_of(folder, self.incarnation)
         local.parent.mkdir(parents=True, exist_ok=True)
         local.touch()  # it was here, should it be looked for
         self.left, self.whole = Left(), True
@@ -170,17 +170,17 @@ class Coordinator:
         self.state, self.journal = found
         self.recorded = self.state
 
-    def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[tails.Written]:
+    def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[replicas.Written]:
         """What is to be read of those before; where that may not be all, then when none of them acts any more.
 
         It is all where each of them was on this node, and so has ended, where none finds a majority of the keepers any more, or where the
         run is over.
         """
         until = time.monotonic() + self.rules.mandate_over_s
-        here = all(node == cluster.here() and tails.file_of(folder, number).exists() for number, node in before.items())
+        here = all(node == cluster.here() and replicas.file_of(folder, number).exists() for number, node in before.items())
         while True:
             self.left = find(self.token, self.incarnation)
-            found = [*tails.local(folder), *self.left.tails]
+            found = [*replicas.local(folder), *self.left.tails]
             known = self.run.read(min(before), found)
             self.whole = here or (known is not None and (known.over or self.left.half_of(known.keepers)))
             left_s = until - time.monotonic()

@@ -19,7 +19,7 @@ from elastic.control.states import RunState
 from elastic.ids import NodeId
 from storage.errors import Deposed
 from storage.journal import Journal
-from storage.tails import DEPOSED
+from storage.journal.replicas import DEPOSED
 
 COPY_S = 1.0
 SHIP_S = 2.0

@@ -63,8 +63,9 @@ class Worker:
             return
         self._begun = True
         from elastic.engine.optim.base import rule_of
+        from elastic.plan.placement import classes_of
         from elastic.train.loop import Trainer
-        from elastic.train.model import build_model, rows_of, tensors_of
+        from elastic.train.model import build_model, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
         from elastic.train.warmup import warm_up
         from storage.checkpoints import Checkpoints
@@ -74,7 +75,7 @@ class Worker:
             device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
             tensors = tensors_of(build_model(self.job), rule_of(self.job))
-            rows = rows_of(tensors)
+            classes = classes_of(tensors)
             session.secret = self.secret
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults)
             build = replace(build_of(session), host=cluster.host())
@@ -90,7 +91,7 @@ class Worker:
         warm_up(session, device)
         session.snapshots.ready()
         threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
-        self._joined = Joined(self.worker, cluster.here(), kind_of(device), rows, build)
+        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build)
         self.report(self._joined)
         self._end(self.trainer)
 

@@ -25,8 +25,8 @@ from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.documents import digest_of, seal, unseal
 from storage.errors import Deposed, Exists, Missing
 from storage.journal import Journal, claim_owner, latest_claim, owners
+from storage.journal.replicas import Segment, Written, furthest
 from storage.objects import ObjectStore
-from storage.tails import Segment, Written, furthest
 
 KEPT = 4
 """Checkpoints whose parts are known, at most."""
@@ -186,8 +186,8 @@ class Run:
     def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:
         """What a coordinator that died has left: the run as its journal says, and the journal to go on with.
 
-        ``first``: the first incarnation of its life; ``tails``: of what the bucket does not have yet, see :mod:`storage.tails`.  None when
-        nothing was recorded in that life.
+        ``first``: the first incarnation of its life; ``tails``: of what the bucket does not have yet, see
+        :mod:`storage.journal.replicas`.  None when nothing was recorded in that life.
         """
         end, segments = self._left(tails)
         if not segments or codec.fold(*segments[-1]).incarnation < first:
@@ -241,7 +241,7 @@ class Run:
         return {
             "job": job.digest,
             "lineage": [list(entry) for entry in lineage],
-            "layout": {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard},
+            "layout": dict(layout.degrees),
             "cursor": {"seed": job.seed, "sampling": job.data.sampling, "global_batch": job.global_batch},
             "versions": {name: version_of(name) for name in ("torch", "ray", "safetensors")} | {"elastic": elastic.__version__},
         }

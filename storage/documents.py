@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
@@ -15,6 +16,15 @@ from blake3 import blake3
 from storage.errors import BadFormat, Damaged
 
 DIGEST = "blake3"
+
+
+@dataclass(frozen=True, order=True)
+class File:
+    """One object of a checkpoint or data set, named relative to its folder; ``blake3`` is what the program ``b3sum`` prints."""
+
+    name: str
+    size: int
+    blake3: str
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:

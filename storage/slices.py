@@ -73,20 +73,6 @@ class Slice:
         return Slice(self.name, self.kind, start, stop)
 
 
-def shard_interval(rows: int, count: int, index: int) -> tuple[int, int]:
-    """Rows ``[first, last)`` of shard ``index`` of ``count``: torch's chunk rule, so late shards may be short or empty."""
-    size = -(-rows // count)
-    return min(index * size, rows), min((index + 1) * size, rows)
-
-
-def shard_slice(tensor: Tensor, count: int, index: int) -> Slice:
-    """The part of ``tensor`` in shard ``index`` of ``count``, split along dim 0.  Those of :data:`WHOLE` are in every one."""
-    if not tensor.shape or tensor.kind in WHOLE:
-        return tensor.whole()
-    first, last = shard_interval(tensor.shape[0], count, index)
-    return Slice(tensor.name, tensor.kind, (first, *(0 for _ in tensor.shape[1:])), (last, *tensor.shape[1:]))
-
-
 def nbytes(tensor: Tensor, part: Slice) -> int:
     """Size of ``part``; dtypes are named after their bits (``F32``, ``BF16``, ``F8_E4M3``), but for BOOL."""
     bits = re.search(r"\d+", tensor.dtype)

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from elastic.errors import CodeError
 from elastic.imports import split
-from storage.urls import folder_of
+from storage.objects.urls import folder_of
 
 NAME_LETTERS = 200
 """Of a run, which with a few more is the name of files and segments: 255 bytes at most."""

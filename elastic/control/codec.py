@@ -20,7 +20,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from elastic.control.decision import Transition
 from elastic.control.rules import Rules
 from elastic.control.states import RunState
+from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of
 from elastic.protocol.events import Beat, Capacity, Event, Renewed, Tick
+from storage.slices import Tensor
 
 FORMAT = 2
 READABLE = (1, FORMAT)
@@ -80,12 +83,34 @@ def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) ->
         raise UnknownFormat(f"the journal has format {snapshot['format']}, this version reads {' and '.join(map(str, READABLE))}")
     for each in records:
         snapshot = after(snapshot, each)
-    return decode_run(snapshot["run"])
+    return decode_run(modern(snapshot["run"]))
 
 
 def after(snapshot: Mapping[str, Json], record: Mapping[str, Json]) -> dict[str, Json]:
     """What the next segment begins with."""
     return {**snapshot, "run": {**snapshot["run"], **record.get("meanwhile", {}), **record["changed"]}}
+
+
+# ---- what older formats called otherwise
+
+
+def modern(json: Json) -> Json:
+    """Return ``json`` of any readable format in the words of this one.
+
+    Formats 1 and 2 knew one axis: a holding had the number and the index of its shard, and the state was known by its numbers of rows.
+    """
+    if isinstance(json, list):
+        return [modern(each) for each in json]
+    if not isinstance(json, dict):
+        return json
+    found = {key: modern(each) for key, each in json.items()}
+    if "shard_count" in found:
+        count, index = found.pop("shard_count"), found.pop("shard_index")
+        found["cell"] = cell_of(Layout(1, count), index)
+    if "rows" in found:
+        lengths = found.pop("rows")
+        found.setdefault("classes", [encode(Tensor("", "parameter", "F32", (length,))) for length in lengths])
+    return found
 
 
 # ---- values

@@ -9,6 +9,7 @@ from elastic.control.decision import Decision, count, names
 from elastic.control.liveness import forgotten, silent
 from elastic.control.states import Finishing, Home, Host, Refusal, Worker
 from elastic.ids import NodeId, WorkerId
+from elastic.plan.placement import same_classes
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Kill, StartWorkers
 from elastic.protocol.builds import difference
@@ -33,7 +34,7 @@ def joined(decision: Decision, event: Joined) -> None:
     newcomer = Worker(event.node, event.kind, decision.now, host=event.build.host)
     home = run.homes.get(event.node, Home(growth.host_of(newcomer), decision.now))
     decision.know(workers={**run.workers, event.worker: newcomer}, homes={**run.homes, event.node: home})
-    decision.know(rows=event.rows)
+    decision.know(classes=event.classes)
     decision.say(f"{event.worker} joined on node {event.node[:8]}")
 
 
@@ -47,7 +48,7 @@ def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
         return differs.sentence, differs.part == "data"
     if rules.reproducible and run.kind not in ("", event.kind):
         return _of_another_kind(event.kind, run.kind), False
-    if run.rows and event.rows != run.rows:
+    if run.classes and not same_classes(event.classes, run.classes):
         return "its model has other sizes than the others'; the model must be a function of model_args alone", False
     return None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.ids import Version, WorkerId
+from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced
@@ -47,6 +48,6 @@ def _applies(plan: Plan, world_rank: int, answer: Fenced, top: Outcome | None) -
     """What the member holds once it has applied ``top``; None when it cannot or has already."""
     if top is None or answer.prepared != top.step:
         return None
-    shard = (plan.layout.dp_shard, plan.layout.coordinates(world_rank)[1])
-    before = [each for each in answer.held if (each.shard_count, each.shard_index) == shard and each.version.step == top.step - 1]
-    return Holding(answer.worker, Version(top.step, top.generation), *shard) if before else None
+    cell = cell_of(plan.layout, world_rank)
+    before = [each for each in answer.held if each.cell == cell and each.version.step == top.step - 1]
+    return Holding(answer.worker, Version(top.step, top.generation), cell) if before else None

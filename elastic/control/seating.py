@@ -14,11 +14,12 @@ from functools import cache, partial
 from elastic.control import copy_inventory
 from elastic.control.rules import Rules
 from elastic.control.states import RunState, Worker
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, choose
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
 from elastic.protocol import lineage
 from elastic.protocol.plan import Plan
+from storage.slices import Tensor
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         hosts=tuple((keeper, run.hosts[keeper].address) for keeper in sorted(named)),
         copy_every=rules.copy_every,
         buddy_every=rules.buddy_every if paired else 0,
-        protected=newest_covered(kept, run.rows) or copied,
+        protected=newest_covered(kept, run.classes) or copied,
         buddied=buddied,
         lineage=copy_inventory.line_of(run, source.version),
     )
@@ -93,15 +94,15 @@ def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
     held: list[Holding] = []
     for member in sorted(members):
         alive = [each for each in run.workers[member].holdings if on_line(each.version)]
-        held += sorted(set(alive), key=lambda each: (each.version, each.shard_count, each.shard_index)) if len(alive) > 1 else alive
+        held += sorted(set(alive), key=lambda each: (each.version, each.cell)) if len(alive) > 1 else alive
     return held
 
 
 def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Holding] = ()) -> Source:
     """The newest version that ``members`` can begin from, also of the copies ``kept``; of several places that have it the nearest."""
     held = held_by(run, members)
-    live = newest_covered(held, run.rows)
-    host = newest_covered([*held, *kept], run.rows) if kept else live
+    live = newest_covered(held, run.classes)
+    host = newest_covered([*held, *kept], run.classes) if kept else live
     stored = run.saved[-1] if run.saved else None
     version = max((each for each in (live, host, stored) if each is not None), default=None)
     if version is None:
@@ -116,18 +117,18 @@ def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept
     members = list(there)
     while len(members) > world:
         held = held_by(run, members)
-        newest = newest_covered(held, run.rows)
-        if kept and newest != (with_copies := newest_covered([*held, *kept], run.rows)):
+        newest = newest_covered(held, run.classes)
+        if kept and newest != (with_copies := newest_covered([*held, *kept], run.classes)):
             held, newest = [*held, *kept], with_copies
-        copies = Counter((each.shard_count, each.shard_index) for each in held if each.version == newest)
-        own: dict[WorkerId, list[tuple[int, int]]] = {worker: [] for worker in members}
+        copies = Counter(each.cell for each in held if each.version == newest)
+        own: dict[WorkerId, list[Cell]] = {worker: [] for worker in members}
         for each in held:
             if each.version == newest and each.keeper == LIVE:
-                own[each.worker].append((each.shard_count, each.shard_index))
+                own[each.worker].append(each.cell)
         ranked = sorted(reversed(members), key=lambda worker: len(own[worker]))
         surplus, left_out = len(members) - world, set[WorkerId]()
         for worker in ranked:
-            if len(left_out) < surplus and (newest is None or _spared(copies, own[worker], newest, run.rows)):
+            if len(left_out) < surplus and (newest is None or _spared(copies, own[worker], newest, run.classes)):
                 left_out.add(worker)
                 copies.subtract(own[worker])
         left_out = left_out or {ranked[0]}
@@ -135,12 +136,12 @@ def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept
     return tuple(members)
 
 
-def _spared(copies: Counter[tuple[int, int]], own: Sequence[tuple[int, int]], version: Version, rows: tuple[int, ...]) -> bool:
-    """Are the shards of ``version``, so many copies of each, still all rows without one worker's ``own``?"""
-    if all(copies[shard] > 1 for shard in own):
+def _spared(copies: Counter[Cell], own: Sequence[Cell], version: Version, classes: tuple[Tensor, ...]) -> bool:
+    """Are the cells of ``version``, of each so many copies, still the whole state without one worker's ``own``?"""
+    if all(copies[cell] > 1 for cell in own):
         return True
-    left = [shard for shard in copies if copies[shard] > own.count(shard)]
-    return covered([Holding(WorkerId(""), version, *shard) for shard in left], rows)
+    left = [cell for cell in copies if copies[cell] > own.count(cell)]
+    return covered([Holding(WorkerId(""), version, cell) for cell in left], classes)
 
 
 def _store_node(run: RunState, members: tuple[WorkerId, ...]) -> NodeId:

@@ -24,6 +24,7 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced
 from elastic.protocol.lineage import Lineage
 from elastic.protocol.plan import Plan
+from storage.slices import Tensor
 
 NEVER = float("inf")
 LATE = 10
@@ -211,8 +212,8 @@ class RunState:
     """Workers the cluster could still start, on nodes that are not refused."""
     start_after: float = 0.0
     next_worker: int = 1
-    rows: tuple[int, ...] = ()
-    """Distinct lengths of the state's tensors along dim 0."""
+    classes: tuple[Tensor, ...] = ()
+    """One tensor of the state for each class that all axes cut alike: all that coverage depends on."""
     kind: str = ""
     """The first member's; with ``reproducible`` only workers of it may be members, so it never changes."""
     mixed: tuple[int, ...] = ()

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from elastic.ids import Version, WorkerId
-from elastic.plan.layout import Layout
+from elastic.ids import Cell, Version, WorkerId
+from elastic.plan.placement import cell_of
 from elastic.protocol.commit_record import DUE, LAST, NO_SAVE, Outcome
 from elastic.protocol.plan import Plan
 
@@ -40,20 +40,14 @@ def age(version: Version) -> tuple[int, int]:
 
 
 class Copy(NamedTuple):
-    """What a slot's header says: shard ``shard_index`` of ``shard_count`` at ``version``."""
+    """What a slot's header says: the part of the state that ``cell`` names, at ``version``."""
 
     version: Version
-    shard_count: int
-    shard_index: int
+    cell: Cell
 
     @property
     def age(self) -> tuple[int, int]:
         return age(self.version)
-
-
-def copy_of(version: Version, layout: Layout, world_rank: int) -> Copy:
-    """Returns the copy that the member with ``world_rank`` makes of ``version``."""
-    return Copy(version, layout.dp_shard, layout.coordinates(world_rank)[1])
 
 
 def due(step: int, save_every: int, target_step: int) -> bool:
@@ -87,7 +81,7 @@ class Copies:
     """
 
     plan: Plan
-    rank: int
+    cell: Cell
     rule: SaveRule
     step: int
     copied: Copy | None = None
@@ -117,12 +111,11 @@ class Copies:
 
         copied, buddied = (still(before.copied), still(before.buddied)) if before else (None, None)
         copied, buddied = known(plan.protected, copied), known(plan.buddied, buddied)
-        rank, last = plan.world_rank(worker), plan.version.step >= rule.target_step
-        own = copy_of(plan.version, plan.layout, rank)
-        saving = before.saving if before else ()
+        cell, last = cell_of(plan.layout, plan.world_rank(worker)), plan.version.step >= rule.target_step
+        own, saving = Copy(plan.version, cell), before.saving if before else ()
         return Copies(
             plan,
-            rank,
+            cell,
             rule,
             plan.version.step,
             copied,
@@ -156,14 +149,14 @@ class Copies:
         complete = self.begun is not None and copied == self.begun
         if not outcome.saves and not (complete and _due(self.begun, step, plan.copy_every, outcome.copy_every)):
             return new
-        begun = copy_of(Version(step, plan.generation), plan.layout, self.rank)
+        begun = Copy(Version(step, plan.generation), self.cell)
         sends = self.sent is not None and buddied == self.sent and _due(self.sent, step, plan.buddy_every, outcome.buddy_every)
         return replace(new, begun=begun, sent=begun if sends else self.sent, saving=(*new.saving, begun) if outcome.saves else new.saving)
 
     def _of(self, step: int) -> Copy | None:
         """This member's part of ``step``."""
         version = version_at(self.plan, step)
-        return copy_of(version, self.plan.layout, self.rank) if version is not None else None
+        return Copy(version, self.cell) if version is not None else None
 
     def slot(self, slots: Sequence[Copy | None]) -> int | None:
         """Where the copy of ``begun`` goes: an empty or torn slot (None), else the oldest that is not protected.  None: it is there.

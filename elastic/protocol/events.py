@@ -12,20 +12,21 @@ from elastic.plan.transfer import Holding
 from elastic.protocol.builds import Build
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.plan import Plan
+from storage.slices import Tensor
 
 
 @dataclass(frozen=True)
 class Joined:
     """A worker's process is up, its imports are done, and it can be given a plan.
 
-    ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``rows`` are the distinct
-    dim-0 lengths of the state's tensors: all that coverage of dim-0 shards depends on.  ``build``: what must be the same everywhere.
+    ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes``: one tensor of the state
+    for each class that all axes cut alike, which is all that coverage depends on.  ``build``: what must be the same everywhere.
     """
 
     worker: WorkerId
     node: NodeId
     kind: str
-    rows: tuple[int, ...]
+    classes: tuple[Tensor, ...]
     build: Build = field(default_factory=Build)
 
 

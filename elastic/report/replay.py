@@ -1,6 +1,6 @@
 """What happened and why, from the journal alone; and whether this version would decide the same.
 
-A journal is a row of segments, each a snapshot and the records after it (``storage/journal.py``).  ``tell`` shows each record: time, event,
+A journal is a row of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows each record: time, event,
 edge, actions, reason.  ``differences`` calls ``advance`` from what was known before each record, with the recorded time and rules: states
 and actions must be the same, so a kept journal is a regression test of every decision in it.  Sentences are compared only with what
 the same version and the same rules would say: another version may word them better.
@@ -144,9 +144,9 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
 
 
 def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Difference]:
-    known = dict(snapshot["run"])
+    known = dict(codec.modern(snapshot["run"]))
     codec.fold(snapshot, ())  # refuses a format that is not ours
-    for record in records:
+    for record in map(codec.modern, records):
         known.update(record.get("meanwhile", {}))
         before = {**known, **_quiet(known, record)} if snapshot["format"] == 1 else known
         decided = advance(codec.decode_run(before), codec.decode_event(record["event"]), record["at"], rules)

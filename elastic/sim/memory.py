@@ -13,7 +13,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.copy_budget import slots_for
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import NO_COPIES, Copied, Outcome
-from elastic.protocol.copy_schedule import Copies, Copy, NoRoom, SaveRule, copy_of
+from elastic.protocol.copy_schedule import Copies, Copy, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
 from elastic.sim.faults import Point
 
@@ -111,7 +111,7 @@ class Memory:
 
     def _make_room(self, copies: Copies) -> None:
         """The last save of a world has no slot as long as the one before is on its way."""
-        if self.copies is not copies or self.worker.world is None:
+        if self.copies is not copies or self.worker.world is None or copies.begun is None:
             return
         if self.saving is None:
             self.copies = replace(copies, saving=(copies.begun,))
@@ -144,8 +144,7 @@ class Memory:
         """Is it of this generation: cut as it is cut now, of what it began from or of a later step?"""
         assert self.copies is not None
         plan = self.copies.plan
-        own = copy_of(copy.version, plan.layout, self.copies.rank)
-        return copy == own and (copy.version == plan.version or copy.version.generation == plan.generation)
+        return copy.cell == self.copies.cell and (copy.version == plan.version or copy.version.generation == plan.generation)
 
     # -- to the buddy ---------------------------------------------------------------------------------------------
 

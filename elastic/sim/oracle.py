@@ -2,7 +2,7 @@
 
 The oracle keeps the truth apart from the coordinator's knowledge: ``parent`` is what was really applied on top of what;
 ``evidence``, ``answered``, ``lost``, ``expelled`` are what the coordinator was really told.  It shares no code with the machine it
-judges: coverage of shards, for one, is found row by row.
+judges: coverage of cells, for one, is found row by row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.protocol.actions import Action, Form, Go, Kill, Quarantine, Settle, StartWorkers
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
@@ -35,7 +35,7 @@ from elastic.protocol.events import (
 )
 from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
-from elastic.sim.truth import a_budget_is_spent, base_of, covers, expanded
+from elastic.sim.truth import a_budget_is_spent, base_of, covers, expanded, shard_of
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ class Oracle:
         self.copies.judge_plan(before, after, plan)
         if not self.on_lineage(version):
             raise Violation(f"generation {plan.generation} starts from {version}, which was given up")
-        claimed = frozenset((h.shard_count, h.shard_index) for h in plan.holders if h.version == version)
+        claimed = frozenset(h.cell for h in plan.holders if h.version == version)
         if not (version == ORIGIN or version in self.counting or covers(claimed, self.sim.scenario.rows)):
             raise Violation(f"generation {plan.generation} starts from {version}, which nobody holds whole")
         for better in self._held_whole(before, after.keepers):
@@ -323,20 +323,20 @@ class Oracle:
             raise Violation(f"steps after {version} are abandoned and the reason does not say so: {reason!r}")
         self.occasions["steps are abandoned"] += given_up
         self.occasions[f"a world starts from tier {plan.tier}"] += 1
-        self.occasions["shards are cut anew"] += any(count != plan.layout.dp_shard for count, _ in claimed)
+        self.occasions["shards are cut anew"] += any(shard_of(cell)[0] != plan.layout.dp_shard for cell in claimed)
 
     def _held_whole(self, before: RunState, keepers: tuple[NodeId, ...]) -> list[Version]:
         """Versions of the lineage that living, not expelled workers hold whole once told of the settlement, with copies; or the bucket."""
-        shards: dict[Version, set[tuple[int, int]]] = defaultdict(set)
-        for version, *shard in self.copies.known(before, keepers):
-            shards[version].add((shard[0], shard[1]))
+        cells: dict[Version, set[Cell]] = defaultdict(set)
+        for version, cell in self.copies.known(before, keepers):
+            cells[version].add(cell)
         for name in self.joined - self.lost - self.expelled:
             worker = self.sim.cluster.workers[name]
             if worker.alive:
-                for version, *shard in worker.held_after(self.settle):
-                    shards[version].add((shard[0], shard[1]))
+                for version, cell in worker.held_after(self.settle):
+                    cells[version].add(cell)
         rows = self.sim.scenario.rows
-        whole = [v for v, s in shards.items() if covers(frozenset(s), rows)]
+        whole = [v for v, found in cells.items() if covers(frozenset(found), rows)]
         return [v for v in (*whole, *self.counting) if self.on_lineage(v)]
 
     def resumed(self) -> None:

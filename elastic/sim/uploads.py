@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic.ids import Version, WorkerId
+from elastic.plan.placement import cell_of
 from elastic.protocol.actions import Save
-from elastic.protocol.copy_schedule import Copy, copy_of
+from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import SaveFailed, ShardSaved
 from elastic.sim.memory import Slots, whole
 from elastic.sim.violation import Violation
@@ -59,7 +60,7 @@ class Uploads:
             self._begun.discard((save, name))
             return
         worker = self.cluster.workers[name]
-        copy = copy_of(save.version, save.layout, save.members.index(name))
+        copy = Copy(save.version, cell_of(save.layout, save.members.index(name)))
         slots = worker.memory.slots if worker.alive else self.node.shelf.left.get(name, [])
         if copy in whole(slots):
             self.cluster.sim.oracle.occasions["a dead worker's copy is saved"] += not worker.alive
@@ -80,7 +81,7 @@ class Uploads:
             raise Violation(f"the copy of {save.version} of {name} was overwritten before it was in the bucket")
         if self.cluster.bucket_fails():
             return self._write(save, name, copy, slots)
-        self.cluster.bucket.written(save.version, copy[1:], save.by)
+        self.cluster.bucket.written(save.version, copy.cell, save.by)
         self._end(save, name, ShardSaved(name, save.version, save.by))
 
     def _end(self, save: Save, name: WorkerId, event: ShardSaved | SaveFailed) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
 from elastic.protocol.commit_record import GO_ON, SAVE_AND_PAUSE, Outcome
@@ -45,7 +46,7 @@ class Phase(StrEnum):
 
 
 class Worker(Process):
-    """``held`` is the truth about what it holds: (version, shard count, shard index)."""
+    """``held`` is the truth about what it holds: (version, cell)."""
 
     def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
         super().__init__(sim, name, node)
@@ -53,12 +54,12 @@ class Worker(Process):
         self.phase = Phase.IDLE
         self.planned = self.fenced = 0  # highest generation it has begun / will apply nothing more of
         self.plan: Plan | None = None
-        self.held: set[tuple[Version, int, int]] = set()
-        self.shard = (1, 0)
+        self.held: set[tuple[Version, Cell]] = set()
+        self.cell = Cell("")
         self.prepared: int | None = None
         self.outcomes: tuple[Outcome, ...] = ()
         self.boundary = GO_ON
-        self.garbage: set[tuple[Version, int, int]] = set()
+        self.garbage: set[tuple[Version, Cell]] = set()
         """Of ``held``: what came out of a collective that somebody had aborted."""
         self.answer_due = self._went = False
         self._planned_at = self._ready_at = 0.0
@@ -80,7 +81,7 @@ class Worker(Process):
 
     @property
     def introduction(self) -> Joined:
-        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.rows, self.sim.cluster.build_of(self.node))
+        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.classes, self.sim.cluster.build_of(self.node))
 
     def attached(self) -> None:
         """A coordinator has taken over: where this worker stands, and all that may have been told to nobody."""
@@ -115,7 +116,7 @@ class Worker(Process):
         check_plan(self, plan)
         self.planned, self.plan, self.world, self.phase = plan.generation, plan, self.sim.world(plan), Phase.FORMING
         self._planned_at, self._went = self.sim.clock.now, False
-        self.shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(self.name))[1])
+        self.cell = cell_of(plan.layout, plan.world_rank(self.name))
         self.boundary, self.prepared = GO_ON, None
         self._count(plan.version.step + 1, 0, 0)
         self.work(0.05 * self.sim.rng.random(), Point.FORMING, self._arrive, plan.generation)
@@ -153,7 +154,7 @@ class Worker(Process):
         """It has its shard of the plan's version, in the plan's layout."""
         assert self.world is not None
         plan = self.world.plan
-        self.held.add((plan.version, *self.shard))
+        self.held.add((plan.version, self.cell))
         self.phase = Phase.READY
         self._ready_at = self.sim.clock.now
         self.post(Ready(self.name, plan.generation))
@@ -168,7 +169,7 @@ class Worker(Process):
         self.sim.oracle.occasions["a collective completes with garbage"] += 1
         if self.phase is Phase.HEALING:
             assert self.world is not None
-            self.garbage.add((self.world.plan.version, *self.shard))
+            self.garbage.add((self.world.plan.version, self.cell))
             self._whole()
         else:
             self.peer_lost()
@@ -178,7 +179,7 @@ class Worker(Process):
             return
         assert self.world is not None
         version = self.world.plan.version
-        self.held, self._went = {(version, *self.shard)}, True
+        self.held, self._went = {(version, self.cell)}, True
         check_start(self)
         self.leased_at = max(self.leased_at, self._ready_at)  # from its own word, not from the answer to it
         self._renew()  # at once: its Ready, from which the lease counts, may be long ago
@@ -190,7 +191,7 @@ class Worker(Process):
     @property
     def version(self) -> Version | None:
         """The newest version it holds whole in the layout of its world."""
-        return max((v for v, *shard in self.held if tuple(shard) == self.shard), default=None)
+        return max((version for version, cell in self.held if cell == self.cell), default=None)
 
     def _start_step(self) -> None:
         version = self.version
@@ -242,7 +243,7 @@ class Worker(Process):
 
     def _update_done(self, outcome: Outcome, *, fenced: bool) -> None:
         version = Version(outcome.step, outcome.generation)
-        self.held, self.prepared = {(version, *self.shard)}, None
+        self.held, self.prepared = {(version, self.cell)}, None
         self.memory.committed(outcome, fenced=fenced)
         self._count(outcome.step + 1, 0, 0)
 
@@ -355,12 +356,12 @@ class Worker(Process):
             self.post(broken)
             self.later(4.0, self._complain, broken)
 
-    def held_after(self, settle: Settle | None) -> set[tuple[Version, int, int]]:
+    def held_after(self, settle: Settle | None) -> set[tuple[Version, Cell]]:
         """What it will hold once ``settle`` has reached it."""
         told = settle is not None and self.name in settle.members and self._generation() == settle.generation
         if settle is None or settle.outcome is None or not told or self.prepared != settle.outcome.step:
             return self.held
-        return {(Version(settle.outcome.step, settle.generation), *self.shard)}
+        return {(Version(settle.outcome.step, settle.generation), self.cell)}
 
     def _generation(self) -> int:
         return 0 if self.world is None else self.world.generation

@@ -28,7 +28,7 @@ from elastic.protocol.copy_schedule import NO_SAVES, Copies, Copy, NoRoom, SaveR
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
 from elastic.state.region import Frame, Region, frame
-from elastic.train.model import Shard
+from elastic.state.shard import Shard
 from storage.background import begin
 from storage.slices import Tensor
 
@@ -88,8 +88,8 @@ class Snapshots:
     def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
         """A world begins; ``shard``: this member's, at the plan's version."""
         self._wait()
-        self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.count, shard.index)
-        self._homeless = None
+        self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.cell)
+        self._homeless, self._rank = None, plan.world_rank(worker)
         self.region["generation"] = plan.generation
         self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held(), self.saves)
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
@@ -160,8 +160,10 @@ class Snapshots:
         """Of ``shard``, for ``slot``."""
         data = self.region.data_at(slot)
         for tensor, place in self._frame.places.items():
+            if not place.bytes:  # this member has nothing of it, perhaps not even a tensor
+                continue
             if saves and self.copies is not None:
-                self.strike(self.copies.plan, self.copies.rank, shard.version.step)
+                self.strike(self.copies.plan, self._rank, shard.version.step)
             value = shard.values[tensor.kind, tensor.name]
             room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
             yield value, room, slice(place.first_block, place.first_block + place.blocks)

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
@@ -23,13 +23,15 @@ import numpy as np
 
 from elastic.errors import StateMissing
 from elastic.ids import Version
+from elastic.plan.axes import Box
 from elastic.plan.layout import Layout
-from elastic.protocol.copy_schedule import copy_of
+from elastic.plan.placement import cell_of, held, written_by
+from elastic.protocol.copy_schedule import Copy
 from elastic.state.region import BLOCK, WORD, Frame, Place, Region, frame
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import StorageError
 from storage.objects import ObjectStore
-from storage.slices import WHOLE, Slice, Tensor, shard_slice
+from storage.slices import Tensor, nbytes
 
 AT_ONCE = 4
 """Parts that one node writes at the same time: a single stream fills neither a fast link nor a node's cores."""
@@ -58,19 +60,6 @@ class GivenUp(Exception):
     """Nobody wants this part any more."""
 
 
-def written(tensors: Sequence[Tensor], layout: Layout, rank: int) -> list[tuple[Tensor, Slice]]:
-    """Returns the slices that the member with world rank ``rank`` writes: its shard's, shared out over the replicas tensor by tensor.
-
-    Of all members together that is every slice of the state once.
-    """
-    replica, index = layout.coordinates(rank)
-    mine = [
-        each for number, each in enumerate(tensors) if number % layout.dp_replicate == replica and (each.kind not in WHOLE or not index)
-    ]
-    parts = [(tensor, shard_slice(tensor, layout.dp_shard, index)) for tensor in mine]
-    return [(tensor, part) for tensor, part in parts if part.count]
-
-
 def name_of(layout: Layout, rank: int) -> str:
     """Returns what the file of that member is called, without its ending."""
     return f"shard-{rank:05d}-of-{layout.world:05d}"
@@ -81,8 +70,8 @@ def upload(checkpoints: Checkpoints, region: Region, part: Part, given_up: Calla
 
     Raises :class:`StateMissing` where the slot does not hold the copy, or holds it bent; :class:`GivenUp`; :class:`StorageError`.
     """
-    copy, tensors = copy_of(part.version, part.layout, part.rank), region.tensors()
-    slot, lies = region.find(copy), frame(tensors, copy.shard_count, copy.shard_index)
+    copy, tensors = Copy(part.version, cell_of(part.layout, part.rank)), region.tensors()
+    slot, lies = region.find(copy), frame(tensors, copy.cell)
     if slot is None:
         raise StateMissing(f"the copy of {part.version} is not in its slot any more")
     data, checked = region.data(slot), list[bool]()
@@ -95,13 +84,21 @@ def upload(checkpoints: Checkpoints, region: Region, part: Part, given_up: Calla
             check(region, slot, lies)
 
     parts = [
-        (tensor, piece, data[lies.places[tensor].offset : lies.places[tensor].offset + lies.places[tensor].bytes])
-        for tensor, piece in written(tensors, part.layout, part.rank)
+        (tensor, box.slice, _bytes_of(data, lies.places[tensor], tensor, box, held(tensor, copy.cell).shape))
+        for tensor, box in written_by(tensors, part.layout, part.rank)
     ]
     receipt = checkpoints.write_shard(part.version, name_of(part.layout, part.rank), parts, before_each_slice, tensors)
     if region.find(copy) != slot:
         raise StateMissing(f"the copy of {part.version} was overwritten while it was written to the bucket")
     return receipt
+
+
+def _bytes_of(data: memoryview, place: Place, tensor: Tensor, box: Box, shape: tuple[int, ...]) -> memoryview:
+    """Returns the bytes of ``box`` from a member's memory of ``tensor``, which has ``shape``; they are copied only where they lie apart."""
+    item = nbytes(tensor, box.slice) // box.slice.count
+    memory = np.frombuffer(data, dtype=np.uint8, count=place.bytes, offset=place.offset).reshape(*shape, item)
+    piece = memory[tuple(slice(at, at + size) for at, size in zip(box.at, box.slice.shape, strict=True))]
+    return np.ascontiguousarray(piece).reshape(-1).data
 
 
 def check(region: Region, slot: int, lies: Frame) -> None:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from elastic.ids import Version, WorkerId
 from elastic.plan.copy_budget import slots_for
+from elastic.plan.placement import cell_of
 from elastic.protocol.actions import Save
-from elastic.protocol.copy_schedule import copy_of
+from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import SaveFailed, ShardSaved
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region
@@ -141,7 +142,7 @@ class Uploads:
 
     def _look(self, task: Task) -> str:
         """Hands the task to the uploader if its copy is complete; returns why it never will be, or ""."""
-        copy = copy_of(task.save.version, task.save.layout, task.rank)
+        copy = Copy(task.save.version, cell_of(task.save.layout, task.rank))
         region, ended = self.store.region(task.worker)  # in this order: what was complete when it ended is seen to be
         if region is None:
             return "its keeper has not opened its memory" if time.monotonic() - task.since > UNKNOWN_S else ""

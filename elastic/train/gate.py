@@ -17,7 +17,7 @@ from elastic.ids import Version, WorkerId
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced
-from elastic.train.model import Shard
+from elastic.state.shard import Shard
 
 
 class Gate:
@@ -93,5 +93,5 @@ class Gate:
         """Bar ``generation`` and every older one, and say what is held."""
         with self._lock:
             self.fenced = max(self.fenced, generation)
-            held = tuple(Holding(self.worker, shard.version, shard.count, shard.index) for shard in self.shards)
+            held = tuple(Holding(self.worker, shard.version, shard.cell) for shard in self.shards)
             return Fenced(self.worker, generation, held, self.prepared, tuple(self.outcomes))

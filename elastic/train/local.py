@@ -21,6 +21,7 @@ from elastic.errors import PlatformGaveUp
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.plan.placement import written_by
 from elastic.protocol import lineage
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.copy_schedule import due
@@ -28,7 +29,7 @@ from elastic.protocol.plan import Plan
 from elastic.report.story import Line, Story
 from elastic.runs import Run
 from elastic.state.heal import Healing
-from elastic.state.uploader import name_of, written
+from elastic.state.uploader import name_of
 from elastic.train.counters import Counters
 from elastic.train.gate import Gate
 from elastic.train.model import State
@@ -59,7 +60,7 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
 def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] | None = None) -> ShardReceipt:
     """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each slice goes out."""
     layout, rank = state.world.layout, state.world.rank
-    parts = [(tensor, part, _raw(state.shard.values[tensor.kind, tensor.name])) for tensor, part in written(state.tensors, layout, rank)]
+    parts = [(tensor, box.slice, _raw(state.shard.part(tensor, box.slice))) for tensor, box in written_by(state.tensors, layout, rank)]
     return checkpoints.write_shard(state.shard.version, name_of(layout, rank), parts, hook, state.tensors)
 
 
@@ -83,7 +84,7 @@ class _Local:
         state = self._healed()
         step = state.shard.version.step
         self.gate.hold([state.shard])
-        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, 1)
+        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, self.plan.layout)
         try:
             while step < job.steps:
                 outcome = run_step(self.session, state, self.gate, shape, step + 1, lambda: GO_ON)

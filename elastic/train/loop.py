@@ -330,7 +330,7 @@ class Trainer:
     def _train(self, plan: Plan, state: State) -> None:
         """Step until the target or an agreed boundary."""
         job, world, step = self.session.job, state.world, plan.version.step
-        shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, world.size)
+        shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, plan.layout)
         snapshots = self.session.snapshots
         if snapshots is not None:
             snapshots.enter(plan, self.worker, state.shard)

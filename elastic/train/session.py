@@ -17,6 +17,7 @@ from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
 from elastic.plan.copy_budget import no_room, slots_a_worker, slots_for
 from elastic.plan.layout import table
+from elastic.plan.placement import distinct_cells, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.protocol.copy_schedule import SaveRule
 from elastic.protocol.plan import Plan
@@ -106,7 +107,8 @@ def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, 
     have once what dead ones have left is given back.
     """
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
-    largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
+    fewest = distinct_cells(min(layouts, key=number_of_cells))
+    largest = max((frame(tensors, cell) for cell in fewest), key=lambda each: each.bytes)
     rule = job.rules()
     own, slots = slots_for(rule.copy_every, rule.buddy_every), slots_a_worker(rule.copy_every, rule.buddy_every)
     with alone():

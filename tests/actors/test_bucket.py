@@ -19,7 +19,7 @@ from elastic.data.prepare import prepare
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.runs import Run
-from storage.s3 import S3
+from storage.objects.s3 import S3
 from tests.data.texts import write_texts
 from tests.support.buckets import allow
 from tests.support.chaos import Witness, alone, assert_nothing_left, assert_survived, trial

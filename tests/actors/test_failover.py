@@ -32,7 +32,7 @@ from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local
 from storage.journal import owners
-from storage.tails import DEPOSED
+from storage.journal.replicas import DEPOSED
 from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml

@@ -21,9 +21,10 @@ from elastic.protocol.events import Tick
 from elastic.runs import Run
 from storage import journal
 from storage.errors import Deposed, Unavailable
+from storage.journal.replicas import DEPOSED, Tail
 from storage.objects import Data, ObjectStore
-from storage.tails import DEPOSED, Tail
 from tests.support.patience import PATIENCE_S
+from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
 IN_BUCKET = "1 of 3 keepers took a copy of the journal, which is in the bucket"
@@ -42,7 +43,7 @@ class Shelf:
         return DEPOSED if incarnation < self.incarnation else self.tail.extend(incarnation, begin, at, data)
 
 
-class Store(ObjectStore):
+class Store(Forwarding):
     """One that is down when told to."""
 
     up = True
@@ -59,7 +60,7 @@ class Desk:
     def __init__(self, folder: Path, mandate_s: float = 600.0) -> None:
         job = toy_job(f"memory://{folder.name}", name="copies")
         opened = ObjectStore.open(job.bucket)
-        self.run = Run(job, Store(opened.filesystem, opened.root))
+        self.run = Run(job, Store(opened))
         self.lease = CoordinatorLease(self.run, self.run.claim("here", "one", "a"), mandate_s, time.monotonic())
         self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
         ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up

@@ -27,8 +27,9 @@ from elastic.protocol import events as ev
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.plan import Plan
 from tests.control.play import outcome
+from tests.support.cells import cell, classes
 
-ROWS = (4096, 32768, 128256)
+CLASSES = classes((4096, 32768, 128256))
 PER_NODE = 8
 RESULT = Path(__file__).parent / "results" / "decisions.json"
 FEW = 3
@@ -77,11 +78,11 @@ class Timed:
         self.run = replace(self.run, nodes={**self.run.nodes, **between}, keepers=keepers, hosts={**hosts, **self.run.hosts})
         self.tell(ev.Capacity(len(self.names)))
         nodes = {name: self.nodes[i // PER_NODE] for i, name in enumerate(self.names)}
-        self.tell(*(ev.Joined(name, nodes[name], "cuda", ROWS) for name in self.names[:FEW]))
+        self.tell(*(ev.Joined(name, nodes[name], "cuda", CLASSES) for name in self.names[:FEW]))
         there = {name: Worker(nodes[name], "cuda", self.now) for name in self.names[FEW:-FEW]}
         waited_for = {name: at for name, at in self.run.starting.items() if name not in there}
         self.run = replace(self.run, workers={**self.run.workers, **there}, starting=waited_for)
-        self.tell(*(ev.Joined(name, nodes[name], "cuda", ROWS) for name in self.names[-FEW:]))
+        self.tell(*(ev.Joined(name, nodes[name], "cuda", CLASSES) for name in self.names[-FEW:]))
         self.wait(self.rules.grow_debounce_s)
 
     def form(self) -> None:
@@ -124,10 +125,10 @@ class Timed:
         """All keepers that are asked: each has copies of its own eight workers' shards, and of another node's."""
         shards: dict[NodeId, list[tuple[WorkerId, int]]] = defaultdict(list)
         for rank, (name, node) in enumerate(zip(plan.members, plan.nodes, strict=True)):
-            shards[node].append((name, plan.layout.coordinates(rank)[1]))
+            shards[node].append((name, plan.layout.coordinates(rank)["dp_shard"]))
             shards[self.nodes[(self.nodes.index(node) + 1) % len(self.nodes)] if rank % PER_NODE == 0 else node] += shards[node][-1:]
         held = {
-            node: tuple(Holding(name, version, plan.layout.dp_shard, index, node) for name, index in found for version in versions)
+            node: tuple(Holding(name, version, cell(plan.layout.dp_shard, index), node) for name, index in found for version in versions)
             for node, found in shards.items()
         }
         asked = self.run.stock
@@ -146,8 +147,8 @@ class Timed:
         ranks = {member: rank for rank, member in enumerate(plan.members)}
 
         def fenced(names: Iterable[WorkerId]) -> list[ev.Fenced]:
-            shard = {name: plan.layout.coordinates(ranks[name])[1] for name in names}
-            held = {name: (Holding(name, version, plan.layout.dp_shard, shard[name]),) for name in shard}
+            shard = {name: plan.layout.coordinates(ranks[name])["dp_shard"] for name in names}
+            held = {name: (Holding(name, version, cell(plan.layout.dp_shard, shard[name])),) for name in shard}
             seen = (outcome(version.step, plan.generation),)
             return [ev.Fenced(name, plan.generation, held[name], version.step + 1, seen) for name in shard]
 
@@ -184,7 +185,7 @@ def through_a_failure(workers: int) -> Slowest:
     assert isinstance(timed.run.state, Finishing), timed.run.state
     timed.save(Version(6, 2))
     assert isinstance(timed.run.state, Finished), timed.run.state
-    timed.tell(ev.Tick(), ev.Joined(WorkerId("w0"), timed.nodes[0], "cuda", ROWS))
+    timed.tell(ev.Tick(), ev.Joined(WorkerId("w0"), timed.nodes[0], "cuda", CLASSES))
     return timed.slowest
 
 

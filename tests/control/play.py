@@ -16,6 +16,7 @@ from elastic.protocol.actions import Action, Upload
 from elastic.protocol.commit_record import DUE, GO_ON, LAST, NO_SAVE, Outcome, is_saved
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.plan import Plan
+from tests.support.cells import cell, classes
 
 RULES = Rules(
     min_workers=1,
@@ -33,7 +34,7 @@ RULES = Rules(
     grow_debounce_s=2.0,
     reproducible=True,
 )
-ROWS = (7, 3)
+CLASSES = classes((7, 3))
 A = TypeVar("A", bound=Action)
 
 
@@ -76,7 +77,7 @@ class Play:
         reason = ""
         for number, worker in enumerate(workers, 1):
             self.tell(ev.KeeperUp(NodeId(f"n{number}")))
-            reason = self.tell(ev.Joined(WorkerId(worker), NodeId(f"n{number}"), kind, ROWS))
+            reason = self.tell(ev.Joined(WorkerId(worker), NodeId(f"n{number}"), kind, CLASSES))
         return reason
 
     def lose(self, worker: str, why: str = "its process died") -> str:
@@ -138,8 +139,8 @@ class Play:
 
     def shard(self, worker: str, version: Version) -> Holding:
         """Its shard in the layout of the present generation."""
-        index = self.plan.layout.coordinates(self.plan.world_rank(WorkerId(worker)))[1]
-        return Holding(WorkerId(worker), version, self.plan.layout.dp_shard, index)
+        index = self.plan.layout.coordinates(self.plan.world_rank(WorkerId(worker)))["dp_shard"]
+        return Holding(WorkerId(worker), version, cell(self.plan.layout.dp_shard, index))
 
     def did(self, kind: type[A]) -> list[A]:
         """Actions of that kind that the last event brought."""

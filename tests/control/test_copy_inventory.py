@@ -14,6 +14,7 @@ from elastic.protocol import events as ev
 from elastic.protocol.actions import Form, Pair, TakeStock
 from elastic.protocol.commit_record import Outcome
 from tests.control.play import Play, outcome, stepping
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 SHARDS = LayoutRule(dp_replicate=1, dp_shard=None, min_shard=1, use="all")
@@ -34,7 +35,7 @@ def stepped(to: int = 5) -> Play:
 def kept(play: Play, number: int, *steps: int, generation: int = 1) -> str:
     """The keeper of node ``number`` tells of the copies of its worker."""
     node, worker = NodeId(f"n{number}"), WorkerId(f"w{number}")
-    held = tuple(Holding(worker, Version(step, generation), 3, number - 1, node) for step in steps)
+    held = tuple(Holding(worker, Version(step, generation), cell(3, number - 1), node) for step in steps)
     return play.tell(ev.Kept(node, play.run.stock, held))
 
 
@@ -81,7 +82,7 @@ def test_what_cannot_be_read_is_not_counted_on_again_before_a_commit() -> None:
     play.broken("w2", "copy", "the copy of w3 on node n3 is damaged", "n3")
     assert play.run.unreadable == ("n3",)
     for worker in ("w1", "w2"):
-        play.tell(ev.Fenced(WorkerId(worker), 2, (Holding(WorkerId(worker), Version(5, 1), 3, int(worker[1]) - 1),), None))
+        play.tell(ev.Fenced(WorkerId(worker), 2, (Holding(WorkerId(worker), Version(5, 1), cell(3, int(worker[1]) - 1)),), None))
     for number in (1, 2, 3):
         kept(play, number, 4, 5)
     assert isinstance(play.run.state, Forming) and (play.plan.tier, play.plan.version) == ("bucket", Version(2, 1)), play.run.state

@@ -13,7 +13,7 @@ from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Save, Settle, Upload
 from elastic.protocol.commit_record import DUE, GO_ON, LAST, NO_SAVE, PAUSE, SAVE_AND_PAUSE, is_saved
 from elastic.protocol.copy_schedule import due
-from tests.control.play import ROWS, Play, reformed, rules, started, stepping
+from tests.control.play import CLASSES, Play, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
 W1, W2 = WorkerId("w1"), WorkerId("w2")
@@ -355,7 +355,7 @@ def test_nothing_is_heard_after_the_end() -> None:
     play.save(Version(6, 1), "w1", "w2")
     before = play.run
     assert play.lose("w1") == "refused: the run is over (Finished)"
-    reason = play.tell(ev.Joined(WorkerId("w7"), NodeId("n1"), "cpu", ROWS))
+    reason = play.tell(ev.Joined(WorkerId("w7"), NodeId("n1"), "cpu", CLASSES))
     assert reason == "refused: the run is over (Finished)" and play.last.actions == (Exit((WorkerId("w7"),)),)
     assert play.run is before
 

@@ -9,7 +9,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.actions import Fence, Form, Kill, Settle
 from elastic.protocol.events import Capacity, Fenced, Joined, Lost, Renewed, StepDone
-from tests.control.play import ROWS, outcome, reformed, stepping
+from tests.control.play import CLASSES, outcome, reformed, stepping
 
 pytestmark = pytest.mark.fast
 
@@ -129,7 +129,7 @@ def test_a_node_that_is_only_taken_for_dead_is_no_certain_end() -> None:
     for worker in ("w1", "w2"):
         play.tell(Lost(WorkerId(worker), "its node died", certain=False))
     play.tell(Capacity(1))
-    play.tell(Joined(WorkerId("w3"), NodeId("n1"), "cpu", ROWS))
+    play.tell(Joined(WorkerId("w3"), NodeId("n1"), "cpu", CLASSES))
     play.later(60.0)
     assert isinstance(play.run.state, Stopping) and set(play.run.state.expelled) == {"w1", "w2"}
     play.later(3.0)

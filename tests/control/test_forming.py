@@ -9,7 +9,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Exit, Fence, Form, Go, Kill, StartWorkers
-from tests.control.play import ROWS, Play, reformed, rules, started, stepping
+from tests.control.play import CLASSES, Play, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
 
@@ -109,7 +109,7 @@ def test_losing_a_keeper_of_a_world_that_runs_stops_nothing() -> None:
 def test_without_a_keeper_no_store_and_no_world() -> None:
     play = Play(rules(max_workers=1))
     play.tell(ev.Capacity(1))
-    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu", ROWS))
+    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu", CLASSES))
     assert isinstance(play.run.state, Waiting)
     assert play.tell(ev.KeeperUp(NodeId("n1"))).startswith("form generation 1 of w1")
 
@@ -183,7 +183,7 @@ def test_a_worker_nobody_asked_for_is_sent_away() -> None:
     play = stepping(2)
     play.lose("w2")
     before = play.run
-    assert play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", ROWS)) == "refused: nobody waits for w2"
+    assert play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", CLASSES)) == "refused: nobody waits for w2"
     assert play.last.actions == (Kill((WorkerId("w2"),), "nobody waits for it"),)
     assert play.run is before
 
@@ -191,7 +191,7 @@ def test_a_worker_nobody_asked_for_is_sent_away() -> None:
 def test_a_worker_that_another_coordinator_asked_for_keeps_its_name() -> None:
     """R9: one that is superseded and does not know it has started a process; the next one to be started is another."""
     play = stepping(1)
-    assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", ROWS)).startswith("nobody waits for w9")
+    assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", CLASSES)).startswith("nobody waits for w9")
     assert play.last.actions == (Kill((WorkerId("w9"),), "nobody waits for it"),)
     play.rules = rules(max_workers=2)
     assert play.tell(ev.Capacity(1)) == "start w10: 1 worker of at most 2"
@@ -209,7 +209,7 @@ def test_ids_are_never_used_again() -> None:
         seen.append(new)
         reformed(play)
         play.step(play.run.step + 1)
-        play.tell(ev.Joined(new, NodeId("n1"), "cpu", ROWS))
+        play.tell(ev.Joined(new, NodeId("n1"), "cpu", CLASSES))
         play.step(play.run.step + 1, boundary=1)
         play.answer(play.plan.members[0], play.run.version)
         reformed(play)

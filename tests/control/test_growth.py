@@ -13,7 +13,7 @@ from elastic.ids import NodeId, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Form, Pause, StartWorkers
 from elastic.protocol.builds import Build
-from tests.control.play import ROWS, Play, reformed, rules, stepping
+from tests.control.play import CLASSES, Play, reformed, rules, stepping
 
 pytestmark = pytest.mark.fast
 
@@ -22,7 +22,7 @@ PAUSE_S = 4.0
 
 def joins(play: Play, worker: str, node: str, host: str) -> str:
     play.tell(ev.KeeperUp(NodeId(node)))
-    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), "cpu", ROWS, Build(host)))
+    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), "cpu", CLASSES, Build(host)))
 
 
 def comes_and_goes(play: Play, times: int, stay_s: float) -> list[str]:

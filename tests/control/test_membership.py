@@ -13,7 +13,9 @@ from elastic.ids import NodeId, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill, StartWorkers
 from elastic.protocol.builds import Build, difference
-from tests.control.play import ROWS, Play, reformed, rules, stepping
+from storage.slices import Tensor
+from tests.control.play import CLASSES, Play, reformed, rules, stepping
+from tests.support.cells import classes
 
 pytestmark = pytest.mark.fast
 
@@ -33,8 +35,8 @@ def begun(slots: int = 2, **changes: Any) -> Play:
     return play
 
 
-def joins(play: Play, worker: str, node: str, kind: str = NEW, build: Build = THERE, rows: tuple[int, ...] = ROWS) -> str:
-    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), kind, rows, build))
+def joins(play: Play, worker: str, node: str, kind: str = NEW, build: Build = THERE, state: tuple[Tensor, ...] = CLASSES) -> str:
+    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), kind, state, build))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_a_model_of_other_sizes_is_refused() -> None:
     play = stepping(1)
     play.rules = rules(max_workers=2)
     play.tell(ev.Capacity(1))
-    reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n2"), "cpu", (9,)))
+    reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n2"), "cpu", classes((9,))))
     assert reason.startswith("node n2 is refused: w2 on node n2 cannot be a member: its model has other sizes than the others'; ")
     assert play.did(Kill) and "w2" not in play.run.workers
 

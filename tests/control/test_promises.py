@@ -18,7 +18,8 @@ from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
 from elastic.protocol import lineage
 from elastic.protocol.actions import CommitManifest, Form, Go, Settle, StartWorkers
-from tests.control.play import ROWS, outcome, rules
+from tests.control.play import CLASSES, outcome, rules
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 
@@ -44,15 +45,15 @@ def any_event(rng: Random, run: RunState) -> ev.Event:
     step = run.step + rng.choice((1, 1, 1, 0, 2))
     version = Version(step - 1, rng.choice((generation, max(run.version.generation, 0))))
     shards = plan.layout.dp_shard if plan else 1
-    held = () if rng.random() < 0.1 else (Holding(member, rng.choice((run.version, version)), shards, rng.randrange(shards)),)
+    held = () if rng.random() < 0.1 else (Holding(member, rng.choice((run.version, version)), cell(shards, rng.randrange(shards))),)
     seen = (outcome(step, generation),) if rng.random() < 0.3 else ()
     node = NodeId(f"n{rng.randint(1, 3)}")
     cause = rng.choice(("peer", "job", "device", "damaged", "lease"))
     progress = (ev.Progress(member, generation, step, rng.randint(0, 2), rng.randint(0, 2)),)
     return rng.choice(
         (
-            ev.Joined(rng.choice([*run.starting, worker]), node, "cpu", ROWS),
-            ev.Joined(rng.choice([*run.starting, worker]), node, "cpu", ROWS),
+            ev.Joined(rng.choice([*run.starting, worker]), node, "cpu", CLASSES),
+            ev.Joined(rng.choice([*run.starting, worker]), node, "cpu", CLASSES),
             ev.Here(member, generation),
             ev.Ready(member, generation),
             ev.Ready(member, generation),

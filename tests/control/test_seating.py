@@ -14,8 +14,8 @@ from elastic.control.states import RunState, Waiting, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
-from storage.slices import shard_interval
-from tests.control.play import ROWS, rules
+from tests.control.play import CLASSES, rules
+from tests.support.cells import cell, shard_interval, shard_of
 
 pytestmark = pytest.mark.fast
 
@@ -31,7 +31,7 @@ def runs(draw: st.DrawFn) -> RunState:
     slots = st.lists(st.tuples(st.sampled_from(VERSIONS), st.sampled_from(SHARDS)), max_size=2, unique=True)
     workers = {}
     for name in names:
-        held = tuple(Holding(name, version, *shard) for version, shard in draw(slots))
+        held = tuple(Holding(name, version, cell(*shard)) for version, shard in draw(slots))
         workers[name] = Worker(NodeId(f"n{draw(st.integers(1, 3))}"), "cpu", 0.0, held, "broken" if draw(st.integers(0, 9)) == 0 else "")
     return RunState(
         1,
@@ -39,7 +39,7 @@ def runs(draw: st.DrawFn) -> RunState:
         Waiting(0.0),
         workers=workers,
         keepers=(NodeId("n1"), NodeId("n2")),
-        rows=ROWS,
+        classes=CLASSES,
         seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))]),
         blamed=tuple(draw(st.lists(st.sampled_from([NodeId("n1"), NodeId("n2")]), max_size=3))),
         lineage=LINEAGE,
@@ -47,12 +47,15 @@ def runs(draw: st.DrawFn) -> RunState:
     )
 
 
+ROWS = [tensor.shape[0] for tensor in CLASSES]
+
+
 def newest_of(run: RunState, members: tuple[WorkerId, ...]) -> Version | None:
     """Row by row: the newest version off which nobody was cut, that these workers hold whole."""
     for version in (Version(5, 2), Version(4, 2), Version(3, 1)):
         held = [each for member in members for each in run.workers[member].holdings if each.version == version]
-        intervals = [(length, shard_interval(length, each.shard_count, each.shard_index)) for each in held for length in run.rows]
-        if held and all(any(n == length and a <= row < b for n, (a, b) in intervals) for length in run.rows for row in range(length)):
+        intervals = [(length, shard_interval(length, *shard_of(each.cell))) for each in held for length in ROWS]
+        if held and all(any(n == length and a <= row < b for n, (a, b) in intervals) for length in ROWS for row in range(length)):
             return version
     return None
 

@@ -17,7 +17,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Exit, Fence, Form, Go, Kill, Pause, Settle, Upload
 from elastic.protocol.commit_record import GO_ON
-from tests.control.play import Play, reformed, rules, started, stepping
+from tests.control.play import CLASSES, Play, reformed, rules, started, stepping
 
 STEPPING, READY, HERE = "stepping", "ready", "here"
 
@@ -135,7 +135,7 @@ def forming_again() -> Play:
 
 
 SCENES = {
-    "waiting": Scene(Waiting, waiting, facts(lambda play: ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", (7, 3)))),
+    "waiting": Scene(Waiting, waiting, facts(lambda play: ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", CLASSES))),
     "forming": Scene(Forming, lambda: started(2), facts(here("w1"), here("w2"), ready("w1"), ready("w2"))),
     "forming again": Scene(Forming, forming_again, facts(here("w1"), here("w2"), ready("w2"), ready("w1"))),
     "running": Scene(Running, lambda: at_step(3), facts(committed(4), committed(5), committed(6))),
@@ -312,7 +312,7 @@ def test_a_journal_that_ends_before_the_members_joined() -> None:
     again = take_over(play)
     plan = replace(started(2).plan, store_node=NodeId("n1"))
     for worker in ("w2", "w1"):
-        again.tell(ev.Joined(WorkerId(worker), NodeId("n1"), "cpu", (7, 3)))
+        again.tell(ev.Joined(WorkerId(worker), NodeId("n1"), "cpu", CLASSES))
         again.tell(ev.Attached(WorkerId(worker), plan, stepping=True))
     assert isinstance(again.run.state, Stopping) and again.run.state.pending == plan.members
     for worker in ("w1", "w2"):

@@ -12,7 +12,8 @@ import pytest
 
 from elastic.control.states import Failed, Forming, Running, Stopped, Stopping, Waiting
 from elastic.control.takeover import UNREAD
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.plan.placement import cell_of
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Fence, Form, Settle
 from elastic.protocol.plan import Plan
@@ -211,7 +212,7 @@ def test_one_that_has_left_a_later_generation_and_waits_says_so(says: bool) -> N
     reformed(play)
     last = play.plan
     assert last.generation == 3 and last.lineage == ((1, 4), (2, 5))
-    left = ev.Fenced(WorkerId("w2"), 3, (replace(held, shard_count=last.layout.dp_shard),), None, (outcome(6, 3),))
+    left = ev.Fenced(WorkerId("w2"), 3, (replace(held, cell=cell_of(last.layout, 0)),), None, (outcome(6, 3),))
     again.tell(ev.Attached(WorkerId("w2"), last if says else None))
     again.tell(left)
     assert again.generation == (3 if says else 1)
@@ -224,7 +225,7 @@ def test_what_one_holds_that_was_left_out_of_the_last_generation_counts() -> Non
     """It was expelled by one that was cut off before it was killed; that one's last generation was begun without it."""
     play = at_step(4, workers=3)
     last = replace(play.plan, generation=3, members=(WorkerId("w2"),), version=Version(5, 2), lineage=((1, 4), (2, 5)))
-    held = replace(play.shard("w3", Version(5, 2)), shard_count=1, shard_index=0)
+    held = replace(play.shard("w3", Version(5, 2)), cell=Cell(""))
     answer = ev.Fenced(WorkerId("w3"), 2, (held,), None, ())
     again = usurped(play)
     again.tell(ev.Attached(WorkerId("w2"), last, stepping=True))

@@ -113,7 +113,7 @@ def test_not_waiting_for_the_answers_of_keepers_is_noticed() -> None:
 
 
 def test_ignoring_copies_is_noticed() -> None:
-    edit = Edit("seating", "host = newest_covered([*held, *kept], run.rows) if kept else live", "host = live")
+    edit = Edit("seating", "host = newest_covered([*held, *kept], run.classes) if kept else live", "host = live")
     assert HELD in killed_by("forgetful_of_copies", edit)
 
 
@@ -155,7 +155,7 @@ def test_releasing_what_buddies_do_not_have_yet_is_noticed() -> None:
 
 
 def test_not_saying_what_is_to_be_protected_is_noticed() -> None:
-    edit = Edit("seating", "protected=newest_covered(kept, run.rows) or copied", "protected=None")
+    edit = Edit("seating", "protected=newest_covered(kept, run.classes) or copied", "protected=None")
     assert "protects None, and keepers have all of" in killed_by("careless_of_copies", edit)
 
 

@@ -82,12 +82,12 @@ def test_ignoring_which_generation_committed_is_noticed() -> None:
 
 
 def test_ignoring_coverage_is_noticed() -> None:
-    edit = Edit("seating", "live = newest_covered(held, run.rows)", "live = max((each.version for each in held), default=None)")
+    edit = Edit("seating", "live = newest_covered(held, run.classes)", "live = max((each.version for each in held), default=None)")
     assert "which nobody holds whole" in killed_by("careless", edit)
 
 
 def test_giving_up_what_is_still_held_is_noticed() -> None:
-    edit = Edit("seating", "live = newest_covered(held, run.rows)", "live = None")
+    edit = Edit("seating", "live = newest_covered(held, run.classes)", "live = None")
     assert "although every slice of it is held" in killed_by("wasteful", edit)
 
 

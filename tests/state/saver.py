@@ -20,6 +20,7 @@ from elastic.protocol.plan import Plan
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
 from tests.state.nodes import AT, AUTO, TENSORS, outcome, shard_of
+from tests.support.cells import cell
 
 WORKER, NODE = WorkerId("w0"), NodeId("n")
 PLAN = Plan(1, AT.generation, Layout(1, 1), (WORKER,), AT, "init", (), NODE, (NODE,), copy_every=1)
@@ -27,7 +28,7 @@ SAVED = Version(5, AT.generation)
 
 
 def main(how: str) -> None:
-    largest = frame(TENSORS, 1, 0)
+    largest = frame(TENSORS, cell(1, 0))
     region = Region.create(3, largest.bytes, largest.blocks, TENSORS)
 
     def strike(plan: Plan, world_rank: int, step: int) -> None:

@@ -28,14 +28,16 @@ from elastic.protocol.events import SaveFailed, ShardSaved
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
-from elastic.state.uploader import GivenUp, Part, name_of, upload, written
+from elastic.state.uploader import GivenUp, Part, name_of, upload
 from elastic.state.uploads import Uploads
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
 from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, outcome, shard_of, truth
 from tests.state.saver import NODE, PLAN, SAVED, WORKER
+from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 
+WHOLE = cell(1, 0)
 REPOSITORY = Path(__file__).parents[2]
 UPLOADER = "import sys; from elastic.state.uploader import main; main(*sys.argv[1:])"
 
@@ -210,10 +212,10 @@ def test_what_memory_has_bent_does_not_get_into_the_bucket(tmp_path: Path, bent:
     """One bit of one tensor.  The control: nothing is bent."""
     with copied() as (_, snapshots):
         region = snapshots.region
-        slot = region.find(Copy(AT, 1, 0))
+        slot = region.find(Copy(AT, WHOLE))
         assert slot is not None
         if bent:
-            region.data(slot)[frame(TENSORS, 1, 0).places[TENSORS[2]].offset + 3] ^= 1
+            region.data(slot)[frame(TENSORS, WHOLE).places[TENSORS[2]].offset + 3] ^= 1
             with pytest.raises(StateMissing, match="the copy of parameter 'b' in host memory is damaged"):
                 upload(checkpoints(tmp_path), region, part(region))
             assert not ObjectStore.open(str(tmp_path)).list()
@@ -232,13 +234,6 @@ def test_what_is_not_there_is_not_written(tmp_path: Path) -> None:
         upload(checkpoints(tmp_path), snapshots.region, part(snapshots.region, Version(9, 2)))
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 4), Layout(2, 2), Layout(4, 1)], ids=str)
-def test_all_members_together_write_every_slice_once(layout: Layout) -> None:
-    parts = [piece for rank in range(layout.world) for _, piece in written(TENSORS, layout, rank)]
-    assert len(parts) == len(set(parts)) and sum(each.count for each in parts) == sum(tensor.whole().count for tensor in TENSORS)
-    assert max(len(written(TENSORS, layout, rank)) for rank in range(layout.world)) <= -(-len(TENSORS) // layout.dp_replicate)
-
-
 def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_path: Path) -> None:
     """Copies go on beside it, and no other save begins; a save of a world that is left is over once the keeper is told of a later world."""
     with copied() as (node, snapshots):
@@ -253,7 +248,7 @@ def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_pa
                 said = snapshots.settle()
                 assert (said.save, said.behind) == (DUE if step > 7 else NO_SAVE, 1)
                 snapshots.committed(replace(outcome(step, copied=step - 1), behind=True, saves=False), shard_of(Version(step, 2), 1, 0))
-            assert region.find(Copy(Version(6, 2), 1, 0)) is not None
+            assert region.find(Copy(Version(6, 2), WHOLE)) is not None
             save = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
             uploads.obey((1, 2), (save,), 2, Version(18, 2))
             assert isinstance(told.next()[0], ShardSaved) and snapshots.settle().behind == 1, "the manifest is not written yet"
@@ -288,15 +283,15 @@ def test_where_nothing_else_is_copied_the_last_save_waits_for_the_one_before(tmp
         snapshots.committed(replace(outcome(6), saves=True), shard_of(Version(6, 2), 1, 0))
         snapshots.saves = SaveRule(2, 7)
         snapshots.copies = replace(snapshots.copies, rule=snapshots.saves) if snapshots.copies else None
-        assert snapshots.settle().save == LAST and region.all_held() == [Copy(Version(6, 2), 1, 0)]
+        assert snapshots.settle().save == LAST and region.all_held() == [Copy(Version(6, 2), WHOLE)]
         snapshots.committed(replace(outcome(7), behind=True, saves=True), shard_of(Version(7, 2), 1, 0))
         snapshots.make_room(lambda: True)
-        assert region.all_held() == [Copy(Version(6, 2), 1, 0)]
+        assert region.all_held() == [Copy(Version(6, 2), WHOLE)]
         with uploading(node.stock, tmp_path) as (uploads, _):
             uploads.obey((1, 1), (), 2, Version(6, 2))
             snapshots.make_room(lambda: False)
             snapshots.settle()
-        assert region.all_held() == [Copy(Version(7, 2), 1, 0)]
+        assert region.all_held() == [Copy(Version(7, 2), WHOLE)]
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -13,17 +13,17 @@ import pytest
 from storage.errors import Damaged, Deposed, Exists, Unavailable
 from storage.journal import SEGMENT_RECORDS, Journal, claim_owner, newest, owners, read, records
 from storage.objects import Data, ObjectStore
+from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast
 _numbers = itertools.count()
 
 
-class Moody(ObjectStore):
+class Moody(Forwarding):
     """A store that is down, or loses its answers, when told to.  ``asked`` is set by every try."""
 
     def __init__(self, url: str) -> None:
-        opened = ObjectStore.open(url)
-        super().__init__(opened.filesystem, opened.root)
+        super().__init__(ObjectStore.open(url))
         self.up, self.answers, self.asked = threading.Event(), True, threading.Event()
         self.up.set()
 

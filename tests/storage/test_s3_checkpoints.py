@@ -18,15 +18,14 @@ import torch
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
 from storage.checkpoints import Checkpoints
-from storage.datasets import Coding, write_dataset
+from storage.checkpoints.manifest import MANIFEST
+from storage.datasets import Coding, TokenFiles, write_dataset
 from storage.errors import Damaged, Exists, Missing, StorageError
 from storage.journal import Journal, claim_owner, owners, read
-from storage.manifest import MANIFEST
 from storage.objects import ObjectStore
-from storage.remote import RemotePolicy
-from storage.s3 import S3
+from storage.objects.remote import RemotePolicy
+from storage.objects.s3 import S3
 from storage.slices import Version
-from storage.tokens import TokenFiles
 from tests.storage.conformance import race
 from tests.storage.states import TENSORS, save, state_of, write
 from tests.storage.test_checkpoints import (
@@ -178,7 +177,7 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_be_seen(sw
     """R11: SIGKILL with two parts in the store; who comes after writes the object."""
     store = below(swift_bucket, part_bytes=MIB5)
     script = (
-        "import sys, threading; from storage.objects import ObjectStore; from storage.s3 import S3\n"
+        "import sys, threading; from storage.objects import ObjectStore; from storage.objects.s3 import S3\n"
         "whole = ObjectStore.open(sys.argv[1]); store = S3(whole.filesystem, whole.root, part_bytes=5 * 2**20)\n"
         "def pieces():\n"
         "    for _ in range(8): yield bytes(5 * 2**20)\n"

@@ -20,10 +20,11 @@ from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.plan import Plan
 from elastic.runs import Run
 from elastic.state.heal import Healing
+from elastic.state.shard import Shard
 from elastic.train.counters import Counters
 from elastic.train.gate import Gate
 from elastic.train.local import save_here
-from elastic.train.model import Shard, State
+from elastic.train.model import State
 from elastic.train.session import make_session
 from elastic.train.step import Session, run_step
 from storage.checkpoints import Checkpoints, ShardReceipt
@@ -95,7 +96,7 @@ def member(
             state = State(job, world, version)
             Healing(state, plan, gate.worker, session).finish(gate.shards, checkpoints)
             gate.hold([*gate.shards, state.shard])
-            shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.size)
+            shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.layout)
             yield Member(session, state, gate, shape, checkpoints)
         finally:
             session.loader.close()

@@ -14,9 +14,10 @@ from elastic.errors import FencedOff
 from elastic.ids import Version, WorkerId
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced
+from elastic.state.shard import Shard
 from elastic.train.faults import skew
 from elastic.train.gate import Gate
-from elastic.train.model import Shard
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 
@@ -30,7 +31,7 @@ def gate(*, prepared: bool = True) -> Gate:
     """Of a member that holds the step before."""
     found = Gate(WorkerId("w1"))
     found.enter(GENERATION)
-    found.hold([Shard(BEFORE, 2, 1, {})])
+    found.hold([Shard(BEFORE, cell(2, 1), {})])
     if prepared:
         found.prepare(STEP)
     return found
@@ -53,7 +54,7 @@ def test_an_update_without_a_fence_is_applied() -> None:
     answer = found.fence(GENERATION)
     assert (versions(answer), answer.prepared, answer.outcomes) == ([AFTER], None, (OUTCOME,))
     (holding,) = answer.held
-    assert (holding.worker, holding.shard_count, holding.shard_index) == ("w1", 2, 1)
+    assert (holding.worker, holding.cell) == ("w1", cell(2, 1))
 
 
 @pytest.mark.parametrize("fenced", [GENERATION, GENERATION + 2])

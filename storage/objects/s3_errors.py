@@ -9,7 +9,7 @@ import aiohttp
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from storage.remote import Transient
+from storage.objects.remote import Transient
 
 FAILURES = (boto.ClientError, boto.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError, ValueError)
 """All that a request raises when network, store or configuration is at fault; TimeoutError is an OSError."""

@@ -11,20 +11,20 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 from storage.background import begin
-from storage.cover import Key, check_exact_cover, covering, describe
-from storage.documents import digest_of
+from storage.checkpoints.cover import Key, check_exact_cover, covering, describe
+from storage.checkpoints.index import from_block, from_parquet, groups_with
+from storage.checkpoints.manifest import Block, Manifest, Stored
+from storage.checkpoints.shards import ITEM_BYTES, check_header
+from storage.documents import File, digest_of
 from storage.errors import Damaged, Incomplete, Missing, StorageError
-from storage.index import from_parquet
-from storage.manifest import File, Manifest, Stored
 from storage.objects import ObjectStore
-from storage.shards import ITEM_BYTES, check_header
 from storage.slices import Slice, Tensor, Version
 
 FETCH_BYTES = 16 * 2**20
@@ -38,16 +38,28 @@ class Reader:
     def __init__(self, store: ObjectStore, folder: str, manifest: Manifest) -> None:
         self.store, self.folder, self.manifest = store, folder, manifest
         self.bytes_read = 0
-        index = self.name_of(manifest.index.name)
-        try:
-            raw = store.get(f"{folder}/{manifest.index.name}")
-        except Missing:
-            raise Damaged(index, f"{manifest.index.size} bytes", "no object") from None
-        check_digest(index, raw, manifest.index.blake3)
-        self.rows = from_parquet(raw, index)
+        self._footer = b""
+        self._read: set[int] = set()
+        """Numbers of the row groups of a large index that have been read."""
         self._held: dict[Key, dict[Slice, Stored]] = defaultdict(dict)
-        for row in self.rows:
-            self._held[row.tensor.name, row.tensor.kind][row.slice] = row
+        self._in_file: dict[str, list[Stored]] = defaultdict(list)
+        """The rows of each file in order of their bytes, once the whole index has been read: then headers are checked too."""
+        self._sizes = {file.name: file.size for file in manifest.files}
+        self._begun: set[str] = set()
+        """The files whose header has been checked."""
+        if manifest.blocks:
+            self._footer = self._index_bytes(manifest.blocks[-1:])
+        else:
+            self._hold(self.rows)
+
+    @cached_property
+    def rows(self) -> tuple[Stored, ...]:
+        """All rows of the index, sorted.  Reads the whole index."""
+        index = self.manifest.index
+        rows = from_parquet(self._index_bytes([Block(0, index.size, index.blake3, "")]), self.name_of(index.name))
+        for row in sorted(rows, key=place):
+            self._in_file[row.file].append(row)
+        return rows
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the state."""
@@ -59,6 +71,7 @@ class Reader:
         Raises :class:`Incomplete` before anything is fetched if some of it is not there.
         """
         slices = list(wanted)
+        self._find({each.name for each in slices})
         users: dict[Stored, list[tuple[int, Slice]]] = defaultdict(list)
         missing = [0] * len(slices)
         for number, each in enumerate(slices):
@@ -82,9 +95,8 @@ class Reader:
                     yield each, buffers.pop(number)
 
     def fetch(self, rows: Sequence[Stored]) -> memoryview:
-        """The bytes of rows that lie next to each other in one file; not checked yet."""
-        first, last = rows[0].first, rows[-1].last
-        return memoryview(self._get(rows[0].file, first, last))
+        """Returns the bytes of rows that lie next to each other in one file; they are not checked yet."""
+        return memoryview(self._get(rows[0].file, rows[0].first, rows[-1].last))
 
     def check(self, row: Stored, data: memoryview) -> None:
         check_digest(f"{self.name_of(row.file)} ({describe(row.slice)}, bytes {row.first}-{row.last})", data, row.blake3)
@@ -92,6 +104,39 @@ class Reader:
     def name_of(self, file: str) -> str:
         """What messages call it."""
         return self.store.full_name(f"{self.folder}/{file}")
+
+    def _find(self, names: set[str]) -> None:
+        """Reads the part of a large index that is about these tensors, unless it has been read.  Neighbouring blocks come in one request;
+        the whole index does if most of it is wanted."""
+        blocks = self.manifest.blocks
+        missing = [number for number in groups_with(blocks, names) if number not in self._read] if blocks else []
+        if 2 * len(missing) >= len(blocks) - 1 > 0:
+            self._hold(self.rows)
+            self._read.update(range(len(blocks) - 1))
+            return
+        for run in runs(missing):
+            first, raw = blocks[run[0]].first, self._index_bytes([blocks[number] for number in run])
+            for number in run:
+                part = raw[blocks[number].first - first : blocks[number].last - first]
+                self._hold(from_block(self._footer, blocks[number], number, part, self.name_of(self.manifest.index.name)))
+                self._read.add(number)
+
+    def _hold(self, rows: Iterable[Stored]) -> None:
+        for row in rows:
+            self._held[row.tensor.name, row.tensor.kind][row.slice] = row
+
+    def _index_bytes(self, blocks: Sequence[Block]) -> bytes:
+        """Returns neighbouring blocks of the index, each checked.  Bytes that were added behind its end are noticed too."""
+        index, first, last = self.manifest.index, blocks[0].first, blocks[-1].last
+        name = self.name_of(index.name)
+        try:
+            raw = self.store.get(f"{self.folder}/{index.name}", first, last + (last == index.size))
+        except Missing:
+            raise Damaged(name, f"{index.size} bytes", "no object") from None
+        for block in blocks:
+            end = len(raw) if block.last == last else block.last - first
+            check_digest(f"{name} (bytes {block.first}-{block.last})", raw[block.first - first : end], block.blake3)
+        return raw
 
     def _fetch(self, rows: Iterable[Stored]) -> Iterator[tuple[Stored, memoryview]]:
         """In the order of ``rows``, each checked."""
@@ -105,22 +150,35 @@ class Reader:
                 self.bytes_read += len(data)
                 yield from ((row, data[row.first - done[0].first : row.last - done[0].first]) for row in done)
             if group is not None:
-                waiting.append((group, begin(partial(self._checked, group), "fetch")))
+                file = group[0].file
+                checks_header = file in self._in_file and file not in self._begun
+                self._begun.add(file)
+                waiting.append((group, begin(partial(self._checked, group, checks_header), "fetch")))
                 ahead += _bytes(group)
 
-    def _checked(self, group: Sequence[Stored]) -> memoryview:
-        data = self.fetch(group)
+    def _checked(self, group: Sequence[Stored], checks_header: bool) -> memoryview:
+        """Returns the bytes of the rows, each checked.  The header comes in the same request if the rows are the first of their file."""
+        if checks_header:
+            file, rows = group[0].file, self._in_file[group[0].file]
+            together = rows[0] == group[0]
+            raw = memoryview(self._get(file, 0, group[-1].last if together else rows[0].first))
+            check_header(raw[: rows[0].first], rows, self.manifest.version, self.name_of(file))
+            data = raw[rows[0].first :] if together else self.fetch(group)
+        else:
+            data = self.fetch(group)
         for row in group:
             self.check(row, data[row.first - group[0].first : row.last - group[0].first])
         return data
 
     def _get(self, file: str, first: int, last: int) -> bytes:
+        """Returns these bytes of a file.  At the end of the file it asks for one more, and so notices bytes that were added."""
+        size = self._sizes.get(file, last)
         try:
-            data = self.store.get(f"{self.folder}/{file}", first, last)
+            data = self.store.get(f"{self.folder}/{file}", first, last + (last == size))
         except Missing:
-            raise Damaged(self.name_of(file), f"at least {last} bytes", "no object") from None
+            raise Damaged(self.name_of(file), f"{size} bytes", "no object") from None
         if len(data) != last - first:
-            raise Damaged(self.name_of(file), f"at least {last} bytes", f"{first + len(data)} bytes")
+            raise Damaged(self.name_of(file), f"{size} bytes", f"{'at least ' if last < size else ''}{first + len(data)} bytes")
         return data
 
 
@@ -145,6 +203,18 @@ def neighbours(rows: Iterable[Stored]) -> Iterator[list[Stored]]:
             group = [row]
     if group:
         yield group
+
+
+def runs(numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Ascending numbers, in groups that have no gap."""
+    run: list[int] = []
+    for number in numbers:
+        if run and number != run[-1] + 1:
+            yield run
+            run = []
+        run.append(number)
+    if run:
+        yield run
 
 
 def check_digest(object: str, data: bytes | memoryview, expected: str) -> None:
@@ -210,7 +280,7 @@ def _problems_of(reader: Reader, file: File, rows: list[Stored]) -> list[Storage
         position = rows[0].first if rows else size
         header = reader.store.get(f"{reader.folder}/{file.name}", 0, position)
         whole.update(header)
-        check_header(header, rows, name)
+        check_header(header, rows, reader.manifest.version, name)
         for row in rows:
             if row.first != position:
                 return [Damaged(name, f"a slice at byte {position}", f"{describe(row.slice)} at {row.first} in the index")]

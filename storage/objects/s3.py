@@ -8,7 +8,7 @@ Endpoint, region and credentials come from the node alone: the standard variable
 
 An object larger than ``part_bytes`` goes up in parts as its pieces come, ``UPLOADS`` at a time, and appears when the upload is
 completed.  Create-only is ``If-None-Match: *``, on the PUT or on the completion: the store decides, in one place, also for objects
-of any size.  A store that honours it on neither or only on the PUT is refused by :mod:`storage.selftest`.  Each write carries a
+of any size.  A store that honours it on neither or only on the PUT is refused by :mod:`storage.objects.selftest`.  Each write carries a
 random mark in the object's metadata: when an answer was lost and the retry finds the place taken, the mark tells whether by oneself.
 
 What a killed writer had sent of an upload is never listed and never read, but it is paid for: give the bucket a lifecycle rule
@@ -31,9 +31,9 @@ from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
 from storage.errors import Exists, Missing, StorageError, Unavailable
-from storage.objects import Data, ObjectStore, pieces_of
-from storage.remote import RemotePolicy, Transient
-from storage.s3_errors import FAILURES, Refused, judged, meaning
+from storage.objects.port import Data, ObjectStore, pieces_of
+from storage.objects.remote import RemotePolicy, Transient
+from storage.objects.s3_errors import FAILURES, Refused, judged, meaning
 
 PART_BYTES = 32 * 2**20
 """S3 wants 5 MiB to 5 GiB and at most 10,000 parts: objects may have 312 GiB."""
@@ -72,7 +72,8 @@ class S3(ObjectStore):
         part_bytes: int = PART_BYTES,
         single_bytes: int | None = None,
     ) -> None:
-        super().__init__(filesystem, root)
+        super().__init__(root)
+        self.filesystem = filesystem
         self.policy, self.part_bytes = policy or RemotePolicy(), part_bytes
         self.single_bytes = part_bytes if single_bytes is None else single_bytes
         self.bucket, self.prefix, _ = filesystem.split_path(self.root)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from storage.journal import Journal, read
+from storage.journal.replicas import DEPOSED, Tail, furthest, local, segments_of
 from storage.objects import ObjectStore
-from storage.tails import DEPOSED, Tail, furthest, local, segments_of
 
 pytestmark = pytest.mark.fast
 _numbers = itertools.count()

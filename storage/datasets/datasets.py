@@ -6,7 +6,7 @@
     tokenizer.json        what turned the text into tokens, where that was more than its bytes
     dataset.json          format, tokenizer, vocabulary, numbers, and every file with its size and digest
 
-As everywhere here, nothing exists until its description does.  Readers fetch and check whole blocks (``storage/tokens.py``); their size
+As everywhere here, nothing exists until its description does.  Readers fetch and check whole blocks (``tokens.py``); their size
 is a trade: a sample of 4,096 tokens is 8 KiB, so larger ones would mostly fetch what nobody asked for, and smaller ones would spend
 more on digests and requests.  Format 1 had no blocks: there each token file is one.
 """
@@ -26,9 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from blake3 import blake3
 
-from storage.documents import digest_of
+from storage.documents import File, digest_of
 from storage.errors import BadFormat, Damaged, Exists, Missing
-from storage.manifest import File
 from storage.objects import ObjectStore
 
 FORMAT = 2

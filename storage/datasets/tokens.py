@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from storage.datasets import Description, Tokens, read_description
+from storage.datasets.datasets import Description, Tokens, read_description
 from storage.documents import digest_of
 from storage.errors import Damaged
 from storage.objects import ObjectStore

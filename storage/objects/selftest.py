@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from storage.errors import Exists, StorageError, Unavailable
-from storage.objects import ObjectStore
+from storage.objects.port import ObjectStore
 
 BYTES = bytes(range(256))
 FIRST, LAST = 100, 150

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from storage.documents import seal, unseal
+from storage.documents import File, seal, unseal
 from storage.errors import Damaged
 from storage.slices import Slice, Tensor, Version
 
@@ -18,15 +18,6 @@ FORMAT = 1
 """The newest; all of 1 to this one are read."""
 MANIFEST, INDEX, DAMAGED = "MANIFEST.json", "index.parquet", "DAMAGED.json"
 ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions"}
-
-
-@dataclass(frozen=True, order=True)
-class File:
-    """One object of a checkpoint, named relative to its folder; ``blake3`` is what the program ``b3sum`` prints."""
-
-    name: str
-    size: int
-    blake3: str
 
 
 @dataclass(frozen=True, order=True)
@@ -42,8 +33,23 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Bytes ``[first, last)`` of a large index: one row group, or, as the last block, its footer.
+
+    ``name``: the tensor of the row group's first row; "" for the footer.
+    """
+
+    first: int
+    last: int
+    blake3: str
+    name: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """``files``: shards and index.  ``about``, all optional, what its writer says of the run:
+    """``files``: the shards and the index.  ``blocks``: those of the index, if it is large (see :mod:`storage.checkpoints.index`).
+
+    ``about``: what the writer says of the run, all of it optional:
 
     ``job`` (digest), ``layout`` (degrees by axis), ``cursor`` (position in the data), ``lineage``, ``parent`` ([step, generation]
     of the version that training began from), ``versions`` (of torch, Python, Elastic).
@@ -52,6 +58,7 @@ class Manifest:
     version: Version
     files: tuple[File, ...]
     about: Mapping[str, Any]
+    blocks: tuple[Block, ...] = ()
 
     @property
     def index(self) -> File:
@@ -68,7 +75,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The same bytes for the same manifest."""
-        return seal({"format": FORMAT, **asdict(self.version), "files": [asdict(file) for file in self.files], **self.about})
+        blocks = {"blocks": [asdict(block) for block in self.blocks]} if self.blocks else {}
+        return seal({"format": FORMAT, **asdict(self.version), "files": [asdict(file) for file in self.files], **blocks, **self.about})
 
     @classmethod
     def from_bytes(cls, raw: bytes, object: str, version: Version) -> Manifest:
@@ -78,4 +86,5 @@ class Manifest:
         if found != version:
             raise Damaged(object, f"the manifest of {version}", f"that of {found}")
         files = tuple(File(**file) for file in content["files"])
-        return cls(version, files, {key: content[key] for key in sorted(content.keys() & ABOUT)})
+        blocks = tuple(Block(**block) for block in content.get("blocks", ()))
+        return cls(version, files, {key: content[key] for key in sorted(content.keys() & ABOUT)}, blocks)

@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from storage.cover import check_exact_cover, describe
-from storage.documents import digest_of, seal, unseal
+from storage.checkpoints.cover import check_exact_cover, describe
+from storage.checkpoints.export import export
+from storage.checkpoints.index import to_parquet
+from storage.checkpoints.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, Manifest, Stored
+from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
+from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of, metadata_of
+from storage.documents import File, digest_of, seal, unseal
 from storage.errors import Damaged, Exists, Incomplete, Missing
-from storage.export import export
-from storage.index import to_parquet
-from storage.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, File, Manifest, Stored
 from storage.objects import ObjectStore, Piece
-from storage.reader import Reader, Verified, verify
-from storage.shards import Entry, aligned_order, entry_of, header_of
 from storage.slices import Slice, Tensor, Version
 
 Part = tuple[Tensor, Slice, memoryview]
@@ -90,7 +90,7 @@ class Checkpoints:
         for entry, (_, _, data) in ordered:
             if data.nbytes != entry.size:
                 raise ValueError(f"{entry.key} as {entry.dtype} has {entry.size} bytes; {data.nbytes} were given")
-        header = header_of([entry for entry, _ in ordered], {"elastic": "1", "version": str(version)})
+        header = header_of([entry for entry, _ in ordered], metadata_of(version))
         slices = [part for _, part in ordered]
         digests = [digest_of(data) for _, _, data in slices]
         file = _digested(f"{name}.safetensors", [header, *(data for _, _, data in slices)])
@@ -110,9 +110,9 @@ class Checkpoints:
             raise ValueError(f"a manifest says nothing about {', '.join(sorted(unknown))}; it knows {', '.join(sorted(ABOUT))}")
         receipts = sorted(receipts, key=lambda receipt: receipt.file)
         rows = self._complete(version, receipts)
-        index = to_parquet(rows)
+        index, blocks = to_parquet(rows)
         indexed = self._create(version, _digested(INDEX, [index]), lambda: [index])
-        manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about).to_bytes()
+        manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about, blocks).to_bytes()
         key = f"{self.folder(version)}/{MANIFEST}"
         try:
             self.store.put_if_absent(key, manifest)
@@ -158,10 +158,9 @@ class Checkpoints:
     def verify(self, version: Version) -> Verified:
         """Read everything and compare every size and digest."""
         try:
-            reader = self.open(version)
-        except Damaged as error:
+            return verify(self.open(version))
+        except Damaged as error:  # the manifest or the index
             return Verified(version, 0, 0, 0, (error,))
-        return verify(reader)
 
     def export(self, version: Version, destination: Path) -> list[Path]:
         """Whole tensors as ordinary ``model.safetensors`` and ``optimizer.safetensors`` in the folder ``destination``."""
@@ -177,10 +176,19 @@ class Checkpoints:
             try:
                 self.store.put_if_absent(key, chunks())
             except Exists:
-                if self.store.size(key) != file.size or digest_of(self.store.get(key)) != file.blake3:
+                if not self._is_there(key, file):
                     continue
             return File(name, file.size, file.blake3)
         raise Exists(key, self.store.url)
+
+    def _is_there(self, key: str, file: File) -> bool:
+        """Returns whether the object under ``key`` has the bytes of ``file``.  Holds at most ``FETCH_BYTES`` of them in memory."""
+        if self.store.size(key) != file.size:
+            return False
+        digest = blake3()
+        for first in range(0, file.size, FETCH_BYTES):
+            digest.update(self.store.get(key, first, min(first + FETCH_BYTES, file.size)))
+        return digest.hexdigest() == file.blake3
 
     def _complete(self, version: Version, receipts: Sequence[ShardReceipt]) -> list[Stored]:
         """The rows of the receipts, which must be of this version, in the bucket, and together the whole state."""

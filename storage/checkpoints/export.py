@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from storage.reader import Reader
-from storage.shards import Entry, aligned_order, header_of
+from storage.checkpoints.reader import Reader
+from storage.checkpoints.shards import Entry, aligned_order, header_of
 from storage.slices import Tensor
 
 MODEL_KINDS = ("parameter", "buffer")

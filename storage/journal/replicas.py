@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from storage.journal import Json, parse
+from storage.journal.journal import Json, parse
 
 DEPOSED = -1
 """The answer to a writer whose incarnation is not the latest."""

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from storage.cover import describe
+from storage.checkpoints.cover import describe
+from storage.checkpoints.manifest import Stored
 from storage.errors import Damaged
-from storage.manifest import Stored
-from storage.slices import Slice, Tensor
+from storage.slices import Slice, Tensor, Version
 
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -67,17 +67,21 @@ def header_of(entries: Iterable[Entry], about: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def check_header(raw: bytes, rows: Iterable[Stored], object: str) -> None:
-    """``raw``: the file up to its data.  Raises :class:`Damaged` unless the file's own header says what the index says."""
+def metadata_of(version: Version) -> dict[str, str]:
+    """Returns what a shard says of itself."""
+    return {"elastic": "1", "version": str(version)}
+
+
+def check_header(raw: bytes | memoryview, rows: Iterable[Stored], version: Version, object: str) -> None:
+    """Raises :class:`Damaged` unless ``raw``, the file up to its data, is the header of a shard with these rows.
+
+    ``verify`` and every reader of a whole state judge by this function.  It compares bytes, since JSON can say the same in many ways.
+    """
     try:
-        header = json.loads(raw[8:])
-    except ValueError:
+        header = json.loads(bytes(raw[8:]))
+        metadata, order = header.pop("__metadata__"), list(header)
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise Damaged(object, "a safetensors header", "something else") from None
-    header.pop("__metadata__", None)
-    expected = {}
-    for row in rows:
-        entry = entry_of(row.tensor, row.slice)
-        offsets = [row.first - len(raw), row.last - len(raw)]
-        expected[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
-    if int.from_bytes(raw[:8], "little") != len(raw) - 8 or header != expected:
+    entries = {entry.key: entry for entry in (entry_of(row.tensor, row.slice) for row in rows)}
+    if metadata != metadata_of(version) or entries.keys() != header.keys() or header_of([entries[key] for key in order], metadata) != raw:
         raise Damaged(object, "a header that lists what the index lists", "another")

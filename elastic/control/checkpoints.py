@@ -101,7 +101,7 @@ def saved(decision: Decision, event: Saved) -> None:
         return decision.refuse(f"nobody asked for the manifest of {version}")
     pending = tuple(each for each in run.saves if each.asked or each.version > version)
     decision.know(saved=tuple(sorted({*run.saved, version})), saves=saving.without(pending, version))
-    if known.nodes:
+    if any(each.nodes for each in run.saves):
         tell(decision)
     decision.durable = True
     decision.say(f"the checkpoint of {version} is in the bucket")

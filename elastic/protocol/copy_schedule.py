@@ -113,6 +113,8 @@ class Copies:
         copied, buddied = known(plan.protected, copied), known(plan.buddied, buddied)
         cell, last = cell_of(plan.layout, plan.world_rank(worker)), plan.version.step >= rule.target_step
         own, saving = Copy(plan.version, cell), before.saving if before else ()
+        if last:  # this world's copy takes the place of what another one had begun of the same version
+            saving = (*(each for each in saving if each.version != plan.version), own)
         return Copies(
             plan,
             cell,
@@ -122,7 +124,7 @@ class Copies:
             buddied,
             begun=own if plan.copy_every or last else None,
             sent=own if plan.buddy_every else None,
-            saving=(*saving, own) if last else saving,
+            saving=saving,
             owed=before.owed if before else False,
         )
 

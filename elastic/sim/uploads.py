@@ -77,12 +77,20 @@ class Uploads:
         if not self.lives or save not in self.saves:
             self._begun.discard((save, name))
             return
+        if copy not in whole(slots) and self._superseded(save, name):
+            return self._end(save, name, SaveFailed(save.version, f"{name} was to save it again", save.by))
         if copy not in whole(slots):
             raise Violation(f"the copy of {save.version} of {name} was overwritten before it was in the bucket")
         if self.cluster.bucket_fails():
             return self._write(save, name, copy, slots)
         self.cluster.bucket.written(save.version, copy.cell, save.by)
         self._end(save, name, ShardSaved(name, save.version, save.by))
+
+    def _superseded(self, save: Save, name: WorkerId) -> bool:
+        """Is the worker in a later world, which saves the same version again?"""
+        memory = self.cluster.workers[name].memory
+        begun = memory.copies.begun if memory.copies is not None else None
+        return memory.generation > save.by and begun is not None and begun.version == save.version
 
     def _end(self, save: Save, name: WorkerId, event: ShardSaved | SaveFailed) -> None:
         self.told[save, name] = event

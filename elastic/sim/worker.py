@@ -250,7 +250,7 @@ class Worker(Process):
     def _applied(self, outcome: Outcome) -> None:
         if self.phase is not Phase.APPLYING:
             return
-        self._update_done(outcome, fenced=self.fenced >= outcome.generation or bool(outcome.boundary))
+        self._update_done(outcome, fenced=self.fenced >= outcome.generation or (outcome.boundary != GO_ON and not outcome.saves))
         self.phase = Phase.DONE
         assert self.world is not None
         if self.world.plan.members[0] == self.name:

@@ -239,10 +239,11 @@ def test_where_nothing_else_is_copied_saves_are() -> None:
 
 
 def test_a_world_that_begins_with_the_last_step_saves_it() -> None:
-    """It was formed again for that; what is on its way in another layout stays until that is over."""
-    before = replace(first(), saving=(own(6),))
+    """It was formed again for that: what another one had begun of it gives way, and what else is on its way does not."""
+    before = replace(first(), saving=(own(4), own(6)))
     copies = Copies.begin(replace(LATER, copy_every=0), MEMBERS[1], before, rule=SaveRule(4, 6))
-    assert copies.begun == own(6, index=0) and copies.saving == (own(6), own(6, index=0))
+    assert copies.begun == own(6, index=0) and copies.saving == (own(4), own(6, index=0))
+    assert copies.slot([own(6)]) == 0
     assert Copies.begin(replace(LATER, copy_every=0), MEMBERS[1], before, rule=SaveRule(4, 7)).begun is None
 
 

@@ -51,10 +51,14 @@ def begin_again(decision: Decision, plan: Plan) -> None:
 
 
 def tell(decision: Decision) -> None:
-    """Tell all keepers the saves on their way, once a decision: what counts is how they stand at its end."""
-    run = decision.run
+    """Tell all keepers the saves on their way, once a decision: what counts is how they stand at its end.
+
+    Those that upload are told also where they are not known to be up: one that comes up meanwhile hears it then.
+    """
+    run, saves = decision.run, saving.orders(decision.run.saves)
+    keepers = tuple(dict.fromkeys((*run.keepers, *(node for save in saves for node in save.nodes))))
     decision.actions = [action for action in decision.actions if not isinstance(action, Upload)]
-    decision.do(Upload(run.keepers, saving.orders(run.saves), run.generation, run.version))
+    decision.do(Upload(keepers, saves, run.generation, run.version))
 
 
 def without_keeper(decision: Decision, node: NodeId) -> None:

@@ -17,7 +17,8 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.story import Sentence
 from elastic.runs import Run
-from tests.support.chaos import Trial, Witness, alone, assert_nothing_left, trial
+from elastic.state.region import Region
+from tests.support.chaos import Seen, Trial, Witness, alone, assert_nothing_left, trial
 from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
@@ -25,7 +26,7 @@ STEPS, SAVED, NEXT = 40, 10, 20
 FIRST = Version(SAVED, 1)
 
 
-def job_of(bucket: Path, name: str, read_s: float = 0.03) -> Job:
+def job_of(bucket: Path, name: str, read_s: float = 0.03, save_every: int = 10) -> Job:
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "read_s": read_s}}
     return toy_job(
         bucket,
@@ -33,7 +34,7 @@ def job_of(bucket: Path, name: str, read_s: float = 0.03) -> Job:
         steps=STEPS,
         data=data,
         workers={"min": 1, "max": 2},
-        checkpoint={"save_every": 10},
+        checkpoint={"save_every": save_every},
         deadlines={"grow_debounce_s": 30},
     )
 
@@ -147,3 +148,37 @@ def test_a_keeper_that_is_killed_takes_the_save_with_it_and_the_next_one_is_made
     assert FIRST not in saved and any(SAVED < version.step < STEPS for version in saved), saved
     assert "the checkpoint of step 10 of generation 1 failed (the keeper of node" in said(chaos)
     assert chaos.witness.generation == 1
+
+
+def copied(seen: Seen, step: int) -> bool:
+    """Is the worker's copy of ``step`` complete, in the memory that its keeper has open too?"""
+    region = Region.of_process(seen.process.pid, seen.counters["copies"])
+    return any(copy is not None and copy.version.step == step for copy in region.all_held())
+
+
+@pytest.mark.must_run_in_ci
+def test_the_last_save_needs_no_worker_any_more(tmp_path: Path, reference: Any) -> None:
+    """All are killed (SIGKILL) once their copies of the last step are complete: the run finishes, and no world is formed again."""
+    stopped, killed = list[int](), list[str]()
+
+    def act(witness: Witness, view: View) -> bool:
+        if not stopped and view.state == "Running" and len(view.workers) == 2:
+            stopped.extend(uploaders(tmp_path))
+            for each in stopped:
+                os.kill(each, signal.SIGSTOP)
+        if view.state != "Finishing" or not all(copied(witness.seen[worker], STEPS) for worker in view.workers):
+            return False
+        for worker in view.workers:
+            witness.seen[worker].process.kill(signal.SIGKILL)
+            killed.append(worker)
+        until = time.monotonic() + PATIENCE_S
+        while any(witness.seen[worker].process.running for worker in killed):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(stopped[0], signal.SIGCONT)
+        return True
+
+    chaos = trial(job_of(tmp_path, "last", save_every=1000), act)
+    assert_whole(chaos, reference)
+    assert sorted(each.worker for each in chaos.witness.killed()) == sorted(killed) == ["w1", "w2"]
+    assert chaos.witness.generation == 1 and Run.open(chaos.job).standing(0, 0.0).saved == (Version(STEPS, 1),)

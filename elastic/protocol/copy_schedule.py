@@ -1,17 +1,17 @@
-"""Which versions are copied to host memory, and which copies may be overwritten.
+"""Which versions are copied to host memory, which of them are saves, and which copies may be overwritten.
 
-It follows from the plan and the commits, so it is the same on every member.  Each copies its shard beside the next step, into one of a
-few slots.  The world may break at any moment, and then one version must be complete in *all* of them.  So members do not choose for
-themselves: a version is begun by all or by none, and only once the one begun before is known to be complete everywhere.  What is in the
-slots is that one, still complete, and the one being written.  (Were each to skip a copy when it is late, the least of the members'
-newest copies could be a version that some of them never made.)
+All of it follows from the plan and the commits, so it is the same on every member.  Each member copies its shard beside the next step,
+into one of a few slots.  The world may break at any moment, and then one version must be complete in the slots of *all* members.  So
+members do not choose for themselves: all begin a version or none does, and only once the version begun before is known to be complete
+everywhere.  The slots then hold that one, still complete, and the one being written.  (If each member skipped a copy when it is late, the
+least of the members' newest copies could be a version that some of them never made.)
 
 A save is one of these copies, which the keepers also bring to the bucket.  The members agree on it in a commit: it is the first version
-copied at or after the step at which a save is due, for a due save makes a copy due.  Its slot is not overwritten before the save is in the
-bucket or given up; one slot more than copies need is there for it, also where nothing else is copied.
+copied at or after the step at which a save is due, and a due save makes a copy due.  Its slot is not overwritten before the save is in the
+bucket or given up.  One slot more than copies need is there for it, also where nothing else is copied.
 
-For buddies the same: a version goes to them once the one before is known to be complete at all of them.  It must stay in its own slot
-too: of a node that dies the buddy has it, but whoever has the dead node for a buddy is left with its own.
+The same holds for buddies: a version goes to them once the one before is known to be complete at all of them.  It must also stay in its own
+slot: when a node dies its buddy has the copy, but whoever had the dead node for a buddy is left with its own.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from elastic.protocol.plan import Plan
 
 
 def version_at(plan: Plan, step: int) -> Version | None:
-    """That of ``step`` in the generation of ``plan``, which began with a version of an earlier one; None for -1."""
+    """Returns the version of ``step`` in the generation of ``plan``, which began with a version of an earlier one; None for -1."""
     if step < 0:
         return None
     return plan.version if step == plan.version.step else Version(step, plan.generation)
 
 
 def age(version: Version) -> tuple[int, int]:
-    """The smaller, the older: of an earlier generation, whatever its step (that may have been given up)."""
+    """Returns what versions are ordered by: one of an earlier generation is older whatever its step, which may have been given up."""
     return version.generation, version.step
 
 
@@ -71,13 +71,13 @@ NO_SAVES = SaveRule(sys.maxsize, sys.maxsize)
 
 @dataclass(frozen=True)
 class Copies:
-    """``copied``: this member's part of the newest version known to be complete in all members' host memory; ``buddied``: at all buddies.
+    """What one member knows of the copies of its world.  Each is this member's part of a version.
 
-    ``begun``: of the newest that all members of this generation copy; ``sent``: that goes on to the buddies.  A generation begins with a
-    copy of its plan's version: what there is is in other layouts, and in the memory of workers that are gone.
+    ``copied`` is the newest that is known to be complete in all members' host memory, ``buddied`` the newest that is known to be complete
+    at all buddies.  ``begun`` is the newest that all members of this generation copy, ``sent`` the newest that goes on to the buddies.  A
+    generation begins with a copy of its plan's version, because existing copies use older layouts and lie with workers that are gone.
 
-    ``saving``: this member's parts of the saves that may not be in the bucket yet; ``owed``: a save was due and has not begun.  ``step``
-    is the newest that is committed.
+    ``saving`` are saves that may not be in the bucket yet; ``owed``: a save was due and has not begun; ``step``: the newest committed.
     """
 
     plan: Plan
@@ -137,7 +137,7 @@ class Copies:
         return DUE if self.owed or self.rule.due(step) else NO_SAVE
 
     def after(self, outcome: Outcome) -> Copies:
-        """Having seen the commit ``outcome``: its version is copied if it is ``begun`` now, and goes to the buddy if it is ``sent``."""
+        """Returns what holds after the commit ``outcome``: its version is copied if it is ``begun``, and goes to the buddy if ``sent``."""
         plan, step = self.plan, outcome.step
         copied, buddied = (self._of(outcome.copied_through), self._of(outcome.buddied_through)) if plan.copy_every else (None, None)
         new = replace(
@@ -156,15 +156,15 @@ class Copies:
         return replace(new, begun=begun, sent=begun if sends else self.sent, saving=(*new.saving, begun) if outcome.saves else new.saving)
 
     def _of(self, step: int) -> Copy | None:
-        """This member's part of ``step``."""
+        """Returns this member's part of ``step``."""
         version = version_at(self.plan, step)
         return Copy(version, self.cell) if version is not None else None
 
     def slot(self, slots: Sequence[Copy | None]) -> int | None:
-        """Where the copy of ``begun`` goes: an empty or torn slot (None), else the oldest that is not protected.  None: it is there.
+        """Returns the slot for the copy of ``begun``, None where it is there already: an empty or torn one, else the oldest unprotected.
 
-        Raises :class:`NoRoom` where all are protected: only where nothing but saves is copied, and only for a save that is forced while
-        the one before is on its way.
+        Raises :class:`NoRoom` where every slot is protected.  That happens only where nothing but saves is copied, to the last save of a
+        world while the one before is on its way.
         """
         if self.begun is None or self.begun in slots:
             return None
@@ -180,5 +180,5 @@ class NoRoom(Exception):
 
 
 def _due(last: Copy | None, step: int, planned: int, agreed: int) -> bool:
-    """Are so many steps over since ``last`` as the plan says, or as the members agreed on in their commit, if that is more?"""
+    """Returns whether enough steps are over since ``last``: as many as planned, or as the members agreed on if that is more."""
     return last is not None and step - last.version.step >= max(planned, agreed)

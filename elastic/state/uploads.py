@@ -40,7 +40,10 @@ Tell = Callable[[Save, ShardSaved | SaveFailed, ShardReceipt | None], None]
 
 @dataclass(eq=False)
 class Task:
-    """One worker's part of a save.  ``region``: kept from the moment that the uploader has it, whatever becomes of its worker."""
+    """One worker's part of a save.  ``number``: of what the uploader was told of it, 0 while it has not got it.
+
+    ``region`` is kept from the moment that the uploader has it, whatever becomes of its worker.
+    """
 
     save: Save
     worker: WorkerId
@@ -75,7 +78,7 @@ class Told:
 
 
 class Uploads:
-    """Of one keeper.  ``command`` starts its uploader; ``say`` tells what somebody should know of."""
+    """The uploads of one keeper.  ``command`` starts its uploader; ``say`` tells what somebody should know of."""
 
     def __init__(self, store: KeeperStore, command: Sequence[str], tell: Tell, say: Callable[[str], None] = print) -> None:
         self.store, self.command, self.tell, self.say = store, command, tell, say
@@ -89,9 +92,9 @@ class Uploads:
         threading.Thread(target=self._run, name="uploads", daemon=True).start()
 
     def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
-        """From now on ``saves`` are on their way, and no others that began by ``version`` of ``generation``.
+        """Takes ``saves`` for all that are on their way; any other that began by ``version`` of ``generation`` is over.
 
-        What is known of their parts already is reported again: the coordinator may be another one.
+        What is known of their parts already is reported again, since the coordinator may be another one.
         """
         with self._lock:
             if number <= self._told.number:
@@ -110,10 +113,13 @@ class Uploads:
             self.tell(task.save, *task.told)
 
     def start(self) -> None:
-        """Start the uploader before the first save needs it."""
+        """Starts the uploader, unless there is one: before the first save needs it, since its imports take a second."""
         with self._lock:
             if self._process is None and not self._closed.is_set():
-                self._process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                try:
+                    self._process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                except OSError as error:  # no memory for another process, say: its parts wait
+                    return self.say(f"no uploader can be started: {error}")
                 self._listener = threading.Thread(target=self._listen, args=(self._process,), name="uploader", daemon=True)
                 self._listener.start()
 
@@ -135,15 +141,16 @@ class Uploads:
             for task, why in failed:
                 self._fail(task, why)
             for worker, region in self.store.regions():
-                save = region.copy("save")
-                if save is not None and region.saving and told.is_over(worker, save.version):
-                    region["saves_over"] = region["saves"]
+                number, save = region["saves"], region.copy("save")  # in this order: the worker counts a save after it has named it
+                if save is not None and region["saves_over"] != number and told.is_over(worker, save.version):
+                    region["saves_over"] = number
             self._forget_the_dead()
 
     def _look(self, task: Task) -> str:
-        """Hands the task to the uploader if its copy is complete; returns why it never will be, or ""."""
+        """Hands the task to the uploader if its copy is complete.  Returns why that will never be, or ""."""
         copy = Copy(task.save.version, cell_of(task.save.layout, task.rank))
         region, ended = self.store.region(task.worker)  # in this order: what was complete when it ended is seen to be
+        region = task.region or region
         if region is None:
             return "its keeper has not opened its memory" if time.monotonic() - task.since > UNKNOWN_S else ""
         if region.find(copy) is not None:
@@ -158,6 +165,8 @@ class Uploads:
 
     def _hand_over(self, task: Task) -> None:
         self.start()
+        if self._process is None:
+            return
         self._number += 1
         task.number, task.attempts = self._number, task.attempts + 1
         assert task.region is not None
@@ -188,7 +197,7 @@ class Uploads:
         self.tell(task.save, event, receipt)
 
     def _forget_the_dead(self) -> None:
-        """Where nothing but saves is copied nobody says when a dead worker's memory may go: here, once its save is over."""
+        """Frees what dead workers have left where only saves are copied: nobody else says when, and here it is once the save is over."""
         for worker, region in self.store.regions():
             if region.slots == slots_for(0, 0) and not region.saving and self.store.region(worker)[1]:
                 self.store.forget(worker)
@@ -223,7 +232,6 @@ class Uploads:
             left = [task for task in self._tasks.values() if task.number and not task.told]
             hopeless = [task for task in left if task.attempts >= ATTEMPTS]
             for task in left:
-                if task not in hopeless:
-                    self._hand_over(task)
+                task.number = 0 if task not in hopeless else task.number
         for task in hopeless:
             self._fail(task, f"{ATTEMPTS} uploaders died while they wrote it")

@@ -1,7 +1,7 @@
-"""How often the state is copied to host memory and on to buddies, what that costs, and whether there is room.
+"""How often the state is copied to host memory and on to buddies, and how much memory the copies take.
 
-A copy is made beside the next step and costs nothing as long as it is done before that is: so every step, unless it takes longer.  What
-goes to buddies shares the network with the training: so often that it takes no more than its share of a link.
+A copy is made beside the next step and costs nothing if it is done before that step is.  So a copy is made every step, or as seldom as
+one copy takes.  Copies to buddies share the network with the training, so they are as often as their share of a node's link allows.
 """
 
 from __future__ import annotations
@@ -11,63 +11,35 @@ from dataclasses import dataclass, field
 from math import ceil
 
 FIRST_BUDDY_EVERY = 10
-"""Steps, until it was measured what bringing a copy to a buddy takes."""
+"""Number of steps between copies to the buddy until the time that one takes has been measured."""
 SELDOM_S = 1.0
-"""From one copy at a buddy to the next, at least: more often costs a small job more than it can lose."""
+"""Smallest time in seconds between copies to the buddy.  More frequent ones would cost a small job more than a failure costs it."""
 REMEMBERED = 8
+"""Number of newest copies whose times decide how often copies are made."""
 BUDDY_SLOTS = 2
-"""In which a keeper holds copies of another node's worker: the newest that all buddies have complete, and the next one."""
+"""Number of slots in which a keeper holds copies of a worker on another node: the newest version that all buddies have, and the next."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
-GBIT = 1e9 / 8
-"""Bytes."""
 
 
 @dataclass(frozen=True)
 class CopyRule:
-    """What is left to be chosen ("auto"), and how much of a link may be used."""
+    """Says which intervals the run chooses by itself ("auto"), and how much of a link copies to buddies may take."""
 
     copies: bool = False
     buddies: bool = False
     link_share: float = 0.2
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Of the state over the workers, in the worst of the layouts that there may be: in how few parts, and how many workers copy each."""
-
-    state_bytes: int
-    shards: int = 1
-    replicas: int = 1
-
-    @property
-    def part_bytes(self) -> float:
-        """Of one copy of one worker."""
-        return self.state_bytes / self.shards
-
-    @property
-    def sent_bytes(self) -> int:
-        """By all members together, each time that copies go to buddies."""
-        return self.replicas * self.state_bytes
-
-
-@dataclass(frozen=True)
-class Link:
-    """An interface by which nodes reach each other; ``bytes_per_s`` one way, 0 where it does not say."""
-
-    name: str = ""
-    bytes_per_s: float = 0.0
-
-    def __str__(self) -> str:
-        return f"a link like {self.name} here ({self.bytes_per_s / GBIT:g} Gb/s)"
-
-
 @dataclass
 class Pace:
-    """How often one worker's copies can be made, by what it measured: it goes into each commit, and the slowest member decides."""
+    """Computes how often one worker can make copies, from what it has measured.
+
+    Every member puts its answer into each commit, and the slowest member decides.
+    """
 
     rule: CopyRule
     step_s: float = 0.0
-    """Of a step without waiting for a copy: half of it the last one's, a quarter the one's before, ..."""
+    """Mean time of a step in seconds, without waiting for copies.  The newest step counts one half, the one before a quarter, and so on."""
     _copies_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def stepped(self, seconds: float) -> None:
@@ -77,17 +49,20 @@ class Pace:
         self._copies_s.append(seconds)
 
     def copy_every(self) -> int:
-        """Steps from one copy to the next, so that each is done before the next begins; 0: as planned.
+        """Returns the number of steps between copies at which each is done before the next begins, or 0 to keep the planned number.
 
-        By the quickest of the last few: the first into each slot take the system's memory page by page, and one that was held up says
-        nothing of the others.
+        The quickest of the last few copies decides.  The first copy into each slot is slow, since the system maps its memory page by page,
+        and a copy that was held up tells nothing about the others.
         """
         if not self.rule.copies or len(self._copies_s) < REMEMBERED or not self.step_s:
             return 0
         return ceil(min(self._copies_s) / self.step_s)
 
     def buddy_every(self, brought_s: float) -> int:
-        """Steps from one copy at the buddies to the next, so that ``brought_s``, which the node's link was busy with one, is its share."""
+        """Returns the number of steps between copies to the buddy at which they take no more than their share of the link.
+
+        ``brought_s`` is the time for which one copy kept the node's link busy, 0 if it is not known yet.
+        """
         if not self.rule.buddies:
             return 0
         if not brought_s or not self.step_s:
@@ -96,68 +71,31 @@ class Pace:
 
 
 def slots_for(buddy_every: int) -> int:
-    """A version known to be complete, the next one; with buddies also the one complete at them, and the next one of those."""
+    """Returns the number of slots for a worker's own copies.
+
+    It needs one for a version that is known to be complete and one for the next version.  With buddies it needs another two for the same
+    at the buddy.
+    """
     return 4 if buddy_every else 2
 
 
 def slots_a_worker(buddy_every: int) -> int:
-    """Its own, and those in which its node holds copies of a worker of another one."""
+    """Returns the number of slots that a node needs for each of its workers: the worker's own, and those for a worker on another node."""
     return slots_for(buddy_every) + (BUDDY_SLOTS if buddy_every else 0)
 
 
-def explained(spread: Spread, copy_every: int, buddy_every: int, rule: CopyRule, link: Link = Link(), price_per_gb: float = 0.0) -> str:
-    """The sentence for the user, before anything was measured.  ``link``: of the machine where it is said."""
+def explained(largest: float, copy_every: int, buddy_every: int) -> str:
+    """Returns the sentence that tells the user how much memory copies take.  ``largest`` is the size of a worker's state in bytes."""
     if not copy_every:
         return "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket"
-    slots, part, shards = slots_a_worker(buddy_every), spread.part_bytes, spread.shards
-    text = f"copies in host memory {_often(copy_every, rule.copies)}, of {amount(spread.state_bytes)} of state: "
-    text += (
-        f"up to {amount(slots * part)} a worker ({slots} slots of {amount(part)}, {shards} {'shard' if shards == 1 else 'shards'} at least)"
-    )
-    if not buddy_every:
-        return f"{text}; none on other nodes (copies.buddy_every = 0)"
-    price = price_per_gb / 1e9
-    sent, cost = _as_allowed(spread, rule, link, price) if rule.buddies else _every_so_often(spread, buddy_every, link, price)
-    return f"{text}; on to another node {sent}" + (f"; {cost} at copies.price_per_gb = {price_per_gb:g}" if price_per_gb else "")
-
-
-def _as_allowed(spread: Spread, rule: CopyRule, link: Link, price: float) -> tuple[str, str]:
-    """What is sent at most, and what that costs: all of it as often as it may be, or what a node's link takes where that is less."""
-    sent, most, where, whose = spread.sent_bytes, spread.sent_bytes / SELDOM_S, "", "in all"
-    allowed = rule.link_share * (link.bytes_per_s or 10 * GBIT)
-    if allowed < most and link.bytes_per_s:
-        most, where, whose = allowed, f" from a node with {link}", "a node"
-    elif allowed < most:
-        most, whose = allowed, "for every 10 Gb/s of a node's link"
-        where = f" {whose}"
-    return (
-        f"as often as {rule.link_share:.0%} of each link allow, once a second at most (auto): {amount(sent)} each time over all links, "
-        f"at most {amount(most)}/s{where}",
-        f"{_money(sent * price)} each time, at most {_money(3600 * most * price)} an hour {whose},",
-    )
-
-
-def _every_so_often(spread: Spread, every: int, link: Link, price: float) -> tuple[str, str]:
-    """What is sent, and what that costs, a step: how much of a link that is depends on how long a step takes."""
-    sent, part = spread.sent_bytes / every, spread.part_bytes / every
-    share = f", {part / link.bytes_per_s:.2%} of {link}" if link.bytes_per_s else " of its node's link"
-    return (
-        f"{_often(every, auto=False)}: {amount(spread.sent_bytes)} each time, {amount(sent)} a step over all links; "
-        f"from one worker {amount(part)} a step, with steps of 1 s {amount(part)}/s{share}",
-        f"{_money(sent * price)} a step",
-    )
-
-
-def _often(every: int, auto: bool) -> str:
-    return f"every {f'{every} steps' if every > 1 else 'step'}{' or more seldom (auto)' if auto else ''}"
-
-
-def _money(price: float) -> str:
-    return f"{price:.2f}" if price >= 1 else f"{price:.4f}"
+    own = slots_for(buddy_every)
+    text = f"copies in host memory take at most {amount(slots_a_worker(buddy_every) * largest)} of its node for each worker: "
+    text += f"{own} slots of {amount(largest)} for its own state"
+    return text + (f", {BUDDY_SLOTS} for the state of a worker on another node" if buddy_every else "")
 
 
 def amount(size: float) -> str:
-    """``1.5 GB``."""
+    """Returns a number of bytes as text, such as ``1.5 GB``."""
     for unit in UNITS[:-1]:
         if size < 1000:
             return f"{size:.3g} {unit}"
@@ -166,13 +104,13 @@ def amount(size: float) -> str:
 
 
 def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: int) -> str:
-    """Why copies of ``needed`` bytes do not fit where ``free`` are left; "" where they do.  ``where``: whose limit that is."""
+    """Returns why copies of ``needed`` bytes do not fit into ``free`` bytes, or "" if they fit.  ``where`` names the limit."""
     if needed <= free:
         return ""
-    less = "copies.buddy_every = 0 two thirds of it, " if slots > slots_for(0) else ""
+    less = "set copies.buddy_every = 0 (two thirds less), or " if slots > slots_for(0) else ""
     return (
-        f"copies.copy_every = {copy_every}: this worker's copies take {amount(needed)} of memory ({slots} slots), and {where} leaves "
-        f"{amount(free)} beside those of the node's other workers; raise it by {amount(needed - free)} a worker (on Kubernetes "
-        f"resources.limits.memory of the pod), or save it: "
-        f"{less}copies.copy_every = 0 all of it, workers.min = more makes the largest shard smaller"
+        f"copies.copy_every = {copy_every}: this worker's copies take {amount(needed)} of memory ({slots} slots), and {where} leaves only "
+        f"{amount(free)} beside the copies of the node's other workers; raise the limit by {amount(needed - free)} for each worker (on "
+        f"Kubernetes resources.limits.memory of the pod), or {less}set copies.copy_every = 0 (no copies), or let more workers "
+        f"share the state, which makes each part smaller (parallel.min_shard, workers.min)"
     )

@@ -1,4 +1,4 @@
-"""How often the state is copied to host memory and on to buddies, and how much memory the copies take.
+"""Computes how often the state is copied to host memory and on to buddies, and how much memory the copies take.
 
 A copy is made beside the next step and costs nothing if it is done before that step is.  So a copy is made every step, or as seldom as
 one copy takes.  Copies to buddies share the network with the training, so they are as often as their share of a node's link allows.

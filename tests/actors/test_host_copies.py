@@ -112,7 +112,7 @@ def test_copies_for_which_there_is_no_memory_end_the_run_before_it_begins(tmp_pa
     assert (result.state, result.step, result.exit_code) == ("Failed", 0, 2), result
     refused = re.compile(
         r"w1 cannot start on node \w{8} .*: JobError: copies\.copy_every = auto: this worker's copies take \S+ TB of memory \(6 slots\), "
-        r"and the (node|container) \(\S.*\) leaves \S+ [GT]B beside .*; raise it by \S+ TB a worker "
+        r"and the (node|container) \(\S.*\) leaves only \S+ [GT]B beside .*; raise the limit by \S+ TB for each worker "
         r"\(on Kubernetes resources\.limits\.memory"
     )
     assert refused.search(result.reason), result.reason

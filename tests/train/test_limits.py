@@ -81,7 +81,9 @@ def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(session, "copies_here", lambda: (copies_here()[0] - before, taken))
 
     free(2)
-    with pytest.raises(JobError, match=r"^copies\.copy_every = 3: this worker's copies take .* raise it by .* \(on Kubernetes resources"):
+    with pytest.raises(
+        JobError, match=r"^copies\.copy_every = 3: this worker's copies take .* raise the limit by .* \(on Kubernetes resources"
+    ):
         make_snapshots(job, tensors, cpu, counters[1])
     free(2, taken=size)
     with pytest.raises(NoRoomYet):

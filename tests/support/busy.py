@@ -30,7 +30,7 @@ def busy_cores(processes: int) -> Iterator[None]:
 
 
 def burn(_keeper: Any, until: str) -> int:
-    """Repeats what a keeper does with copies and logs (digests, copies, lines), under the interpreter's lock, until the file ``until`` exists.
+    """Repeats what a keeper does with copies and logs (digests, copies, lines), under the interpreter's lock, until ``until`` exists.
 
     Returns how often it did so.
     """

@@ -18,6 +18,8 @@ REMEMBERED = 8
 """Number of newest copies whose times decide how often copies are made."""
 BUDDY_SLOTS = 2
 """Number of slots in which a keeper holds copies of a worker on another node: the newest version that all buddies have, and the next."""
+SAVE_SLOTS = 1
+"""Number of slots for saves.  A save on its way to the bucket is not overwritten, and steps go on meanwhile."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -70,28 +72,33 @@ class Pace:
         return ceil(max(brought_s / self.rule.link_share, SELDOM_S) / self.step_s)
 
 
-def slots_for(buddy_every: int) -> int:
-    """Returns the number of slots for a worker's own copies.
+def slots_for(copy_every: int, buddy_every: int) -> int:
+    """Returns the number of slots for a worker's own state: one for a save on its way to the bucket, and those for copies.
 
-    It needs one for a version that is known to be complete and one for the next version.  With buddies it needs another two for the same
-    at the buddy.
+    Copies need one slot for a version that is known to be complete and one for the next version.  With buddies they need another two for
+    the same at the buddy.
     """
-    return 4 if buddy_every else 2
+    return SAVE_SLOTS + (4 if buddy_every else 2 if copy_every else 0)
 
 
-def slots_a_worker(buddy_every: int) -> int:
+def slots_a_worker(copy_every: int, buddy_every: int) -> int:
     """Returns the number of slots that a node needs for each of its workers: the worker's own, and those for a worker on another node."""
-    return slots_for(buddy_every) + (BUDDY_SLOTS if buddy_every else 0)
+    return slots_for(copy_every, buddy_every) + (BUDDY_SLOTS if buddy_every else 0)
 
 
 def explained(largest: float, copy_every: int, buddy_every: int) -> str:
-    """Returns the sentence that tells the user how much memory copies take.  ``largest`` is the size of a worker's state in bytes."""
+    """Returns the sentence on the memory that copies and saves take.  ``largest`` is the size of a worker's state in bytes."""
+    slots = slots_a_worker(copy_every, buddy_every)
+    most = f"at most {amount(slots * largest)} of its node for each worker"
     if not copy_every:
-        return "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket"
-    own = slots_for(buddy_every)
-    text = f"copies in host memory take at most {amount(slots_a_worker(buddy_every) * largest)} of its node for each worker: "
-    text += f"{own} slots of {amount(largest)} for its own state"
-    return text + (f", {BUDDY_SLOTS} for the state of a worker on another node" if buddy_every else "")
+        return (
+            "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket; "
+            f"a save on its way there takes {most}"
+        )
+    copies = slots_for(copy_every, buddy_every) - SAVE_SLOTS
+    text = f"copies in host memory and saves take {most}, in {slots} slots of {amount(largest)}: "
+    text += f"{SAVE_SLOTS} for a save, {copies} for copies of its own state"
+    return text + (f", {BUDDY_SLOTS} for those of a worker on another node" if buddy_every else "")
 
 
 def amount(size: float) -> str:
@@ -107,10 +114,14 @@ def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: in
     """Returns why copies of ``needed`` bytes do not fit into ``free`` bytes, or "" if they fit.  ``where`` names the limit."""
     if needed <= free:
         return ""
-    less = "set copies.buddy_every = 0 (two thirds less), or " if slots > slots_for(0) else ""
+    less = [
+        f"{setting} leaves {left} of {slots} slots"
+        for setting, left in (("copies.buddy_every = 0", slots_for(1, 0)), ("copies.copy_every = 0", slots_for(0, 0)))
+        if left < slots
+    ]
     return (
-        f"copies.copy_every = {copy_every}: this worker's copies take {amount(needed)} of memory ({slots} slots), and {where} leaves only "
-        f"{amount(free)} beside the copies of the node's other workers; raise the limit by {amount(needed - free)} for each worker (on "
-        f"Kubernetes resources.limits.memory of the pod), or {less}set copies.copy_every = 0 (no copies), or let more workers "
-        f"share the state, which makes each part smaller (parallel.min_shard, workers.min)"
+        f"copies.copy_every = {copy_every}: this worker's copies and saves take {amount(needed)} of memory ({slots} slots), and {where} "
+        f"leaves only {amount(free)} beside those of the node's other workers; raise the limit by {amount(needed - free)} for each worker "
+        f"(on Kubernetes resources.limits.memory of the pod), or need less: "
+        f"{', '.join((*less, 'more workers that share the state make each part smaller (parallel.min_shard, workers.min)'))}"
     )

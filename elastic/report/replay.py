@@ -24,6 +24,8 @@ Segment = tuple[Json, Sequence[Json]]
 
 SHOWN_MEMBERS = 8
 """Largest number of members that a line names."""
+NEW_ACTIONS = frozenset({"Upload"})
+"""Actions that older formats do not have.  Workers uploaded their saves themselves then."""
 
 
 @dataclass(frozen=True)
@@ -138,15 +140,17 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
     the journal.
     """
     for snapshot, records in segments:
+        unknown = NEW_ACTIONS if snapshot["format"] < codec.FORMAT else frozenset[str]()
         snapshot, records = codec.modern(snapshot, records)
         recorded = snapshot.get("rules")
         by = codec.decode(Rules, recorded) if recorded else rules
         if by is None:
             raise ValueError("the journal does not have the rules by which it was decided: name the job file instead of the journal")
-        yield from _of_segment(snapshot, records, by, sentences=bool(recorded) and snapshot["code"] == code)
+        yield from _of_segment(snapshot, records, by, unknown, sentences=bool(recorded) and snapshot["code"] == code)
 
 
-def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Difference]:
+def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, unknown: frozenset[str], *, sentences: bool) -> Iterator[Difference]:
+    """Yields the differences of one segment.  ``unknown`` are actions that did not exist yet when it was written."""
     for record in records:
         record = codec.written_out(record, snapshot["run"])
         before = codec.before(snapshot["run"], record)
@@ -154,7 +158,8 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, senten
         state = type(decided.run.state).__name__
         if state != record["state"]:
             yield Difference(record["n"], "state", record["state"], state)
-        ours = _in_the_words_of(record["actions"], codec.encode(decided.actions))
+        known = [action for action in decided.actions if type(action).__name__ not in unknown]
+        ours = _in_the_words_of(record["actions"], codec.encode(tuple(known)))
         if ours != record["actions"]:
             wanted, ours = ("; ".join(map(action_line, each)) for each in (record["actions"], ours))
             yield Difference(record["n"], "actions", wanted, ours)

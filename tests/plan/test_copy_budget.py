@@ -47,27 +47,30 @@ def test_a_step_is_as_long_as_recent_ones() -> None:
 
 def test_the_memory_that_copies_take_is_said() -> None:
     assert explained(48 * GB, 1, 1) == (
-        "copies in host memory take at most 288 GB of its node for each worker: 4 slots of 48 GB for its own state, "
-        "2 for the state of a worker on another node"
+        "copies in host memory and saves take at most 336 GB of its node for each worker, in 7 slots of 48 GB: "
+        "1 for a save, 4 for copies of its own state, 2 for those of a worker on another node"
     )
-    assert slots_a_worker(1) * 48 == 288
-    assert (
-        explained(3_000, 5, 0) == "copies in host memory take at most 6 kB of its node for each worker: 2 slots of 3 kB for its own state"
+    assert slots_a_worker(1, 1) * 48 == 336
+    assert explained(3_000, 5, 0) == (
+        "copies in host memory and saves take at most 9 kB of its node for each worker, in 3 slots of 3 kB: "
+        "1 for a save, 2 for copies of its own state"
     )
     assert explained(3_000, 0, 0) == (
-        "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket"
+        "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket; "
+        "a save on its way there takes at most 3 kB of its node for each worker"
     )
     assert [amount(size) for size in (0, 999, 1_000, 1.5e9, 2e15)] == ["0 B", "999 B", "1 kB", "1.5 GB", "2e+03 TB"]
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    assert no_room("auto", 10, 10, "the node", 4) == ""
-    sentence = no_room("auto", 96 * GB, 64 * GB, "the container (memory.max = 80000000000)", 6)
-    assert sentence.startswith("copies.copy_every = auto: this worker's copies take 96 GB")
-    assert "take 96 GB of memory (6 slots), and the container (memory.max = 80000000000) leaves only 64 GB beside" in sentence
+    assert no_room("auto", 10, 10, "the node", 5) == ""
+    sentence = no_room("auto", 112 * GB, 64 * GB, "the container (memory.max = 80000000000)", 7)
+    assert sentence.startswith("copies.copy_every = auto: this worker's copies and saves take 112 GB")
+    assert "take 112 GB of memory (7 slots), and the container (memory.max = 80000000000) leaves only 64 GB beside" in sentence
     assert (
         "resources.limits.memory" in sentence
-        and "raise the limit by 32 GB" in sentence
-        and "set copies.buddy_every = 0 (two thirds less), or set copies.copy_every = 0 (no copies), or let more workers share" in sentence
+        and "raise the limit by 48 GB" in sentence
+        and "need less: copies.buddy_every = 0 leaves 3 of 7 slots, copies.copy_every = 0 leaves 1 of 7 slots, more workers" in sentence
     )
-    assert "copies.buddy_every" not in no_room(1, 96 * GB, 64 * GB, "the node", 2)
+    assert "copies.buddy_every" not in no_room(1, 96 * GB, 64 * GB, "the node", 3)
+    assert "or need less: more workers that share the state" in no_room(0, 96 * GB, 64 * GB, "the node", 1)

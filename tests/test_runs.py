@@ -118,7 +118,7 @@ def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_va
     """What was valid when it was begun is not looked at again, unless it defines the trajectory."""
     run = a_run()
     stored = json.loads(run.store.get("toy/job.json"))
-    stored["job"] |= {"deadlines": {"lease_s": -1}, "workers": "many"}
+    stored["job"] |= {"deadlines": {"lease_s": -1}, "workers": "many", "copies": {"copy_every": 1, "price_per_gb": 0.01}}  # one is retired
     run.store.put("toy/job.json", json.dumps(stored).encode())
     assert Run.open(run.job).job == run.job
     stored["job"]["seed"] = 7

@@ -49,7 +49,7 @@ THREADS = {
     "Keeper._beat": "beat",
     "Keeper._watch": "watch",
 }
-"""A thread is called after the first of these that it has run; else after the first function that it ran."""
+"""A thread is called after one of these that it has run; else after the first function that it ran."""
 
 
 @dataclass
@@ -114,10 +114,9 @@ class Striker:
             self._kill(witness, view)
         elif strike.sent_at:
             self.polls.append((now, view.generation, view.step))
-            if self.first:
-                strike.committed_at = next(
-                    at for at, generation, step in self.polls if generation > strike.generation and step >= self.first
-                )
+            done = [at for at, generation, step in self.polls if self.first and generation > strike.generation and step >= self.first]
+            if done:
+                strike.committed_at = done[0]
                 _stop(witness.job_name)
                 return True
         return False

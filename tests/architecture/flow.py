@@ -6,9 +6,10 @@
 It runs a small job on a local Ray cluster with one node, kills the worker of the highest world rank, and reads from
 ``tests/support/recorder.py`` which functions ran in the coordinator, the keeper and each survivor.
 
-**The window** is the same for all processes.  It begins immediately before the signal is sent; the program prints how soon the kernel
-called the process dead.  It ends when the coordinator first answers that a step of the next world is committed.  So it may include a few
-milliseconds of ordinary steps, and whatever else the run does meanwhile, such as the start of a replacement.
+**The window** is the same for all processes.  It begins immediately before the signal is sent, since the kernel closes the sockets of a
+dying process before it calls it dead: survivors were seen to react 4 ms earlier.  It ends when the coordinator first answers that a step of
+the next world is committed.  So it may include some milliseconds of ordinary steps, and whatever else the run does meanwhile, such as the
+start of a replacement.  The replacement's own process is left out.
 
 **A file is passed** by a process in which one of its functions runs.  Importing a file does not count.  A file of which only instances are
 made (by an ``__init__`` that ``@dataclass`` generates) counts too, and is marked ``types``; an instance that arrives by pickle does not.
@@ -61,6 +62,7 @@ class Strike:
     dead_at: float = 0.0
     committed_at: float = 0.0
     victim: str = ""
+    survivors: tuple[str, ...] = ()
     generation: int = 0
     """The generation that the victim was in."""
 
@@ -72,9 +74,8 @@ class Passed:
     file: str
     after_s: float
     """Seconds between the signal and the first use."""
-    thread: str
-    functions: tuple[str, ...]
-    """In order of first use."""
+    threads: Mapping[str, str]
+    """The thread that first ran each function, in order of first use."""
     own: tuple[str, ...]
     """Those that do not run in the steady state."""
     steady: bool
@@ -83,7 +84,7 @@ class Passed:
     @property
     def types(self) -> bool:
         """Only instances are made."""
-        return all(each.endswith(" made") for each in self.functions)
+        return all(each.endswith(" made") for each in self.threads)
 
 
 class Striker:
@@ -126,7 +127,8 @@ class Striker:
 
         strike, members = self.strike, sorted(view.workers, key=lambda worker: int(worker[1:]))
         assert view.generation == self.whole and len(members) == WORKERS, "the quiet seconds were not quiet"
-        strike.victim, strike.generation = members[-1], view.generation
+        *survivors, strike.victim = members
+        strike.survivors, strike.generation = tuple(survivors), view.generation
         process: Watched = witness.seen[strike.victim].process
         strike.sent_at = time.monotonic()
         process.kill()
@@ -170,10 +172,8 @@ class Flow:
 
 def name_of(calls: Iterable[Call], workers: Mapping[int, str], pid: int) -> str:
     """Returns the name of the actor that this process is, or ""."""
-    if pid in workers:
-        return workers[pid]
     made = {call.function for call in calls if call.function.endswith(".__init__")}
-    return next((kind.lower() for kind in ("Coordinator", "Keeper", "Worker") if f"{kind}.__init__" in made), "")
+    return workers.get(pid) or next((kind.lower() for kind in ("Coordinator", "Keeper") if f"{kind}.__init__" in made), "")
 
 
 def passed(calls: Sequence[Call], strike: Strike) -> list[Passed]:
@@ -189,10 +189,11 @@ def passed(calls: Sequence[Call], strike: Strike) -> list[Passed]:
             files.setdefault(call.file, []).append(call)
     found = []
     for file, there in files.items():
-        functions = tuple(dict.fromkeys(call.function for call in there))
-        own = tuple(each for each in functions if (file, each) not in quiet)
-        steady = any(file == each for each, _ in quiet)
-        found.append(Passed(file, there[0].at - strike.sent_at, threads[there[0].thread], functions, own, steady))
+        ran: dict[str, str] = {}
+        for call in there:
+            ran.setdefault(call.function, threads[call.thread])
+        own = tuple(each for each in ran if (file, each) not in quiet)
+        found.append(Passed(file, there[0].at - strike.sent_at, ran, own, any(file == each for each, _ in quiet)))
     return found
 
 
@@ -236,9 +237,9 @@ def _job(folder: Path, shards: bool) -> Any:
 
 def flow_of(strike: Strike, notes: Mapping[int, Sequence[Call]], workers: Mapping[int, str]) -> Flow:
     """``workers``: the name of each worker's process."""
-    processes, quiet = {}, {}
+    processes, quiet, counted = {}, {}, {"coordinator", "keeper", *strike.survivors}
     for pid, calls in notes.items():
-        if (name := name_of(calls, workers, pid)) and (files := passed(calls, strike)):
+        if (name := name_of(calls, workers, pid)) in counted and (files := passed(calls, strike)):
             processes[name] = files
             quiet[name] = frozenset(call.file for call in calls if strike.quiet_at <= call.at < strike.sent_at)
     return Flow(strike, dict(sorted(processes.items())), quiet)
@@ -249,10 +250,20 @@ def listed(name: str, files: Sequence[Passed]) -> str:
     lines = [f"\n{name}: {len(files)} files, {sum(bool(each.own) for each in files)} own, {sum(not each.steady for each in files)} new"]
     for each in files:
         kind = "types" if each.types else "new" if not each.steady else "own" if each.own else ""
-        shown = each.own or each.functions
+        shown = each.own or tuple(each.threads)
         more = f" … {len(shown) - 4} more" if len(shown) > 4 else ""
-        lines.append(f"  {1000 * each.after_s:7.1f} ms  {each.thread:<14.14} {kind:<5} {each.file:<40} {', '.join(shown[:4])}{more}")
+        thread = each.threads[shown[0]]
+        lines.append(f"  {1000 * each.after_s:7.1f} ms  {kind:<5} {each.file:<36} {thread:<14.14} {', '.join(shown[:4])}{more}")
     return "\n".join(lines)
+
+
+def union(flow: Flow) -> str:
+    """Returns every file with the processes that pass it: in capitals where with a function that the steady state does not run."""
+    rows: dict[str, list[str]] = {}
+    for name, files in flow.processes.items():
+        for each in files:
+            rows.setdefault(each.file, []).append(name.upper() if each.own else name)
+    return "\n".join([f"\ntogether: {len(rows)} files", *(f"  {file:<40} {' '.join(names)}" for file, names in sorted(rows.items()))])
 
 
 def table(flow: Flow) -> str:
@@ -280,6 +291,7 @@ def main() -> None:
     flow = measure(parser.parse_args().shards)
     for name, files in flow.processes.items():
         print(listed(name, files))
+    print(union(flow))
     strike = flow.strike
     print(
         f"\n{strike.victim} was dead {1000 * (strike.dead_at - strike.sent_at):.1f} ms after the signal was sent, and the next world had ",

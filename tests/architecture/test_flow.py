@@ -98,23 +98,23 @@ def test_what_counts_as_passed() -> None:
     assert [len(each()) for each in (flow.all, flow.own, flow.new, flow.types)] == [3, 2, 1, 1]
 
 
-MOST_OWN = 60
-"""Files with a function of which a recovery of replicas has need and a step has not, when this was written; it is to fall to 25."""
+MOST_OWN = 63
+"""Limit on the files with a function that a recovery of replicas runs and steps do not.  They were 59 when this was written, and are to be
+25; it is never to be raised.  A function that runs seldom may be missing from the quiet seconds: hence the four more."""
 
 
 @pytest.mark.full
 def test_a_recovery_passes_few_files() -> None:
     """The program, with a real kill.  What it must have seen are the steps that every recovery takes, in each process and in its thread."""
     flow = measure()
-    survivors = [name for name in flow.processes if name.startswith("w") and name != flow.strike.victim]
-    assert len(survivors) >= WORKERS - 1 and {"coordinator", "keeper"} < set(flow.processes)
-    assert flow.strike.victim not in flow.processes, "the dead do nothing"
-    for name in survivors[: WORKERS - 1]:
-        (loop,) = [each for each in flow.processes[name] if each.file == "elastic/train/loop.py"]
-        assert {"Trainer.fence", "Trainer.settle", "Trainer.form", "Trainer.go", "Trainer._form"} <= set(loop.own)
-        (worker,) = [each for each in flow.processes[name] if each.file == "actors/worker.py"]
-        assert worker.thread == "control" and "Worker.obey" in worker.own
-    decided = {function for each in flow.processes["coordinator"] for function in each.functions}
+    assert len(flow.strike.survivors) == WORKERS - 1
+    assert set(flow.processes) == {"coordinator", "keeper", *flow.strike.survivors}
+    for name in flow.strike.survivors:
+        threads = {function: thread for each in flow.processes[name] for function, thread in each.threads.items()}
+        orders = ("Trainer.fence", "Trainer.settle", "Trainer.form", "Trainer.go", "Worker.obey")
+        assert {threads[order] for order in orders} == {"control"}, "Ray starts this thread: whoever cannot see it misses half"
+        assert threads["Trainer._form"] == threads["run_step"] == "training"
+    decided = {function for each in flow.processes["coordinator"] for function in each.threads}
     assert {"Group._ended", "Coordinator._advance", "advance", "Group._form"} <= decided
-    assert 0 < flow.strike.dead_at - flow.strike.sent_at < 1
+    assert flow.strike.sent_at < flow.strike.dead_at < flow.strike.committed_at
     assert len(flow.own()) <= MOST_OWN, sorted(flow.own())

@@ -19,6 +19,7 @@ from elastic.errors import JobError
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage
 from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
@@ -26,7 +27,7 @@ from storage.documents import digest_of, seal, unseal
 from storage.errors import Deposed, Exists, Missing
 from storage.journal import Journal, claim_owner, latest_claim, owners
 from storage.objects import ObjectStore
-from storage.tails import Segment, Written, furthest
+from storage.tails import Segment, Written, first_of, last_of, segments_of
 
 KEPT = 4
 """Checkpoints whose parts are known, at most."""
@@ -119,14 +120,13 @@ class Run:
         """The incarnations of ``life``, oldest first, and their nodes.  Raises :class:`Deposed` when another life has claimed the run."""
         claims = owners(self.store, self.job.name)
         ours = {number: NodeId(claim.get("node", "")) for number, claim in sorted(claims.items()) if claim.get("life") == life}
-        if ours:
-            self.is_latest(max(ours))
+        if ours and (latest := self.latest_claim()) > max(ours):
+            raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
         return ours
 
-    def is_latest(self, incarnation: int) -> None:
-        """Raises :class:`Deposed` where the run has been claimed since."""
-        if (latest := latest_claim(self.store, self.job.name)) > incarnation:
-            raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
+    def latest_claim(self) -> int:
+        """The highest incarnation that has claimed the run."""
+        return latest_claim(self.store, self.job.name)
 
     def owner(self) -> dict[str, Any] | None:
         """Who claimed the run last."""
@@ -162,7 +162,7 @@ class Run:
         last, newest = self._last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
             return Finished()
-        if last is None or last.incarnation < latest_claim(self.store, self.job.name):
+        if last is None or last.incarnation < self.latest_claim():
             return None
         return last.state if isinstance(last.state, TERMINAL) else None
 
@@ -181,7 +181,10 @@ class Run:
         """Where the bucket ends; the last segments of the journal, wherever they are."""
         written = journal.newest(self.store, self.job.name)
         end, by = (written[1][-1]["n"] + 1, codec.fold(*written).incarnation) if written else (0, 0)
-        return end, furthest(end, by, tails) or ([written] if written else [])
+        parsed = [(incarnation, segments_of(data)) for incarnation, data in tails if incarnation >= by]  # others are of no use
+        copies = [Found(incarnation, first_of(each), last_of(each), each) for incarnation, each in parsed if each]
+        found = furthest(end, by, copies)
+        return end, found.records if found is not None else [written] if written else []
 
     def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:
         """What a coordinator that died has left: the run as its journal says, and the journal to go on with.

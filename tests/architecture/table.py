@@ -120,7 +120,7 @@ BOUNDARIES = {
 }
 """Where everything may be caught, and why."""
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500  # a reminder: such a file holds one idea
 MAX_FUNCTION_LINES = 60
 LONG_FILES: frozenset[str] = frozenset()
 LONG_FUNCTIONS: frozenset[str] = frozenset()

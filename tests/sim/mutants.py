@@ -10,8 +10,12 @@ import ast
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+
+import pytest
 
 from elastic.sim.coordinators import Advance
 
@@ -78,3 +82,35 @@ def _imports(source: str) -> list[str]:
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
     modules = [node.module.rpartition(".")[2] for node in found if node.module and node.module.startswith(f"{PACKAGE}.")]
     return modules + [alias.name for node in found if node.module == PACKAGE for alias in node.names]
+
+
+# ---- the product's other values, which the simulator calls by the name of their module
+
+
+def copied(module: ModuleType, *edits: tuple[str, str]) -> ModuleType:
+    """A copy of ``module`` in which each ``(old, new)`` of ``edits`` is substituted.
+
+    Raises LookupError when a substitution no longer applies.
+    """
+    source = inspect.getsource(module)
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise LookupError(f"{old!r} is {source.count(old)} times in {module.__name__}, not once")
+        source = source.replace(old, new)
+    copy = sys.modules[f"mutant_{module.__name__}"] = ModuleType(f"mutant_{module.__name__}")  # dataclasses look there
+    exec(compile(source, f"<{copy.__name__}>", "exec"), copy.__dict__)
+    return copy
+
+
+@contextmanager
+def broken(module: ModuleType, *edits: tuple[str, str]) -> Iterator[None]:
+    """Until the end, the simulator uses a copy of ``module`` with ``edits``."""
+    copy = copied(module, *edits)
+    with pytest.MonkeyPatch.context() as patch:
+        for user in [each for name, each in sys.modules.items() if name.startswith("elastic.sim.")]:
+            for name, value in list(vars(user).items()):
+                if value is module:
+                    patch.setattr(user, name, copy)
+                elif getattr(value, "__module__", "") == module.__name__ and hasattr(copy, name):
+                    patch.setattr(user, name, getattr(copy, name))
+        yield

@@ -129,7 +129,7 @@ def test_not_believing_the_copies_of_a_silent_world_is_noticed() -> None:
 
 def test_believing_copies_of_a_step_that_was_dropped_is_noticed() -> None:
     edit = Edit("settling", "decision.know(silent=0 if survivors else plan.generation)", "decision.know(silent=plan.generation)")
-    assert "which was given up" in first_violation_of(Mutant("trustful", (edit,)).advance(), duel, range(300, 310))
+    assert "which was given up" in first_violation_of(Mutant("trustful", (edit,)).advance(), duel, range(745, 755))
 
 
 def test_mixing_versions_is_noticed() -> None:
@@ -184,7 +184,7 @@ def test_ignoring_what_the_others_have_copied_is_noticed(monkeypatch: pytest.Mon
         return replace(new, copied=new.begun)
 
     monkeypatch.setattr(Copies, "after", at_once)
-    assert GONE in first_violation(advance, "drawn")
+    assert GONE in first_violation(advance, "interregnum")
 
 
 def test_members_that_skip_copies_by_themselves_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

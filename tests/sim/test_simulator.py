@@ -24,7 +24,7 @@ from elastic.sim.scenario import ROWS
 from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers
 from storage.slices import Version
-from tests.sim.scenarios import CALM, barren, edge, interregnum, storm, unshipped
+from tests.sim.scenarios import CALM, barren, edge, interregnum, severed, storm, unshipped
 
 SEEDS = range(200, 1000)
 OCCASIONS = (
@@ -100,7 +100,9 @@ def test_in_calm_weather_nothing_is_lost() -> None:
         assert report.end == "Finished"
         assert not report.occasions["a prepared step is dropped"] and not report.occasions["steps are abandoned"]
         assert report.generations <= 3
-        assert not any(isinstance(event, Lost) for _, event, _ in report.lines[:-20])
+        assert all(event.reason == "its process ended: exit" for _, event, _ in report.lines if isinstance(event, Lost)), (
+            "nobody but who is told to"
+        )
 
 
 def test_an_error_that_is_the_jobs_own_fails_after_one_retry() -> None:
@@ -240,3 +242,8 @@ def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monk
 def test_a_step_that_only_a_followed_coordinator_heard_of_was_told() -> None:
     """It and the keepers beside it had the record; who came after could not read it, and built upon the step all the same."""
     assert simulate(423, unshipped(423)).end == "Finished"
+
+
+def test_a_member_whose_joining_nobody_read_of_may_be_on_a_silent_node() -> None:
+    """Its coordinator was cut off, and the next one only knew that it was to start: ``advance`` raised KeyError for its node."""
+    assert simulate(193, severed(193)).end == "Finished"

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from actors import cluster
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.ids import NodeId
 from elastic.protocol.authority import Authority
 from elastic.runs import Run
@@ -76,7 +76,7 @@ class JournalReplicas:
 
     def note(self, run: RunState) -> None:
         """A record was appended that tells ``run``."""
-        self.authority.note(self.journal.end, run.keepers, run)
+        self.authority.note(self.journal.end, run.cluster.keepers, run)
 
     def send(self) -> None:
         """Sends every keeper that is up what it lacks of the journal, and takes the answers that have come.  Raises :class:`Deposed`."""

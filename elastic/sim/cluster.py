@@ -6,15 +6,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.protocol.actions import Upload
 from elastic.protocol.authority import Replica
 from elastic.protocol.builds import Build
-from elastic.protocol.events import Beat, Capacity, KeeperLost, KeeperUp, Kept, Lost, NodeFound, NodeRefused, StartFailed
+from elastic.protocol.events import (
+    Beat,
+    Capacity,
+    KeeperLost,
+    KeeperUp,
+    Kept,
+    Lost,
+    NodeFound,
+    NodeRefused,
+    SaveFailed,
+    ShardSaved,
+    StartFailed,
+)
 from elastic.protocol.plan import Plan
 from elastic.sim.faults import Kind
 from elastic.sim.memory import Shelf, held_at
 from elastic.sim.network import Way
 from elastic.sim.truth import check_manifest, covers
+from elastic.sim.uploads import Uploads
 from elastic.sim.worker import Worker
 
 if TYPE_CHECKING:
@@ -40,21 +54,22 @@ class Node:
     """Which coordinator its keeper heeds, and what it holds of the journal."""
     shelf: Shelf = field(default_factory=Shelf)
     buddy: NodeId = NodeId("")  # noqa: RUF009 - a plain string
+    uploads: Uploads = field(init=False)
 
 
 class Bucket:
     """Object storage: which shards are in, which versions have a manifest, which of those cannot be read."""
 
     def __init__(self) -> None:
-        self.shards: dict[Version, dict[int, set[tuple[int, int]]]] = {}
+        self.shards: dict[Version, dict[int, set[Cell]]] = {}
         """Of each version, by the generation that wrote them: their layouts differ."""
         self.manifests: set[Version] = set()
         self.damaged: set[Version] = set()
 
-    def written(self, version: Version, shard: tuple[int, int], generation: int) -> None:
-        self.shards.setdefault(version, {}).setdefault(generation, set()).add(shard)
+    def written(self, version: Version, cell: Cell, generation: int) -> None:
+        self.shards.setdefault(version, {}).setdefault(generation, set()).add(cell)
 
-    def by(self, version: Version, generation: int) -> frozenset[tuple[int, int]]:
+    def by(self, version: Version, generation: int) -> frozenset[Cell]:
         """The shards that ``generation`` wrote, or the one that committed the version (0)."""
         return frozenset(self.shards.get(version, {}).get(generation or version.generation, ()))
 
@@ -92,6 +107,7 @@ class Cluster:
     def add_node(self, host: str = "") -> None:
         name = NodeId(f"n{self.number()}")
         node = Node(name, host or name)
+        node.uploads = Uploads(self, node)
         self.nodes[node.name] = node
         self.clock.after(0.0, self.found, node.name)
         self.keeper_up(node)
@@ -113,7 +129,7 @@ class Cluster:
             self.clock.after(0.0, self.found, node)
             self.say_surely(node, NodeRefused(node, f"node {node} sees another bucket"))
 
-    def say_surely(self, node: NodeId, event: KeeperUp | KeeperLost | NodeRefused | Lost | StartFailed) -> None:
+    def say_surely(self, node: NodeId, event: KeeperUp | KeeperLost | NodeRefused | Lost | StartFailed | ShardSaved | SaveFailed) -> None:
         """Said again and again, by the node or about it, until the coordinator of the day has heard it."""
         self.network.send_surely(Way.FROM, node, self.sim.tell_coordinator, event)
 
@@ -127,7 +143,9 @@ class Cluster:
 
     def keeper_dies(self, node: Node, down_s: float) -> None:
         node.keeper = False
-        node.shelf, node.buddy = Shelf(), NodeId("")
+        node.shelf, node.buddy, node.uploads = Shelf(), NodeId(""), Uploads(self, node)
+        for worker in self.on(node.name):
+            worker.memory.saving = None  # whatever the next keeper does with its memory, it knows of no save
         self.say_surely(node.name, KeeperLost(node.name, "its process died"))
         self.clock.after(down_s, self.keeper_up, node)
 
@@ -184,6 +202,18 @@ class Cluster:
         for node in nodes:
             self.network.send(Way.TO, node, self._obey, incarnation, node, call, *args)
 
+    def order_surely(self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any) -> None:
+        """The same, where no word may be lost on the way: one that stands still hears it afterwards."""
+        for node in nodes:
+            self.network.send_surely(Way.TO, node, self._obey_at_last, incarnation, node, call, *args)
+
+    def _obey_at_last(self, incarnation: int, name: NodeId, call: Callable[..., None], *args: Any) -> None:
+        node = self.nodes.get(name)
+        if node is not None and node.frozen_until > self.clock.now:
+            self.clock.after(node.frozen_until - self.clock.now, self._obey_at_last, incarnation, name, call, *args)
+        else:
+            self._obey(incarnation, name, call, *args)
+
     def _obey(self, incarnation: int, name: NodeId, call: Callable[..., None], *args: Any) -> None:
         node = self.nodes.get(name)
         if node is not None and self.shelf(name) is not None and node.replica.heed(incarnation):
@@ -196,6 +226,9 @@ class Cluster:
 
     def release(self, node: Node, copied: Version, buddied: Version) -> None:
         self.sim.oracle.occasions["copies of the dead are released"] += bool(node.shelf.release(copied, buddied))
+
+    def upload(self, node: Node, number: tuple[int, int], action: Upload) -> None:
+        node.uploads.obey(number, action.saves, action.generation, action.version)
 
     def pair(self, node: Node, buddy: NodeId) -> None:
         node.buddy = buddy
@@ -284,11 +317,11 @@ class Cluster:
         """Whether ``worker`` gets its shard of the plan's version: "ok", "gone", "down" or "damaged"."""
         if plan.version == Version(0, 0):
             return "ok"
-        if (plan.version, *worker.shard) in worker.held:
+        if (plan.version, worker.cell) in worker.held:
             return "ok"
         holders = [self.workers[h.worker] for h in plan.holders if not h.keeper]
-        near = frozenset(slot[1:] for w in holders if w.alive for slot in w.held if slot[0] == plan.version)
-        near |= frozenset((h.shard_count, h.shard_index) for h in plan.holders if h.keeper and h in held_at(self, h.keeper))
+        near = frozenset(slot[1] for w in holders if w.alive for slot in w.held if slot[0] == plan.version)
+        near |= frozenset(h.cell for h in plan.holders if h.keeper and h in held_at(self, h.keeper))
         if not self.peers_cut(plan.members) and covers(near, self.sim.scenario.rows):
             return "ok"
         if plan.version not in self.bucket.manifests:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from elastic.control import codec
 from elastic.control.machine import Transition
 from elastic.control.rules import Rules
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.control.takeover import STOOD_S
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import actions as do
@@ -72,6 +72,8 @@ class Coordinator:
         """So many of its records had to be known to whoever follows it, for it acted on the last of them."""
         self.attached: set[WorkerId] = set()
         """Who has answered it."""
+        self.uploads = 0
+        """How many times it has told keepers which saves are on their way."""
         self._backlog: list[Event] = []
         self._decided: tuple[RunState, Event, Transition] | None = None
         """What may not be performed yet: its record lies nowhere where the next coordinator would find it."""
@@ -146,7 +148,7 @@ class Coordinator:
             self.perform(action)
         if transition.run.state is not before.state:
             sim.strikes.entered(type(transition.run.state).__name__)
-        if transition.run.last is not before.last:
+        if transition.run.history.last is not before.history.last:
             sim.strikes.recovered()
         if isinstance(event, Recovered):
             self._greet(event)
@@ -235,9 +237,11 @@ class Coordinator:
         known = self.journal.run
         granted = worker.name in known.workers and known.grants_lease(generation) and self.journal.holds()
         if granted:
+            self.sim.oracle.granted(worker, asked_at)
             self.receive(Renewed(worker.name, generation))
         safe = self.journal.authority.safe
-        self._tell(worker, worker.answered, generation, asked_at, granted, safe.recorded_step if safe.generation == generation else 0)
+        recorded_step = safe.history.recorded_step if safe.generation == generation else 0
+        self._tell(worker, worker.renewed, generation, asked_at, granted, recorded_step)
 
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
         if not self.reaches(worker.node) or (self.cut and self.sim.rng.random() < 0.5):
@@ -265,7 +269,10 @@ class Coordinator:
                 cluster.kill(action.workers)
             case do.CommitManifest():
                 self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._commit_manifest, action)
-            case do.TakeStock():
+            case do.Upload():
+                self.uploads += 1
+                cluster.order_surely(self.incarnation, action.keepers, cluster.upload, (self.incarnation, self.uploads), action)
+            case do.ListCopies():
                 cluster.order(self.incarnation, action.keepers, cluster.take_stock, action.generation)
             case do.Release():
                 cluster.order(self.incarnation, action.keepers, cluster.release, action.copied, action.buddied)
@@ -330,7 +337,7 @@ class Coordinators:
 
     def _heard_by(self, worker: Worker) -> list[Coordinator]:
         """Whom the worker means: the one it has heard last, as long as that lives."""
-        known = [each for each in self.all[:-1] if each.acts and each.incarnation == worker.incarnation]
+        known = [each for each in self.all[:-1] if each.acts and each.incarnation == worker.member.incarnation]
         beside = [each for each in self.all[:-1] if each.acts and each.cut and worker.node in each.side]
         return known or beside or [self.present]
 
@@ -425,11 +432,11 @@ class Coordinators:
     def resume(self) -> None:
         """The same command after a stop: it knows what the newest manifest says, and which numbers were used."""
         sim, run = self.sim, self.present.run
-        version = run.saved[-1] if run.saved else Version(0, 0)
-        known = lineage.cut(run.lineage, version)
+        version = run.history.saved[-1] if run.history.saved else Version(0, 0)
+        known = lineage.cut(run.history.lineage, version)
         incarnation = self.claimed = self.claimed + 1
         begun = RunState.begin(
-            incarnation, sim.clock.now + self.ahead_s, run.saved, known, max(run.generation, run.unread), run.next_worker
+            incarnation, sim.clock.now + self.ahead_s, run.history.saved, known, run.next_generation - 1, run.members.next_worker
         )
         self.in_bucket.create([Record(self.in_bucket.end, begun)], incarnation)
         self._begin(Read(begun, (), True), incarnation, sim.clock.now, follows=False)

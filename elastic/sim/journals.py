@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.ids import NodeId
 from elastic.protocol import authority
 from elastic.protocol.authority import Found, Replica
@@ -95,7 +95,7 @@ class Journal:
         self.read_to = 0
         """So many of its records have been read by whoever followed it."""
         self.authority = authority.Authority(
-            coordinator.incarnation, sim.rules.mandate_s, asked_at, read.run.keepers, read.run, follows=follows
+            coordinator.incarnation, sim.rules.mandate_s, asked_at, read.run.cluster.keepers, read.run, follows=follows
         )
         self._unheard: list[tuple[NodeId, int | None]] = []
         """Answers that came while it stood still; None: the call failed."""
@@ -107,7 +107,7 @@ class Journal:
     def append(self, run: RunState) -> None:
         self.run = run
         self.disk.append(run)
-        self.authority.note(self.disk.end, run.keepers, run)
+        self.authority.note(self.disk.end, run.cluster.keepers, run)
 
     def send(self) -> None:
         """Whatever was appended goes to the keepers, now that it has been acted on."""
@@ -146,7 +146,7 @@ class Journal:
 
     def _send(self) -> None:
         rng, nodes = self.sim.rng, self.sim.cluster.nodes
-        for name, at in self.authority.requests(self.disk.end, self.run.keepers, self.sim.clock.now):
+        for name, at in self.authority.requests(self.disk.end, self.run.cluster.keepers, self.sim.clock.now):
             node = nodes.get(name)
             replica = node.replica if node is not None else None  # the keeper that is called, and no other that takes its place
             if rng.random() < SLOW:
@@ -244,7 +244,7 @@ class Journal:
         found = authority.furthest(bucket.end, bucket.by, parsed)
         ahead = [each for each in found.records if each.n >= bucket.end] if found is not None else []
         run = ahead[-1].run if ahead else bucket.run
-        return Read(run, ahead, disk or run.over or authority.has_read_all(attached, run.keepers))
+        return Read(run, ahead, disk or run.over or authority.has_read_all(attached, run.cluster.keepers))
 
     def _reachable(self) -> list[Node]:
         cut = {node for each in self.sim.coordinators.all if each.cut for node in each.side}

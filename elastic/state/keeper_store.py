@@ -15,7 +15,7 @@ from contextlib import closing
 from typing import Any
 
 from elastic.errors import WireError
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.copy_budget import BUDDY_SLOTS
 from elastic.plan.transfer import Holding
 from elastic.protocol.copy_schedule import Copy, age
@@ -54,6 +54,7 @@ class KeeperStore:
         region["keeper"] = os.getpid()
         with self._lock:
             region["brought"] = 0  # a keeper before this one may have had another buddy
+            region["saves_over"] = region["saves"]  # and what it had still to upload is given up
             self._own[worker] = region
             self._dead.discard(worker)
 
@@ -63,13 +64,30 @@ class KeeperStore:
                 self._dead.add(worker)
                 self._sent_s.pop(worker, None)
 
+    def regions(self) -> list[tuple[WorkerId, Region]]:
+        """Returns those of this node's workers, dead or alive."""
+        with self._lock:
+            return list(self._own.items())
+
+    def region(self, worker: WorkerId) -> tuple[Region | None, bool]:
+        """Returns the region of one of this node's workers, None where there is none here, and whether the worker has ended."""
+        with self._lock:
+            return self._own.get(worker), worker in self._dead
+
+    def forget(self, worker: WorkerId) -> None:
+        """Frees what a dead worker has left."""
+        with self._lock:
+            if worker in self._dead:
+                self._dead.remove(worker)
+                del self._own[worker]
+
     def held(self) -> tuple[Holding, ...]:
         """Every slot that is complete."""
         with self._lock:
             regions = [*self._own.items(), *self._others.items()]
             copies = {(worker, copy) for worker, region in regions for copy in region.all_held() if copy}
-        found = (Holding(worker, copy.version, copy.shard_count, copy.shard_index, self.node) for worker, copy in copies)
-        return tuple(sorted(found, key=lambda each: (each.worker, each.version, each.shard_count, each.shard_index)))
+        found = (Holding(worker, copy.version, copy.cell, self.node) for worker, copy in copies)
+        return tuple(sorted(found, key=lambda each: (each.worker, each.version, each.cell)))
 
     def release(self, copied: Version, buddied: Version) -> None:
         """Versions up to ``copied`` are complete on all keepers of the present world, up to ``buddied`` at their buddies too."""
@@ -221,13 +239,12 @@ def request(worker: WorkerId, copy: Copy) -> dict[str, Any]:
         "worker": worker,
         "step": copy.version.step,
         "generation": copy.version.generation,
-        "count": copy.shard_count,
-        "index": copy.shard_index,
+        "cell": copy.cell,
     }
 
 
 def _wanted(head: dict[str, Any]) -> Copy:
-    return Copy(Version(head["step"], head["generation"]), head["count"], head["index"])
+    return Copy(Version(head["step"], head["generation"]), Cell(head["cell"]))
 
 
 def _outlived(region: Region, by: tuple[int, int]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import ray
 from actors.journal_replicas import JournalReplicas
 from elastic.control import codec
 from elastic.control.decision import Transition
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.ids import NodeId
 from elastic.protocol.authority import Authority, Replica
 from elastic.protocol.events import Tick
@@ -22,7 +21,9 @@ from elastic.runs import Run
 from storage import journal
 from storage.errors import Deposed, Unavailable
 from storage.objects import Data, ObjectStore
+from tests.control.play import but
 from tests.support.patience import PATIENCE_S
+from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
 IN_BUCKET = "1 of 3 keepers took a copy of the journal, which is in the bucket"
@@ -41,7 +42,7 @@ class Shelf:
         return self.replica.copy(incarnation, begin, at, data)
 
 
-class Store(ObjectStore):
+class Store(Forwarding):
     """One that is down when told to."""
 
     up = True
@@ -58,13 +59,13 @@ class Desk:
     def __init__(self, folder: Path, lease_s: float = 600.0) -> None:
         job = toy_job(f"memory://{folder.name}", name="copies")
         opened = ObjectStore.open(job.bucket)
-        self.run = Run(job, Store(opened.filesystem, opened.root))
+        self.run = Run(job, Store(opened))
         incarnation, asked_at = self.run.claim("here", "one", "a"), time.monotonic()
         self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
         ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up
-        self.known = replace(RunState.begin(1, 0.0), keepers=tuple(self.keepers))
-        self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.known))
-        authority = Authority(incarnation, lease_s, asked_at, self.known.keepers, self.known)
+        self.known = but(RunState.begin(1, 0.0), "cluster", keepers=tuple(self.keepers))
+        self.journal = self.run.journal(folder / "journal", codec.snapshot(self.known))
+        authority = Authority(incarnation, lease_s, asked_at, self.known.cluster.keepers, self.known)
         self.replicas = JournalReplicas(authority, self.run, self.journal, self.keepers)
         self.said: list[str] = []
 
@@ -89,7 +90,7 @@ class Desk:
 
     def _append(self, *, durable: bool, **changes: Any) -> None:
         before = self.known
-        self.known = replace(before, next_worker=before.next_worker + 1, **changes)
+        self.known = but(but(before, "members", next_worker=before.members.next_worker + 1), "cluster", **changes)
         record = codec.record(self.journal.next, 0.0, Tick(), before, Transition(self.known, (), "", durable))
         self.journal.append(record, lambda: codec.snapshot(self.known), durable=durable)
         self.replicas.note(self.known)

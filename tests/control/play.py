@@ -7,14 +7,16 @@ from typing import Any, TypeVar
 
 from elastic.control.machine import Transition, advance
 from elastic.control.rules import Rules
-from elastic.control.states import RunState, State, Stopping
+from elastic.control.run import RunState, State, Stopping, evolve
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
-from elastic.protocol.actions import Action
-from elastic.protocol.commit_record import GO_ON, Outcome
+from elastic.protocol.actions import Action, Upload
+from elastic.protocol.commit_record import DUE, GO_ON, LAST, NO_SAVE, Outcome, is_saved
+from elastic.protocol.copy_schedule import due
 from elastic.protocol.plan import Plan
+from tests.support.cells import cell, classes
 
 RULES = Rules(
     min_workers=1,
@@ -32,7 +34,7 @@ RULES = Rules(
     grow_debounce_s=2.0,
     reproducible=True,
 )
-ROWS = (7, 3)
+CLASSES = classes((7, 3))
 A = TypeVar("A", bound=Action)
 
 
@@ -41,8 +43,14 @@ def rules(**changes: Any) -> Rules:
     return replace(RULES, **changes)
 
 
+def but(run: RunState, part: str, **changes: Any) -> RunState:
+    """Returns the run with other fields in its value ``part``: ``but(run, "history", saved=())``."""
+    return evolve(run, **{part: evolve(getattr(run, part), **changes)})
+
+
 def outcome(step: int, generation: int, boundary: int = GO_ON) -> Outcome:
-    return Outcome(step, generation, 1.5, (0.1 * step,), (4,), ((step,),), True, boundary)
+    """A commit that begins no save."""
+    return Outcome(step, generation, 1.5, (0.1 * step,), (4,), ((step,),), True, boundary, saves=False)
 
 
 class Play:
@@ -74,7 +82,7 @@ class Play:
         reason = ""
         for number, worker in enumerate(workers, 1):
             self.tell(ev.KeeperUp(NodeId(f"n{number}")))
-            reason = self.tell(ev.Joined(WorkerId(worker), NodeId(f"n{number}"), kind, ROWS))
+            reason = self.tell(ev.Joined(WorkerId(worker), NodeId(f"n{number}"), kind, CLASSES))
         return reason
 
     def lose(self, worker: str, why: str = "its process died") -> str:
@@ -86,16 +94,22 @@ class Play:
     def ready(self, *workers: str) -> str:
         return [self.tell(ev.Ready(WorkerId(worker), self.generation)) for worker in workers][-1]
 
-    def step(self, step: int, boundary: int = GO_ON) -> str:
+    def commit(self, step: int, boundary: int = GO_ON, behind: bool = False) -> Outcome:
+        """What the world concludes of ``step``; ``behind``: a member has no room for a save."""
+        rules = self.rules
+        asked = LAST if step == rules.target_step else DUE if due(step, rules.save_every, rules.target_step) else NO_SAVE
+        return replace(outcome(step, self.generation, boundary), behind=behind, saves=is_saved(boundary, asked, behind))
+
+    def step(self, step: int, boundary: int = GO_ON, behind: bool = False) -> str:
         """World rank 0 reports that the world committed ``step``."""
-        return self.tell(ev.StepDone(self.plan.members[0], self.generation, outcome(step, self.generation, boundary)))
+        return self.tell(ev.StepDone(self.plan.members[0], self.generation, self.commit(step, boundary, behind)))
 
     def steps(self, first: int, last: int) -> str:
         return [self.step(step) for step in range(first, last + 1)][-1]
 
     def answer(self, worker: str, at: Version | None, prepared: int | None = None, saw: int | None = None) -> str:
         """The worker is fenced, holds its shard ``at`` a version, and has seen the commit of step ``saw``."""
-        seen = (outcome(saw, self.generation),) if saw else ()
+        seen = (self.commit(saw),) if saw else ()
         held = (self.shard(worker, at),) if at is not None else ()
         return self.tell(ev.Fenced(WorkerId(worker), self.generation, held, prepared, seen))
 
@@ -130,8 +144,8 @@ class Play:
 
     def shard(self, worker: str, version: Version) -> Holding:
         """Its shard in the layout of the present generation."""
-        index = self.plan.layout.coordinates(self.plan.world_rank(WorkerId(worker)))[1]
-        return Holding(WorkerId(worker), version, self.plan.layout.dp_shard, index)
+        index = self.plan.layout.coordinates(self.plan.world_rank(WorkerId(worker)))["dp_shard"]
+        return Holding(WorkerId(worker), version, cell(self.plan.layout.dp_shard, index))
 
     def did(self, kind: type[A]) -> list[A]:
         """Actions of that kind that the last event brought."""
@@ -139,8 +153,8 @@ class Play:
 
     @property
     def deeds(self) -> list[str]:
-        """Names of all actions that the last event brought, in order."""
-        return [type(action).__name__ for action in self.last.actions]
+        """Names of all actions that the last event brought, in order; but for ``Upload``, which goes with every change of saves."""
+        return [type(action).__name__ for action in self.last.actions if not isinstance(action, Upload)]
 
 
 def started(workers: int = 2, **changes: Any) -> Play:

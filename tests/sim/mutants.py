@@ -1,4 +1,4 @@
-"""Copies of ``elastic.control`` with one rule broken, to see that the simulator notices.
+"""Copies of ``elastic.control``, or of the worker's side of the protocol, with one rule broken, to see that the simulator notices.
 
 A mutant is a substitution in the source of one module.  The text must be there exactly once: when the product changes, the
 mutant must be thought about again, and until then its test fails.
@@ -17,10 +17,12 @@ from types import ModuleType
 
 import pytest
 
+from elastic.protocol import member
+from elastic.protocol.member import Member
 from elastic.sim.coordinators import Advance
 
 PACKAGE = "elastic.control"
-SHARED = frozenset({"rules", "states"})
+SHARED = frozenset({"rules", "run"})
 """Vocabulary, which the simulator speaks too: not copied."""
 
 
@@ -31,6 +33,12 @@ class Edit:
     module: str
     old: str
     new: str
+
+
+def mutant_member(*edits: tuple[str, str]) -> type[Member]:
+    """Returns the class ``Member`` of a copy of ``elastic/protocol/member.py`` in which each (old, new) of ``edits`` is substituted."""
+    found: type[Member] = copied(member, *edits).Member
+    return found
 
 
 @dataclass(frozen=True)

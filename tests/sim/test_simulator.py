@@ -25,6 +25,7 @@ from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers
 from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, severed, storm, unshipped
+from tests.support.cells import cell, classes
 
 SEEDS = range(200, 1000)
 OCCASIONS = (
@@ -200,8 +201,9 @@ def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> Non
 )
 def test_the_oracle_and_the_product_agree_on_coverage(shards: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
     """Interval arithmetic and its dumb twin."""
-    holdings = [Holding(f"w{i}", Version(1, 1), *shard) for i, shard in enumerate(shards)]
-    assert covered(holdings, rows) == covers(frozenset(shards), rows)
+    cells = [cell(*shard) for shard in shards]
+    holdings = [Holding(f"w{i}", Version(1, 1), each) for i, each in enumerate(cells)]
+    assert covered(holdings, classes(rows)) == covers(frozenset(cells), rows)
 
 
 @pytest.mark.full
@@ -225,13 +227,15 @@ def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monk
     worker = min(sim.cluster.workers.values(), key=lambda each: each.name)
     for how in ("report", "post"):
         monkeypatch.setattr(worker, how, said.append)
-    generation = worker.planned
+    generation = worker.member.generation
     worker.fence(generation)
     worker.settle(generation, None)
+    while worker.world is not None:
+        sim.clock.step()
     said.clear()
     worker.attached()
-    assert [type(each) for each in said[:2]] == [Joined, Attached] and said[1] == Attached(worker.name, worker.plan)
-    assert worker.plan is not None and worker.plan.generation == generation
+    assert [type(each) for each in said[:2]] == [Joined, Attached] and said[1] == Attached(worker.name, worker.member.plan)
+    assert worker.member.plan is not None
     answer = next(each for each in said if isinstance(each, Fenced))
     assert (answer.generation, {each.version for each in answer.held}) == (generation, {worker.version})
     said.clear()

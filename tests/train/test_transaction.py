@@ -17,9 +17,21 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.batch import microbatch_of
 from elastic.plan.layout import Layout
-from elastic.protocol.commit_record import BEHIND, NO_COPIES, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Copied, Outcome, conclude
+from elastic.protocol.commit_record import (
+    DUE,
+    LAST,
+    NO_COPIES,
+    NO_SAVE,
+    PAUSE,
+    SAVE_AND_PAUSE,
+    BadRecord,
+    CommitShape,
+    Copied,
+    Outcome,
+    conclude,
+)
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.faults import Faults
-from elastic.train.gate import Gate
 from elastic.train.step import Share, blank_record, fill_record, update
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
@@ -60,13 +72,14 @@ def test_a_member_that_fails_before_the_commit_leaves_all_untouched(
 class FenceAt(Faults):
     """Fences this member at one point of one step: a control thread that is quicker than the training thread."""
 
-    def __init__(self, gate: Gate, point: str, step: int) -> None:
+    def __init__(self, fence: ApplyFence, point: str, step: int) -> None:
         super().__init__(())
-        self.gate, self.at = gate, (point, step)
+        self.fence, self.at = fence, (point, step)
 
     def strike(self, point: str, step: int, world: World) -> None:
         if (point, step) == self.at:
-            self.gate.fence(world.generation)
+            with self.fence as rules:
+                rules.fence(world.generation)
 
 
 @dataclass
@@ -86,19 +99,19 @@ def fenced_in_the_commit(world: World, job: Job, slow: int) -> Settled:
         me.step()
         before, barred = shard_hash(me.state.shard), False
         if world.rank == slow:
-            me.session.faults = FenceAt(me.gate, "before_update", 2)
+            me.session.faults = FenceAt(me.fence, "before_update", 2)
         try:
             me.step()
         except FencedOff:
             barred = True
-        untouched, prepared = shard_hash(me.state.shard) == before, me.gate.prepared
+        untouched, prepared = shard_hash(me.state.shard) == before, me.fence.member.prepared
         evidence: list[Outcome | None] = [None] * world.size
-        torch.distributed.all_gather_object(evidence, me.gate.outcomes[-1])
+        torch.distributed.all_gather_object(evidence, me.fence.member.outcomes[-1])
         if barred:
             outcome = max((each for each in evidence if each is not None), key=lambda each: each.step)
-            with me.gate.applying(outcome, settled=True):
+            with me.fence.applying(outcome, settled=True):
                 update(me.session, me.state, outcome)
-        return Settled(barred, untouched, prepared, list(me.gate.outcomes), shard_hash(me.state.shard))
+        return Settled(barred, untouched, prepared, list(me.fence.member.outcomes), shard_hash(me.state.shard))
 
 
 def undisturbed(world: World, job: Job) -> str:
@@ -122,7 +135,7 @@ def test_a_settled_outcome_is_applied_as_the_others_applied_it(ranks: Ranks, tmp
 
 # ---- garbage
 
-SHAPE = CommitShape(incarnation=2, generation=5, microbatches=8, microbatch=2, world=3)
+SHAPE = CommitShape(incarnation=2, generation=5, microbatches=8, microbatch=2, layout=Layout(3))
 SIZE = SHAPE.fields * 8
 
 
@@ -162,11 +175,22 @@ def test_what_was_gathered_says_what_was_put_in() -> None:
     assert conclude(SHAPE, 6, gathered(6)) != outcome
 
 
-def test_what_one_member_asks_for_all_do_and_who_is_behind_is_waited_for_by_all() -> None:
-    outcomes = [
-        conclude(SHAPE, 7, gathered(7, asked)) for asked in ((0, BEHIND, PAUSE), (SAVE_AND_PAUSE, 0, PAUSE), (0, 0, PAUSE + BEHIND))
-    ]
-    assert [(each.boundary, each.behind) for each in outcomes] == [(PAUSE, True), (SAVE_AND_PAUSE, False), (PAUSE, True)]
+def test_what_one_member_asks_for_all_do() -> None:
+    outcomes = [conclude(SHAPE, 7, gathered(7, asked)) for asked in ((0, 0, PAUSE), (SAVE_AND_PAUSE, 0, PAUSE))]
+    assert [(each.boundary, each.saves) for each in outcomes] == [(PAUSE, False), (SAVE_AND_PAUSE, True)]
+
+
+def test_a_save_waits_for_who_has_no_room_and_the_last_one_for_nobody() -> None:
+    """One who remembers that a save is due asks for all; all say the same of when."""
+
+    def said(*saves: tuple[int, int]) -> tuple[bool, bool | None]:
+        found = conclude(SHAPE, 7, gathered(7, copied=tuple(Copied(save=save, behind=behind) for save, behind in saves)))
+        return found.behind, found.saves
+
+    assert said((NO_SAVE, 0), (NO_SAVE, 0), (NO_SAVE, 0)) == (False, False)
+    assert said((NO_SAVE, 0), (DUE, 0), (NO_SAVE, 0)) == (False, True)
+    assert said((DUE, 0), (DUE, 0), (DUE, 1)) == (True, False)
+    assert said((LAST, 0), (LAST, 0), (LAST, 1)) == (True, True)
 
 
 def test_of_copies_the_slowest_member_decides() -> None:
@@ -214,5 +238,7 @@ def test_records_of_another_world_are_bad(shape: dict[str, int]) -> None:
     """Promise 3: what carries an older number is refused."""
     with pytest.raises(BadRecord):
         conclude(
-            CommitShape(**({"incarnation": 2, "generation": 5, "microbatches": 8, "microbatch": 2, "world": 3} | shape)), 7, gathered(7)
+            CommitShape(**({"incarnation": 2, "generation": 5, "microbatches": 8, "microbatch": 2, "layout": Layout(3)} | shape)),
+            7,
+            gathered(7),
         )

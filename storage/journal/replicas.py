@@ -1,0 +1,47 @@
+"""Replicas of the end of a journal: other nodes hold what the bucket does not have yet, and give it back when its writer has died.
+
+A tail is a part of the writer's local files.  It consists of segments: a snapshot and the records after it, one line each.  The
+module ``elastic/protocol/authority.py`` says what a keeper accepts of it, and which tail a new coordinator takes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from storage.journal.journal import Json, parse
+
+WRITER = "journal-"
+"""What the folder of a writer's local files is called, before its incarnation."""
+
+Segment = tuple[Json, list[Json]]
+"""A snapshot and the records after it."""
+
+
+def segments_of(tail: bytes) -> list[Segment]:
+    """Returns the segments of a tail.  Ignores a last line that was cut off."""
+    return [(snapshot, records) for snapshot, records in parse(tail[: tail.rfind(b"\n") + 1]) if records]
+
+
+Written = tuple[int, bytes]
+"""The incarnation that wrote a tail, and the tail."""
+
+
+def folder_of(folder: Path, incarnation: int) -> Path:
+    """Returns the folder in which a coordinator writes on its node, a file a segment."""
+    return folder / f"{WRITER}{incarnation:06d}"
+
+
+def local(folder: Path) -> list[Written]:
+    """Returns what all incarnations that wrote on this node have left here."""
+    writers = sorted(folder.glob(f"{WRITER}*"))
+    return [(int(each.name.removeprefix(WRITER)), b"".join(path.read_bytes() for path in sorted(each.glob("*.jsonl")))) for each in writers]
+
+
+def first_of(segments: list[Segment]) -> int:
+    """Returns the number of their first record."""
+    return int(segments[0][1][0]["n"])
+
+
+def last_of(segments: list[Segment]) -> int:
+    """Returns the number of their last record."""
+    return int(segments[-1][1][-1]["n"])

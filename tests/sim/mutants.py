@@ -1,4 +1,4 @@
-"""Copies of ``elastic.control``, or of the worker's side of the protocol, with one rule broken, to see that the simulator notices.
+"""Copies of ``elastic.control``, or of the rules of members and authority, with one rule broken, to see that the simulator notices.
 
 A mutant is a substitution in the source of one module.  The text must be there exactly once: when the product changes, the
 mutant must be thought about again, and until then its test fails.

@@ -137,7 +137,7 @@ def test_not_believing_the_copies_of_a_silent_world_is_noticed() -> None:
 
 def test_believing_copies_of_a_step_that_was_dropped_is_noticed() -> None:
     edit = Edit("stopping", "unreported=0 if survivors else plan.generation", "unreported=plan.generation")
-    assert "which was given up" in first_violation_of(Mutant("trustful", (edit,)).advance(), duel, range(745, 755))
+    assert "which was given up" in first_violation_of(Mutant("trustful", (edit,)).advance(), duel, range(36, 46))
 
 
 def test_mixing_versions_is_noticed() -> None:

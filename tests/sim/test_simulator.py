@@ -23,6 +23,7 @@ from elastic.sim.faults import Fault, Kind, Point, draw
 from elastic.sim.scenario import ROWS
 from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers
+from elastic.sim.worker import Phase
 from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, severed, storm, unshipped
 from tests.support.cells import cell, classes
@@ -223,8 +224,11 @@ def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monk
     """As the real worker does: there may have been no record of that generation.  It answers its fence once more, too."""
     said: list[Event] = []
     sim = Simulation(0, CALM, advance)
-    sim.run()
-    worker = min(sim.cluster.workers.values(), key=lambda each: each.name)
+    sim.coordinators.present.tick()
+    while not (busy := [each for each in sim.cluster.workers.values() if each.phase is Phase.COMPUTING and each.newest is not None]):
+        sim.clock.step()
+    sim.coordinators.present.alive = False  # and nobody follows it
+    worker = busy[0]
     for how in ("report", "post"):
         monkeypatch.setattr(worker, how, said.append)
     generation = worker.member.generation

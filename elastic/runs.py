@@ -19,13 +19,14 @@ from elastic.errors import JobError
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage
 from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.documents import digest_of, seal, unseal
 from storage.errors import Deposed, Exists, Missing
-from storage.journal import Journal, claim_owner, latest_claim, owners
-from storage.journal.replicas import Written, furthest
+from storage.journal import Journal, claim_owner, latest_claim, owners, replicas
+from storage.journal.replicas import Written
 from storage.objects import ObjectStore
 
 KEPT = 4
@@ -133,14 +134,13 @@ class Run:
         """
         claims = owners(self.store, self.job.name)
         ours = {number: NodeId(claim.get("node", "")) for number, claim in sorted(claims.items()) if claim.get("life") == life}
-        if ours:
-            self.is_latest(max(ours))
+        if ours and (latest := self.latest_claim()) > max(ours):
+            raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
         return ours
 
-    def is_latest(self, incarnation: int) -> None:
-        """Raises :class:`Deposed` if the run has been claimed after ``incarnation``."""
-        if (latest := latest_claim(self.store, self.job.name)) > incarnation:
-            raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
+    def latest_claim(self) -> int:
+        """Returns the highest incarnation that has claimed the run."""
+        return latest_claim(self.store, self.job.name)
 
     def owner(self) -> dict[str, Any] | None:
         """Returns the newest claim of the run, or None."""
@@ -176,7 +176,7 @@ class Run:
         last, newest = self._last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
             return Finished()
-        if last is None or last.incarnation < latest_claim(self.store, self.job.name):
+        if last is None or last.incarnation < self.latest_claim():
             return None
         return last.state if isinstance(last.state, TERMINAL) else None
 
@@ -197,7 +197,10 @@ class Run:
         """
         written = journal.newest(self.store, self.job.name)
         end, by = (written[1][-1]["n"] + 1, codec.fold(*written).incarnation) if written else (0, 0)
-        left = furthest(end, by, tails) or ([written] if written else [])
+        parsed = [(incarnation, replicas.segments_of(data)) for incarnation, data in tails if incarnation >= by]  # others are of no use
+        copies = [Found(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
+        found = furthest(end, by, copies)
+        left = found.records if found is not None else [written] if written else []
         return end, [codec.modern(*segment) for segment in left]
 
     def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:

@@ -185,10 +185,10 @@ class Run:
         return end, [codec.modern(*segment) for segment in left]
 
     def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:
-        """What a coordinator that died has left: the run as its journal says, and the journal to go on with.
+        """Returns what a coordinator that died has left: the run as its journal says, and the journal to go on with.
 
-        ``first``: the first incarnation of its life; ``tails``: of what the bucket does not have yet, see
-        :mod:`storage.journal.replicas`.  None when nothing was recorded in that life.
+        ``first`` is the first incarnation of its life; ``tails`` are what the bucket does not have yet, see
+        :mod:`storage.journal.replicas`.  Returns None when nothing was recorded in that life.
         """
         end, segments = self._left(tails)
         if not segments or codec.fold(*segments[-1]).incarnation < first:

@@ -1,9 +1,9 @@
-"""What happened and why, from the journal alone; and whether this version would decide the same.
+"""Replay: what happened and why, from the journal alone; and whether this version would decide the same.
 
-A journal is a row of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows each record: time, event,
-edge, actions, reason.  ``differences`` calls ``advance`` from what was known before each record, with the recorded time and rules: states
-and actions must be the same, so a kept journal is a regression test of every decision in it.  Sentences are compared only with what
-the same version and the same rules would say: another version may word them better.
+A journal is a row of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows of each record its time,
+event, edge, actions and reason.  ``differences`` calls ``advance`` from what was known before each record, with the recorded time and
+rules: states and actions must be the same, so a kept journal is a regression test of every decision in it.  Sentences are compared only
+where the same version and the same rules wrote them: another version may word them better.
 
 Beats, ticks, renewals and capacities are recorded only where something came of them; the next record says what they had changed by then.
 """
@@ -16,18 +16,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.control import codec
+from elastic.control.codec import Segment
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
 
 Json = Mapping[str, Any]
-Segment = tuple[Json, Sequence[Json]]
 
 SHOWN_MEMBERS = 8
+"""At most this many members are named in a line."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Record ``n`` has ``recorded`` where this version decides ``decided``.  ``what``: state, actions or reason."""
+    """Record ``n`` has ``recorded`` where this version decides ``decided``; ``what`` is state, actions or reason."""
 
     n: int
     what: str
@@ -42,7 +43,7 @@ class Difference:
 
 
 def tell(segments: Iterable[Segment]) -> Iterator[str]:
-    """A line a record; commits to which nothing else happened are one line."""
+    """Yields one line for each record; commits in a row, with which nothing else happened, share a line."""
     before, state, commits = 0.0, "", list[Json]()
     for snapshot, records in segments:
         snapshot, records = codec.modern(snapshot, records)
@@ -81,7 +82,7 @@ def _head(record: Json, before: float) -> str:
 
 
 def event_line(event: Json) -> str:
-    """What happened, without what it carries."""
+    """Returns what happened, without the data that the event carries."""
     told = {name: value for name, value in event.items() if name in ("worker", "node", "generation", "step", "cause", "reason", "why")}
     if "outcome" in event:
         told["step"] = event["outcome"]["step"]
@@ -94,7 +95,7 @@ def event_line(event: Json) -> str:
 
 
 def action_line(action: Json) -> str:
-    """What was to be done, to whom."""
+    """Returns what was to be done, and to whom."""
     match action["$"]:
         case "Form":
             plan = action["plan"]
@@ -129,7 +130,7 @@ def _short(value: Any) -> str:
 
 
 def differences(segments: Sequence[Segment], code: str, rules: Rules | None = None) -> Iterator[Difference]:
-    """Where this version, called ``code``, decides otherwise.  ``rules``: for segments that do not hold their own.
+    """Yields where this version, called ``code``, decides otherwise.  ``rules`` are for segments that do not hold their own.
 
     Raises :class:`ValueError` without any, :class:`~elastic.control.codec.UnknownFormat` for a journal that this version cannot read.
     """
@@ -160,7 +161,7 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, senten
 
 
 def _in_the_words_of(recorded: Any, ours: Any) -> Any:
-    """``ours`` without the fields that values did not have yet when ``recorded`` was written."""
+    """Returns ``ours`` without the fields that values did not have yet when ``recorded`` was written."""
     if isinstance(recorded, dict) and isinstance(ours, dict) and recorded.get("$") == ours.get("$"):
         return {name: _in_the_words_of(recorded[name], each) for name, each in ours.items() if name in recorded}
     if isinstance(recorded, list) and isinstance(ours, list) and len(recorded) == len(ours):

@@ -92,10 +92,11 @@ class View:
 @dataclass(frozen=True)
 class Lease:
     """Answer to a renewal.  ``recorded_step``: every commit up to it is in the journal, here and on a majority of the keepers; 0 where that
-    is not known of the generation that was asked about."""
+    is not known of the generation that was asked about.  ``incarnation``: whose answer it is."""
 
     granted: bool
     recorded_step: int
+    incarnation: int
 
 
 def signature(event: Event, error: Exception) -> str:
@@ -210,7 +211,7 @@ class Coordinator:
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
         safe = self.replicas.safe
-        return Lease(granted, safe.history.recorded_step if safe.generation == generation else 0)
+        return Lease(granted, safe.history.recorded_step if safe.generation == generation else 0, self.incarnation)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def tell(self, sentence: str) -> None:

@@ -184,10 +184,11 @@ class Coordinator:
         known = self.journal.run
         granted = worker.name in known.workers and known.grants_lease(generation) and self.journal.mandated()
         if granted:
+            self.sim.oracle.granted(worker, asked_at)
             self.receive(Renewed(worker.name, generation))
         safe = self.journal.safe
         recorded_step = safe.history.recorded_step if safe.generation == generation else 0
-        self._tell(worker, worker.answered, generation, asked_at, granted, recorded_step)
+        self._tell(worker, worker.renewed, generation, asked_at, granted, recorded_step)
 
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
         if not self.reaches(worker.node) or (self.cut and self.sim.rng.random() < 0.5):
@@ -273,7 +274,7 @@ class Coordinators:
 
     def _heard_by(self, worker: Worker) -> list[Coordinator]:
         """Whom the worker means: the one it has heard last, as long as that lives."""
-        known = [each for each in self.all[:-1] if each.acts and each.incarnation == worker.incarnation]
+        known = [each for each in self.all[:-1] if each.acts and each.incarnation == worker.member.incarnation]
         beside = [each for each in self.all[:-1] if each.acts and each.cut and worker.node in each.side]
         return known or beside or [self.present]
 

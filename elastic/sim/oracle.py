@@ -71,6 +71,8 @@ class Oracle:
         """(step, generation) of each commit that was reported at all, in time or not, be it to a coordinator that was followed."""
         self.answered_at: dict[int, int] = defaultdict(int)
         """By generation: the latest step that one who answered its fence had applied."""
+        self.leases: dict[WorkerId, float] = {}
+        """Until when each may apply at most, by its own clock."""
         self.went: set[int] = set()
         self.here: dict[int, set[WorkerId]] = defaultdict(set)
         """By generation: who said that its plan has arrived."""
@@ -90,11 +92,36 @@ class Oracle:
 
     # -- what workers do ------------------------------------------------------------------------------------------
 
-    def applying(self, worker: Worker, outcome: Outcome) -> None:
-        """``worker`` begins an update: same outcome and same base as everybody, and not committed after a newer world's commit."""
+    def granted(self, worker: Worker, asked_at: float) -> None:
+        """``worker`` may have a lease that counts from ``asked_at``, by its own clock."""
+        self.leases[worker.name] = max(self.leases.get(worker.name, 0.0), asked_at + self.sim.rules.lease_s)
+
+    def contributes(self, worker: Worker, step: int) -> None:
+        """``worker`` gives its part of ``step`` to the others: not once it has said what is prepared."""
+        if worker.world is not None and worker.answered >= worker.world.generation:
+            raise Violation(f"{worker.name} contributes to step {step} after it has answered its fence")
+
+    def forgets(self, worker: Worker, outcomes: tuple[Outcome, ...]) -> None:
+        """``worker`` has no evidence of these commits any more: somebody was told of them, and the last one is not among them."""
+        for each in outcomes:
+            what = f"{worker.name} forgets the commit of step {each.step} of generation {each.generation}"
+            if (each.step, each.generation) not in self.told:
+                raise Violation(f"{what}, which no coordinator was told of")
+            if (each.step, each.generation) == worker.newest:
+                raise Violation(f"{what}, the last it has applied")
+
+    def applying(self, worker: Worker, outcome: Outcome, settled: bool) -> None:
+        """``worker`` begins an update: same outcome and same base as everybody, and not committed after a newer world's commit.
+
+        Unless it is ``settled``, it is not fenced and has a lease.
+        """
         world, base = worker.world, worker.version
         assert world is not None
         step, generation = outcome.step, outcome.generation
+        if worker.answered > generation or (worker.answered == generation and not settled):
+            raise Violation(f"{worker.name} applies step {step} of generation {generation} after it has answered its fence")
+        if not settled and worker.now > self.leases[worker.name]:
+            raise Violation(f"{worker.name} applies step {step} of generation {generation} after its lease ran out")
         if outcome != world.outcomes.get(step):
             raise Violation(f"{worker.name} applies an outcome of step {step} that generation {generation} never had")
         expected = base_of(world.plan, step)
@@ -253,7 +280,7 @@ class Oracle:
         evidence = self.evidence[generation]
         top = max(evidence, default=0)
         workers = self.sim.cluster.workers
-        prepared = [m for m in settle.members if workers[m].alive and workers[m].prepared == top]
+        prepared = [m for m in settle.members if workers[m].alive and workers[m].member.prepared == top]
         if outcome is None and top and prepared:
             raise Violation(f"step {top} of generation {generation} is dropped in spite of evidence: {prepared} are prepared")
         if outcome is not None and evidence.get(outcome.step) != outcome:
@@ -263,7 +290,7 @@ class Oracle:
         if outcome is not None:  # perhaps nobody has begun the update yet, and yet it will be done
             self.parent[Version(top, generation)] = base_of(self.plans[generation], top)
         self.occasions["a step is applied after its world broke"] += outcome is not None
-        self.occasions["a prepared step is dropped"] += outcome is None and any(workers[m].prepared for m in settle.members)
+        self.occasions["a prepared step is dropped"] += outcome is None and any(workers[m].member.prepared for m in settle.members)
         self.settled.add(generation)
 
     def _all_out(self, plan: Plan, what: str) -> None:
@@ -299,8 +326,8 @@ class Oracle:
         if plan.generation not in self.went or max(self.evidence[plan.generation], default=plan.version.step) >= self.sim.rules.target_step:
             return
         members = [self.sim.cluster.workers[m] for m in plan.members]
-        out = any(not w.alive or w.fenced >= plan.generation for w in members)
-        over = all(w.lease_until <= self.sim.clock.now for w in members)
+        out = any(not w.alive or w.member.fenced >= plan.generation for w in members)
+        over = all(w.member.lease_until <= w.now for w in members)
         self.occasions["a silent world's leases are waited out"] += over and not out
         if not (out or over):
             raise Violation(f"generation {plan.generation} may still commit: nobody is out and a lease runs")

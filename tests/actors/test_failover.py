@@ -189,7 +189,10 @@ class Zombie(Killer):
         if not self.ends or view.incarnation != 2 or view.state != "Running":
             return False
         workers = [ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE) for worker in view.workers]
-        heard = [each.__ray_call__.options(concurrency_group="control").remote(lambda worker: worker.incarnation) for each in workers]
+        heard = [
+            each.__ray_call__.options(concurrency_group="control").remote(lambda worker: worker.apply_fence.member.incarnation)
+            for each in workers
+        ]
         if ray.get(heard) != [2, 2]:
             return False
         for order in (("fence", 1), ("settle", 1, None), ("exit",), ("pause", 1, True)):

@@ -1,12 +1,12 @@
-"""A green simulator proves nothing until mutants go red: each rule of the machine, broken, must be noticed.
+"""A green simulator proves nothing until mutants go red: each rule of the machine and of the member, broken, must be noticed.
 
-Each test breaks one rule in a copy of ``elastic.control``, runs seeds until a promise is broken, and says which one.  The
-unbroken machine passes the same seeds.
+Each test breaks one rule in a copy of ``elastic.control`` or of ``elastic/protocol/member.py``, runs seeds until a promise is broken,
+and says which one.  The unbroken rules pass the same seeds.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -16,9 +16,8 @@ from elastic.sim import Violation, simulate
 from elastic.sim.cluster import Node
 from elastic.sim.coordinators import Advance
 from elastic.sim.journals import Journal
-from elastic.sim.process import Process
 from elastic.sim.worker import Worker
-from tests.sim.mutants import Edit, Mutant
+from tests.sim.mutants import Edit, Mutant, mutant_member
 from tests.sim.scenarios import ALL, expelled, flapping
 
 SEEDS, FEW = range(230), range(125)
@@ -217,6 +216,7 @@ def test_not_hearing_whom_the_last_generation_left_out_is_noticed() -> None:
 
 
 FOLLOWED = "that was followed by another performs"
+MEMBER = "elastic.sim.worker.Member"
 
 
 def test_acting_on_what_nobody_else_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_keepers_that_take_records_of_an_older_incarnation_are_noticed(monkeypat
 
 def test_workers_that_obey_an_older_incarnation_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the keepers refuse to record is never ordered, which covers most of it; without both there are two deciders."""
-    monkeypatch.setattr(Process, "refuses", lambda *_: False)
+    monkeypatch.setattr(MEMBER, mutant_member(("        if incarnation < self.incarnation:\n            return False\n", "")))
     monkeypatch.setattr(Node, "heed", lambda *_: None)
     assert first_violation(advance, "interregnum")
 
@@ -259,14 +259,81 @@ def test_not_waiting_for_the_leases_of_an_unknown_world_is_noticed() -> None:
     assert "nobody is out and a lease runs" in killed_by("blind", edit, scenario="abandoned")
 
 
-def test_a_member_that_goes_on_after_its_fence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "_stopped", lambda worker, expected: worker.phase is not expected)
-    assert first_violation(advance, "drawn")
+# ---- the worker's side of the protocol
 
 
-def test_a_member_that_applies_without_a_lease_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "lease_until", property(lambda _: float("inf")))
-    assert "nobody is out and a lease runs" in first_violation(advance, "isolation")
+@dataclass(frozen=True)
+class Broken:
+    """One rule of ``Member`` broken.  ``notices``: what the simulator says in ``scenario``."""
+
+    name: str
+    old: str
+    new: str
+    notices: str
+    scenario: str = "drawn"
+
+
+DEFERRED = "or self.applying or self.leaving or older"
+MEMBERS = (
+    Broken("a fence in the midst of an update is answered at once", DEFERRED, "or self.leaving or older", "in the midst of an update"),
+    Broken(
+        "a fence is answered although the world before is still to be settled",
+        DEFERRED,
+        "or self.applying",
+        "after it has answered its fence",
+        "relapsing",
+    ),
+    Broken(
+        "a fenced member prepares",
+        '        if self.barred:\n            raise FencedOff(f"step',
+        '        if False:\n            raise FencedOff(f"step',
+        "after it has answered its fence",
+    ),
+    Broken("a fenced member applies", "if not settled and self.barred:", "if False:", "after it has answered its fence"),
+    Broken("a fenced member believes what it was sent", '        self.go_on("healed")\n', "", "steps on garbage"),
+    Broken("a fence bars nothing", "        self._bar(generation)\n        self._owed", "        self._owed", "may still commit"),
+    Broken("a lease is honoured too long", "now > self.lease_until:", "now > self.lease_until + 5.0:", "its lease ran out", "isolation"),
+    Broken("a lease has no end", "self.ready_at + self.lease_s\n", "float('inf')\n", "its lease ran out", "isolation"),
+    Broken("the newest commit is forgotten", "while len(self.outcomes) > 1 and", "while self.outcomes and", "the last it has applied"),
+    Broken(
+        "an acknowledgement of another generation forgets",
+        " and self.outcomes[0].generation <= generation:",
+        ":",
+        "which no coordinator was told of",
+        "laggard",
+    ),
+    Broken("a commit is not kept at all", "        self.outcomes.append(outcome)\n", "", "nobody told what step"),
+    Broken("an outcome is applied though not prepared", "and outcome.step == self.prepared and self.held", "and self.held", "applies step"),
+    Broken("a settlement is dropped", "return outcome if outcome is not None and", "return outcome if False and", "is said to hold"),
+    Broken(
+        "what a failed update has harmed is held",
+        "        self.held, self.applying, self.prepared, self._updated = {}, False, None, None\n",
+        "        self.held = dict([self._updated]) if self._updated else {}\n        self.applying, self.prepared = False, None\n",
+        "answers that it holds",
+    ),
+    Broken("older layouts are held after go", "        self.held = {newest: memory}\n", "", "answers that it holds"),
+    Broken("a plan is entered in the midst of another", "if plan is not self.waiting or self.inside:", "if False:", "has not left"),
+)
+
+
+@pytest.mark.parametrize("broken", MEMBERS, ids=lambda each: each.name.replace(" ", "-"))
+def test_a_member_that_breaks_a_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, broken: Broken) -> None:
+    monkeypatch.setattr(MEMBER, mutant_member((broken.old, broken.new)))
+    found = first_violation(advance, broken.scenario)
+    assert found and broken.notices in found
+
+
+def test_the_unbroken_copy_of_the_member_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: it is the edit that kills, not the copying."""
+    monkeypatch.setattr(MEMBER, mutant_member())
+    assert {first_violation(advance, scenario) for scenario in ("relapsing", "laggard")} == {""}
+
+
+def test_a_lease_that_counts_from_the_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may be long under way, or wait in a process that stood still."""
+    renewed = Worker.renewed
+    monkeypatch.setattr(Worker, "renewed", lambda worker, generation, _, *rest: renewed(worker, generation, worker.now, *rest))
+    assert "its lease ran out" in first_violation(advance, "isolation")
 
 
 EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.control import codec
+from elastic.control.codec import Segment
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
 
 Json = Mapping[str, Any]
-Segment = tuple[Json, Sequence[Json]]
 
 SHOWN_MEMBERS = 8
 """Largest number of members that a line names."""

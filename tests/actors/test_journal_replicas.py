@@ -155,7 +155,7 @@ def test_keepers_alone_are_not_enough_for_whom_neither_head_nor_bucket_has_answe
     with pytest.raises(Deposed):
         desk.decide()
     for incarnation, latest in ((1, False), (2, True)):
-        long_ago = Authority(incarnation, 600.0, time.monotonic() - 600.0, desk.known.keepers, desk.known)
+        long_ago = Authority(incarnation, 600.0, time.monotonic() - 600.0, desk.known.cluster.keepers, desk.known)
         replicas = JournalReplicas(long_ago, desk.run, desk.journal, desk.keepers)
         assert not replicas.holds
         replicas.ask_bucket()

@@ -1,7 +1,7 @@
-"""The digest of a copy: for each block of a tensor's bytes the sum of its 64-bit words, modulo 2^64, on whichever device the bytes are.
+"""Computes the digest of a copy: for each block of a tensor's bytes the sum of its 64-bit words, modulo 2^64.
 
-One pass at the speed of memory, so that it can be taken of every copy.  It is there to notice bytes that are torn, stale, bent or of
-another tensor, not to resist anybody.
+It runs on the device that has the bytes, in one pass at the speed of memory, so every copy can have one.  It detects bytes that are torn,
+stale, corrupted or of another tensor; it does not resist an attacker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WORD = 8
 
 
 def digests(data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """int64 [ceil(bytes / BLOCK)] of a contiguous tensor's bytes, in ``out`` if given; the last word is filled up with zeros."""
+    """Returns the digests of a contiguous tensor, int64 [ceil(bytes / BLOCK)], in ``out`` if given.  Zeros fill up the last word."""
     raw = data.reshape(-1).view(torch.uint8)
     whole, rest = divmod(raw.numel(), BLOCK)
     found = torch.empty(whole + bool(rest), dtype=torch.int64, device=data.device) if out is None else out

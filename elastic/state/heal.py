@@ -1,7 +1,7 @@
-"""Bring every slice of a new shard to the plan's version, from the nearest place that holds it.
+"""Brings every slice of a new shard to the plan's version, from the nearest place that holds it.
 
-Peers know from the same pure function who sends what to whom, so nothing is asked for: each pair exchanges all its slices, in few
-messages.  What a member holds already it copies from its own memory.
+All peers compute with the same pure function who sends what to whom, so there are no requests: each pair exchanges all its slices in few
+messages.  A member copies the slices that it already holds from its own memory.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from storage.checkpoints import Checkpoints
 from storage.slices import Slice, Tensor
 
 MESSAGE = 2**28
-"""Bytes of one message, which both sides stage on their device, beside the shard that is there and the one that is to be."""
+"""Largest size of a message in bytes; both sides stage it on their device, beside the old and the new shard."""
 
 
 def nothing() -> None:
-    """Nobody looks on."""
+    """Stands for a hook where none is wanted."""
 
 
 class Healing:
-    """Begins with what needs no group: the slices from keepers' copies are read on threads, while the members still find each other."""
+    """Heals one member's shard.  It begins without a group: threads read slices from keepers' copies while the members still connect."""
 
     def __init__(self, state: State, plan: Plan, worker: WorkerId, session: Session, leave_if_over: Callable[[], None] = nothing) -> None:
         """``leave_if_over()`` raises once the healing has become pointless."""
@@ -65,7 +65,10 @@ class Healing:
             return read(state.shard, state.tensors, self.plan, access, self.moves, streams, self.leave_if_over)
 
     def finish(self, there: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> None:
-        """Fill the rest of the shard.  ``there``: what this worker still has, any version, any layout.  ``hook`` is called half way."""
+        """Fills the rest of the shard.
+
+        ``there`` has the shards that this worker still holds, of any version and layout.  ``hook`` is called several times on the way.
+        """
         state, plan, counters = self.state, self.plan, self.session.counters
         if plan.tier == "init":
             initialise(state, hook)
@@ -80,7 +83,10 @@ class Healing:
 
 @torch.no_grad()
 def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
-    """World rank 0 runs ``init_weights`` and broadcasts, so that all begin alike whatever the user's initialisation draws on."""
+    """Initialises the state: world rank 0 runs ``init_weights`` and broadcasts the result.
+
+    So all members begin alike, whatever source of randomness the user's initialisation uses.
+    """
     sources: dict[str, torch.Tensor] = {}
     if state.world.rank == 0:
         torch.manual_seed(state.job.seed)
@@ -107,7 +113,7 @@ def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
 def from_members(
     state: State, plan: Plan, worker: WorkerId, there: list[Shard], todo: Sequence[Move], hook: Callable[[], None] = nothing
 ) -> int:
-    """Exchange with the other members what ``todo`` takes from live memory; returns the bytes received."""
+    """Exchanges with the other members the slices that ``todo`` takes from live memory; returns the bytes received."""
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     sources = [shard for shard in there if shard.version == plan.version]
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -127,7 +133,7 @@ def from_members(
 
 
 def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
-    """The memory of ``wanted`` in whichever of the shards contains it."""
+    """Returns the memory of ``wanted`` in the first of the shards that contains it."""
     for shard in sources:
         if place_of(tensor, shard.cell, wanted) is not None:
             return shard.part(tensor, wanted)
@@ -137,20 +143,26 @@ def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
 def _exchange(
     outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World, hook: Callable[[], None]
 ) -> int:
-    """Round by round, a message for each pair of members in each; both sides list the same slices in the same order."""
+    """Exchanges messages round by round, one for each pair of members in a round; returns the bytes received.
+
+    Both sides list the same slices in the same order.
+    """
     sends, receives = ({rank: _messages(parts) for rank, parts in side.items()} for side in (outgoing, incoming))
     rounds = max((len(messages) for messages in (*sends.values(), *receives.values())), default=1)
     received = 0
     for turn in range(rounds):
         if turn:
-            hook()  # whoever was fenced meanwhile, and perhaps aborted, launches nothing more
+            hook()  # a member that was fenced meanwhile, and perhaps aborted, must launch nothing more
         sending, receiving = ({rank: each[turn] for rank, each in side.items() if turn < len(each)} for side in (sends, receives))
         received += _exchange_at_once(sending, receiving, world, hook)
     return received
 
 
 def _messages(parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """``parts`` in their order, in messages of at most ``MESSAGE`` bytes (or one row); a function of shapes, which both sides know."""
+    """Returns ``parts``, in their order, as messages of at most ``MESSAGE`` bytes (or one row).
+
+    It depends on shapes alone, which both sides know.
+    """
     messages: list[list[torch.Tensor]] = []
     room = 0
     for part in parts:
@@ -177,7 +189,7 @@ def _exchange_at_once(
     for work in under_way:
         try:
             work.wait()
-        except RuntimeError as error:  # all that gloo says, and raised in this very frame: nobody could tell it from an error of ours
+        except RuntimeError as error:  # gloo raises only this, in this very frame: nothing else tells it from an error of ours
             raise WorldBroken(f"a member was lost while slices were exchanged: {error}") from error
     world.finish()  # copies to the host synchronise, and must not do so behind a peer that died
     for rank, buffer in receives.items():
@@ -193,7 +205,7 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequence[Slice], hook: Callable[[], None] = nothing) -> int:
-    """Read ``wanted`` parts of this member's shard from the checkpoint; returns the bytes read.  Raises ``Damaged`` naming the object."""
+    """Reads ``wanted`` parts of this member's shard from the checkpoint; returns the bytes read.  Raises ``Damaged`` naming the object."""
     by_name = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     reader = checkpoints.open(plan.version)
     stored = {(tensor.kind, tensor.name): tensor for tensor in reader.tensors()}
@@ -203,7 +215,7 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
             where = f"the checkpoint of {plan.version} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}"
             raise StateMissing(f"{where}: its code was changed; go on with that which the run began with, or begin one of another name")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it written to
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is never written to
         for part, raw in reader.read([part for part in wanted if part.count]):
             tensor = by_name[part.kind, part.name]
             value = torch.frombuffer(raw, dtype=DTYPES[tensor.dtype]).view(part.shape)

@@ -1,8 +1,8 @@
-"""The memory of one worker's copies: a few slots, each of which holds one version of its shard complete, or nothing.
+"""The memory of one worker's copies: a few slots, each of which holds one complete version of its shard, or nothing.
 
 It is an anonymous file (memfd) that the worker makes and its keeper opens too, as ``/proc/<pid>/fd/<n>``: the bytes outlive the worker, and
 nothing is left on the node when both are gone.  A slot is empty while it is written: its header is marked first and last.  Each block
-of a slot has a digest, so that bytes that a death has torn or memory has bent are never taken for state.
+of a slot has a digest, so that torn or corrupted bytes are never taken for state.
 
     header, a header for each slot | which tensors there are | digests of each slot | slots, page by page
 """
@@ -35,7 +35,7 @@ BLOCK = 2**18
 """Bytes that one digest covers."""
 WORD = 8
 CELL = tuple(f"cell{word}" for word in range(CELL_BYTES // WORD))
-"""The words in which a header has the text of a cell, filled up with zeros."""
+"""Names of the header words that hold the text of a cell, filled up with zeros."""
 HEADER = (
     "magic",
     "slots",
@@ -59,9 +59,9 @@ counts how often the worker has said what is to be sent; ``brought`` is the last
 begun; ``saves_over`` is the last of those that the keeper says is in the bucket or given up.  ``save_failed`` is 1 where the worker could
 not copy the newest save."""
 TAKEN = 2**26
-"""Bytes that are taken from the system at once: who maps or unmaps memory in this process waits meanwhile, 20 ms."""
+"""Bytes that are taken from the system at once; for these 20 ms no other thread of this process can map or unmap memory."""
 POPULATE_WRITE = 23
-"""For ``madvise``, Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
+"""Advice for ``madvise`` that takes memory for writing, since Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
 SLOT = ("complete", "step", "generation", "bytes", *CELL)
 
 _madvise = ctypes.CDLL(None).madvise
@@ -70,7 +70,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor's part of a shard lies in a slot, and which digests are its: one for every ``BLOCK`` bytes of it."""
+    """The place of a tensor's part of a shard in a slot, and the range of its digests: one for every ``BLOCK`` bytes of it."""
 
     offset: int
     bytes: int
@@ -83,7 +83,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Frame:
-    """How the part of the state that a cell names lies in a slot: the same for whoever works it out."""
+    """The arrangement of a cell's part of the state in a slot; every process computes the same."""
 
     places: dict[Tensor, Place]
     bytes: int
@@ -91,7 +91,7 @@ class Frame:
 
 
 def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
-    """Lay out what ``cell`` has of each tensor, as it lies in the member's memory, in the order of ``tensors`` and aligned."""
+    """Lays out the part of each tensor that ``cell`` has, as it lies in the member's memory, in the order of ``tensors`` and aligned."""
     places, end, blocks = {}, 0, 0
     for tensor in tensors:
         place = Place(end, sum(nbytes(tensor, box.slice) for box in held(tensor, cell).boxes), blocks)
@@ -102,9 +102,10 @@ def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
 
 
 class Region:
-    """One worker's slots.  Every word has one writer, so nothing is locked; a reader of a slot looks at its header before and after.
+    """Gives access to one worker's slots.
 
-    Several threads may work in it: memory and descriptor are freed with the last reference.
+    Every word has one writer, so nothing is locked; a reader of a slot reads its header before and after.  Several threads may use it:
+    memory and descriptor are freed with the last reference.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -163,7 +164,7 @@ class Region:
         return Copy(Version(step, generation), _cell(cell)) if step >= 0 else None
 
     def set_copy(self, field: str, copy: Copy | None) -> None:
-        """Sets one of :data:`COPIES`; the step last, because without it nobody takes the words for a copy."""
+        """Sets one of :data:`COPIES`.  It writes the step last, because readers ignore the other words until there is a step."""
         self[f"{field}_step"] = -1
         if copy is not None:
             for part, word in zip(CELL, _words(copy.cell), strict=True):
@@ -171,7 +172,7 @@ class Region:
             self[f"{field}_generation"], self[f"{field}_step"] = copy.version.generation, copy.version.step
 
     def send(self, copy: Copy | None) -> None:
-        """Asks the keeper to bring ``copy`` to its buddy, whatever it brought before."""
+        """Asks the keeper to bring ``copy`` to its buddy, even if it has brought that copy before."""
         self.set_copy("send", copy)
         self["asked"] += 1
 
@@ -192,16 +193,16 @@ class Region:
         return self._words[first : first + len(SLOT)]
 
     def held(self, slot: int) -> Copy | None:
-        """Returns what the slot holds complete."""
+        """Returns the complete copy in the slot, or None."""
         complete, step, generation, _, *cell = self.header(slot)
         return Copy(Version(step, generation), _cell(cell)) if complete else None
 
     def all_held(self) -> list[Copy | None]:
-        """Returns what each slot holds complete."""
+        """Returns the complete copy in each slot, or None for it."""
         return [self.held(slot) for slot in range(self.slots)]
 
     def find(self, copy: Copy) -> int | None:
-        """Returns the slot that holds ``copy`` complete."""
+        """Returns the slot that holds ``copy`` complete, or None."""
         return next((slot for slot, held in enumerate(self.all_held()) if held == copy), None)
 
     def filled(self, slot: int) -> int:
@@ -243,7 +244,7 @@ class Region:
 
 
 def _words(cell: Cell) -> tuple[int, ...]:
-    """The text of a cell as words of a header."""
+    """Returns the text of a cell as words of a header."""
     text = cell.encode().ljust(CELL_BYTES, b"\0")
     return tuple(int.from_bytes(text[at : at + WORD], "little", signed=True) for at in range(0, CELL_BYTES, WORD))
 

@@ -1,4 +1,4 @@
-"""A part of the state in this process's memory: what healing, copying and saving know of a model."""
+"""A part of the state in this process's memory.  Healing, copying and saving know nothing else of a model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Key = tuple[str, str]
-"""(kind, name) of a tensor."""
+"""Key of a tensor: (kind, name)."""
 
 
 @dataclass
 class Shard:
     """The part of the whole state that ``cell`` names, at ``version``, in this process's memory.
 
-    ``values`` has the memory of each tensor of which there is a part, of the shape and with the boxes that :func:`placement.held` gives.
+    ``values`` has the memory of each tensor that has a part in it; :func:`placement.held` gives its shape and its boxes.
     """
 
     version: Version
@@ -38,7 +38,7 @@ class Shard:
     values: dict[Key, torch.Tensor]
 
     def part(self, tensor: Tensor, wanted: Slice) -> torch.Tensor:
-        """Return the memory of ``wanted``.  Raises :class:`StateMissing` where no box of this shard contains all of it."""
+        """Returns the memory of ``wanted``.  Raises :class:`StateMissing` if no box of this shard contains all of it."""
         value = self.values[tensor.kind, tensor.name]
         place = place_of(tensor, self.cell, wanted)
         if place is None:
@@ -47,7 +47,7 @@ class Shard:
 
 
 def place_of(tensor: Tensor, cell: Cell, wanted: Slice) -> tuple[int, ...] | None:
-    """Return where ``wanted`` begins in the memory of a member in ``cell``; None where none of its boxes contains all of it."""
+    """Returns where ``wanted`` begins in the memory of a member in ``cell``; None if none of its boxes contains all of it."""
     for box in held(tensor, cell).boxes:
         if box.slice.intersect(wanted) == wanted:
             return tuple(at + start - first for at, start, first in zip(box.at, wanted.start, box.slice.start, strict=True))

@@ -34,22 +34,22 @@ from storage.slices import Tensor
 
 NEVER = -1
 PIECE = 2**28
-"""Bytes of a piece: at most two are launched and not done.  Each ends with a tensor."""
+"""Bytes after which a piece ends, rounded up to a tensor.  At most two pieces are in flight, so that an abort waits for little."""
 POLL_S = 0.005
-"""Seconds between two looks at what the keeper says of a save."""
+"""Seconds between two checks whether the keeper has finished a save."""
 
 Part = tuple[torch.Tensor, torch.Tensor, slice]
-"""Memory of a tensor, where it goes, which digests of the slot are its."""
+"""The memory of a tensor, its place in the slot, and the range of its digests among those of the slot."""
 Strike = Callable[[Plan, int, int], None]
-"""``strike(plan, world_rank, step)``: the copy of ``step``, which is a save, is under way; tests end the process here."""
+"""``strike(plan, world_rank, step)`` is called while the copy of ``step``, which is a save, is under way; tests end the process here."""
 
 
 def nothing(plan: Plan, world_rank: int, step: int) -> None:
-    """No test ends this process in a save."""
+    """Lets the save go on: no test ends this process."""
 
 
 class Snapshots:
-    """The copies of one worker, in all its worlds.  Only the training thread calls its methods."""
+    """Makes the copies of one worker, in all its worlds.  Only the training thread calls its methods."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Snapshots:
         patience_s: float = 0.0,
         strike: Strike = nothing,
     ) -> None:
-        """``patience_s``: a save that is due waits so long for the one before, once; after that steps go on, and the save is owed."""
+        """``patience_s`` limits how long a due save waits, once, for the previous save; after that, steps continue and the save is owed."""
         self.saves, self.patience_s, self.strike = saves, patience_s, strike
         self._rank = self._awaited = 0
-        """World rank in the present world; number of the newest save that was waited for."""
+        """``_rank`` is the world rank in the present world; ``_awaited`` is the number of the newest save that was waited for."""
         self._homeless: Shard | None = None
         """The shard that is copied as soon as a slot is free."""
         self.region, self.tensors, self.pace = region, tensors, Pace(rule)
@@ -73,7 +73,7 @@ class Snapshots:
         self.made: Version | None = None
         """The newest version of the present world whose copy was begun here.  It is complete once ``settle`` has returned."""
         self.buddied: Version | None = None
-        """The newest version of the present world that the keeper's buddy has, as the keeper says."""
+        """The newest version of the present world that the buddy has, according to the keeper."""
         self._frame = Frame({}, 0, 0)
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
@@ -101,7 +101,7 @@ class Snapshots:
         self._begin(shard)
 
     def committed(self, outcome: Outcome, shard: Shard | None) -> None:
-        """Takes note that a step was applied, and begins the copy that is due now.  Without ``shard`` nothing may be copied."""
+        """Records that a step was applied, and begins the copy that is due now.  If ``shard`` is None, nothing is copied."""
         if self.copies is None:
             return
         now = time.monotonic()
@@ -148,7 +148,7 @@ class Snapshots:
             self.copies = replace(self.copies, saving=(self.copies.begun,))
             self._begin(shard)
         if self.copies is not None and self.copies.begun in self.copies.saving:
-            self._wait()  # no step comes any more that would find out that it failed
+            self._wait()  # no later step would find out that it failed
 
     def _copy(self, slot: int, copy: Copy, shard: Shard, saves: bool) -> None:
         """Makes the copy, on the thread."""
@@ -159,10 +159,10 @@ class Snapshots:
         self._took_s = time.monotonic() - began
 
     def _parts(self, slot: int, shard: Shard, saves: bool) -> Iterator[Part]:
-        """Yields what is to be copied of ``shard``, and where it goes in ``slot``."""
+        """Yields the parts of ``shard`` that are to be copied, and their places in ``slot``."""
         data = self.region.data_at(slot)
         for tensor, place in self._frame.places.items():
-            if not place.bytes:  # this member has nothing of it, perhaps not even a tensor
+            if not place.bytes:  # this member has no part of it, perhaps not even a tensor
                 continue
             if saves and self.copies is not None:
                 self.strike(self.copies.plan, self._rank, shard.version.step)
@@ -171,7 +171,7 @@ class Snapshots:
             yield value, room, slice(place.first_block, place.first_block + place.blocks)
 
     def _wait(self) -> None:
-        """Returns once the copy under way has ended.  One that fails is made once more: without it nothing is copied in this world."""
+        """Returns once the copy under way has ended.  A copy that fails is made once more: without it nothing is copied in this world."""
         if self._under_way is None:
             return
         (future, again), self._under_way = self._under_way, None
@@ -185,7 +185,7 @@ class Snapshots:
             self.region["save_failed"] = 1
 
     def _patiently(self) -> bool:
-        """Returns whether the save before is over, for which it waits a while, but only once a save."""
+        """Returns whether the previous save is over.  It waits up to ``patience_s`` for that, but only once for each save."""
         until = time.monotonic() + (self.patience_s if self._awaited < self.region["saves"] else 0.0)
         while self.region.saving and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -193,9 +193,9 @@ class Snapshots:
         return not self.region.saving
 
     def settle(self) -> Copied:
-        """Returns what this member says of its copies, once the one under way has ended."""
+        """Waits for the copy under way, and returns what this member reports about its copies in the commit."""
         if self._under_way is not None and not self._under_way[0].done():
-            self._way.computed()  # as long as the device computes, the copy holds up nobody
+            self._way.computed()  # while the device still computes, the copy delays nothing
             began = time.monotonic()
             self._wait()
             self._held_up_s += time.monotonic() - began
@@ -229,13 +229,13 @@ class _Plain:
         self.region, self.slots = region, region.slots
 
     def ready(self) -> None:
-        """At once."""
+        """Returns at once: copies always run at full speed here."""
 
     def pin(self, slots: int) -> None:
-        """There is nothing to pin for."""
+        """Pins nothing: copies from host memory need no pinned memory."""
 
     def computed(self) -> None:
-        """At once."""
+        """Returns at once: no device has work left."""
 
     def fill(self, slot: int, parts: Iterable[Part]) -> None:
         """Copies all parts and takes their digests."""
@@ -253,7 +253,7 @@ class _Pinned:
         self._sums = torch.zeros(region.slot_blocks, dtype=torch.int64, device=device)
         self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
         self.slots = 0
-        """Those that are pinned, or will be soon: the others are not used."""
+        """Number of slots that are pinned or will be soon; the others are not used."""
         self._pinning = threading.Thread()
         self.pin(min(slots_for(1, 0), region.slots))
 
@@ -261,19 +261,19 @@ class _Pinned:
         self._pinning.join()
 
     def pin(self, slots: int) -> None:
-        """So many slots, in the background: once, for a system finds four gigabytes of new memory a second."""
+        """Pins the first ``slots`` slots on a thread, each of them once: a system provides only four gigabytes of new memory a second."""
         if slots > self.slots:
             self._pinning = threading.Thread(target=self._pin, args=(self.slots, slots), name="pin", daemon=True)
             self.slots = slots
             self._pinning.start()
 
     def _pin(self, first: int, last: int) -> None:
-        """Headers and digests with the first slot.  Copies to memory that is not pinned are slow."""
+        """Pins slots ``first`` to ``last - 1``, because copies to unpinned memory are slow; slot 0 includes headers and digests."""
         began, region = time.monotonic(), self.region
         start = region.data_at(first) if first else 0
         for slot in range(first, last):
             end = region.data_at(slot) + region.slot_bytes
-            region.take(start, end)  # who launches a kernel waits while memory is being pinned: 24 ms a GiB, ten times that if it is new
+            region.take(start, end)  # kernel launches wait while memory is pinned: 24 ms a GiB, ten times that if the memory is new
             place = self.memory[start:end].data_ptr()
             code = torch.cuda.cudart().cudaHostRegister(place, end - start, 0)
             if int(code):
@@ -287,11 +287,11 @@ class _Pinned:
         print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 
     def computed(self) -> None:
-        """Wait for all that the present stream has to do."""
+        """Waits for all work on the present stream."""
         finish()
 
     def fill(self, slot: int, parts: Iterable[Part]) -> None:
-        """As ``_Plain``: nothing is under way any more when it ends, however it does."""
+        """Copies all parts and takes their digests.  Nothing is in flight when it returns or raises."""
         sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
         size, ours = 0, list[Part]()
         with torch.cuda.stream(self._stream):
@@ -314,7 +314,7 @@ class _Pinned:
             digests(value, sums[blocks])
 
     def _piece(self) -> None:
-        """Of two that are launched the first is waited for."""
+        """Ends a piece, and waits for the piece before it."""
         self._before, self._last = self._last, self._before
         self._last.record()
         self._before.synchronize()

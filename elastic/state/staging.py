@@ -1,8 +1,8 @@
-"""Bytes of host memory into a shard, each block's digest taken where it arrives.
+"""Brings bytes of host memory into a shard, and takes the digest of each block where it arrives.
 
-A device takes what is not pinned at a third of the speed at which it could: so that is copied to stages of pinned memory, from where it
-goes on a stream of its own.  Several at once, since a thread alone maps and copies another process's memory at 6 GB/s.  What is pinned
-already goes straight; what comes over a wire is received where it is pinned.
+Copies from unpinned memory to a device reach a third of the possible speed.  So unpinned bytes are first copied to stages of pinned memory,
+and go on from there on a stream of their own.  Several stages are filled at once, since a single thread maps and copies another process's
+memory at 6 GB/s only.  Bytes that are already pinned skip the stages; bytes from a wire are received straight into a stage.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from elastic.state.wire import Wire
 from storage.background import begin
 
 STAGE = 2**24
-"""Bytes of one piece."""
+"""Bytes of one piece, and of the stage that holds it."""
 STAGES = 8
-"""How many of a lane are copied to, or on their way to the device, at once."""
+"""Number of stages of one staging stream: so many pieces are being filled or are on their way to the device at once."""
 STREAMS = 2
-"""Of one worker: what is pinned comes at the speed of the bus while other memory is still being staged or sent."""
+"""Number of staging streams of one worker: with two, pinned memory arrives at bus speed while other memory is being staged or received."""
 
 
 @dataclass(frozen=True)
 class Coming:
-    """So many bytes, the next ones on ``wire``.  Memory that is used again and again takes them: new memory costs more than they do."""
+    """The next ``bytes`` bytes on ``wire``.  They go into memory that is reused, because new memory costs more than receiving them."""
 
     wire: Wire
     bytes: int
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:
-        """Receive them at the beginning of ``memory`` (uint8, on the host), which is returned."""
+        """Receives the bytes into the beginning of ``memory`` (uint8, on the host), and returns that part of it."""
         here = memory[: self.bytes]
         self.wire.receive_into(memoryview(here.numpy()))  # type: ignore[arg-type]
         return here
@@ -44,20 +44,20 @@ class Coming:
 
 @dataclass(frozen=True)
 class Piece:
-    """``raw``, whole blocks on the host, of which ``room`` (uint8, flat) gets what comes after the first ``skip`` bytes."""
+    """Whole blocks on the host, ``raw``, and the memory that gets their bytes from ``skip`` on: ``room`` (uint8, flat)."""
 
     room: torch.Tensor
     raw: torch.Tensor | Coming
     skip: int
 
     def land(self, here: torch.Tensor) -> torch.Tensor:
-        """``here``: ``raw``, where ``room`` is.  Returns its digests."""
+        """Fills ``room`` from ``here``, which is ``raw`` on the device of ``room``, and returns the digests of ``here``."""
         self.room.copy_(here[self.skip : self.skip + len(self.room)])
         return digests(here)
 
 
 class _Stage:
-    """A piece of pinned memory, and when what it holds is on the device."""
+    """A piece of pinned memory, and an event that says when its content is on the device."""
 
     def __init__(self) -> None:
         self.memory, self.gone = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
@@ -67,16 +67,19 @@ class _Stage:
         return raw.into(self.memory) if isinstance(raw, Coming) else self.memory[: len(raw)].copy_(raw)
 
     def pass_by(self, raw: torch.Tensor) -> torch.Tensor:
-        """It is pinned already, and only waits for its turn."""
+        """Returns ``raw``, which is pinned already, once the stage is free: that keeps its turn."""
         self.gone.synchronize()
         return raw
 
 
 class StagingStream(AbstractContextManager["StagingStream"]):
-    """For one thread.  It begins after all that the present stream has to do: the memory that it fills may be in use until then."""
+    """Sends pieces to the device, for one thread.
+
+    It begins after all work on the present stream, which may use the memory that it fills until then.
+    """
 
     def __init__(self, device: torch.device, number: int = 0) -> None:
-        """``number``: of those that this worker has open at the same time."""
+        """``number`` tells apart the staging streams that this worker has open at the same time."""
         self.device, self._stream = device, None
         self._host = torch.empty(STAGE, dtype=torch.uint8)
         self._waiting: deque[tuple[Piece, _Stage, Callable[[], torch.Tensor]]] = deque()
@@ -88,7 +91,7 @@ class StagingStream(AbstractContextManager["StagingStream"]):
 
     @torch.no_grad()
     def send(self, piece: Piece) -> None:
-        """Begin with ``piece``; it is there once ``arrived`` was called."""
+        """Begins to send ``piece``; it has arrived once ``arrived`` was called."""
         raw = piece.raw
         if self._stream is None or not piece.room.is_cuda:
             self._launch(0)  # digests are in the order of the pieces
@@ -97,16 +100,16 @@ class StagingStream(AbstractContextManager["StagingStream"]):
         stage = self._stages[0]
         self._stages.rotate(-1)
         if isinstance(raw, Coming):
-            here = stage.take(raw)  # now: what is asked of the wire next comes after it
+            here = stage.take(raw)  # received now, because later reads of the wire come after it
             self._waiting.append((piece, stage, lambda: here))
             self._launch(0)
             return
         ready = partial(stage.pass_by, raw) if raw.is_pinned() else begin(partial(stage.take, raw), "lane").result
         self._waiting.append((piece, stage, ready))
-        self._launch(STAGES - 1)  # what the next stage held last is among them
+        self._launch(STAGES - 1)  # the piece that the next stage held last is then among those launched
 
     def _launch(self, left: int) -> None:
-        """Send on to the device, in order, until only ``left`` pieces wait for being staged."""
+        """Sends pieces on to the device, in order, until only ``left`` of them still wait."""
         while len(self._waiting) > left:
             piece, stage, ready = self._waiting.popleft()
             here = ready()
@@ -116,7 +119,7 @@ class StagingStream(AbstractContextManager["StagingStream"]):
 
     @torch.no_grad()
     def arrived(self) -> torch.Tensor:
-        """Wait for all that was sent; the digests, in its order, on the host."""
+        """Waits for all pieces that were sent; returns their digests in the same order, on the host."""
         self._launch(0)
         sums, self._sums = self._sums, []
         if self._stream is not None:
@@ -128,4 +131,4 @@ class StagingStream(AbstractContextManager["StagingStream"]):
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:
-            self._stream.synchronize()  # nothing arrives in memory that somebody else may have by then
+            self._stream.synchronize()  # or bytes could arrive in memory that has another use by then

@@ -3,9 +3,9 @@
     uploader BUCKET RUN      a line of JSON on stdin for each part to write or to give up, one on stdout for each that has ended
 
 It is a process of its own so that hashing and sending never hold up the keeper's beats.  It maps the memory that the keeper has open, so
-no byte is copied, and a worker that dies does not matter.  Each block of a slot must have the digest that it got on the worker's device:
-that is checked after the hashes of the file were taken and before its first byte goes out, so a file whose hashes are right by themselves
-never holds what memory has bent.  When the keeper ends, so does this process: nobody waits for its word any more.
+no byte is copied, and a worker that dies does not matter.  Each block of a slot must have the digest that it got on the worker's device.
+That is checked after the hashes of the file were taken and before its first byte goes out, so a file with right hashes never holds bytes
+that memory has corrupted.  When the keeper ends, so does this process, because nobody waits for its reports any more.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class Part:
 
 
 class GivenUp(Exception):
-    """Nobody wants this part any more."""
+    """The keeper has given up this part."""
 
 
 def name_of(layout: Layout, rank: int) -> str:
-    """Returns what the file of that member is called, without its ending."""
+    """Returns the name of that member's file, without its ending."""
     return f"shard-{rank:05d}-of-{layout.world:05d}"
 
 
 def upload(checkpoints: Checkpoints, region: Region, part: Part, given_up: Callable[[], bool] = lambda: False) -> ShardReceipt:
     """Writes ``part`` from its slot in ``region`` and returns the receipt.
 
-    Raises :class:`StateMissing` where the slot does not hold the copy, or holds it bent; :class:`GivenUp`; :class:`StorageError`.
+    Raises :class:`StateMissing` if the slot does not hold the copy, or holds it corrupted; :class:`GivenUp`; :class:`StorageError`.
     """
     copy, tensors = Copy(part.version, cell_of(part.layout, part.rank)), region.tensors()
     slot, lies = region.find(copy), frame(tensors, copy.cell)
@@ -123,7 +123,7 @@ def _sums(data: memoryview, place: Place) -> np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Uploader:
-    """The process: reads what is to be done, writes several parts at once, and says what became of each."""
+    """Runs the process: reads requests, writes several parts at once, and reports the result of each."""
 
     def __init__(self, checkpoints: Checkpoints, out: TextIO) -> None:
         self.checkpoints, self.out = checkpoints, out
@@ -131,7 +131,7 @@ class Uploader:
         self._one_says = threading.Lock()
 
     def serve(self, lines: TextIO) -> None:
-        """Until the other end of ``lines`` is closed; whatever is under way then is left as it is."""
+        """Serves requests until the other end of ``lines`` is closed; uploads that are under way then are abandoned."""
         pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="upload")
         for line in lines:
             value = json.loads(line)
@@ -148,7 +148,7 @@ class Uploader:
             self._say(part.number, failed="it was given up")
         except (StateMissing, StorageError, OSError) as error:
             self._say(part.number, failed=str(error))
-        except Exception as error:  # the end of a thread: the keeper waits for what becomes of the part
+        except Exception as error:  # the boundary of a thread: the keeper waits for a report of the part
             self._say(part.number, failed=f"{type(error).__name__}: {error}")
         else:
             self._say(part.number, receipt=receipt.to_json())

@@ -1,7 +1,7 @@
-"""A keeper's saves: which copies of its node's workers go to the bucket, and what has become of them.
+"""Uploads a keeper's saves: picks the copies of its node's workers that go to the bucket, and reports the results.
 
-The coordinator says which saves are on their way; all others are over.  A thread looks which of their copies have become complete, hands
-them to the uploader process (``state/uploader.py``) and reports what that says.  A part fails once its copy can never be complete: its
+The coordinator says which saves are under way; all others are over.  A thread looks for copies of them that have become complete, hands
+them to the uploader process (``state/uploader.py``) and reports its results.  A part fails once its copy can never be complete: its
 worker has ended, or is in a later world, without it.  An uploader that dies is followed by another, which begins the part again: what it
 writes is created, never replaced, so twice is as good as once.
 """
@@ -30,9 +30,9 @@ from storage.checkpoints import ShardReceipt
 
 POLL_S = 0.02
 UNKNOWN_S = 10.0
-"""How long a part waits for its worker's memory to be opened here: a keeper that has just come up does not know its workers yet."""
+"""Seconds that a part waits until its worker's memory is opened here: a keeper that has just started does not know its workers yet."""
 ATTEMPTS = 3
-"""Uploaders that may die of one part before it is given up."""
+"""Number of uploaders that may die while they write a part before that part fails."""
 
 Tell = Callable[[Save, ShardSaved | SaveFailed, ShardReceipt | None], None]
 """Reports to the coordinator what became of one worker's part of a save."""
@@ -40,9 +40,9 @@ Tell = Callable[[Save, ShardSaved | SaveFailed, ShardReceipt | None], None]
 
 @dataclass(eq=False)
 class Task:
-    """One worker's part of a save.  ``number``: of what the uploader was told of it, 0 while it has not got it.
+    """One worker's part of a save.  ``number`` is that of the request to the uploader; 0 means that it has none yet.
 
-    ``region`` is kept from the moment that the uploader has it, whatever becomes of its worker.
+    ``region`` is kept from that request on, even if its worker ends.
     """
 
     save: Save
@@ -60,9 +60,9 @@ class Task:
 
 @dataclass
 class Told:
-    """What the coordinator said last: the saves on their way, and how far it knew the run.
+    """The newest list from the coordinator: the saves under way, and the version of the run that it knew then.
 
-    ``number`` grows with its incarnation and with each time that it says so: calls may overtake each other.
+    ``number`` grows with the coordinator's incarnation and with each of its calls, because calls may overtake each other.
     """
 
     number: tuple[int, int] = (0, 0)
@@ -78,7 +78,7 @@ class Told:
 
 
 class Uploads:
-    """The uploads of one keeper.  ``command`` starts its uploader; ``say`` tells what somebody should know of."""
+    """Runs the uploads of one keeper.  ``command`` starts its uploader; ``say`` receives sentences for the keeper's log."""
 
     def __init__(self, store: KeeperStore, command: Sequence[str], tell: Tell, say: Callable[[str], None] = print) -> None:
         self.store, self.command, self.tell, self.say = store, command, tell, say
@@ -92,9 +92,9 @@ class Uploads:
         threading.Thread(target=self._run, name="uploads", daemon=True).start()
 
     def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
-        """Takes ``saves`` for all that are on their way; any other that began by ``version`` of ``generation`` is over.
+        """Takes ``saves`` for all saves under way; any other that had begun by ``version`` of ``generation`` is over.
 
-        What is known of their parts already is reported again, since the coordinator may be another one.
+        Results that are already known are reported again, since the coordinator may be a new one.
         """
         with self._lock:
             if number <= self._told.number:
@@ -118,7 +118,7 @@ class Uploads:
             if self._process is None and not self._closed.is_set():
                 try:
                     self._process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-                except OSError as error:  # no memory for another process, say: its parts wait
+                except OSError as error:  # no memory for another process, for example: its parts wait
                     return self.say(f"no uploader can be started: {error}")
                 self._listener = threading.Thread(target=self._listen, args=(self._process,), name="uploader", daemon=True)
                 self._listener.start()
@@ -141,7 +141,7 @@ class Uploads:
             for task, why in failed:
                 self._fail(task, why)
             for worker, region in self.store.regions():
-                number, save = region["saves"], region.copy("save")  # in this order: the worker counts a save after it has named it
+                number, save = region["saves"], region.copy("save")  # in this order: the worker first names a save, then counts it
                 if save is not None and region["saves_over"] != number and told.is_over(worker, save.version):
                     region["saves_over"] = number
             self._forget_the_dead()
@@ -149,7 +149,7 @@ class Uploads:
     def _look(self, task: Task) -> str:
         """Hands the task to the uploader if its copy is complete.  Returns why that will never be, or ""."""
         copy = Copy(task.save.version, cell_of(task.save.layout, task.rank))
-        region, ended = self.store.region(task.worker)  # in this order: what was complete when it ended is seen to be
+        region, ended = self.store.region(task.worker)  # before ``find``, so that a copy which was complete when its worker ended is seen
         region = task.region or region
         if region is None:
             return "its keeper has not opened its memory" if time.monotonic() - task.since > UNKNOWN_S else ""
@@ -181,7 +181,7 @@ class Uploads:
         try:
             process.stdin.write(f"{line}\n")
             process.stdin.flush()
-        except (OSError, ValueError):  # it has died: who listens to it begins all of its parts again
+        except (OSError, ValueError):  # it has died: the thread that listens to it begins all of its parts again
             return
 
     def _give_up(self, task: Task) -> None:
@@ -197,7 +197,7 @@ class Uploads:
         self.tell(task.save, event, receipt)
 
     def _forget_the_dead(self) -> None:
-        """Frees what dead workers have left where only saves are copied: nobody else says when, and here it is once the save is over."""
+        """Frees the regions of dead workers once their save is over, where only saves are copied: nothing else frees them there."""
         for worker, region in self.store.regions():
             if region.slots == slots_for(0, 0) and not region.saving and self.store.region(worker)[1]:
                 self.store.forget(worker)
@@ -219,7 +219,7 @@ class Uploads:
                 self._tell(task, ShardSaved(task.worker, task.save.version, task.save.by), receipt)
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # what it did not read any more
+            with contextlib.suppress(OSError):  # a line that it never read cannot be flushed
                 assert pipe is not None
                 pipe.close()
         if not self._closed.is_set():

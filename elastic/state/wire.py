@@ -1,7 +1,7 @@
-"""Direct sockets between the processes of one run: who does not know the run's secret is told nothing.
+"""Direct sockets between the processes of one run; a process that does not know the run's secret learns nothing.
 
-Both sides prove that they know it (HMAC-SHA256 over both sides' nonces, RFC 2104) before anything else is said; the secret itself never
-travels.  Then messages: the length of a JSON head, the head, and as many bytes after it as both know there must be.
+Both sides first prove that they know the secret (HMAC-SHA256 over both sides' nonces, RFC 2104); the secret itself never travels.  Then
+they exchange messages: the length of a JSON head, the head, and after it as many bytes as both sides expect.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from elastic.errors import WireError
 
 NONCE = 32
 SILENCE_S = 10.0
-"""No byte for so long: the other side is dead, or as good as that."""
+"""Seconds without a byte after which the other side counts as dead."""
 RETRY_S = 0.1
 HEAD_LIMIT = 2**26
 LENGTH = struct.Struct("<I")
 
 Serve = Callable[["Wire", dict[str, Any]], None]
-"""Answers one request on its wire."""
+"""A function that answers one request on its wire."""
 
 
 class Wire:
-    """One connection, proven.  Not for several threads."""
+    """One proven connection, for one thread at a time."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -40,7 +40,7 @@ class Wire:
 
     @classmethod
     def connect(cls, address: str, secret: bytes) -> Wire:
-        """To the :class:`Listener` at "host:port".  Raises :class:`WireError`."""
+        """Connects to the :class:`Listener` at "host:port".  Raises :class:`WireError`."""
         host, _, port = address.rpartition(":")
         try:
             connection = socket.create_connection((host, int(port)), timeout=SILENCE_S)
@@ -61,7 +61,7 @@ class Wire:
 
     @classmethod
     def accept(cls, connection: socket.socket, secret: bytes) -> Wire:
-        """Raises :class:`WireError` for a stranger."""
+        """Returns the wire of an accepted connection.  Raises :class:`WireError` if the other side does not know the secret."""
         wire, ours = cls(connection), secrets.token_bytes(NONCE)
         wire.send_raw([ours])
         theirs = bytes(wire.receive(NONCE))
@@ -78,13 +78,13 @@ class Wire:
         try:
             for part in parts:
                 left = memoryview(part).cast("B")
-                while left:  # the timeout of ``sendall`` would be for all of it, however large, and not for silence
+                while left:  # not ``sendall``: its timeout limits the whole transfer, not a silence
                     left = left[self._socket.send(left) :]
         except OSError as error:
             raise WireError(f"the other side is gone: {error}") from error
 
     def head(self) -> dict[str, Any]:
-        """The next message, without the bytes that follow it.  Whatever else comes raises :class:`WireError`, as the end does."""
+        """Returns the head of the next message.  Raises :class:`WireError` if there is none, or if the connection has ended."""
         (length,) = LENGTH.unpack(self.receive(LENGTH.size))
         if length > HEAD_LIMIT:
             raise WireError(f"a head of {length} bytes")
@@ -100,7 +100,7 @@ class Wire:
         return data
 
     def receive_into(self, data: memoryview) -> None:
-        """Exactly as many bytes as ``data`` has."""
+        """Receives exactly as many bytes as ``data`` has."""
         done = 0
         try:
             while done < len(data):
@@ -116,10 +116,10 @@ class Wire:
 
 
 class Listener:
-    """Answers proven requests, each connection on a thread of its own, until it is closed."""
+    """Answers the requests of proven connections, each on a thread of its own, until it is closed."""
 
     def __init__(self, host: str, secret: bytes, serve: Serve, say: Callable[[str], None] = print) -> None:
-        """``say``: that a stranger was refused."""
+        """``say`` receives a sentence for each connection that is refused."""
         self._secret, self._serve, self._say, self._closed = secret, serve, say, threading.Event()
         self._socket = socket.create_server((host, 0))
         self.address = f"{host}:{self._socket.getsockname()[1]}"
@@ -135,7 +135,7 @@ class Listener:
         while True:
             try:
                 connection, (peer, *_) = self._socket.accept()
-            except OSError:  # it was closed; or no descriptor was left, say, and others end
+            except OSError:  # it was closed; or no descriptor was left, for example, and some become free later
                 if self._closed.wait(RETRY_S):
                     return
                 continue
@@ -151,13 +151,13 @@ class Listener:
             try:
                 while True:
                     self._serve(wire, wire.head())
-            except (WireError, OSError):  # the end of the conversation, or no memory for what is to be kept
+            except (WireError, OSError):  # the other side hung up, or there is no memory for the copy that it brings
                 return
 
     def close(self) -> None:
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread in ``accept`` would stay there
+            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would stay in ``accept``
         self._socket.close()
 
 

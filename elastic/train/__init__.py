@@ -1,1 +1,1 @@
-"""The worker's own program: state, one step, the loop that lives through worlds, healing, saving.  No Ray."""
+"""The worker's own program: its state, one step, and the loop that lives through worlds.  It does not use Ray."""

@@ -1,7 +1,7 @@
 """Progress counters of one worker in shared memory: read by its keeper while the worker is busy, stuck or dead.
 
-A file of 64-bit integers in ``/dev/shm``; one writer.  Reading needs nothing of the worker, so a held GIL hides nothing, and what a
-killed worker had done can still be counted.
+They are a file of 64-bit integers in ``/dev/shm`` with one writer.  A reader needs no help from the worker, so a held GIL hides nothing,
+and the work of a killed worker can still be counted.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ FIELDS = (
     "stepping_since_ns",
     "copies",
 )
-"""``step``, ``microbatch``, ``collective``: last completed; ``operation``: what the worker is at, a number in :data:`OPERATIONS`;
-``microbatches_run``: since the process began, idle rounds not counted; ``stepping_since_ns``: wall clock when the generation's
-first microbatch began to be computed, 0 before; ``copies``: the descriptor of its region of host copies, 0 for none."""
+"""``step``, ``microbatch`` and ``collective`` are the last completed ones.  ``operation`` is the worker's present one, an index into
+:data:`OPERATIONS`.  ``microbatches_run`` counts since the process began, without idle rounds.  ``stepping_since_ns`` is the wall clock at
+which computing of the generation's first microbatch began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies,
+0 for none."""
 BYTES = 8 * len(FIELDS)
 OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates")
 FOLDER = Path("/dev/shm")
 
 
 def segment(run: str, worker: str) -> Path:
-    """Where the counters of ``worker`` are, on its node."""
+    """Returns the path of the counters of ``worker`` on its node."""
     return FOLDER / f"elastic-{run}-{worker}"
 
 
 class Counters:
-    """``counters["step"] += 1``.  ``create`` in the worker, ``open`` anywhere on its node."""
+    """Reads and writes counters: ``counters["step"] += 1``.  The worker creates them; any process on its node may open them."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         flags = os.O_RDWR | os.O_CREAT if create else os.O_RDWR
         descriptor = os.open(path, flags, 0o600)
         try:
             if create:
-                os.posix_fallocate(descriptor, 0, BYTES)  # where there is no room this fails, and not the first write, by SIGBUS
+                os.posix_fallocate(descriptor, 0, BYTES)  # without room this call fails, instead of the first write by SIGBUS
             self._memory = mmap.mmap(descriptor, BYTES)
         finally:
             os.close(descriptor)
@@ -59,7 +60,7 @@ class Counters:
         self._view[FIELDS.index(field)] = value
 
     def at(self, operation: str) -> None:
-        """From now on."""
+        """Sets the worker's present operation."""
         self["operation"] = OPERATIONS.index(operation)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""``--local``: one worker in this process.  No Ray, no threads; breakpoints work, and the bits are the cluster's.
+"""Runs a job with ``--local``: one worker in this process, without Ray or threads.  Breakpoints work, and the bits are the cluster's.
 
-The session, the state and the step are a worker's.  Everything about others is missing; without a keeper this process writes its saves
+The session, the state and the step are those of any worker.  There are no other members and no keeper, so this process writes its saves
 itself, slice for slice as an uploader does.
 """
 
@@ -45,7 +45,7 @@ WORKER = WorkerId("local")
 
 
 def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
-    """Train to the end in this process; (state, reason, step).  Ctrl-C stops after a save of the last complete step."""
+    """Trains to the end in this process; returns (state, reason, step).  Ctrl-C stops after a save of the last complete step."""
     device = prepare_process(job)
     run = Run.open(job)
     start = run.standing(run.claim("local"), time.time())
@@ -72,7 +72,7 @@ def _raw(value: torch.Tensor) -> memoryview:
 
 
 class _Local:
-    """One run in this process."""
+    """Trains one run in this process."""
 
     def __init__(self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None]) -> None:
         self.run, self.session, self.world, self.show = run, session, world, show
@@ -105,7 +105,7 @@ class _Local:
         return "Finished", f"all {job.steps} steps are done", step
 
     def _begin(self, shard: Shard) -> None:
-        """What a coordinator's orders would bring about."""
+        """Brings the member to the point to which a coordinator's orders would bring it."""
         with self.apply_fence as member:
             member.form(self.plan)
             member.enter(self.plan)
@@ -113,7 +113,7 @@ class _Local:
             member.go(self.plan.generation)
 
     def _healed(self) -> State:
-        """From the newest checkpoint that can be read; one that cannot is put away, never to be read again."""
+        """Returns the state of the newest readable checkpoint.  A damaged checkpoint is quarantined, and never read again."""
         while True:
             version = max(self.saved, default=Version(0, 0))
             self.lineage = lineage.cut(self.lineage, version)

@@ -1,6 +1,6 @@
 """The state of a job in one generation: the wrapped model, the optimizer, and every tensor of both by name.
 
-``State`` is what computes; its ``Shard`` is the same memory seen as slices, which is all that healing and saving know about.
+``State`` computes.  Its ``Shard`` is the same memory seen as slices; healing and saving know only that.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from storage.slices import Tensor, Version, nbytes
 UPDATES = Tensor("updates", "scalar", "F32", ())
 
 BUFFERS = ("buffer", "constant")
-"""Kinds of them: those that the model saves, and those that it does not."""
+"""Kinds of buffers: those that the model saves (persistent), and those that it does not."""
 
 
 def build_model(job: Job) -> nn.Module:
-    """The user's model on the meta device."""
+    """Builds the user's model on the meta device and checks it.  Raises :class:`ModelError`."""
     build = load(job.model, "model")
     try:
         with torch.device("meta"):
@@ -56,7 +56,7 @@ def build_model(job: Job) -> nn.Module:
 
 
 def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
-    """Return every tensor of the state in a fixed order: parameters, their moments by ``rule``, buffers, and scalars."""
+    """Returns every tensor of the state in a fixed order: parameters, their moments by ``rule``, buffers, and scalars."""
     found = []
     for name, parameter in model.named_parameters():
         found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)))
@@ -69,18 +69,18 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
 
 
 def bytes_of(tensors: tuple[Tensor, ...]) -> int:
-    """Of the whole state."""
+    """Returns the size of the whole state in bytes."""
     return sum(nbytes(tensor, tensor.whole()) for tensor in tensors)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a sharded tensor that is here."""
+    """Returns the part of a sharded tensor that is in this process."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
 
 
 class State:
-    """Model and optimizer of ``job``, wrapped for ``world``; memory without values until it is healed."""
+    """The model and the optimizer of ``job``, wrapped for ``world``.  Their memory has no values until it is healed."""
 
     def __init__(self, job: Job, world: World, version: Version) -> None:
         blueprint = build_model(job)
@@ -114,11 +114,11 @@ class State:
         return values
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
-        """By name, where the model has each buffer, and how often it was written to, as far as torch counts that."""
+        """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""
         return {name: (buffer.data_ptr(), buffer._version) for name, buffer in self.model.named_buffers()}
 
     def grads(self) -> dict[str, torch.Tensor]:
-        """This member's shard of the summed gradient, by name.  A parameter that was not used has zeros."""
+        """Returns this member's shard of the summed gradient, by name.  A parameter that was not used has zeros."""
         found = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""What can be found out about a job before a worker starts: the driver's own look at the model, the loss, the data and the bucket."""
+"""Checks a job before a worker starts: the driver itself looks at the model, the loss, the data and the bucket."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from storage.objects import ObjectStore
 from storage.objects.selftest import check
 
 SLOW = 5e8
-"""Bytes of state a second: what a forming world may have to make do with, from a bucket or from ``init_weights`` on one core."""
+"""Bytes of state a second at which a slow bucket, or ``init_weights`` on one core, fills a forming world."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A job that can work: what it was checked with, and what its user should know, a sentence each."""
+    """A job that passed the checks: the build that it was checked with, and sentences that its user should read."""
 
     build: Build
     notes: list[str]
 
 
 def preflight(job: Job, *, local: bool = False) -> Checked:
-    """Everything about the user's parts that can be found out before a worker starts.  Nothing of it stays in the bucket.
+    """Checks all of the user's parts that can be checked before a worker starts.  It leaves nothing in the bucket.
 
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
@@ -56,7 +56,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
 
 
 def _copying(job: Job, state_bytes: int) -> str:
-    """Returns what copies take in the layout in which the state is in the fewest parts."""
+    """Returns a sentence about the memory that copies take in the layout that cuts the state into the fewest parts."""
     rules = job.rules()
     layouts = [layout for n, layout in table(rules.layout, rules.max_workers) if layout is not None and n >= rules.min_workers]
     cells = min((number_of_cells(layout) for layout in layouts), default=1)
@@ -64,7 +64,7 @@ def _copying(job: Job, state_bytes: int) -> str:
 
 
 def _forming(job: Job, state_bytes: int) -> list[str]:
-    """Of a state so large that a world could be stopped while it is still being filled."""
+    """Returns a warning if the state is so large that the forming deadline could stop a world that is still being filled."""
     takes_s, form_s = state_bytes / SLOW, job.deadlines.form_s
     if takes_s <= form_s / 2:
         return []
@@ -76,14 +76,17 @@ def _forming(job: Job, state_bytes: int) -> list[str]:
 
 
 def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
-    """Where both say how many tokens they know: a token beyond the model's would end the first step in a worker's kernel."""
+    """Raises :class:`ModelError` if the dataset's vocabulary is larger than the model's.
+
+    A token that the model does not know would end the first step in a worker's kernel.  Nothing is checked unless both give a number.
+    """
     known, used = getattr(model, "vocab", None), getattr(dataset, "vocabulary", None)
     if isinstance(known, int) and isinstance(used, int) and known < used:
         raise ModelError(f"model_args.vocab = {known} is smaller than the vocabulary of the dataset, {used}; set it to {used} or more")
 
 
 def _wrapping(blocks: tuple[str, ...]) -> str:
-    """What is made of a model that does not say how it is to be split."""
+    """Returns a sentence that says how a model without a sharding table is wrapped."""
     match blocks:
         case ():
             what = "there is no ModuleList either, so the whole model is wrapped as one"

@@ -1,4 +1,4 @@
-"""What a worker makes of a job before its first plan: threads and kernels fixed, the user's code found, the data opened."""
+"""Prepares a worker for a job before its first plan: fixes threads and kernels, finds the user's code, opens the data."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from storage.errors import Unavailable
 from storage.slices import Tensor
 
 SAVE_S = 5.0
-"""Seconds for which a save that is due waits, once, for the one before: checkpoints that are far apart cost steps, and so does waiting for
-a bucket that is down."""
+"""Seconds that a due save waits, once, for the previous save.  It is a balance: checkpoints that are far apart cost steps, and so does
+waiting for a bucket that is down."""
 NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog must not end the process: recovery is ours
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -52,13 +52,14 @@ LAUNCHES = {
     "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
 }
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Each layout has tensors of other sizes: in segments of fixed size what every world leaves behind adds up, and NCCL finds no memory."""
+"""Settings of torch's allocator.  Each layout has tensors of other sizes: with segments of fixed size the remains of every world add up,
+and NCCL finds no memory."""
 
 
 def prepare_process(job: Job, address: str = "") -> torch.device:
-    """Fix what would otherwise vary between processes; returns this worker's device.  ``address``: where other nodes reach this one.
+    """Fixes what would vary between processes; returns this worker's device.  Other nodes reach this one at ``address``.
 
-    Raises :class:`JobError` for what this machine has not.
+    Raises :class:`JobError` if this machine lacks something that the job asks for.
     """
     torch.set_num_threads(job.workers.threads)
     os.environ |= NCCL | LAUNCHES
@@ -82,14 +83,17 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
 
 
 def kind_of(device: torch.device) -> str:
-    """Workers of one kind compute the same bits."""
+    """Returns the kind of a worker on ``device``: workers of one kind compute the same bits."""
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # its kernels add in another order
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -> Session:
-    """Raises a :class:`~elastic.errors.ElasticError` that names the setting when the user's parts do not fit."""
+    """Opens the user's parts and returns the session.
+
+    Raises an :class:`~elastic.errors.ElasticError` that names the setting if a part does not fit.
+    """
     dataset = _opened(job)
     if len(dataset) < job.global_batch:
         raise DataError(
@@ -103,10 +107,10 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
 
 
 def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults) -> Snapshots:
-    """Returns this worker's slots, each with room for its shard in the smallest world there may be.
+    """Returns this worker's slots, each with room for its shard in the smallest possible world.
 
-    Raises :class:`JobError` where this node has no room beside what its other workers' copies will take, :class:`NoRoomYet` where it may
-    have once what dead ones have left is given back.
+    Raises :class:`JobError` if this node has no room beside the copies of its other workers.  Raises :class:`NoRoomYet` if it may have
+    room once the memory of dead workers is given back.
     """
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
     fewest = distinct_cells(min(layouts, key=number_of_cells))
@@ -156,7 +160,7 @@ def _failed(job: Job, error: Exception) -> str:
 
 
 def build_of(session: Session) -> Build:
-    """What this process is made of: what must be the same wherever a member runs."""
+    """Returns the build of this process: everything that must be the same for all members."""
     job, (major, minor, _) = session.job, platform.python_version_tuple()
     return Build(
         elastic=f"{elastic.__version__} (sources {own_digest()})",

@@ -1,6 +1,6 @@
 """One step as a transaction, top to bottom: compute, prepare, commit, apply.
 
-Forward and backward change no state.  The commit is one all-gather over the whole world; what it brings is the same on every
+Forward and backward change no state.  The commit is one all-gather over the whole world; its result is the same on every
 member, so all apply or none does.
 """
 
@@ -32,7 +32,7 @@ Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, 
 
 @dataclass
 class Session:
-    """What a worker has for the whole run, whatever the world."""
+    """The things that a worker keeps for the whole run, across worlds."""
 
     job: Job
     loss: Loss
@@ -41,16 +41,16 @@ class Session:
     counters: Counters
     faults: Faults
     snapshots: Snapshots | None = None
-    """None: nothing is copied to host memory."""
+    """Makes the copies in host memory; None means that nothing is copied."""
     secret: bytes = b""
-    """Of the run: what its processes know each other by on direct sockets."""
+    """Secret of the run, by which its processes know each other on direct sockets."""
     computing: str = ""
-    """Whose forward or backward runs, in words: for whoever has to say where the user's code failed."""
+    """The microbatch whose forward or backward runs, in words, for the report of a failure in the user's code."""
 
 
 @dataclass
 class Share:
-    """This member's part of a step, by round: sums on the device, and the samples they are of (idle rounds are empty)."""
+    """This member's part of a step, by round: the sums on the device, and the ids of their samples (none in an idle round)."""
 
     losses: list[torch.Tensor]
     counts: list[torch.Tensor]
@@ -58,7 +58,7 @@ class Share:
 
 
 def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, boundary: Callable[[], int]) -> Outcome:
-    """Step ``step`` from first forward to applied.  ``boundary()``: what this member asks for after it."""
+    """Runs step ``step`` from the first forward until it is applied.  ``boundary()`` returns what this member asks for after it."""
     reserve(state.world, shape)
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
@@ -73,14 +73,14 @@ def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitSha
 
 
 def reserve(world: World, shape: CommitShape) -> None:
-    """The host memory of the commit, before anything is launched that may hang."""
+    """Reserves the host memory of the commit before anything is launched that may hang."""
     record = torch.empty(shape.fields, dtype=torch.float64)
     world.reserve("record", record)
     world.reserve(TO_HOST, record.new_empty(shape.world * shape.fields))
 
 
 def compute(session: Session, state: State, step: int) -> Share:
-    """Forward and backward of this member's rounds; gradients are reduced as they come."""
+    """Runs forward and backward of this member's rounds; gradients are reduced as they come."""
     share, world, job = Share([], [], []), state.world, session.job
     state.model.train()
     buffers, data_ranks = state.buffer_marks(), world.data_ranks
@@ -125,13 +125,13 @@ def _refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
 
 
 def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
-    """Seed of every random number drawn in a microbatch: a function of (job, step, microbatch) alone."""
+    """Returns the seed of all random numbers of a microbatch, a function of (job, step, microbatch) alone."""
     digest = hashlib.blake2b(f"{seed}/{step}/{microbatch}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def prepare(session: Session, state: State, fence: ApplyFence, step: int) -> torch.Tensor:
-    """Reduce what the optimizer needs from the group; afterwards this member could apply on its own.  Returns the squared norm."""
+    """Reduces what the optimizer needs from the group, and returns the squared norm; then this member could apply on its own."""
     session.counters.at("commits")
     grads = state.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
@@ -162,7 +162,7 @@ def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch
 
 
 def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor) -> Outcome:
-    """The one all-gather.  Raises if it does not complete, or completes over garbage."""
+    """Performs the one all-gather, and returns the outcome.  Raises if it does not complete, or if a record is invalid."""
     raw = state.world.to_host(state.sync.gather(record), given_up=lambda: fence.member.barred)
     outcome = conclude(shape, step, raw.numpy().astype("<f8", copy=False).tobytes())
     session.counters["collective"] = 2
@@ -170,7 +170,7 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
 
 
 def update(session: Session, state: State, outcome: Outcome) -> None:
-    """Apply a committed step.  Inside the apply fence, with the gradients that were prepared."""
+    """Applies a committed step with the prepared gradients.  The caller holds the apply fence."""
     session.counters.at("updates")
     state.optimizer.apply(state.grads(), outcome)
     session.faults.strike("in_update", outcome.step, state.world)

@@ -1,7 +1,7 @@
-"""What the first step of a process costs, paid before it joins: libraries opened, kernels loaded, blocks compiled.
+"""Pays the cost of a process's first step before it joins: opens libraries, loads kernels, compiles blocks.
 
-So a world that a newcomer joins waits for groups and slices only.  The microbatch is computed in a world in which nobody else is,
-over zeros: what is compiled and loaded depends on shapes alone, and no collective can hang.
+So a world that a newcomer joins waits for groups and slices only.  The microbatch is computed over zeros, in a world without other
+members: compiling and loading depend on shapes alone, and no collective can hang.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.train.step import Session
 
 
 def warm_up(session: Session, device: torch.device) -> None:
-    """Once, before the first world.  Whatever fails here fails again in the first step, and is reported there with its samples."""
+    """Warms up once, before the first world.  A failure here happens again in the first step, and is reported there with its samples."""
     began = time.monotonic()
     try:
         world = World.alone(device, generation=0)  # opens the communication library
@@ -49,7 +49,7 @@ def warm_up(session: Session, device: torch.device) -> None:
 
 
 def _compute(session: Session, world: World) -> None:
-    """One microbatch, forward and backward, and the norm of its gradients."""
+    """Computes one microbatch, forward and backward, and the norm of its gradients."""
     state = State(session.job, world, Version(0, 0))
     with torch.no_grad():
         for value in state.shard.values.values():

@@ -1,1 +1,1 @@
-"""The places that a slice is read from while a world heals."""
+"""The places from which slices are read while a world heals."""

@@ -1,4 +1,4 @@
-"""Which network interface the sockets of a worker use: the one by which other nodes reach it, or the one that the job names."""
+"""Chooses the network interface of a worker's sockets: the one by which other nodes reach it, or the one that the job names."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from elastic.errors import JobError
 
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Without the first gloo listens where the host's own name leads, which on many machines is a loopback address that no other host
-reaches."""
+"""Variables that name the interface for gloo and for NCCL.  Without the first, gloo listens at the address of the host's own name, which on
+many machines is a loopback address that no other host reaches."""
 _SIOCGIFADDR = 0x8915
 DEVICES = Path("/sys/class/net")
 
 
 def choose(wanted: str, address: str) -> None:
-    """For the sockets of this process: what the job names, else what this machine's environment does, else the one of ``address``.
+    """Sets the interface of this process's sockets: the job's, else the one in the environment, else the one that has ``address``.
 
-    Raises :class:`JobError` for one that this machine has not.
+    Raises :class:`JobError` if this machine does not have the interface that the job names.
     """
     there = [name for _, name in socket.if_nameindex()]
     if wanted != "auto" and wanted not in there:
@@ -39,7 +39,7 @@ def choose(wanted: str, address: str) -> None:
 
 
 def faster_than(name: str, devices: Path = DEVICES) -> str:
-    """An interface of this machine, of hardware and up, that has five times the speed of ``name``, in words; "" for none."""
+    """Returns a sentence about a hardware interface that is up and at least five times as fast as ``name``; "" if there is none."""
     speeds = {link.parent.name: _speed(link.parent) for link in devices.glob("*/device")}
     best = max(speeds, key=lambda each: speeds[each], default="")
     mine = speeds.get(name, 0)
@@ -47,7 +47,7 @@ def faster_than(name: str, devices: Path = DEVICES) -> str:
 
 
 def _speed(device: Path) -> int:
-    """Mb/s; 0 where it is down, does not say, or is no hardware: a virtual one says anything."""
+    """Returns the speed of an interface in Mb/s; 0 if it is down, unknown or virtual (a virtual one may report any speed)."""
     with suppress(OSError, ValueError):
         if (device / "device").exists() and (device / "operstate").read_text().strip() == "up":
             return max(int((device / "speed").read_text()), 0)
@@ -55,19 +55,19 @@ def _speed(device: Path) -> int:
 
 
 def interface() -> str:
-    """That the sockets of this process use; "" where nobody has chosen."""
+    """Returns the interface that the sockets of this process use; "" if none was chosen."""
     return os.environ.get(SOCKETS[0], "")
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address; "" for loopback and where none has it."""
+    """Returns the network interface that has this IPv4 address; "" for loopback, or if none has it."""
     if not address or address.startswith("127."):
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+            except OSError:  # it has no IPv4 address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

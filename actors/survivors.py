@@ -1,4 +1,4 @@
-"""What a coordinator that died has left in the cluster: workers that step on, keepers with the end of its journal."""
+"""Survivors: the actors that a dead coordinator has left in the cluster, workers that step on and keepers with the end of its journal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from elastic.ids import NodeId, WorkerId
 from storage.journal.replicas import Written
 
 KEEPERS_S = 5.0
-"""For the keepers to say what they have; those that are silent are asked no more."""
+"""Time limit in seconds for the keepers to say what they have; silent keepers are not asked again."""
 
 
 @dataclass
 class Left:
-    """``tails``: what the keepers hold of the journal; ``attached``: which of them have held any, and heed nobody else."""
+    """The actors that were found, with what the keepers hold.
+
+    ``tails`` are the parts of the journal that the keepers hold; ``attached`` are the keepers that have held any, and heed nobody else.
+    """
 
     workers: dict[WorkerId, Any] = field(default_factory=dict)
     keepers: dict[NodeId, Any] = field(default_factory=dict)
@@ -26,13 +29,13 @@ class Left:
     attached: set[NodeId] = field(default_factory=set)
 
     def half_of(self, keepers: tuple[NodeId, ...]) -> bool:
-        """Are so many of ``keepers`` attached that no earlier coordinator finds a majority of them?"""
+        """Returns whether so many of ``keepers`` are attached that no earlier coordinator finds a majority of them."""
         there = len(self.attached.intersection(keepers))
         return there > 0 and 2 * there >= len(keepers)
 
 
 def find(token: str, incarnation: int) -> Left:
-    """The actors of the run that live under ``token``.  From now on its keepers heed no coordinator before ``incarnation``."""
+    """Returns the actors of the run that live under ``token``.  From now on its keepers heed no coordinator before ``incarnation``."""
     left, nodes = Left(), cluster.nodes()
     for name, actor in cluster.named(f"{token}/").items():
         if name.startswith("keeper-"):

@@ -51,7 +51,7 @@ STORE_DEADLINE_S = 20
 SHIP_S = 10.0
 PROBE_DEADLINE_S = 60
 NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
-"""In Ray's view: behind a cut it may live."""
+"""Reasons for an end in Ray's view only: a process that is cut off may still live."""
 REACHES, REACH_S = 20, 0.5
 
 
@@ -78,17 +78,17 @@ class Group:
         self._lives: list[Any] = []
         """A call to each actor that ends when it does."""
         self.ship: Callable[[float], bool] = lambda timeout_s: True
-        """Have the journal in the bucket, as far as it goes."""
+        """Writes the journal to the bucket, as far as it goes."""
         self._uploads = 0
-        """How many times keepers were told which saves are on their way."""
+        """Number of times that keepers were told which saves are on their way."""
         self._closing = False
         self.tell: Callable[[str], None] = lambda sentence: None
-        """For the run's story: what was found out, and decides nothing."""
+        """Adds a sentence to the run's story: something that was found out and decides nothing."""
         self.probe = Probe(run.store, job.name, token)
         self.probe.leave(COORDINATOR)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
         self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")
-        """Never behind what waits for the bucket."""
+        """A pool of its own, so that forming never waits behind calls that wait for the bucket."""
 
     def perform(self, action: Action) -> None:
         match action:
@@ -136,7 +136,7 @@ class Group:
     # ---- what another coordinator has left
 
     def adopt(self, left: Left, run: RunState) -> None:
-        """From now on these actors are ours; ``run``: what is known of them.  Their deaths are noticed by calls of our own."""
+        """Takes over actors that another coordinator has left; ``run`` is what is known of them.  New calls will notice their deaths."""
         self.workers.update(left.workers)
         self.keepers.update(left.keepers)
         self.joined.update({worker: known.node for worker, known in run.workers.items()})
@@ -148,7 +148,7 @@ class Group:
             self._follow_keeper(node) if node in run.cluster.keepers else self._await_keeper(node)
 
     def attach(self, asked: tuple[Version, ...]) -> None:
-        """Ask the workers where they stand; they answer with events.  ``asked``: of these there may be a manifest already."""
+        """Asks the workers where they stand; they answer with events.  There may be manifests of the versions in ``asked`` already."""
         self._send(tuple(self.workers), "attach")
         for version in asked:
             self._pool.submit(self._look_for, version)
@@ -160,7 +160,7 @@ class Group:
     # ---- workers
 
     def _start(self, worker: WorkerId, avoid: tuple[NodeId, ...]) -> None:
-        """A detached actor: it survives the coordinator, and ``reap`` ends it."""
+        """Starts the worker as a detached actor: it survives the coordinator, and ``reap`` ends it."""
         actor = (
             ray.remote(concurrency_groups={"control": 1, "life": 1})(Worker)
             .options(
@@ -186,14 +186,14 @@ class Group:
         self.post(Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED)))
 
     def _not_made(self, worker: WorkerId, error: BaseException) -> None:
-        """The process came up, but not what we are made of: another start on that node would end the same way."""
+        """Refuses the node: the process came up but the worker could not be made, and another start there would end the same way."""
         node = cluster.node_of(self.workers[worker])
         if node is not None:
             self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {_why_not_made(error)}"))
         self.post(StartFailed(worker, _why_not_made(error)))
 
     def on_their_way(self, run: RunState) -> dict[WorkerId, Any]:
-        """Who is being started."""
+        """Returns the actors of the workers that are being started."""
         return {worker: self.workers[worker] for worker in run.members.starting if worker in self.workers}
 
     def _when_done(self, ref: Any, actor: Any, then: Callable[[BaseException | None], None], again: int = REACHES) -> None:
@@ -298,7 +298,7 @@ class Group:
             self._keeper_lost(node, error)
 
     def _look(self, node: NodeId) -> None:
-        """Do the node and this process see the bucket as the same place?"""
+        """Finds out whether the node and this process see the bucket as the same place."""
         try:
             same = ray.get(self.keepers[node].sees_coordinator.remote(), timeout=PROBE_DEADLINE_S) and self.probe.sees(node)
             address = ray.get(self.keepers[node].address.remote(), timeout=PROBE_DEADLINE_S)

@@ -1,4 +1,4 @@
-"""What a coordinator that died has left in the cluster: workers that step on, keepers with the end of its journal."""
+"""Survivors: the actors that a dead coordinator has left in the cluster, workers that step on and keepers with the end of its journal."""
 
 from __future__ import annotations
 

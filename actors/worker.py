@@ -59,7 +59,7 @@ class Worker:
         self._renew_now = threading.Event()
 
     def train(self) -> None:
-        """From imports to the end of the run.  Called again by a coordinator that does not know whether it was."""
+        """Runs the worker from its imports to the end of the run.  A coordinator that is not sure that it was called calls it again."""
         if self._begun:
             return
         self._begun = True
@@ -173,8 +173,10 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def suffer(self, kind: str, point: str, duration_s: float, amount: float) -> None:
-        """What chaos cannot do from outside (``actors/chaos.py``): where the training thread next comes to ``point``; without one at once,
-        where that takes no thread with it, and else at the next point of all."""
+        """Does what chaos cannot do from outside (``actors/chaos.py``), when the training thread next comes to ``point``.
+
+        Without a point it does so at once if that needs no training thread, otherwise at the next point of any name.
+        """
         from elastic.train import faults
 
         if kind in AT_ONCE and not point:
@@ -184,7 +186,7 @@ class Worker:
 
 
 def _redirect_output(path: Path) -> None:
-    """What the process prints goes to a file that its keeper can read after its death."""
+    """Sends the process's output to a file that its keeper can read after its death."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)

@@ -1,7 +1,7 @@
-"""Who and what is admitted: events by their generation, nodes and workers by what they are made of.
+"""Admission: decides which events, workers and nodes are admitted: events by their generation, nodes and workers by their build and kind.
 
-Worlds are numbered, so an event that carries an older number, or whose sender's word counts no more, is refused.  A worker must be made
-of what the job was checked with, and with ``reproducible`` be of the same kind as the others; its node is refused with it.
+Worlds are numbered, so an event that carries an older number, or whose sender's word counts no more, is refused.  A worker must have the
+build that the job was checked with, and with ``reproducible`` be of the same kind as the others; its node is refused with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def refusal(run: RunState, event: Event, now: float) -> str | None:
 
 
 def _left_out(run: RunState, event: Fenced, now: float) -> bool:
-    """Is this a fence reply from a worker outside the current plan, to a coordinator that has not read why it was left out?
+    """Returns whether this is a fence reply from a worker outside the current plan, and the journal may not say why it was left out.
 
     A coordinator that was cut off may have expelled the worker before it was killed.  The worker applies nothing any more, so what it
     holds counts.
@@ -54,7 +54,10 @@ def _out_of_date(run: RunState, event: OfAGeneration) -> str | None:
 
 
 def _evidence_of_the_dead(run: RunState, event: OfAGeneration) -> bool:
-    """A commit that was reported before the reporter died is a fact; an expelled worker may still live and say more."""
+    """Returns whether the event of a dead worker still counts.
+
+    A commit that was reported before the reporter died is a fact; an expelled worker may still live and say more.
+    """
     return isinstance(event, StepDone | Fenced) and isinstance(run.state, Stopping) and event.worker not in run.state.expelled
 
 
@@ -108,7 +111,7 @@ def _called(worker: WorkerId, node: NodeId, host: str) -> str:
 
 
 def refuse_other_kinds(decision: Decision) -> None:
-    """The first world decides which kind all workers must be: those of another kind give their places to others."""
+    """Expels workers of another kind than the first world's, which decides the kind of all: they give their places to others."""
     run = decision.run
     for worker, known in run.workers.items():
         if decision.rules.reproducible and known.kind != run.members.kind and not known.unfit:
@@ -121,7 +124,7 @@ def refuse_other_kinds(decision: Decision) -> None:
 
 
 def node_found(decision: Decision, node: NodeId) -> None:
-    """A node whose keeper is started again is not new: its workers were members and stay so."""
+    """Notes a new node; a node whose keeper is started again is not new: its workers were members and stay so."""
     if node not in decision.run.cluster.nodes:
         decision.know("cluster", nodes={**decision.run.cluster.nodes, node: False})
 
@@ -133,9 +136,9 @@ def node_refused(decision: Decision, event: NodeRefused) -> None:
 
 
 def refuse_node(decision: Decision, node: NodeId, why: str, shared: bool = False) -> None:
-    """No worker is started on the node any more, and none that waits to be seated stays there.
+    """Refuses the node: no worker is started there any more, and none that waits to be seated stays there.
 
-    How much room there is elsewhere, the next ``Capacity`` will say.
+    The next ``Capacity`` will say how much room there is elsewhere.
     """
     run = decision.run
     unseated = () if run.cluster.nodes.get(node, True) else tuple(worker for worker, known in run.workers.items() if known.node == node)

@@ -34,7 +34,7 @@ LATE = 10
 
 
 def ask(decision: Decision) -> None:
-    """Asks all keepers, perhaps once more: what they have listed of this generation counts until they say otherwise."""
+    """Asks all keepers, perhaps again; copies that they have listed for this generation count until they answer otherwise."""
     run, copies = decision.run, decision.run.copies
     said = any(isinstance(action, ListCopies) for action in decision.actions)
     if decision.rules.copy_every and run.cluster.keepers and run.members.seats and not said:
@@ -154,12 +154,12 @@ def unbuddied_since(run: RunState) -> int | None:
 
 
 def _late(run: RunState) -> bool:
-    """Are so many copies overdue that something must be wrong?"""
+    """Returns whether so many copies are overdue that something must be wrong."""
     return run.plan is not None and bool(run.plan.copy_every) and _is_late(run, run.plan, run.copies.copied, paces(run)[0])
 
 
 def _late_at_buddies(run: RunState) -> bool:
-    """Are so many copies overdue at the buddies that something must be wrong?"""
+    """Returns whether so many copies are overdue at the buddies that something must be wrong."""
     return run.plan is not None and bool(run.plan.buddy_every) and _is_late(run, run.plan, run.copies.buddied, paces(run)[1])
 
 

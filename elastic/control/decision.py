@@ -1,4 +1,4 @@
-"""One call of ``advance`` while it is being worked out: the run as it becomes, what is to be done, what is to be said."""
+"""A decision: one call of ``advance`` while it is worked out, with the run as it becomes, the actions and the reasons."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from elastic.protocol.actions import Action, Form, Go, Settle, StartWorkers
 from elastic.protocol.plan import Plan
 
 CROWD = 12
-"""At most this many workers are named one by one; more would fill the line."""
+"""Largest number of workers that are named one by one; more would fill the line."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """The result of ``advance``: the run afterwards, and what to do in this order.
+    """The result of ``advance``: the run afterwards, and the actions in their order.
 
-    Where ``durable`` says so, the actions are performed only once the record of the decision is durable.
+    If ``durable`` is set, the actions are performed only once the record of the decision is durable.
     """
 
     run: RunState
     actions: tuple[Action, ...]
     reason: str
-    """The sentence that goes with it, "" when there is nothing to say; "refused: ..." when the event changed nothing."""
+    """The sentence that says why; it is "" if there is nothing to say, and "refused: ..." if the event changed nothing."""
     durable: bool = False
-    """It begins a generation or lets it step, settles the outcome of a step, names workers, says that a checkpoint counts, takes over from
-    another coordinator, or ends the run."""
+    """True if the decision begins a generation or lets it step, settles the outcome of a step, names workers, says that a checkpoint
+    counts, takes over from another coordinator, or ends the run."""
 
 
 class Decision:
-    """It is private to one call; only ``run``, a value, gets out."""
+    """A decision while it is worked out; it is private to one call, and only ``run``, a value, gets out."""
 
     def __init__(self, run: RunState, now: float, rules: Rules) -> None:
         self.run, self.now, self.rules = run, now, rules
@@ -41,7 +41,7 @@ class Decision:
         self.reasons: list[str] = []
         self.refused = False
         self.durable = False
-        """What becomes known may not be forgotten, neither by this coordinator's disk nor by the next one."""
+        """True if the new knowledge may not be forgotten, neither by this coordinator's disk nor by the next coordinator."""
 
     @property
     def plan(self) -> Plan:
@@ -66,7 +66,7 @@ class Decision:
         self.reasons.append(sentence)
 
     def refuse(self, why: str) -> None:
-        """The event changes nothing; not even time goes on."""
+        """Refuses the event: it changes nothing, and not even time goes on."""
         self.refused = True
         self.reasons.append(f"refused: {why}")
 

@@ -42,7 +42,7 @@ ALLOWED: dict[type[State], frozenset[type[State]]] = {
     Stopped: frozenset(),
     Failed: frozenset(),
 }
-"""For each state, the states that may follow it directly."""
+"""Maps each state to the states that may follow it directly."""
 
 
 def enter(decision: Decision, state: State) -> None:
@@ -121,7 +121,7 @@ def _shortage(decision: Decision) -> str:
 
 
 def go(decision: Decision, plan: Plan) -> None:
-    """Lets the members step: all are at the plan's version.  What each holds from now on, its answer to the fence will say."""
+    """Lets the members step: all are at the plan's version.  The answers to the fence will say what each holds from now on."""
     membership.hold(decision, {worker: () for worker in plan.members})
     if isinstance(decision.run.state, Forming):
         took_s = decision.now - (decision.run.state.deadline - decision.rules.form_s)

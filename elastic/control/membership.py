@@ -1,4 +1,6 @@
-"""Which workers and keepers there are.  Ids are chosen here and never used again, so a message of a dead worker is known as such."""
+"""Membership: tells which workers and keepers there are.
+
+Ids are chosen here and never used again: a dead worker's messages are known as such."""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def expel(decision: Decision, workers: tuple[WorkerId, ...], why: str, *, examin
 
 
 def hold(decision: Decision, holdings: dict[WorkerId, tuple[Holding, ...]]) -> None:
-    """Those of the named workers that are still here hold what ``holdings`` says."""
+    """Notes what the named workers hold, as far as they are still here."""
     members = decision.run.members.holding(holdings)
     if members is not decision.run.members:
         decision.know(members=members)

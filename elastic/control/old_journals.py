@@ -33,7 +33,7 @@ FIELD = {
     "Watch": "watch",
 }
 PART_OF = {name: part for part, names in PARTS.items() for name in names.split()}
-"""For each field of the flat ``RunState`` that moved, the value that it belongs to now."""
+"""Maps each field of the flat ``RunState`` that moved to the value that it belongs to now."""
 OWN = frozenset({"incarnation", "generation", "state", "stop", "gave_up"})
 RENAMED = {"stock": "asked", "stock_until": "answers_until", "silent": "unreported"}
 ACTIONS = {"TakeStock": "ListCopies"}

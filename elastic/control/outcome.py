@@ -20,7 +20,7 @@ from elastic.protocol.plan import Plan
 
 @dataclass(frozen=True)
 class Settlement:
-    """What the members are told, and what each then holds."""
+    """The settlement of a broken step: the outcome that the members are told, and the state that each then holds."""
 
     outcome: Outcome | None
     """The step to apply where it is prepared; None drops it."""

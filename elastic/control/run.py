@@ -452,8 +452,7 @@ class RunState:
     ) -> RunState:
         """Returns a run at its beginning, or as the bucket knows it.
 
-        The next generation is later than ``generation`` and than all of ``lineage``.  Versions in ``saved`` that are not on the lineage are
-        left out.
+        The next generation is later than ``generation`` and than all of ``lineage``.  Versions in ``saved`` off the lineage are left out.
         """
         generation = max(generation, *(each for each, _ in lineage), 0)
         history = History(lineage)

@@ -100,7 +100,7 @@ def shard_saved(decision: Decision, event: ShardSaved) -> None:
 
 
 def _unannounced(decision: Decision, version: Version) -> Saving | None:
-    """In the journal of an older version a member may have reported its part before the commit was reported."""
+    """Returns a save whose part was reported before its commit, as members did in journals of older versions; None if it is none."""
     plan = decision.run.plan
     own = plan is not None and version.generation == plan.generation and version not in decision.run.history.saved
     if plan is None or not own or not set(plan.members) <= decision.run.workers.keys():
@@ -169,7 +169,7 @@ def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
 
 
 def target_is_saved(run: RunState, rules: Rules) -> bool:
-    """Is the target step in the bucket?"""
+    """Returns whether the target step is in the bucket."""
     return bool(run.history.saved) and run.history.saved[-1].step >= rules.target_step
 
 

@@ -176,9 +176,9 @@ def go_on(decision: Decision, state: Stopping) -> None:
 
 
 def _certain(decision: Decision, state: Stopping) -> bool:
-    """Can neither this generation commit any more, nor one that nobody knows of?
+    """Returns whether certainly neither this generation nor one that nobody knows of can commit any more.
 
-    Where nobody can be reached, that is certain only once every lease has run out.
+    If nobody can be reached, that is certain only once every lease has run out.
     """
     run = decision.run
     return decision.now >= run.takeover.blind_until and (bool(state.answers or state.lost) or decision.now >= run.watch.lease_until)
@@ -246,7 +246,7 @@ def _settle(decision: Decision, state: Stopping) -> None:
 
 
 def _as_far_as_another(run: RunState, generation: int) -> bool:
-    """Has it repeated all that was given up, and come no further than the generation that committed it first?"""
+    """Returns whether it has repeated all that was given up and come no further than the generation that committed it first."""
     return run.step >= run.history.furthest.step and run.history.furthest.generation != generation
 
 

@@ -78,7 +78,7 @@ def stood(decision: Decision, event: Tick) -> None:
 
 
 def _forgive_the_silence(decision: Decision) -> None:
-    """Without a coordinator nothing was heard of anybody, and the dead one may have granted leases that nobody knows of."""
+    """Restarts all deadlines: without a coordinator nobody was heard, and the dead one may have granted leases that nobody knows of."""
     run, now, rules = decision.run, decision.now, decision.rules
     lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s)

@@ -34,20 +34,20 @@ def go_on(decision: Decision, state: Waiting) -> None:
 
 
 def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> bool:
-    """Survivors go on at once; a new world may wait for workers on their way."""
+    """Returns whether a new world waits for workers on their way; survivors go on at once."""
     fresh = not frozenset(decision.run.members.seats).intersection(there)
     return fresh and (expects_more(decision.run, there, decision.now, decision.rules) or _looks_at_nodes(decision, state))
 
 
 def _looks_at_nodes(decision: Decision, state: Waiting) -> bool:
-    """Is a node that was found neither in order nor refused yet?  The first world begins only after all have been looked at."""
+    """Returns whether a node that was found is neither in order nor refused yet; the first world begins only after all were checked."""
     cluster = decision.run.cluster
     open_ = [node for node, checked in cluster.nodes.items() if not checked and node not in cluster.refused]
     return bool(open_) and decision.now - state.since < decision.rules.form_s
 
 
 def _only_refused_are_left(decision: Decision, state: Waiting) -> bool:
-    """Has there been no room from the start, except on refused nodes?  A run that has begun waits on."""
+    """Returns whether there has been no room from the start, except on refused nodes.  A run that has begun waits on."""
     run, refused = decision.run, decision.run.cluster.refused
     joined_at = max((worker.joined_at for worker in run.workers.values()), default=0.0)
     refused_at = max((refusal.at for refusal in refused.values()), default=joined_at)

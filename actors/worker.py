@@ -26,6 +26,8 @@ from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed
+from elastic.protocol.member import Member
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters, segment
 from elastic.train.machine.limits import no_segment, shared_memory
 from storage.errors import Unavailable
@@ -50,9 +52,8 @@ class Worker:
             raise JobError(why)
         self.counters = Counters(segment(run, worker), create=True)
         self.counters["pid"] = os.getpid()
+        self.apply_fence = ApplyFence(Member(worker, job.deadlines.lease_s))
         self.trainer: Trainer | None = None
-        self.incarnation = 0
-        """The highest that was heard."""
         self._joined: Joined | None = None
         self._begun = False
         self._renew_now = threading.Event()
@@ -87,10 +88,10 @@ class Worker:
             self._cannot_start(error)
             return
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
-        self.trainer = Trainer(session, self.worker, device, checkpoints, self.report)
+        self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
         warm_up(session, device)
         session.snapshots.ready()
-        threading.Thread(target=self._keep_lease, args=(self.trainer,), name="lease", daemon=True).start()
+        threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
         self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build)
         self.report(self._joined)
         self._end(self.trainer)
@@ -117,20 +118,21 @@ class Worker:
     def report(self, event: Event) -> None:
         self.coordinator.post.remote(event)
 
-    def _keep_lease(self, trainer: Trainer) -> None:
-        """Ask for the lease while the coordinator answers; a worker that nobody answers for two leases ends itself."""
+    def _keep_lease(self) -> None:
+        """Ask for the lease again and again.  A worker that no coordinator answers for two leases ends itself."""
         lease_s = self.job.deadlines.lease_s
-        heard_at = time.monotonic()
+        with self.apply_fence as member:
+            member.heard(time.monotonic())
         while True:
-            asked_at, answer, generation = time.monotonic(), None, trainer.gate.generation
+            asked_at, answer = time.monotonic(), None
+            generation = self.apply_fence.member.generation
             with contextlib.suppress(ray.exceptions.RayError):
                 answer = ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=lease_s / 4)
             if answer is not None:
-                heard_at = asked_at
-                trainer.gate.acknowledge(generation, answer.recorded_step)
-                if answer.granted and trainer.gate.generation == generation:
-                    trainer.gate.lease_until = asked_at + lease_s
-            if time.monotonic() > heard_at + 2 * lease_s:
+                with self.apply_fence as member:
+                    if member.heed(answer.incarnation):
+                        member.renewed(generation, asked_at, answer.granted, answer.recorded_step)
+            if self.apply_fence.member.forsaken(time.monotonic()):  # without the lock: an update may hang
                 print(f"{self.worker}: no coordinator answered for {2 * lease_s:.0f} s; leaving", flush=True)
                 os._exit(3)
             self._renew_now.wait(lease_s / 4)
@@ -151,11 +153,12 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def obey(self, incarnation: int, order: str, *arguments: Any) -> None:
-        """An order of the coordinator of that ``incarnation``; that of an earlier one, which does not know it is over, counts no more."""
-        if incarnation < self.incarnation:
-            print(f"{self.worker}: {order} of coordinator {incarnation} is refused, {self.incarnation} was heard", flush=True)
+        """Follow an order of the coordinator of that ``incarnation``, unless a later one was heard."""
+        with self.apply_fence as member:
+            heeded, latest = member.heed(incarnation), member.incarnation
+        if not heeded:
+            print(f"{self.worker}: {order} of coordinator {incarnation} is refused, {latest} was heard", flush=True)
             return
-        self.incarnation = incarnation
         if order == "attach":
             self._attach()
         else:

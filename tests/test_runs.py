@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.control import codec
-from elastic.control.states import Failed, Finished, RunState, State, Stopped
+from elastic.control.run import Failed, Finished, RunState, State, Stopped
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import Version, WorkerId
@@ -54,7 +54,7 @@ class Life:
 
     @property
     def local(self) -> Path:
-        return replicas.file_of(self.folder, self.incarnation)
+        return replicas.folder_of(self.folder, self.incarnation)
 
     def step(self, step: int) -> None:
         self.play.step(step)
@@ -80,7 +80,7 @@ def recovered(life: Life, sources: list[replicas.Written]) -> RunState | None:
     (first, *_) = life.run.claims("one")
     incarnation = life.run.claim("here", "one")
     assert life.run.read(first, sources) == life.run.read(first, reversed(sources)), "in whatever order they are found"
-    found = life.run.recover(first, replicas.file_of(life.folder, incarnation), sources)
+    found = life.run.recover(first, replicas.folder_of(life.folder, incarnation), sources)
     if found is None:
         return None
     run, journal = found
@@ -178,7 +178,7 @@ def test_the_second_was_the_first_to_record_anything(tmp_path: Path) -> None:
     play = stepping(2)
     play.run = replace(play.run, incarnation=0)
     second = Life(run, tmp_path, play)
-    play.tell(Recovered(second.incarnation, tuple(play.run.workers), play.run.keepers))
+    play.tell(Recovered(second.incarnation, tuple(play.run.workers), play.run.cluster.keepers))
     second.step(1)
     assert recovered(second, replicas.local(tmp_path)) == play.run
 

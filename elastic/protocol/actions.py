@@ -117,7 +117,7 @@ class Quarantine:
 
 
 @dataclass(frozen=True)
-class TakeStock:
+class ListCopies:
     """Ask these keepers which copies they have complete; each answers ``Kept`` of ``generation``."""
 
     generation: int
@@ -148,4 +148,6 @@ class Exit:
     workers: tuple[WorkerId, ...]
 
 
-Action = StartWorkers | Form | Go | Pause | Fence | Settle | Kill | Upload | CommitManifest | Quarantine | TakeStock | Release | Pair | Exit
+Action = (
+    StartWorkers | Form | Go | Pause | Fence | Settle | Kill | Upload | CommitManifest | Quarantine | ListCopies | Release | Pair | Exit
+)

@@ -92,7 +92,7 @@ class KeeperLost:
 
 @dataclass(frozen=True)
 class Kept:
-    """The copies that a keeper has complete: answer to ``TakeStock`` of ``generation``.  A torn one is not among them.
+    """The copies that a keeper has complete: answer to ``ListCopies`` of ``generation``.  A torn one is not among them.
 
     Of its own node's workers, dead or alive, and of those whose buddy it is; each names this keeper.
     """
@@ -212,6 +212,14 @@ class Fenced:
     held: tuple[Holding, ...]
     prepared: int | None
     outcomes: tuple[Outcome, ...] = ()
+    seen: Version | None = None
+    """The newest commit among ``outcomes``, as the journal keeps it where it leaves out those that were known."""
+
+    @property
+    def newest_seen(self) -> Version | None:
+        """The newest commit of its generation that the worker has seen."""
+        steps = [each.step for each in self.outcomes if each.generation == self.generation]
+        return self.seen or (Version(max(steps), self.generation) if steps else None)
 
 
 @dataclass(frozen=True)

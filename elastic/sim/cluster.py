@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.protocol.actions import Upload
 from elastic.protocol.builds import Build

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from elastic.ids import Cell, NodeId, Version
 from elastic.plan.transfer import Holding
-from elastic.protocol.actions import Action, Release, TakeStock
+from elastic.protocol.actions import Action, ListCopies, Release
 from elastic.protocol.events import Event, KeeperLost, Kept, Recovered
 from elastic.protocol.plan import Plan
 from elastic.sim.memory import Memory, Slot, held_at, whole
@@ -19,7 +19,7 @@ from elastic.sim.truth import covers
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
-    from elastic.control.states import RunState
+    from elastic.control.run import RunState
     from elastic.sim.simulation import Simulation
     from elastic.sim.worker import Worker
 
@@ -73,7 +73,7 @@ class CopiesOracle:
         match event:
             case Recovered():
                 self.forget()  # but for what the journal says
-                self.heard[before.stock] = {node: host.kept for node, host in before.hosts.items() if host.kept}
+                self.heard[before.copies.asked] = {node: host.kept for node, host in before.copies.hosts.items() if host.kept}
             case KeeperLost():
                 for said in self.heard.values():
                     said.pop(event.node, None)
@@ -87,7 +87,7 @@ class CopiesOracle:
 
     def judge(self, before: RunState, action: Action) -> None:
         match action:
-            case TakeStock() if action.generation not in self.asked or set(action.keepers) >= set(before.keepers):
+            case ListCopies() if action.generation not in self.asked or set(action.keepers) >= set(before.cluster.keepers):
                 self.asked[action.generation] = self.sim.coordinators.present.counts_from
             case Release():
                 self._judge_release(before, action)
@@ -115,7 +115,7 @@ class CopiesOracle:
     def known(self, before: RunState, keepers: tuple[NodeId, ...]) -> set[tuple[Version, Cell]]:
         """All that ``keepers`` hold, and have said in time; where they still had time to answer, all that they hold."""
         cluster, generation, held = self.sim.cluster, before.generation, set[tuple[Version, Cell]]()
-        if not self.sim.rules.copy_every or not before.seats:
+        if not self.sim.rules.copy_every or not before.members.seats:
             return held
         in_time = self.sim.coordinators.present.now < self.asked.get(generation, float("inf")) + self.sim.rules.fence_s
         for node in keepers:
@@ -135,13 +135,13 @@ class CopiesOracle:
         kept = [each for each in plan.holders if each.keeper]
         if kept and plan.tier in ("init", "live"):
             raise Violation(f"tier {plan.tier}, and {kept[0]} is a copy")
-        if lost := {each.keeper for each in kept} - set(after.keepers):
+        if lost := {each.keeper for each in kept} - set(after.cluster.keepers):
             raise Violation(f"generation {plan.generation} takes copies from {sorted(lost)}, and no such keeper is there")
         if wrong := [each for each in kept if each not in self.heard[before.generation].get(each.keeper, ())]:
             raise Violation(f"generation {plan.generation}: nobody has said {wrong[0]}")
         cells: dict[Version, set[Cell]] = defaultdict(set)
         for node, said in self.heard[before.generation].items():
-            for each in set(said) & set(held_at(self.sim.cluster, node)) if node in after.keepers else ():
+            for each in set(said) & set(held_at(self.sim.cluster, node)) if node in after.cluster.keepers else ():
                 cells[each.version].add(each.cell)
         whole_there = [v for v, found in cells.items() if v <= plan.version and covers(frozenset(found), self.sim.scenario.rows)]
         newest = max((version for version in whole_there if self.sim.oracle.on_lineage(version)), default=None)

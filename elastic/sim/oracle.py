@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
+from elastic.control.run import Failed, Finished, Forming, Stopped, Waiting
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.protocol.actions import Action, Form, Go, Kill, Quarantine, Settle, StartWorkers
 from elastic.protocol.commit_record import Outcome
@@ -40,7 +40,7 @@ from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
     from elastic.control.machine import Transition
-    from elastic.control.states import RunState
+    from elastic.control.run import RunState
     from elastic.sim.coordinators import Coordinator
     from elastic.sim.simulation import Simulation
     from elastic.sim.worker import Worker
@@ -71,6 +71,8 @@ class Oracle:
         """(step, generation) of each commit that was reported at all, in time or not, be it to a coordinator that was followed."""
         self.answered_at: dict[int, int] = defaultdict(int)
         """By generation: the latest step that one who answered its fence had applied."""
+        self.leases: dict[WorkerId, float] = {}
+        """Until when each may apply at most, by its own clock."""
         self.went: set[int] = set()
         self.here: dict[int, set[WorkerId]] = defaultdict(set)
         """By generation: who said that its plan has arrived."""
@@ -90,11 +92,36 @@ class Oracle:
 
     # -- what workers do ------------------------------------------------------------------------------------------
 
-    def applying(self, worker: Worker, outcome: Outcome) -> None:
-        """``worker`` begins an update: same outcome and same base as everybody, and not committed after a newer world's commit."""
+    def granted(self, worker: Worker, asked_at: float) -> None:
+        """``worker`` may have a lease that counts from ``asked_at``, by its own clock."""
+        self.leases[worker.name] = max(self.leases.get(worker.name, 0.0), asked_at + self.sim.rules.lease_s)
+
+    def contributes(self, worker: Worker, step: int) -> None:
+        """``worker`` gives its part of ``step`` to the others: not once it has said what is prepared."""
+        if worker.world is not None and worker.answered >= worker.world.generation:
+            raise Violation(f"{worker.name} contributes to step {step} after it has answered its fence")
+
+    def forgets(self, worker: Worker, outcomes: tuple[Outcome, ...]) -> None:
+        """``worker`` has no evidence of these commits any more: somebody was told of them, and the last one is not among them."""
+        for each in outcomes:
+            what = f"{worker.name} forgets the commit of step {each.step} of generation {each.generation}"
+            if (each.step, each.generation) not in self.told:
+                raise Violation(f"{what}, which no coordinator was told of")
+            if (each.step, each.generation) == worker.newest:
+                raise Violation(f"{what}, the last it has applied")
+
+    def applying(self, worker: Worker, outcome: Outcome, settled: bool) -> None:
+        """``worker`` begins an update: same outcome and same base as everybody, and not committed after a newer world's commit.
+
+        Unless it is ``settled``, it is not fenced and has a lease.
+        """
         world, base = worker.world, worker.version
         assert world is not None
         step, generation = outcome.step, outcome.generation
+        if worker.answered > generation or (worker.answered == generation and not settled):
+            raise Violation(f"{worker.name} applies step {step} of generation {generation} after it has answered its fence")
+        if not settled and worker.now > self.leases[worker.name]:
+            raise Violation(f"{worker.name} applies step {step} of generation {generation} after its lease ran out")
         if outcome != world.outcomes.get(step):
             raise Violation(f"{worker.name} applies an outcome of step {step} that generation {generation} never had")
         expected = base_of(world.plan, step)
@@ -169,14 +196,15 @@ class Oracle:
                 self.here.clear()  # what was said to the one before is said again, or lost
                 if before.plan is not None and before.generation not in self.settlements:
                     self.settled.discard(before.generation)  # that it was left is forgotten
-                self.counting |= self.sim.cluster.bucket.damaged & set(before.saved)  # that they were put away, too: it is found again
+                # That they were put away is forgotten too: it is found again.
+                self.counting |= self.sim.cluster.bucket.damaged & set(before.history.saved)
                 if not event.whole:
                     self._forget_the_unread(before)
                 gone = self.joined - set(event.workers)
                 dead = {worker for worker in gone & before.workers.keys() if before.workers[worker].node in event.keepers}
                 self.lost |= dead - self.expelled  # its node would have it, if it lived: what it said before it died is a fact
                 self.expelled |= gone - self.lost
-                ours = {*before.workers, *before.starting}
+                ours = {*before.workers, *before.members.starting}
                 self.expelled -= ours.intersection(event.workers)  # if one was to be killed, nothing that counts came of it
             case Attached() if (
                 event.worker in before.workers  # else nobody listens to it
@@ -206,12 +234,12 @@ class Oracle:
         self.unread |= {generation: plan for generation, plan in self.plans.items() if generation > run.generation}
         self.plans = {generation: plan for generation, plan in self.plans.items() if generation <= run.generation}
         self.plan = self.plans.get(run.generation) if run.generation else None
-        self.counting = set(run.saved)  # also what was found damaged meanwhile, where the bucket was not told either
+        self.counting = set(run.history.saved)  # also what was found damaged meanwhile, where the bucket was not told either
         if run.plan is not None:
             self._forget_what_was_said(run.generation, run)
 
     def _forget_what_was_said(self, generation: int, run: RunState) -> None:
-        known = {step for step, by in enumerate(expanded(run.lineage), 1) if by == generation}
+        known = {step for step, by in enumerate(expanded(run.history.lineage), 1) if by == generation}
         self.evidence[generation] = {step: o for step, o in self.evidence[generation].items() if step in known}
         self.settlements.pop(generation, None)
         self.settled.discard(generation)
@@ -252,7 +280,7 @@ class Oracle:
         evidence = self.evidence[generation]
         top = max(evidence, default=0)
         workers = self.sim.cluster.workers
-        prepared = [m for m in settle.members if workers[m].alive and workers[m].prepared == top]
+        prepared = [m for m in settle.members if workers[m].alive and workers[m].member.prepared == top]
         if outcome is None and top and prepared:
             raise Violation(f"step {top} of generation {generation} is dropped in spite of evidence: {prepared} are prepared")
         if outcome is not None and evidence.get(outcome.step) != outcome:
@@ -262,7 +290,7 @@ class Oracle:
         if outcome is not None:  # perhaps nobody has begun the update yet, and yet it will be done
             self.parent[Version(top, generation)] = base_of(self.plans[generation], top)
         self.occasions["a step is applied after its world broke"] += outcome is not None
-        self.occasions["a prepared step is dropped"] += outcome is None and any(workers[m].prepared for m in settle.members)
+        self.occasions["a prepared step is dropped"] += outcome is None and any(workers[m].member.prepared for m in settle.members)
         self.settled.add(generation)
 
     def _all_out(self, plan: Plan, what: str) -> None:
@@ -298,8 +326,8 @@ class Oracle:
         if plan.generation not in self.went or max(self.evidence[plan.generation], default=plan.version.step) >= self.sim.rules.target_step:
             return
         members = [self.sim.cluster.workers[m] for m in plan.members]
-        out = any(not w.alive or w.fenced >= plan.generation for w in members)
-        over = all(w.lease_until <= self.sim.clock.now for w in members)
+        out = any(not w.alive or w.member.fenced >= plan.generation for w in members)
+        over = all(w.member.lease_until <= w.now for w in members)
         self.occasions["a silent world's leases are waited out"] += over and not out
         if not (out or over):
             raise Violation(f"generation {plan.generation} may still commit: nobody is out and a lease runs")
@@ -312,13 +340,13 @@ class Oracle:
         claimed = frozenset(h.cell for h in plan.holders if h.version == version)
         if not (version == ORIGIN or version in self.counting or covers(claimed, self.sim.scenario.rows)):
             raise Violation(f"generation {plan.generation} starts from {version}, which nobody holds whole")
-        for better in self._held_whole(before, after.keepers):
+        for better in self._held_whole(before, after.cluster.keepers):
             if better.step > version.step:
                 raise Violation(f"{better} is given up for {version} although every slice of it is held")
-        lineage, truth = expanded(after.lineage), self.chain(version)
+        lineage, truth = expanded(after.history.lineage), self.chain(version)
         if lineage != truth:
             raise Violation(f"the coordinator's lineage {lineage} is not what happened, {truth}")
-        given_up = len(expanded(before.lineage)) > version.step
+        given_up = len(expanded(before.history.lineage)) > version.step
         if given_up and "abandon" not in reason:
             raise Violation(f"steps after {version} are abandoned and the reason does not say so: {reason!r}")
         self.occasions["steps are abandoned"] += given_up
@@ -377,7 +405,7 @@ class Oracle:
         """Of each step of a finished run the coordinator was told what it consumed, unless nobody who knew could speak any more."""
         if not isinstance(run.state, Finished):
             return
-        for step, generation in enumerate(expanded(run.lineage), 1):
+        for step, generation in enumerate(expanded(run.history.lineage), 1):
             if (step, generation) not in self.told:
                 self.occasions["what a step consumed is known from the bucket only"] += 1
                 if step <= self.answered_at[generation] or generation == run.generation:
@@ -386,7 +414,7 @@ class Oracle:
     def _judge_end(self, after: RunState, reason: str) -> None:
         match after.state:
             case Finished():
-                generations = expanded(after.lineage)
+                generations = expanded(after.history.lineage)
                 target = self.sim.rules.target_step
                 final = Version(target, generations[-1])
                 if generations != (truth := self.chain(final)):

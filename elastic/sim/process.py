@@ -23,16 +23,11 @@ class Process:
         self.sim, self.name, self.node = sim, name, node
         self.alive, self.frozen, self._frozen_until = True, False, 0.0
         self.clock_rate = 1.0
-        """Of its own clock, by which it counts leases."""
+        """How fast its own clock runs, by which it counts leases."""
+        self._skewed_at = self._showed = sim.clock.now
+        """When the rate last changed, and what its own clock showed then."""
         self.slowness, self.slow_until = 1.0, 0.0
-        self.incarnation = 0
-        """The highest heard of: orders of lower ones are refused."""
-        self.heard_at = sim.clock.now
-        self.leased_at = -float("inf")
-        """When it asked, by the true time, for the lease that it has."""
         self.world: World | None = None
-        self._deferred: list[Call] = []
-        """What waits until the world is left."""
         self._backlog: list[Call] = []
         self._arrived_at = 0.0
 
@@ -81,36 +76,13 @@ class Process:
         self.slowness, self.slow_until = factor, until
 
     @property
-    def lease_until(self) -> float:
-        """By the true time."""
-        return self.leased_at + self.sim.rules.lease_s / self.clock_rate
+    def now(self) -> float:
+        """The time by its own clock."""
+        return self._showed + (self.sim.clock.now - self._skewed_at) * self.clock_rate
 
-    def _keep_lease(self) -> None:
-        """Ask while the coordinator answers; a worker that nobody answers for two leases ends itself."""
-        lease_s = self.sim.rules.lease_s / self.clock_rate
-        if self.sim.clock.now > self.heard_at + 2 * lease_s:
-            return self.end("no coordinator answers")
-        self._renew()
-        self.sim.clock.after(lease_s / 4, self.receive, self._keep_lease)
-
-    def _renew(self) -> None:
-        """Ask for the lease on its generation."""
-
-    def end(self, why: str) -> None:
-        """Of its own accord."""
-
-    def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
-        """From a coordinator: one that has been followed by another is refused."""
-        if not self.refuses(incarnation):
-            if incarnation > self.incarnation:
-                self._deferred.clear()  # of one that has been followed since
-            self.incarnation, self.heard_at = max(incarnation, self.incarnation), self.sim.clock.now
-            call(*args)
-        else:
-            self.sim.oracle.occasions["an order of an older incarnation is refused"] += 1
-
-    def refuses(self, incarnation: int) -> bool:
-        return incarnation < self.incarnation
+    def skew(self, amount: float) -> None:
+        """Its clock runs so much too fast from now on."""
+        self._showed, self._skewed_at, self.clock_rate = self.now, self.sim.clock.now, 1.0 + amount
 
     def post(self, event: Any) -> None:
         """A word that may be lost: what follows from its absence is settled by deadlines."""

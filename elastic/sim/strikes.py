@@ -168,7 +168,7 @@ class Strikes:
             case Kind.SLOW:
                 worker.slow(fault.amount, self.clock.now + (fault.duration_s or 0.0))
             case Kind.CLOCK_SKEW:
-                worker.clock_rate = 1.0 + fault.amount
+                worker.skew(fault.amount)
             case Kind.DEVICE_ASSERT:
                 worker.raises(point, "device")
             case _:

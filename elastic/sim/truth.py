@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from elastic.ids import Cell, Version
+from elastic.protocol.events import Fenced
 from elastic.protocol.plan import Plan
 from elastic.sim.violation import Violation
 
@@ -81,6 +82,15 @@ def check_start(worker: Worker) -> None:
     """It begins to step: on what it was really given."""
     if worker.held & worker.garbage:
         raise Violation(f"{worker.name} steps on garbage of a collective that was aborted")
+
+
+def check_answer(worker: Worker, answer: Fenced) -> None:
+    """It says that it holds exactly what it holds, and says so when no update can change it."""
+    if worker.member.applying:
+        raise Violation(f"{worker.name} answers the fence of generation {answer.generation} in the midst of an update")
+    claimed = {(each.version, each.cell) for each in answer.held}
+    if claimed != worker.held:
+        raise Violation(f"{worker.name} answers that it holds {sorted(claimed)}, and holds {sorted(worker.held)}")
 
 
 def check_plan(worker: Worker, plan: Plan) -> None:

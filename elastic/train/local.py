@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import PlatformGaveUp
@@ -22,16 +22,19 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
+from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.copy_schedule import due
+from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.story import Line, Story
 from elastic.runs import Run
 from elastic.state.heal import Healing
+from elastic.state.shard import Shard
 from elastic.state.uploader import name_of
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
-from elastic.train.gate import Gate
 from elastic.train.model import State
 from elastic.train.session import make_session, prepare_process
 from elastic.train.step import Session, run_step
@@ -73,32 +76,41 @@ class _Local:
 
     def __init__(self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None]) -> None:
         self.run, self.session, self.world, self.show = run, session, world, show
-        self.incarnation, self.lineage, self.saved = start.incarnation, start.lineage, list(start.saved)
+        self.incarnation, self.lineage, self.saved = start.incarnation, start.history.lineage, list(start.history.saved)
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
-        self.gate = Gate(WORKER)
+        self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps)
 
     def train(self) -> tuple[str, str, int]:
         job = self.session.job
-        self.gate.enter(self.world.generation)
         state = self._healed()
+        self._begin(state.shard)
         step = state.shard.version.step
-        self.gate.hold([state.shard])
         shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, self.plan.layout)
         try:
             while step < job.steps:
-                outcome = run_step(self.session, state, self.gate, shape, step + 1, lambda: GO_ON)
+                outcome = run_step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON)
                 step = outcome.step
                 self._committed(outcome)
                 if due(step, job.checkpoint.save_every, job.steps):
                     self._save(state)
         except KeyboardInterrupt as interrupt:
             asked = str(interrupt) or "Ctrl-C"
-            if not self.gate.shards:
+            with self.apply_fence as member:
+                harmed = not member.held
+            if harmed:
                 return "Stopped", f"{asked} in the middle of an update; the last save counts", step
             self._save(state)
             return "Stopped", f"{asked}; saved at step {step}", step
         return "Finished", f"all {job.steps} steps are done", step
+
+    def _begin(self, shard: Shard) -> None:
+        """What a coordinator's orders would bring about."""
+        with self.apply_fence as member:
+            member.form(self.plan)
+            member.enter(self.plan)
+            member.healed(0.0, Holding(WORKER, shard.version, shard.cell), shard)
+            member.go(self.plan.generation)
 
     def _healed(self) -> State:
         """From the newest checkpoint that can be read; one that cannot is put away, never to be read again."""

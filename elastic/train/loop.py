@@ -1,8 +1,11 @@
 """The life of a worker: it waits for a plan, forms the world, heals, steps until the world ends, and waits for the next plan.
 
-Two threads.  The training thread is ``run``.  The control thread calls the rest: it never waits for the training thread, except for
-an update that is under way.  Neither leaves a group before the coordinator settles the generation: a
-member that is not fenced by then could apply a commit that this broke.
+There are two threads.  The training thread is in ``run``.  The control thread calls the rest; it never waits for the training thread,
+except for an update that is under way.  Neither thread leaves a group before the coordinator settles the generation: a member that is
+not fenced by then could apply a commit that this broke.
+
+Which orders count, and what is answered to them, is decided by the member (``protocol/member.py``) under its lock.  This file keeps the
+threads, the queue between them, and the forming and aborting of worlds.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,21 +26,21 @@ import torch.distributed as dist
 from elastic.engine.parallelize import scheme_of
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
-from elastic.ids import WorkerId
-from elastic.protocol.commit_record import GO_ON, PAUSE, SAVE_AND_PAUSE, CommitShape, Outcome
-from elastic.protocol.events import Attached, Broken, Event, Here, Ready, StepDone
+from elastic.plan.transfer import Holding
+from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
+from elastic.protocol.events import Broken, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, nothing
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, tell_where_all_stand, touch
 from elastic.train.faults import Seat
-from elastic.train.gate import Gate
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
 
 SLOW_S = 5.0
-"""From a settlement until it is strange that the generation is not left."""
+"""A generation that is not left so many seconds after its settlement is looked into."""
 WITNESS_S = 0.05
 """For the flight recorder to say what is in flight, before it is aborted."""
 SHOWN = 8
@@ -58,10 +60,9 @@ class Enter:
 
 @dataclass(frozen=True)
 class Settled:
-    """``generation`` is over: apply ``outcome`` if it is prepared here, and leave."""
+    """``generation`` is over: apply what its settlement says, and leave."""
 
     generation: int
-    outcome: Outcome | None
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,6 @@ class Went:
     """``generation`` may begin to step."""
 
     generation: int
-
-
-@dataclass
-class Done:
-    """Generations: the latest that was entered, that was told to go, that was settled.  Orders may come twice, from two coordinators."""
-
-    entered: int = 0
-    gone: int = 0
-    settled: int = 0
 
 
 class Leave(Exception):
@@ -88,66 +80,58 @@ class Trainer:
     """One worker.  ``report(event)`` reaches the coordinator and does not block."""
 
     def __init__(
-        self, session: Session, worker: WorkerId, device: torch.device, checkpoints: Checkpoints, report: Callable[[Event], None]
+        self, session: Session, fence: ApplyFence, device: torch.device, checkpoints: Checkpoints, report: Callable[[Event], None]
     ) -> None:
-        self.session, self.worker, self.device, self.checkpoints, self.report = session, worker, device, checkpoints, report
-        self.gate = Gate(worker)
+        self.session, self.apply_fence, self.device, self.checkpoints, self.report = session, fence, device, checkpoints, report
+        self.worker = fence.member.worker
         self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
+        """Orders that count, for the training thread.  None: leave the run."""
         self.world: World | None = None
-        self._done = Done()
-        self._plan: Plan | None = None
-        """Of the generation it is in, or was in last."""
-        self._said: list[Event] = []
-        """In the present generation; said again to a coordinator that was not there."""
-        self._boundary = (0, GO_ON)
-        self._ready_at = 0.0
         self._abort: threading.Thread | None = None
-        """Of the world before: no collective of the next one begins until it has ended."""
+        """Aborts the world before: no collective of the next one begins until it has ended."""
         self._slow = threading.Timer(0, nothing)
-        self._left = threading.Event()
-        """No settlement is under way."""
-        self._left.set()
 
     # ---- control thread
 
     def form(self, plan: Plan, store: tuple[str, int]) -> None:
-        if plan.generation > max(self.gate.fenced, self._done.entered):
-            self._done.entered = plan.generation
+        """Enter the world of ``plan``, once the present one is left."""
+        with self.apply_fence as member:
+            taken = member.form(plan)
+        if taken:
             self.orders.put(Enter(plan, store))
 
     def go(self, generation: int) -> None:
-        """The lease counts from this member's own last word, so that it ends here before it ends for the coordinator."""
-        if generation <= self._done.gone:
-            return
-        self._done.gone = generation
-        self.gate.lease_until = self._ready_at + self.session.job.deadlines.lease_s
-        self.orders.put(Went(generation))
+        """Begin to step."""
+        with self.apply_fence as member:
+            taken = member.go(generation)
+        if taken:
+            self.orders.put(Went(generation))
 
     def pause(self, generation: int, save: bool) -> None:
         """Ask, in the next commit, for a stop at the boundary after it."""
-        self._boundary = (generation, SAVE_AND_PAUSE if save else PAUSE)
+        with self.apply_fence as member:
+            member.pause(generation, save)
 
     def fence(self, generation: int) -> None:
-        """Answer what is held, once an older generation that is being settled is left: what it applies belongs to the answer."""
-        self._left.wait()
-        self.report(self.gate.fence(generation))
+        """Apply nothing more of ``generation``, and answer what is held.  The training thread gives an answer that is deferred."""
+        with self.apply_fence as member:
+            answer = member.fence(generation)
+        self._answer(answer)
 
     def settle(self, generation: int, outcome: Outcome | None) -> None:
         """All members are fenced or expelled: only now may anything be aborted."""
-        if generation <= self._done.settled:
+        with self.apply_fence as member:
+            taken = member.settle(generation, outcome)
+        if not taken:
             return
-        self._done.settled = generation
-        self.gate.fence(generation)
-        if self.gate.generation == generation:
-            self._left.clear()
-            self._slow = threading.Timer(SLOW_S, tell_where_all_stand)  # unless the generation is left by then
-            self._slow.daemon = True
-            self._slow.start()
+        self._slow = threading.Timer(SLOW_S, tell_where_all_stand)  # unless the generation is left by then
+        self._slow.daemon = True
+        self._slow.start()
         world = self.world
         if world is not None and world.generation == generation:
             self._abort = threading.Thread(target=self._aborts, args=(world, self._abort), daemon=True)
             self._abort.start()
-        self.orders.put(Settled(generation, outcome))
+        self.orders.put(Settled(generation))
 
     def _aborts(self, world: World, before: threading.Thread | None) -> None:
         """Beside the control thread, which has the next plan to hear, and the training thread, which has it to build.
@@ -172,29 +156,16 @@ class Trainer:
         self.orders.put(None)
 
     def attach(self) -> None:
-        """Tell a coordinator that has taken over where this worker stands, and again what may have been lost with the one before.
-
-        A plan that was not entered yet is void, for this one may know nothing of it; if it does it says so again.
-        """
-        self._forget_what_was_not_begun()
-        plan = self._plan
-        self.report(Attached(self.worker, plan, plan is not None and self._done.settled < plan.generation == self._done.gone))
-        for event in list(self._said):
+        """Tell a coordinator that has taken over where this worker stands, and again what may have been lost with the one before."""
+        with self.apply_fence as member:
+            events = member.attached()
+        for event in events:
             self.report(event)
-        for outcome in self.gate.seen() if plan is not None and plan.world_rank(self.worker) == 0 else ():
-            self.report(StepDone(self.worker, outcome.generation, outcome))
-        if self.gate.generation and self.gate.fenced >= self.gate.generation:
-            self.fence(self.gate.generation)
 
-    def _forget_what_was_not_begun(self) -> None:
-        waiting = []
-        with suppress(queue.Empty):
-            while True:
-                waiting.append(self.orders.get_nowait())
-        for order in waiting:
-            if not isinstance(order, Enter):
-                self.orders.put(order)
-        self._done.entered = self.gate.generation
+    def _answer(self, answer: Event | None) -> None:
+        """``answer``: to a fence, or None where there is none yet."""
+        if answer is not None:
+            self.report(answer)
 
     # ---- training thread
 
@@ -220,15 +191,15 @@ class Trainer:
 
     def _live(self, plan: Plan, store: tuple[str, int]) -> None:
         """One generation, from the plan to its settlement."""
+        with self.apply_fence as member:
+            if not member.enter(plan):
+                return
         state: State | None = None
         order: Went | Settled | None = None
-        self._plan, self._said = plan, []
         try:
-            self.gate.enter(plan.generation)
             state = self._form(plan, store)
             order = self._await(plan.generation, Went, Settled)
             if isinstance(order, Went):
-                self.gate.hold([state.shard])
                 self._train(plan, state)
         except Leave:
             raise
@@ -236,19 +207,26 @@ class Trainer:
             self._tell(plan, error, forming=state is None)
         while not isinstance(order, Settled):
             order = self._await(plan.generation, Settled)
-        outcome = order.outcome
-        if state is not None and outcome is not None and self.gate.prepared == outcome.step and self.gate.shards:
-            if self.session.snapshots is not None:
-                self.session.snapshots.settle()
-            with self.gate.applying(outcome, settled=True):  # the coordinator counts on it: a failure here ends the process
-                update(self.session, state, outcome)
-            if self.session.snapshots is not None:
-                self.session.snapshots.committed(outcome, None)
-        self.gate.drop()
-        self._said = []  # its plan is kept: it proves that there was this generation
+        if state is not None:
+            self._apply_the_settled(state)
         self._close()
         self._slow.cancel()
-        self._left.set()
+        with self.apply_fence as member:
+            answer = member.leave()
+        self._answer(answer)
+
+    def _apply_the_settled(self, state: State) -> None:
+        """The coordinator counts on it: a failure here ends the process."""
+        with self.apply_fence as member:
+            outcome = member.settles()
+        if outcome is None:
+            return
+        if self.session.snapshots is not None:
+            self.session.snapshots.settle()
+        with self.apply_fence.applying(outcome, settled=True):
+            update(self.session, state, outcome)
+        if self.session.snapshots is not None:
+            self.session.snapshots.committed(outcome, None)
 
     def _await(self, generation: int, *kinds: type[Went] | type[Settled]) -> Went | Settled:
         """The next order of one of ``kinds`` for ``generation``; what is about older ones is passed over."""
@@ -264,8 +242,8 @@ class Trainer:
         self._say(Here(self.worker, plan.generation))
         began = time.monotonic()
         self.world = world = self._meet(plan, store)
-        if self.gate.fenced >= plan.generation:  # settle() may have come before there was a world to abort
-            raise FencedOff(f"generation {plan.generation} was fenced while it was formed")
+        with self.apply_fence as member:  # the settlement may have come before there was a world to abort
+            member.go_on("formed")
         met = time.monotonic()
         state = State(self.session.job, world, plan.version)
         built = time.monotonic()
@@ -275,16 +253,17 @@ class Trainer:
                 where = f"the abort before generation {plan.generation} has not ended in {self.worker}"  # in no two the same: not the job's
                 raise AbortStuck(f"{where} within {ABORT_S:g} s")
         alone = time.monotonic()
-        healing = Healing(state, plan, self.worker, self.session, partial(self._leave_if_fenced, plan))
+        healing = Healing(state, plan, self.worker, self.session, self._leave_if_fenced)
         world.connect(self._form_s, RUN_TIMEOUT_S)
         formed, before = time.monotonic(), self._received
-        healing.finish(self.gate.shards, self.checkpoints, partial(self._half_way, plan, world))
+        with self.apply_fence as member:
+            held = list(member.held.values())
+        healing.finish(held, self.checkpoints, partial(self._half_way, plan, world))
         world.finish()
-        if self.gate.fenced >= plan.generation:  # whoever aborted since then has made what came from it look complete
-            raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
-        self.gate.hold([*self.gate.shards, state.shard])
+        now, shard = time.monotonic(), state.shard
+        with self.apply_fence as member:
+            member.healed(now, Holding(self.worker, shard.version, shard.cell), shard)
         self.session.counters["step"] = plan.version.step
-        self._ready_at = now = time.monotonic()
         print(
             f"{self.worker}: generation {plan.generation}: met in {met - began:.3f} s, model in {built - met:.3f} s, "
             f"the one before left in {alone - built:.3f} s, connected in {formed - alone:.3f} s, slices in {now - formed:.3f} s",
@@ -298,14 +277,14 @@ class Trainer:
         """Bytes of state, from members and keepers."""
         return self.session.counters["healed_live_bytes"] + self.session.counters["healed_host_bytes"]
 
-    def _leave_if_fenced(self, plan: Plan) -> None:
-        """Who reads slices from the bucket, or from a keeper, is not freed by an abort."""
-        if self.gate.fenced >= plan.generation:
-            raise FencedOff(f"generation {plan.generation} was fenced while it was healed")
+    def _leave_if_fenced(self) -> None:
+        """Raises ``FencedOff`` once the generation is fenced: an abort does not free whoever reads slices from the bucket or a keeper."""
+        with self.apply_fence as member:
+            member.go_on("healed")
 
     def _half_way(self, plan: Plan, world: World) -> None:
         """Between two slices."""
-        self._leave_if_fenced(plan)
+        self._leave_if_fenced()
         self.session.faults.strike("healing", plan.version.step + 1, world)
 
     @property
@@ -336,19 +315,20 @@ class Trainer:
             snapshots.enter(plan, self.worker, state.shard)
         while step < job.steps:
             step += 1
-            outcome = run_step(self.session, state, self.gate, shape, step, partial(self._asked, plan.generation))
+            outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked)
             if world.rank == 0:
                 self.report(StepDone(self.worker, plan.generation, outcome))
             if snapshots is not None:
                 snapshots.committed(outcome, state.shard)
             if outcome.boundary != GO_ON:
-                self.report(self.gate.fence(plan.generation))  # not ``fence``: if this is being settled already, that waits for us to leave
+                self.fence(plan.generation)
                 break
         if snapshots is not None:
             snapshots.make_room(lambda: not self.orders.empty())
 
-    def _asked(self, generation: int) -> int:
-        return self._boundary[1] if self._boundary[0] == generation else GO_ON
+    def _asked(self) -> int:
+        with self.apply_fence as member:
+            return member.boundary
 
     def _tell(self, plan: Plan, error: Exception, *, forming: bool) -> None:
         if isinstance(error, FencedOff) and not error.lease:
@@ -362,9 +342,15 @@ class Trainer:
         version = plan.version if cause == "damaged" else None
         step = self.session.counters["step"] + 1
         self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version))
+        if cause == "device":
+            with self.apply_fence as member:
+                lives = member.lose()
+            if not lives:
+                raise error
 
     def _say(self, event: Event) -> None:
-        self._said.append(event)
+        with self.apply_fence as member:
+            member.say(event)
         self.report(event)
 
     def _close(self) -> None:

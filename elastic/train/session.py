@@ -12,6 +12,7 @@ import torch
 import elastic
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
+from elastic.engine.optim.base import rule_of
 from elastic.errors import DataError, ElasticError, JobError, NoRoomYet
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
@@ -95,6 +96,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
             f"prepare more text, or lower seq_len or global_batch"
         )
+    rule_of(job)  # refused here if it is none; and its module is loaded, which the digest of the job's code reads
     cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
     return Session(job, load(job.loss, "loss"), cursor, loader, counters, Faults(job.faults))

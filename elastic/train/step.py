@@ -22,9 +22,9 @@ from elastic.job import Job
 from elastic.plan.batch import active, rounds
 from elastic.protocol.commit_record import HEADER, LOWER, MAGIC, NO_COPIES, CommitShape, Copied, Outcome, conclude
 from elastic.state.snapshot import Snapshots
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
-from elastic.train.gate import Gate
 from elastic.train.model import State
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
@@ -57,17 +57,17 @@ class Share:
     samples: list[tuple[int, ...]]
 
 
-def run_step(session: Session, state: State, gate: Gate, shape: CommitShape, step: int, boundary: Callable[[], int]) -> Outcome:
+def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, boundary: Callable[[], int]) -> Outcome:
     """Step ``step`` from first forward to applied.  ``boundary()``: what this member asks for after it."""
     reserve(state.world, shape)
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
-    norm = prepare(session, state, gate, step)
+    norm = prepare(session, state, fence, step)
     blank = blank_record(shape, state.world.rank, step, boundary(), share, copied)
     record = fill_record(state.world.to_device("record", blank), share, norm)
-    outcome = commit(session, state, gate, shape, step, record)
+    outcome = commit(session, state, fence, shape, step, record)
     session.faults.strike("before_update", step, state.world)
-    with gate.applying(outcome):
+    with fence.applying(outcome):
         update(session, state, outcome)
     return outcome
 
@@ -130,14 +130,15 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def prepare(session: Session, state: State, gate: Gate, step: int) -> torch.Tensor:
+def prepare(session: Session, state: State, fence: ApplyFence, step: int) -> torch.Tensor:
     """Reduce what the optimizer needs from the group; afterwards this member could apply on its own.  Returns the squared norm."""
     session.counters.at("commits")
     grads = state.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
     session.counters["collective"] = 1
     session.faults.strike("before_commit", step, state.world)
-    gate.prepare(step)
+    with fence as member:
+        member.prepare(step)
     return norm
 
 
@@ -160,16 +161,16 @@ def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch
     return record
 
 
-def commit(session: Session, state: State, gate: Gate, shape: CommitShape, step: int, record: torch.Tensor) -> Outcome:
+def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor) -> Outcome:
     """The one all-gather.  Raises if it does not complete, or completes over garbage."""
-    raw = state.world.to_host(state.sync.gather(record), given_up=lambda: gate.generation <= gate.fenced)
+    raw = state.world.to_host(state.sync.gather(record), given_up=lambda: fence.member.barred)
     outcome = conclude(shape, step, raw.numpy().astype("<f8", copy=False).tobytes())
     session.counters["collective"] = 2
     return outcome
 
 
 def update(session: Session, state: State, outcome: Outcome) -> None:
-    """Apply a committed step.  Inside the gate, with the gradients that were prepared."""
+    """Apply a committed step.  Inside the apply fence, with the gradients that were prepared."""
     session.counters.at("updates")
     state.optimizer.apply(state.grads(), outcome)
     session.faults.strike("in_update", outcome.step, state.world)

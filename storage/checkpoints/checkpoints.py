@@ -1,13 +1,13 @@
-"""Checkpoints of a run: shards first, digests taken before upload, manifest last.
+"""Checkpoints of a run.  Writers write shards, and take digests before the upload; the manifest is written last.
 
     <run>/steps/<step>/g<generation>/<name>.safetensors   one writer's slices
-    <run>/steps/<step>/g<generation>/index.parquet        one row a slice
-    <run>/steps/<step>/g<generation>/MANIFEST.json        written last: before it, there is no checkpoint
-    <run>/steps/<step>/g<generation>/DAMAGED.json         an added fact, never a deletion
+    <run>/steps/<step>/g<generation>/index.parquet        one row for each slice
+    <run>/steps/<step>/g<generation>/MANIFEST.json        before it is written, there is no checkpoint
+    <run>/steps/<step>/g<generation>/DAMAGED.json         a note that the checkpoint is damaged; nothing is deleted
 
-Every object is created, none is ever replaced.  So whatever a writer does that was thought dead, what a manifest speaks of stays
-as it was.  Finding one's own bytes in place of what one wants to create is success.  Finding others, left by an attempt that came
-to nothing, a shard or an index takes a name with its digest in it; a manifest raises :class:`Exists`.
+Objects are only created, never replaced.  So a writer that was believed dead cannot change what a manifest lists.  A writer that finds
+its own bytes in place has succeeded.  If it finds other bytes, which an unfinished attempt left, a shard or an index takes a name with its
+digest in it, and a manifest raises :class:`Exists`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Part = tuple[Tensor, Slice, memoryview]
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """What a writer wrote, for the manifest.  ``state``: digest of the list of all tensors that must be there, or ""."""
+    """Tells the committer what a writer wrote.  ``state``: digest of the list of all tensors of the whole state, or "" if unknown."""
 
     version: Version
     file: File
@@ -56,7 +56,7 @@ class ShardReceipt:
 
 
 class Listed(NamedTuple):
-    """A checkpoint as a listing shows it.  ``manifest`` None: not complete, or not readable.  ``damaged``: how, or ""."""
+    """A checkpoint in a listing.  ``manifest`` is None if it is missing or unreadable; ``damaged`` says what is damaged, or is ""."""
 
     version: Version
     manifest: Manifest | None
@@ -82,9 +82,9 @@ class Checkpoints:
         hook: Callable[[], None] | None = None,
         state: Iterable[Tensor] | None = None,
     ) -> ShardReceipt:
-        """One writer's slices as ``<name>.safetensors``.  ``hook`` is called before each slice goes out.
+        """Writes one writer's slices as ``<name>.safetensors``.  Calls ``hook`` before each slice.
 
-        ``state``: every tensor of the whole state.  With it the manifest is refused also when a tensor is missing altogether.
+        ``state``: every tensor of the whole state.  With it, :meth:`commit` also refuses a state that lacks a whole tensor.
         """
         ordered = sorted(((entry_of(tensor, part), (tensor, part, data)) for tensor, part, data in parts), key=_alignment)
         for entry, (_, _, data) in ordered:
@@ -102,9 +102,9 @@ class Checkpoints:
         return ShardReceipt(version, file, tuple(rows), "" if state is None else _state_digest(state))
 
     def commit(self, version: Version, receipts: Iterable[ShardReceipt], about: Mapping[str, Any]) -> str:
-        """Write index and manifest; returns the manifest's digest.  ``about``: see :class:`Manifest`.
+        """Writes index and manifest; returns the manifest's digest.  ``about``: see :class:`Manifest`.
 
-        Raises :class:`Incomplete` when the receipts do not make up the whole state, :class:`Exists` when there is another manifest.
+        Raises :class:`Incomplete` if the receipts do not make up the whole state, and :class:`Exists` if there is another manifest.
         """
         if unknown := about.keys() - ABOUT:
             raise ValueError(f"a manifest says nothing about {', '.join(sorted(unknown))}; it knows {', '.join(sorted(ABOUT))}")
@@ -122,7 +122,7 @@ class Checkpoints:
         return digest_of(manifest)
 
     def quarantine(self, version: Version, reason: str) -> None:
-        """Add the fact that the checkpoint is damaged; the first reason stays."""
+        """Notes that the checkpoint is damaged, and why.  The first note stays."""
         try:
             self.store.put_if_absent(f"{self.folder(version)}/{DAMAGED}", seal({"format": 1, "reason": reason}))
         except Exists:
@@ -131,7 +131,7 @@ class Checkpoints:
     # ---- reading
 
     def versions(self) -> list[Listed]:
-        """All that was ever begun, oldest first."""
+        """Returns every checkpoint that was ever begun, oldest first."""
         found: dict[Version, set[str]] = {}
         for key in self.store.list(f"{self.run}/steps/"):
             if place := re.fullmatch(r"(\d+)/g(\d+)/([^/]+)", key.removeprefix(f"{self.run}/steps/")):
@@ -139,16 +139,16 @@ class Checkpoints:
         return [self._listed(version, names) for version, names in sorted(found.items())]
 
     def latest_good(self) -> Version | None:
-        """The greatest version that has a manifest and is not damaged."""
+        """Returns the greatest version that has a manifest and no note of damage, or None."""
         return max((version for version, manifest, damaged in self.versions() if manifest is not None and not damaged), default=None)
 
     def manifest(self, version: Version) -> Manifest:
-        """Raises :class:`Missing`, :class:`Damaged` or :class:`BadFormat`."""
+        """Returns the manifest.  Raises :class:`Missing`, :class:`Damaged` or :class:`BadFormat`."""
         key = f"{self.folder(version)}/{MANIFEST}"
         return Manifest.from_bytes(self.store.get(key), self.store.full_name(key), version)
 
     def open(self, version: Version) -> Reader:
-        """Who opens a version counts on it: :class:`Damaged` also when there is no manifest."""
+        """Returns a reader of the checkpoint.  Raises :class:`Damaged` also if there is no manifest, since the caller relies on it."""
         try:
             manifest = self.manifest(version)
         except Missing as error:
@@ -156,20 +156,20 @@ class Checkpoints:
         return Reader(self.store, self.folder(version), manifest)
 
     def verify(self, version: Version) -> Verified:
-        """Read everything and compare every size and digest."""
+        """Reads everything and compares every size and digest."""
         try:
             return verify(self.open(version))
         except Damaged as error:  # the manifest or the index
             return Verified(version, 0, 0, 0, (error,))
 
     def export(self, version: Version, destination: Path) -> list[Path]:
-        """Whole tensors as ordinary ``model.safetensors`` and ``optimizer.safetensors`` in the folder ``destination``."""
+        """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``; returns their paths."""
         return export(self.open(version), destination)
 
     # ---- how
 
     def _create(self, version: Version, file: File, chunks: Callable[[], Iterable[Piece]]) -> File:
-        """Put the object where ``file`` says, or beside what is there already; where it is then."""
+        """Creates the object under the name of ``file``, or under a name with its digest if other bytes are there; returns where it is."""
         stem, _, suffix = file.name.rpartition(".")
         for name in (file.name, f"{stem}-{file.blake3[:16]}.{suffix}"):
             key = f"{self.folder(version)}/{name}"
@@ -191,7 +191,7 @@ class Checkpoints:
         return digest.hexdigest() == file.blake3
 
     def _complete(self, version: Version, receipts: Sequence[ShardReceipt]) -> list[Stored]:
-        """The rows of the receipts, which must be of this version, in the bucket, and together the whole state."""
+        """Returns the rows of the receipts.  Raises :class:`Incomplete` unless they are of this version, stored, and the whole state."""
         for receipt in receipts:
             key = f"{self.folder(version)}/{receipt.file.name}"
             if receipt.version != version:

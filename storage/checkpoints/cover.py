@@ -1,4 +1,4 @@
-"""Which stored slices make up the wanted ones, and whether slices make up whole tensors.  Pure interval arithmetic."""
+"""Finds the stored slices that supply a wanted one, and checks that slices make up whole tensors.  Pure interval arithmetic."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Key = tuple[str, str]
 
 
 def covering(stored: Iterable[Slice], wanted: Slice) -> list[tuple[Slice, Slice]]:
-    """(stored slice, the part of ``wanted`` it supplies), in order.  ``stored``: slices of which no two overlap.
+    """Returns (stored slice, the part of ``wanted`` that it supplies), in order.  No two of ``stored`` may overlap.
 
-    Raises :class:`Incomplete` when some element of ``wanted`` is in none of them.
+    Raises :class:`Incomplete` if an element of ``wanted`` is in none of them.
     """
     parts = [(held, part) for held in sorted(stored) if (part := held.intersect(wanted))]
     found = sum(part.count for _, part in parts)
@@ -26,7 +26,7 @@ def covering(stored: Iterable[Slice], wanted: Slice) -> list[tuple[Slice, Slice]
 
 
 def check_exact_cover(pieces: Sequence[tuple[Tensor, Slice]]) -> None:
-    """Every tensor named must be there with each element exactly once; else :class:`Incomplete` naming the tensor."""
+    """Raises :class:`Incomplete`, naming the tensor, unless the slices hold each element of each tensor exactly once."""
     groups: dict[Key, list[tuple[Tensor, Slice]]] = defaultdict(list)
     for tensor, part in pieces:
         groups[tensor.name, tensor.kind].append((tensor, part))
@@ -45,7 +45,7 @@ def check_exact_cover(pieces: Sequence[tuple[Tensor, Slice]]) -> None:
 
 
 def describe(part: Slice) -> str:
-    """The slice as text, different for different slices: ``parameter/embed.weight@0,0-16,64`` is [0:16, 0:64] of it."""
+    """Returns a text that names the slice and no other: ``parameter/embed.weight@0,0-16,64`` is [0:16, 0:64] of that tensor."""
     box = f"@{','.join(map(str, part.start))}-{','.join(map(str, part.stop))}" if part.start else ""
     return f"{part.kind}/{part.name}{box}"
 
@@ -57,7 +57,7 @@ def _within(part: Slice, tensor: Tensor) -> bool:
 
 
 def _overlap(parts: Sequence[Slice]) -> Slice | None:
-    """What two of the slices, sorted, have in common.  A sweep along dim 0: only slices whose rows meet are compared."""
+    """Returns a box that two of the sorted slices share, or None.  Sweeps along dimension 0: it compares only slices whose rows meet."""
     active: list[Slice] = []
     for part in parts:
         active = [other for other in active if not part.start or other.stop[0] > part.start[0]]

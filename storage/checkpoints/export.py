@@ -1,7 +1,7 @@
-"""A checkpoint as ordinary safetensors files of whole tensors, for any tool.
+"""Export writes a checkpoint as ordinary safetensors files of whole tensors, which any tool reads.
 
 ``model.safetensors`` has parameters and buffers by their plain names; ``optimizer.safetensors`` has moments as ``exp_avg/<name>``
-and scalars by name.  One tensor at a time is in memory.
+and scalars by name.  It holds one tensor at a time in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODEL_KINDS = ("parameter", "buffer")
 
 
 def export(reader: Reader, destination: Path) -> list[Path]:
-    """Write both files into the folder ``destination``, each whole or not at all; their paths."""
+    """Writes both files into the folder ``destination``, each whole or not at all; returns their paths."""
     destination.mkdir(parents=True, exist_ok=True)
     model = [tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS]
     optimizer = [tensor for tensor in reader.tensors() if tensor.kind not in (*MODEL_KINDS, "constant")]

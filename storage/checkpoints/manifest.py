@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint consists of.  A checkpoint exists when its manifest does, and not before.
+"""The manifest lists what a checkpoint consists of.  A checkpoint exists once its manifest does, and not before.
 
-It names every file with its size and digest, the index of slices among them, and says where in the run's history the checkpoint
-stands.  Readers accept every format ever released; a newer one is refused by its number.
+It names every file, the index of slices among them, with size and digest, and says where in the run's history the checkpoint stands.
+Readers accept every format that was ever released, and refuse a newer one by its number.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from storage.errors import Damaged
 from storage.slices import Slice, Tensor, Version
 
 FORMAT = 1
-"""The newest; all of 1 to this one are read."""
+"""The newest format.  Readers accept 1 to this one."""
 MANIFEST, INDEX, DAMAGED = "MANIFEST.json", "index.parquet", "DAMAGED.json"
 ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions"}
 
 
 @dataclass(frozen=True, order=True)
 class Stored:
-    """Where a slice lies: bytes ``[first, last)`` of ``file``.  One row of the index."""
+    """A row of the index: the slice is bytes ``[first, last)`` of ``file``."""
 
     tensor: Tensor
     slice: Slice
@@ -66,7 +66,7 @@ class Manifest:
 
     @property
     def lineage(self) -> tuple[tuple[int, int], ...]:
-        """Who committed what, oldest first: (generation, last step it committed)."""
+        """Which generation committed which steps, oldest first: (generation, the last step that it committed)."""
         return tuple((generation, step) for generation, step in self.about.get("lineage", ()))
 
     @property
@@ -74,13 +74,13 @@ class Manifest:
         return dict(self.about.get("layout", {}))
 
     def to_bytes(self) -> bytes:
-        """The same bytes for the same manifest."""
+        """Returns the manifest's bytes: always the same for the same manifest."""
         blocks = {"blocks": [asdict(block) for block in self.blocks]} if self.blocks else {}
         return seal({"format": FORMAT, **asdict(self.version), "files": [asdict(file) for file in self.files], **blocks, **self.about})
 
     @classmethod
     def from_bytes(cls, raw: bytes, object: str, version: Version) -> Manifest:
-        """Raises :class:`Damaged`, also when it is of another version than its place says; :class:`BadFormat`."""
+        """Returns the manifest in ``raw``.  Raises :class:`BadFormat`, or :class:`Damaged`, also if it is not that of ``version``."""
         content = unseal(raw, object, FORMAT)
         found = Version(content["step"], content["generation"])
         if found != version:

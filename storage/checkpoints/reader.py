@@ -1,8 +1,8 @@
-"""Reading a checkpoint: only the bytes that are wanted, and none that is not checked.
+"""The reader of a checkpoint fetches only the bytes that are wanted, and hands out none that it has not checked.
 
-Digests are of stored slices, so a stored slice is fetched whole even when a part of it is wanted: a reader gets at most one stored
-slice more at each edge of what it wants, and nothing when the layout is the one that was saved.  Neighbours in a file are fetched
-together, up to ``FETCH_BYTES`` at once, and several such requests are under way while the bytes of earlier ones are used.
+A digest covers a stored slice, so the reader fetches a stored slice whole even if only a part of it is wanted.  That is at most one slice
+too many at each edge, and none if the layout is the one that was saved.  Slices that are neighbours in a file come in one request of up to
+``FETCH_BYTES``.  Several requests are under way while the caller uses the bytes of earlier ones.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from storage.slices import Slice, Tensor, Version
 
 FETCH_BYTES = 16 * 2**20
 AHEAD_BYTES = 2**29
-"""Of all requests under way: one connection to an object store, or one thread, is slower than what waits for it."""
+"""Bytes of all requests under way together.  One connection to an object store is slower than the device that waits for it."""
 
 
 class Reader:
-    """One checkpoint.  ``bytes_read`` counts what was fetched of its shards.  Every method may raise :class:`Damaged`."""
+    """Reads one checkpoint.  ``bytes_read`` counts the bytes of slices that were fetched.  Every method may raise :class:`Damaged`."""
 
     def __init__(self, store: ObjectStore, folder: str, manifest: Manifest) -> None:
         self.store, self.folder, self.manifest = store, folder, manifest
@@ -43,7 +43,7 @@ class Reader:
         """Numbers of the row groups of a large index that have been read."""
         self._held: dict[Key, dict[Slice, Stored]] = defaultdict(dict)
         self._in_file: dict[str, list[Stored]] = defaultdict(list)
-        """The rows of each file in order of their bytes, once the whole index has been read: then headers are checked too."""
+        """The rows of each file in order of their bytes.  Filled when the whole index is read; from then on headers are checked too."""
         self._sizes = {file.name: file.size for file in manifest.files}
         self._begun: set[str] = set()
         """The files whose header has been checked."""
@@ -54,7 +54,7 @@ class Reader:
 
     @cached_property
     def rows(self) -> tuple[Stored, ...]:
-        """All rows of the index, sorted.  Reads the whole index."""
+        """All rows of the index, sorted.  The first use reads the whole index."""
         index = self.manifest.index
         rows = from_parquet(self._index_bytes([Block(0, index.size, index.blake3, "")]), self.name_of(index.name))
         for row in sorted(rows, key=place):
@@ -62,13 +62,13 @@ class Reader:
         return rows
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the state."""
+        """Returns every tensor of the state, sorted."""
         return sorted({row.tensor for row in self.rows})
 
     def read(self, wanted: Iterable[Slice]) -> Iterator[tuple[Slice, bytearray | memoryview]]:
-        """Each wanted slice with its bytes, not to be written to, in the order in which they lie in the files.
+        """Yields each wanted slice with its bytes, which are read-only, in the order in which they lie in the files.
 
-        Raises :class:`Incomplete` before anything is fetched if some of it is not there.
+        Raises :class:`Incomplete`, before it fetches any slice, if the checkpoint lacks a part of one.
         """
         slices = list(wanted)
         self._find({each.name for each in slices})
@@ -99,18 +99,21 @@ class Reader:
         return memoryview(self._get(rows[0].file, rows[0].first, rows[-1].last))
 
     def check(self, row: Stored, data: memoryview) -> None:
+        """Raises :class:`Damaged` if the bytes of the row are not those that were written."""
         check_digest(f"{self.name_of(row.file)} ({describe(row.slice)}, bytes {row.first}-{row.last})", data, row.blake3)
 
     def name_of(self, file: str) -> str:
-        """What messages call it."""
+        """Returns the file's name for messages."""
         return self.store.full_name(f"{self.folder}/{file}")
 
     def _find(self, names: set[str]) -> None:
-        """Reads the part of a large index that is about these tensors, unless it has been read.  Neighbouring blocks come in one request;
-        the whole index does if most of it is wanted."""
+        """Reads the row groups of a large index that hold these tensors, unless they have been read.
+
+        Neighbouring row groups come in one request.  So does the whole index, if half of it is wanted.
+        """
         blocks = self.manifest.blocks
         missing = [number for number in groups_with(blocks, names) if number not in self._read] if blocks else []
-        if 2 * len(missing) >= len(blocks) - 1 > 0:
+        if missing and (self._in_file or 2 * len(missing) >= len(blocks) - 1):  # ``_in_file``: the rows have been read already
             self._hold(self.rows)
             self._read.update(range(len(blocks) - 1))
             return
@@ -126,7 +129,7 @@ class Reader:
             self._held[row.tensor.name, row.tensor.kind][row.slice] = row
 
     def _index_bytes(self, blocks: Sequence[Block]) -> bytes:
-        """Returns neighbouring blocks of the index, each checked.  Bytes that were added behind its end are noticed too."""
+        """Returns neighbouring blocks of the index, each checked.  At its end it asks for one byte more, and so notices added bytes."""
         index, first, last = self.manifest.index, blocks[0].first, blocks[-1].last
         name = self.name_of(index.name)
         try:
@@ -139,7 +142,7 @@ class Reader:
         return raw
 
     def _fetch(self, rows: Iterable[Stored]) -> Iterator[tuple[Stored, memoryview]]:
-        """In the order of ``rows``, each checked."""
+        """Yields each row with its checked bytes, in the order of ``rows``."""
         waiting: deque[tuple[list[Stored], Future[memoryview]]] = deque()
         ahead = 0
         for group in (*neighbours(rows), None):
@@ -187,12 +190,12 @@ def _bytes(group: Sequence[Stored]) -> int:
 
 
 def place(row: Stored) -> tuple[str, int, int]:
-    """Sort by this, and rows come in the order of their bytes (a slice without elements before its neighbour)."""
+    """The sorting key that brings rows into the order of their bytes, with an empty slice before its neighbour."""
     return row.file, row.first, row.last
 
 
 def neighbours(rows: Iterable[Stored]) -> Iterator[list[Stored]]:
-    """Rows, sorted by place, in groups that one request fetches."""
+    """Yields rows, which are sorted by place, in groups that one request fetches."""
     group: list[Stored] = []
     for row in rows:
         if group and (row.file, row.first) == (group[-1].file, group[-1].last) and row.last - group[0].first <= FETCH_BYTES:
@@ -206,7 +209,7 @@ def neighbours(rows: Iterable[Stored]) -> Iterator[list[Stored]]:
 
 
 def runs(numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Ascending numbers, in groups that have no gap."""
+    """Yields ascending numbers in groups without a gap."""
     run: list[int] = []
     for number in numbers:
         if run and number != run[-1] + 1:
@@ -218,13 +221,14 @@ def runs(numbers: Iterable[int]) -> Iterator[list[int]]:
 
 
 def check_digest(object: str, data: bytes | memoryview, expected: str) -> None:
+    """Raises :class:`Damaged`, naming ``object``, if ``data`` has another digest."""
     found = digest_of(data)
     if found != expected:
         raise Damaged(object, f"blake3 {expected[:16]}…", f"{found[:16]}… over {len(data)} bytes")
 
 
 def _box(buffer: bytearray | memoryview, holder: Slice, part: Slice, item: int) -> np.ndarray[Any, Any]:
-    """The memory of ``part`` in ``buffer``, which holds ``holder``.  Bytes of any type: numpy need not know bfloat16."""
+    """Returns a view of ``part`` in ``buffer``, which holds ``holder``.  Elements are opaque bytes, since numpy does not know bfloat16."""
     whole = np.frombuffer(buffer, dtype=f"V{item}").reshape(holder.shape)
     ranges = (slice(a - at, b - at) for a, b, at in zip(part.start, part.stop, holder.start, strict=True))
     index: tuple[Any, ...] = (*ranges, ...)
@@ -234,7 +238,7 @@ def _box(buffer: bytearray | memoryview, holder: Slice, part: Slice, item: int) 
 
 @dataclass(frozen=True)
 class Verified:
-    """What reading everything found; each problem names its object."""
+    """The result of reading everything.  Each problem names its object."""
 
     version: Version
     files: int
@@ -252,7 +256,7 @@ class Verified:
 
 
 def verify(reader: Reader) -> Verified:
-    """Read every file once, in order, and compare manifest, index, headers and bytes with each other."""
+    """Reads every file once, in order, and compares manifest, index, headers and bytes with each other."""
     rows: dict[str, list[Stored]] = {file.name: [] for file in reader.manifest.files}
     problems: list[StorageError] = []
     for row in sorted(reader.rows, key=place):

@@ -1,12 +1,12 @@
-"""Shard files: ordinary safetensors, written as a stream and read by ranges.
+"""Shard files are ordinary safetensors files, written as a stream and read by ranges.
 
     8 bytes   length of the header, little-endian
     header    JSON: key -> {"dtype", "shape", "data_offsets"}; padded with blanks to a multiple of 8
     data      the tensors, without gaps
 
 In a shard the key of a slice is ``kind/name@start-stop`` in the tensor's global coordinates (``parameter/w@0,0-16,64`` is
-``w[0:16, 0:64]``), so any tool that reads safetensors reads a shard and sees what it holds.  All sizes are known before the first
-byte is, so a file can be written slice by slice.  Wider types come first: then every tensor is aligned as its type wants.
+``w[0:16, 0:64]``), so any tool that reads safetensors can read a shard and show what it holds.  All sizes are known before the first
+byte is written, so a writer can write slice by slice.  Wider types come first, which aligns every tensor to its type.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
-"""Bytes of one element, by safetensors' name."""
+"""Bytes of one element, by the name that safetensors gives the type."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,22 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of the tensor."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 def entry_of(tensor: Tensor, part: Slice) -> Entry:
+    """Returns the entry of a slice in its shard."""
     return Entry(describe(part), tensor.dtype, part.shape)
 
 
 def aligned_order(entry: Entry) -> int:
-    """Sort by this, and every tensor starts at a multiple of its element size."""
+    """The sorting key with which every tensor starts at a multiple of its element size."""
     return -ITEM_BYTES[entry.dtype]
 
 
 def header_of(entries: Iterable[Entry], about: Mapping[str, str]) -> bytes:
-    """The file up to its data.  ``about`` becomes ``__metadata__``."""
+    """Returns the file up to its data.  ``about`` becomes ``__metadata__``."""
     header: dict[str, Any] = {"__metadata__": dict(about)}
     position = 0
     for entry in entries:
@@ -68,7 +69,7 @@ def header_of(entries: Iterable[Entry], about: Mapping[str, str]) -> bytes:
 
 
 def metadata_of(version: Version) -> dict[str, str]:
-    """Returns what a shard says of itself."""
+    """Returns the metadata of every shard of this version."""
     return {"elastic": "1", "version": str(version)}
 
 

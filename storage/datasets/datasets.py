@@ -1,14 +1,14 @@
-"""Token datasets: one endless row of tokens, cut into files of equal size, and a description that is written last.
+"""A token dataset is one long row of tokens, cut into files of equal size, and a description that is written last.
 
-    tokens-00000.bin …    little-endian uint16, or uint32 for vocabularies beyond 65,536; ``SHARD_TOKENS`` each, the last one shorter
-    blocks.b3             the blake3 digest of every block of every token file: 32 bytes each, in order
-    documents.parquet     one row a document: path, first token, length, digest of its tokens
-    tokenizer.json        what turned the text into tokens, where that was more than its bytes
-    dataset.json          format, tokenizer, vocabulary, numbers, and every file with its size and digest
+    tokens-00000.bin …    little-endian uint16, or uint32 for vocabularies beyond 65,536; ``SHARD_TOKENS`` in each, fewer in the last
+    blocks.b3             the blake3 digests of the blocks of all token files, in order: 32 bytes each
+    documents.parquet     one row for each document: path, first token, length, digest of its tokens
+    tokenizer.json        the tokenizer's definition, unless tokens are bytes
+    dataset.json          format, tokenizer, vocabulary, counts, and every file with its size and digest
 
-As everywhere here, nothing exists until its description does.  Readers fetch and check whole blocks (``tokens.py``); their size
-is a trade: a sample of 4,096 tokens is 8 KiB, so larger ones would mostly fetch what nobody asked for, and smaller ones would spend
-more on digests and requests.  Format 1 had no blocks: there each token file is one.
+A dataset exists once its description does.  Readers fetch and check whole blocks (``tokens.py``).  The size of a block is a trade-off.  A
+sample of 4,096 tokens has 8 KiB, so larger blocks would mostly fetch bytes that nobody wants; smaller ones would spend more on digests and
+requests.  Format 1 had no blocks: there, each token file counts as one block.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from storage.objects import ObjectStore
 
 FORMAT = 2
 READABLE = (1, 2)
-"""Formats that this version reads: every one that was ever released."""
+"""Formats that this release reads: every one that was ever released."""
 DESCRIPTION, DOCUMENTS, BLOCKS, TOKENIZER = "dataset.json", "documents.parquet", "blocks.b3", "tokenizer.json"
 SHARD_TOKENS = 8 * 2**20
 BLOCK_BYTES = 256 * 2**10
 INDEX = pa.schema([("path", pa.string()), ("first", pa.int64()), ("length", pa.int64()), ("blake3", pa.string())])
 INDEX_ROWS, PIECE_BYTES = 2**16, 4 * 2**20
-"""Documents, and bytes of the file of them, that are held in memory while it is written."""
+"""How many rows of documents.parquet, and how many bytes of a file, the writer holds in memory."""
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How text became tokens.  ``definition``: the contents of tokenizer.json, if there is one."""
+    """Says how text became tokens.  ``definition``: the contents of tokenizer.json, if there is one."""
 
     tokenizer: str
     vocabulary: int
@@ -54,13 +54,13 @@ class Coding:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """The narrowest type that holds every token."""
+        """The narrowest type that can hold every token."""
         return np.dtype("<u2") if self.vocabulary <= 2**16 else np.dtype("<u4")
 
 
 @dataclass(frozen=True)
 class Description:
-    """What ``dataset.json`` says.  ``files``: the token files in order; ``index``: the one of the documents."""
+    """The content of ``dataset.json``.  ``files``: the token files in order; ``index``: documents.parquet."""
 
     tokenizer: str
     vocabulary: int
@@ -75,12 +75,12 @@ class Description:
     """tokenizer.json."""
 
     def to_json(self) -> bytes:
-        """The same bytes for the same description."""
+        """Returns the bytes of ``dataset.json``: always the same for the same description."""
         return json.dumps({"format": FORMAT, "dtype": self.dtype.name, **asdict(self)}, sort_keys=True, indent=1).encode()
 
     @classmethod
     def from_json(cls, raw: bytes, name: str = DESCRIPTION) -> Description:
-        """Raises :class:`Damaged` or :class:`BadFormat`, naming ``name``."""
+        """Returns the description in ``raw``.  Raises :class:`Damaged` or :class:`BadFormat`, naming ``name``."""
         try:
             value = json.loads(raw)
             number = value.pop("format")
@@ -104,7 +104,7 @@ class Description:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of what training sees: the tokens and what they stand for, wherever they lie and whatever the documents were called."""
+        """The digest of what training sees: the tokens and their meaning.  Places and names of documents do not change it."""
         seen: list[Any] = [self.tokenizer, self.vocabulary, [asdict(file) for file in self.files]]
         if self.definition is not None:
             seen.append(self.definition.blake3)
@@ -112,7 +112,7 @@ class Description:
 
 
 def read_description(store: ObjectStore) -> Description:
-    """Of the dataset in ``store``.  Raises :class:`Missing` where there is none."""
+    """Returns the description of the dataset in ``store``.  Raises :class:`Missing` if there is none."""
     return Description.from_json(store.get(DESCRIPTION), store.full_name(DESCRIPTION))
 
 
@@ -123,10 +123,10 @@ def write_dataset(
     shard_tokens: int = SHARD_TOKENS,
     block_bytes: int = BLOCK_BYTES,
 ) -> Description:
-    """Write (path, tokens) of every document, in this order; one shard is in memory at a time.  One writer at a time.
+    """Writes a dataset of ``documents``, which are (path, tokens), in this order.  Holds one shard in memory.  Only one writer may run.
 
-    Writing the same again changes nothing; a store that holds other tokens already raises :class:`Exists` and is left as it is.
-    What ``documents`` raises is passed on, and what was written until then is taken away.
+    Writing the same dataset again changes nothing.  If the store holds other tokens, this raises :class:`Exists` and changes nothing.  If
+    ``documents`` raises, the files that were written until then are removed.
     """
     found = _found(store)
     if found is None:
@@ -172,7 +172,7 @@ def _write(
 
 
 class _Digests:
-    """Writes nothing: what a dataset would consist of."""
+    """Computes what a dataset would consist of, and writes nothing."""
 
     def put(self, name: str, data: bytes | IO[bytes]) -> File:
         digest, size = blake3(), 0
@@ -183,7 +183,7 @@ class _Digests:
 
 
 class _Files(_Digests):
-    """Writes; at an error before the end, takes away what it has written, unless somebody else made a dataset of it."""
+    """Writes the files.  After an error it removes them, unless somebody else has completed a dataset with them."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store, self.written = store, list[str]()
@@ -212,7 +212,7 @@ def _pieces(data: bytes | IO[bytes]) -> Iterator[bytes]:
 
 
 class _Index:
-    """documents.parquet, written aside as the documents go by."""
+    """Writes documents.parquet to a temporary file while the documents pass through."""
 
     def __init__(self, file: IO[bytes], table: pq.ParquetWriter, dtype: np.dtype[np.unsignedinteger[Any]]) -> None:
         self.dtype, self.documents = dtype, 0
@@ -220,7 +220,7 @@ class _Index:
         self._rows: list[tuple[str, int, int, str]] = []
 
     def noted(self, documents: Iterable[tuple[str, Tokens]]) -> Iterator[Tokens]:
-        """Passes the tokens on, and notes where each document is."""
+        """Yields the tokens of each document, and notes where they lie."""
         first = 0
         for path, tokens in documents:
             tokens = tokens.astype(self.dtype)
@@ -250,7 +250,7 @@ def _index(dtype: np.dtype[np.unsignedinteger[Any]]) -> Iterator[_Index]:
 
 
 def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[bytes]:
-    """The same row of tokens, cut anew; one shard is in memory at a time."""
+    """Yields the same row of tokens, cut into shards.  Holds one shard in memory."""
     shard: list[Tokens] = []
     room = shard_tokens
     for part in parts:

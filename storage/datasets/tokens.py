@@ -1,9 +1,9 @@
-"""Reading a token dataset: whole blocks, each of them checked, from a memory map or by ranges.
+"""The reader of a token dataset reads whole blocks, from a memory map or by ranges, and checks each of them.
 
-No token is handed out whose block has not had the digest that was taken when it was written.  A local file is memory-mapped, so the
-workers of a node share its pages, and a block is checked when this process first touches it.  From any other store blocks are
-fetched by range, those of one call at the same time, and some are kept; one that comes wrong is fetched once more, since the way here
-damages more often than the disk there.
+It hands out no token before it has compared the digest of its block with the one that the writer took.  A local file is memory-mapped, so
+the workers of a node share its pages; each process checks a block when it first touches it.  From any other store, the reader fetches
+blocks by range, the blocks of one call at the same time, and keeps some of them.  It fetches a damaged block once more, since a network
+damages bytes more often than the disk of a store does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from storage.objects import ObjectStore
 
 CACHE_BYTES = 64 * 2**20
 FETCHES = 8
-"""Blocks of a remote store that are on their way at the same time."""
+"""Blocks of a remote store that one call fetches at the same time."""
 DIGEST_BYTES = 32
 
 
 class TokenFiles:
-    """The tokens of a prepared dataset, by position, for one thread at a time.  Raises :class:`Missing` where there is none."""
+    """The tokens of a prepared dataset, by position.  For one thread at a time.  Raises :class:`Missing` if there is no dataset."""
 
     def __init__(self, store: ObjectStore, cache_bytes: int = CACHE_BYTES) -> None:
         self.store, self.description = store, read_description(store)
@@ -45,14 +45,14 @@ class TokenFiles:
         self._room = max(1, cache_bytes // self.block_bytes)
 
     def read(self, first: int, last: int) -> Tokens:
-        """Tokens ``[first, last)`` of the row.  Raises as :meth:`rows` does."""
+        """Returns tokens ``[first, last)`` of the row.  Raises as :meth:`rows` does."""
         row: Tokens = self.rows([first], last - first)[0]
         return row
 
     def rows(self, firsts: Sequence[int], length: int) -> Tokens:
-        """``length`` tokens from each of ``firsts`` on: [rows, length].
+        """Returns ``length`` tokens from each of ``firsts`` on: [rows, length].
 
-        Raises IndexError beyond the row, :class:`Damaged` for a file of another size or a block of other bytes.
+        Raises IndexError beyond the end of the dataset, and :class:`Damaged` if a file has another size or a block other bytes.
         """
         for first in firsts:
             if not 0 <= first <= first + length <= self.description.tokens:
@@ -68,7 +68,7 @@ class TokenFiles:
         return rows
 
     def _spans(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Where the tokens are: (block, counted through all files, first and last token within it)."""
+        """Yields where the tokens lie: (number of the block, counted through all files; first token in it; token behind the last one)."""
         size = self.block_bytes // self.dtype.itemsize
         while first < last:
             file = bisect_right(self._starts, first) - 1
@@ -121,7 +121,7 @@ class TokenFiles:
         return np.frombuffer(raw, self.dtype)
 
     def _place(self, block: int) -> tuple[int, int, int]:
-        """(file, its bytes from, to)"""
+        """Returns where the block lies: (number of the file, first byte, byte behind the last one)."""
         file = bisect_right(self._blocks, block) - 1
         first = (block - self._blocks[file]) * self.block_bytes
         return file, first, min(first + self.block_bytes, self.description.files[file].size)
@@ -141,8 +141,8 @@ class TokenFiles:
 
 
 def _digests(store: ObjectStore, description: Description, blocks: int) -> bytes:
-    """Of every block, in order: 32 bytes each."""
-    if description.blocks is None:  # format 1: a file is a block
+    """Returns the digests of all blocks, in order: 32 bytes each."""
+    if description.blocks is None:  # format 1: a file is one block
         return b"".join(bytes.fromhex(file.blake3) for file in description.files)
     raw = store.get(description.blocks.name)
     if digest_of(raw) != description.blocks.blake3 or len(raw) != blocks * DIGEST_BYTES:

@@ -1,11 +1,14 @@
 """The journal of a run, and the claims on it.
 
 Object stores cannot append.  A segment is one create-only object, ``<run>/journal/<first record>.jsonl``: a snapshot of all that
-was known before, at most 256 records or five seconds of them, and the digest of both.  So reading may begin at any segment.
-Records are numbered without gaps, by one writer; who finds its next segment written by somebody else has been deposed.
+was known before, the records of at most five seconds, and the digest of both.  So reading may begin at any segment.  A segment also ends
+after 256 records, once these are as long as its snapshot: however much is known, at most half of the journal are snapshots.
+Records are numbered without gaps, by one writer; a writer that finds its next segment written by somebody else has been deposed.
 
-A record is in a local file before ``append`` returns, and on the disk when it must be durable.  That file is also the queue to
-the bucket, which a thread of its own works off: a store that is slow or down delays nothing and costs no memory.
+A record is in a local file before ``append`` returns, and on the disk when it must be durable.  The local folder has one file a segment.
+These files are also the queue to the bucket, which a thread of its own works off: a store that is slow or down delays nothing and costs no
+memory.  When a segment begins, the files of those that are in the bucket are removed: the disk holds what the bucket lacks, and little
+more.
 """
 
 from __future__ import annotations
@@ -18,31 +21,44 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from storage.documents import digest_of, seal, unseal
 from storage.errors import Damaged, Deposed, Exists, StorageError
 from storage.objects import ObjectStore
 
 SEGMENT_RECORDS = 256
+"""Number of records after which a segment may end before its time is over."""
 CLOSE_S = 10.0
+"""Seconds for the bucket to take what is left when the journal is closed."""
 
 Json = Mapping[str, Any]
 
 
 @dataclass
 class _Segment:
-    """Bytes ``[begin, end)`` of the local file, ``records`` of them records."""
+    """A local file: bytes ``[begin, end)`` of all that this journal has written, the snapshot before ``records_begin``."""
 
     first: int
+    path: Path
     begin: int
     began_s: float
-    end: int
+    records_begin: int = 0
+    end: int = 0
     records: int = 0
+
+    def read(self, at: int) -> bytes:
+        """Returns the bytes from ``at`` on, or from the beginning."""
+        with open(self.path, "rb") as file:
+            file.seek(max(at - self.begin, 0))
+            return file.read(self.end - max(at, self.begin))
 
 
 class Journal:
-    """Written by one process, from any thread.  ``first``: number of its first record; ``snapshot``: what was known before."""
+    """One process writes it, from any thread, to the bucket and to the folder ``local``.
+
+    ``first`` is the number of its first record; ``snapshot`` is what was known before.
+    """
 
     def __init__(
         self, store: ObjectStore, run: str, local: Path, first: int, snapshot: Json, segment_s: float = 5.0, retry_s: float = 1.0
@@ -54,11 +70,14 @@ class Journal:
         """Why the copy in the bucket trails, while the store does not take it."""
         self._known: Callable[[], Json] = lambda: snapshot
         self._segment_s, self._retry_s = segment_s, retry_s
-        local.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(local, "a+b")  # noqa: SIM115 (closed by its thread)
-        self._size = os.fstat(self._file.fileno()).st_size
+        local.mkdir(parents=True, exist_ok=True)
+        self._local = local
+        self._file: BinaryIO | None = None
+        self._size = max((int(path.stem) + path.stat().st_size for path in local.glob("*.jsonl")), default=0)
         self._open: _Segment | None = None
         self._queue: deque[_Segment] = deque()
+        self._shipped: list[_Segment] = []
+        """Segments that are in the bucket, and still on the disk."""
         self._changed = threading.Condition()
         self._closed_s = float("inf")
         self._thread = threading.Thread(target=self._copy, name="journal", daemon=True)
@@ -72,16 +91,16 @@ class Journal:
             if record["n"] != self.next:
                 raise ValueError(f"record {record['n']} was appended where {self.next} comes next")
             if self._open is None:
-                self._open = _Segment(self.next, self._size, time.monotonic(), self._size)
-                self._write(self._known())
+                self._open = self._begin()
+            segment = self._open
             self._write(record)
-            if durable:
+            if durable and self._file is not None:
                 os.fsync(self._file.fileno())
             self.next += 1
             self._known = after
-            self._open.end, self._open.records = self._size, self._open.records + 1
-            if self._open.records == SEGMENT_RECORDS:
-                self._cut(self._open)
+            segment.end, segment.records = self._size, segment.records + 1
+            if segment.records >= SEGMENT_RECORDS and segment.end - segment.records_begin >= segment.records_begin - segment.begin:
+                self._cut(segment)
             self._changed.notify_all()
 
     def ship(self, timeout_s: float) -> bool:
@@ -101,21 +120,22 @@ class Journal:
 
     @property
     def end(self) -> int:
-        """How far the local file reaches."""
+        """The number of bytes that were written."""
         return self._size
 
     def tail(self, at: int) -> tuple[int, int, bytes]:
-        """What the bucket does not have yet begins here in the local file; and what is there from ``at`` on, or from that beginning."""
+        """Returns where that begins what the bucket does not have yet, and the bytes from ``at`` on, or from there, with their place."""
         with self._changed:
             if self.deposed:
                 raise Deposed(self.deposed)
             oldest = self._queue[0] if self._queue else self._open
             begin = oldest.begin if oldest is not None else self._size
             at = max(at, begin)
-            return begin, at, os.pread(self._file.fileno(), self._size - at, at)
+            there = [*self._queue, *([self._open] if self._open is not None else [])]
+            return begin, at, b"".join(each.read(at) for each in there if each.end > at)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is left to the bucket and end; after ``timeout_s`` it stays in the local file, and :attr:`behind` says why."""
+        """Write what is left to the bucket and end; after ``timeout_s`` it stays in the local files, and :attr:`behind` says why."""
         with self._changed:
             self._closed_s = time.monotonic() + timeout_s
             self._changed.notify_all()
@@ -123,7 +143,20 @@ class Journal:
         if self._thread.is_alive():
             self.behind = self.behind or "the store does not answer"
 
+    def _begin(self) -> _Segment:
+        """Begins a file with what is known, and removes those that the bucket has."""
+        for each in self._shipped:
+            each.path.unlink(missing_ok=True)
+        self._shipped.clear()
+        segment = _Segment(self.next, self._local / f"{self._size:015d}.jsonl", self._size, time.monotonic())
+        self._file = open(segment.path, "wb")  # noqa: SIM115 (closed when the segment is cut)
+        _sync_folder(self._local)
+        self._write(self._known())
+        segment.records_begin = segment.end = self._size
+        return segment
+
     def _write(self, value: Json) -> None:
+        assert self._file is not None
         line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
         self._file.write(line)
         self._file.flush()
@@ -132,6 +165,12 @@ class Journal:
     def _cut(self, segment: _Segment) -> None:
         self._queue.append(segment)
         self._open = None
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     # ---- the copying thread
 
@@ -139,12 +178,12 @@ class Journal:
         while (segment := self._oldest()) is not None:
             if self._ship(segment):
                 with self._changed:
-                    self._queue.popleft()
+                    self._shipped.append(self._queue.popleft())
                     self._changed.notify_all()
             elif self.deposed or not self._retry():
                 break
         with self._changed:
-            self._file.close()
+            self._close_file()
             self._changed.notify_all()
 
     def _oldest(self) -> _Segment | None:
@@ -165,7 +204,7 @@ class Journal:
     def _ship(self, segment: _Segment) -> bool:
         """Create the object; False when the store cannot, or has another in its place."""
         key = f"{self.run}/journal/{segment.first:012d}.jsonl"
-        data = _sealed(os.pread(self._file.fileno(), segment.end - segment.begin, segment.begin))
+        data = _sealed(segment.read(segment.begin))
         try:
             try:
                 self.store.put_if_absent(key, data)
@@ -183,6 +222,15 @@ class Journal:
         """Give the store a moment; False when there is no time left for another try."""
         time.sleep(max(0.0, min(self._retry_s, self._closed_s - time.monotonic())))
         return time.monotonic() < self._closed_s
+
+
+def _sync_folder(folder: Path) -> None:
+    """The name of a new file must be on the disk too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read(store: ObjectStore, run: str) -> list[tuple[Json, list[Json]]]:
@@ -217,7 +265,7 @@ def records(store: ObjectStore, run: str) -> list[Json]:
 
 
 def parse(lines: bytes) -> list[tuple[Json, list[Json]]]:
-    """The segments in a file: a coordinator's local one, a copy of an object, or several of either one after the other."""
+    """Returns the segments in a file: a coordinator's local one, a copy of an object, or several of either one after the other."""
     segments: list[tuple[Json, list[Json]]] = []
     for number, text in enumerate(lines.splitlines(), 1):
         try:

@@ -1,8 +1,9 @@
-"""The end of a journal, before the bucket has it: what other nodes hold of it, and what is read back when its writer has died.
+"""Replicas of the end of a journal: other nodes hold what the bucket does not have yet, and give it back when its writer has died.
 
-A tail is a part of the writer's local file: segments, each a snapshot and the records after it, a line each.  Copies grow by what the
-writer sends, in order, and let go of what is in the bucket.  Who recovers takes the latest writer's, of several the one that reaches
-furthest from where the bucket ends: an earlier writer may have been cut off and have written on, and nothing came of it.
+A tail is a part of the writer's local files.  It consists of segments: a snapshot and the records after it, one line each.  A replica grows
+by what the writer sends, in order, and drops what is in the bucket.  A new coordinator takes the tail of the latest writer, and of several
+the one that reaches furthest beyond the end of the bucket.  An earlier writer may have been cut off and have continued to write, but
+nobody acted on that.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from pathlib import Path
 
 from storage.journal.journal import Json, parse
 
+WRITER = "journal-"
+"""What the folder of a writer's local files is called, before its incarnation."""
 DEPOSED = -1
-"""The answer to a writer whose incarnation is not the latest."""
+"""The answer to a writer that has been followed by a later incarnation."""
 
 
 @dataclass
 class Tail:
-    """A copy: bytes from ``begin`` on of the file that ``incarnation`` writes."""
+    """A replica: the bytes from ``begin`` on of all that ``incarnation`` writes."""
 
     incarnation: int = 0
     begin: int = 0
@@ -30,14 +33,14 @@ class Tail:
         return self.begin + len(self.data)
 
     def extend(self, incarnation: int, begin: int, at: int, data: bytes) -> int:
-        """Take ``data``, which lies at ``at``, and let go of what is before ``begin``.  The answer: where the copy ends.
+        """Adds ``data``, which lies at ``at`` in the file, and drops what lies before ``begin``.  Returns where the replica ends.
 
-        What is held already is passed over; what leaves a gap is not taken.  :data:`DEPOSED` where a later incarnation has written.
+        Skips bytes that it holds already, and refuses bytes behind a gap.  Returns :data:`DEPOSED` if a later incarnation has written.
         """
         if incarnation < self.incarnation:
             return DEPOSED
         if incarnation > self.incarnation:
-            if at != begin:  # what an earlier one wrote is of use until this one's is here from its beginning
+            if at != begin:  # keep the earlier writer's tail until this one's is here from its beginning
                 return begin
             self.incarnation, self.begin, self.data = incarnation, begin, bytearray()
         if self.end < begin:
@@ -51,32 +54,34 @@ class Tail:
 
 
 Segment = tuple[Json, list[Json]]
-"""A snapshot, and the records after it."""
+"""A snapshot and the records after it."""
 
 
 def segments_of(tail: bytes) -> list[Segment]:
-    """A last line that was cut off is none."""
+    """Returns the segments of a tail.  Ignores a last line that was cut off."""
     return [(snapshot, records) for snapshot, records in parse(tail[: tail.rfind(b"\n") + 1]) if records]
 
 
 Written = tuple[int, bytes]
-"""A tail, and the incarnation that wrote it."""
+"""The incarnation that wrote a tail, and the tail."""
 
 
-def file_of(folder: Path, incarnation: int) -> Path:
-    """Where a coordinator writes on its node."""
-    return folder / f"journal-{incarnation:06d}.jsonl"
+def folder_of(folder: Path, incarnation: int) -> Path:
+    """Returns the folder in which a coordinator writes on its node, a file a segment."""
+    return folder / f"{WRITER}{incarnation:06d}"
 
 
 def local(folder: Path) -> list[Written]:
-    """The files of all incarnations that wrote on this node."""
-    return [(int(path.stem.removeprefix("journal-")), path.read_bytes()) for path in sorted(folder.glob("journal-*.jsonl"))]
+    """Returns what all incarnations that wrote on this node have left here."""
+    writers = sorted(folder.glob(f"{WRITER}*"))
+    return [(int(each.name.removeprefix(WRITER)), b"".join(path.read_bytes() for path in sorted(each.glob("*.jsonl")))) for each in writers]
 
 
 def furthest(written: int, by: int, tails: Iterable[Written]) -> list[Segment]:
-    """Of the tails that go on without a gap where the bucket ends (``written``: its next record; ``by``: who wrote the last one there).
+    """Returns the segments of the tail that reaches furthest, of those that continue the bucket's journal without a gap.
 
-    Empty where none goes further than the bucket.
+    ``written``: number of the bucket's next record; ``by``: the incarnation that wrote its last one.  Returns an empty list if no tail
+    reaches further than the bucket.
     """
     found = [(incarnation, segments_of(data)) for incarnation, data in tails if incarnation >= by]
     further = [(each, segments) for each, segments in found if segments and _first(segments) <= written <= _last(segments)]

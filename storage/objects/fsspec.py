@@ -49,8 +49,11 @@ class Fsspec(ObjectStore):
         self._call(key, "pipe_file", self._path(key), whole, moved_bytes=len(whole))
 
     def put_if_absent(self, key: str, data: Data) -> None:
-        """As the port says.  If the answer to a first attempt is lost, the second finds the object and raises :class:`Exists`, also for
-        an object of its own: telling a rival that it won would be worse."""
+        """Writes the object, or raises :class:`Exists`.
+
+        If the answer to the first attempt is lost, the second attempt raises :class:`Exists` even if the object is its own.  All callers
+        compare the bytes or try another name.  The opposite error, two writers that both believe they won, would be worse.
+        """
         whole = b"".join(pieces_of(data))
         try:
             self._call(key, "pipe_file", self._path(key), whole, mode="create", moved_bytes=len(whole))

@@ -1,9 +1,9 @@
-"""Calls that cross a network: how long each may take, what is tried again, and when to give up.
+"""Calls that cross a network: how long each may take, which failures are tried again, and when a call gives up.
 
-Socket timeouts alone are no deadline: a store that sends a byte a second keeps every socket alive.  So each attempt is cut off after
-``attempt_s``, and all attempts of a call with the pauses between them after ``call_s``; both grow with the bytes that are moved.
-Pauses double, and each is drawn between nothing and its length ("full jitter": Brooker, AWS Architecture Blog, 2015), for a
-thousand workers that met the same failure must not come back together.
+A socket timeout is no deadline: a store that sends one byte a second keeps every socket alive.  So each attempt ends after ``attempt_s``,
+and a call with all its attempts and pauses ends after ``call_s``.  Both grow with the number of bytes moved.  Pauses double, and each is
+drawn at random between zero and its length ("full jitter": Brooker, AWS Architecture Blog, 2015), because a thousand workers that met the
+same failure must not come back at the same moment.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class Transient(Exception):
-    """Whoever makes an attempt raises this when another one may help; the text says what happened."""
+    """An attempt raises this if another one may help.  The text says what happened."""
 
 
 @dataclass(frozen=True)
 class RemotePolicy:
-    """Generous: what waits for a bucket is a background save, a journal's copy, or a worker that has nothing else to do."""
+    """The limits of a call.  They are generous: background saves, the journal's copy and idle workers are all that wait for a bucket."""
 
     attempts: int = 10
     attempt_s: float = 20.0
@@ -38,11 +38,14 @@ class RemotePolicy:
     draw: Callable[[], float] = random.random
 
     def transfer_s(self, size: int) -> float:
-        """What an attempt gets on top for moving ``size`` bytes."""
+        """Returns the seconds that an attempt gets in addition for moving ``size`` bytes."""
         return size / self.slowest_bytes_s
 
     def call(self, object: str, attempt: Callable[[float], T], extra_s: float = 0.0) -> T:
-        """``attempt(seconds)`` until it returns; ``extra_s``: what each gets on top.  Raises :class:`Unavailable`, naming ``object``."""
+        """Calls ``attempt(seconds)`` until it returns.  Each attempt gets ``extra_s`` in addition.
+
+        Raises :class:`Unavailable`, naming ``object``, when attempts or time are spent.
+        """
         began, number = self.clock(), 0
         end = began + self.call_s + 2 * extra_s
         while True:

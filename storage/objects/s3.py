@@ -1,17 +1,17 @@
 """Objects in a bucket that speaks S3.
 
-s3fs brings the client, the credentials and the event loop; the requests are made here, one by one, for its own convenience verbs
-hold the whole object in memory, retry a create-only write without asking whether the first try landed, and know no deadline.
+s3fs supplies the client, the credentials and the event loop.  This module makes the requests one by one.  The convenience calls of s3fs
+hold a whole object in memory, retry a create-only write without asking whether the first attempt succeeded, and have no deadline.
 
-Endpoint, region and credentials come from the node alone: the standard variables and profiles (``AWS_ENDPOINT_URL_S3``,
-``AWS_REGION``, ``AWS_PROFILE``, ``AWS_ACCESS_KEY_ID`` …) or the machine's role.  A job and its messages never hold a secret.
+Endpoint, region and credentials come from the node alone: from the standard variables and profiles (``AWS_ENDPOINT_URL_S3``,
+``AWS_REGION``, ``AWS_PROFILE``, ``AWS_ACCESS_KEY_ID`` …) or from the machine's role.  A job and its messages never hold a secret.
 
-An object larger than ``part_bytes`` goes up in parts as its pieces come, ``UPLOADS`` at a time, and appears when the upload is
-completed.  Create-only is ``If-None-Match: *``, on the PUT or on the completion: the store decides, in one place, also for objects
-of any size.  A store that honours it on neither or only on the PUT is refused by :mod:`storage.objects.selftest`.  Each write carries a
-random mark in the object's metadata: when an answer was lost and the retry finds the place taken, the mark tells whether by oneself.
+An object larger than ``part_bytes`` is uploaded in parts as its pieces come, ``UPLOADS`` at a time, and appears when the upload is
+completed.  A create-only write sends ``If-None-Match: *`` with the PUT or with the completion, so the store decides, for objects of any
+size.  :mod:`storage.objects.selftest` refuses a store that ignores it on either.  Each write puts a random mark into the object's metadata.
+If an answer is lost and the retry finds an object, the mark tells the writer whether it is its own.
 
-What a killed writer had sent of an upload is never listed and never read, but it is paid for: give the bucket a lifecycle rule
+The parts that a killed writer has uploaded are never listed and never read, but they cost money.  Give the bucket a lifecycle rule
 ``AbortIncompleteMultipartUpload``.
 """
 
@@ -36,12 +36,12 @@ from storage.objects.remote import RemotePolicy, Transient
 from storage.objects.s3_errors import FAILURES, Refused, judged, meaning
 
 PART_BYTES = 32 * 2**20
-"""S3 wants 5 MiB to 5 GiB and at most 10,000 parts: objects may have 312 GiB."""
+"""Bytes of a part.  S3 allows 5 MiB to 5 GiB and at most 10,000 parts, so an object may have 312 GiB."""
 PARTS = 10_000
 UPLOADS = 4
-"""Parts on their way at once.  With those that are being cut an object that is written takes the memory of seven: 224 MiB."""
+"""Parts under way at the same time.  With those that are being cut, writing an object takes the memory of seven parts: 224 MiB."""
 COMPLETION_S = 280.0
-"""Joining the parts of a large object may take a store minutes."""
+"""Additional seconds for completing an upload: a store may take minutes to join the parts of a large object."""
 MARK = "elastic-write"
 
 CLIENT = {
@@ -60,7 +60,7 @@ Part = dict[str, Any]
 
 
 class S3(ObjectStore):
-    """Objects under ``s3://bucket/prefix``.  Up to ``single_bytes`` are written by one PUT, more in parts."""
+    """The objects under ``s3://bucket/prefix``.  An object of up to ``single_bytes`` is written by one PUT, a larger one in parts."""
 
     at_once = 8
 
@@ -80,11 +80,11 @@ class S3(ObjectStore):
 
     @classmethod
     def connect(cls, url: str, policy: RemotePolicy | None = None) -> S3:
-        """The store at ``url``; nothing is asked of it yet."""
+        """Returns the store at ``url``.  Sends no request yet."""
         root = url.split("://", 1)[1].strip("/")
         if not root or "@" in root.split("/")[0]:
             raise Unavailable("s3://…", "a bucket's URL is s3://bucket/prefix; credentials are taken from the node, never from a URL")
-        # an instance of our own: fsspec would hand out one that was made with the credentials and endpoint of before
+        # skip_instance_cache: fsspec would return an instance with earlier credentials and endpoint
         return cls(S3FileSystem(skip_instance_cache=True, use_listings_cache=False, config_kwargs=CLIENT), root, policy)
 
     @property
@@ -105,7 +105,7 @@ class S3(ObjectStore):
             self.size(key)
             return b""
         ranged = {"Range": f"bytes={first}-{'' if stop is None else stop - 1}"} if first or stop is not None else {}
-        shared_s = self.policy.transfer_s(self.at_once * (stop - first)) if stop is not None else 0.0  # the others use the same link
+        shared_s = self.policy.transfer_s(self.at_once * (stop - first)) if stop is not None else 0.0  # concurrent requests share the link
         try:
             answer = self._call(key, "get_object", ranged, shared_s)
         except Refused:  # 416: the object ends before
@@ -118,7 +118,7 @@ class S3(ObjectStore):
         return int(self._call(key, "head_object")["ContentLength"])
 
     def list(self, prefix: str = "") -> list[str]:
-        """Straight from the store, page by page; the empty objects ``…/`` by which consoles show folders are left out."""
+        """Asks the store, page by page.  Leaves out the empty objects ``…/`` with which consoles show folders."""
         above = f"{self.prefix}/" if self.prefix else ""
         found: list[str] = []
         more: dict[str, str] | None = {}
@@ -169,13 +169,13 @@ class S3(ObjectStore):
             undo.pop_all()
 
     def _abort(self, key: str, upload: str) -> None:
-        """Say that the parts are not wanted any more; a store that does not answer is not asked for long."""
+        """Tells the store to drop the parts.  Gives up soon if the store does not answer."""
         brief = S3(self.filesystem, self.root, replace(self.policy, attempts=3, call_s=min(20.0, self.policy.call_s)))
         with suppress(StorageError, Refused):
             brief._call(key, "abort_multipart_upload", {"UploadId": upload})
 
     def _send(self, key: str, upload: str, blocks: Iterable[bytes]) -> Sequence[Part]:
-        """Upload the parts, ``UPLOADS`` at once; returns when none is on its way any more."""
+        """Uploads the parts, ``UPLOADS`` at a time.  Returns when all have arrived."""
 
         def send(number: int, block: bytes) -> Part:
             part = {"UploadId": upload, "PartNumber": number, "Body": block}
@@ -195,7 +195,7 @@ class S3(ObjectStore):
         return tuple(parts)
 
     def _mark(self, key: str) -> str:
-        """Who wrote the object that is there; "" when there is none."""
+        """Returns the mark of the writer of the object, or "" if there is none."""
         try:
             return str(self._call(key, "head_object").get("Metadata", {}).get(MARK, "unknown"))
         except Missing:
@@ -204,7 +204,7 @@ class S3(ObjectStore):
     # ---- requests
 
     def _call(self, key: str, verb: str, arguments: Mapping[str, Any] | None = None, extra_s: float = 0.0) -> Answer:
-        """A request about one object.  Raises Refused only where the caller must know: a place lost, a range beyond the end."""
+        """Sends a request about one object.  Raises Refused only if the name is taken or the range lies beyond the end."""
         named = {"Key": self._path(key).removeprefix(f"{self.bucket}/"), **(arguments or {})}
         try:
             return self._request(self.full_name(key), verb, named, extra_s)
@@ -223,7 +223,7 @@ class S3(ObjectStore):
         return self.policy.call(object, attempt, extra_s)
 
     async def _once(self, verb: str, seconds: float, arguments: Mapping[str, Any]) -> Answer:
-        """One attempt, body and all, within ``seconds``.  Raises Transient or Refused."""
+        """Makes one attempt, including the body, within ``seconds``.  Raises Transient or Refused."""
         if "Body" in arguments:
             arguments = {**arguments, "Body": io.BytesIO(arguments["Body"])}  # read anew by every attempt
         try:
@@ -243,7 +243,7 @@ class S3(ObjectStore):
 
 
 def blocks_of(data: Data, size: int) -> Iterator[bytes]:
-    """The same bytes in blocks of ``size``, the last one shorter; one is made at a time."""
+    """Yields the same bytes in blocks of ``size``, the last one shorter.  Holds one block at a time."""
     block = bytearray()
     for piece in pieces_of(data):
         rest = memoryview(piece)

@@ -1,6 +1,6 @@
-"""What the failures of an S3 client mean: which are worth another attempt, and what to change about the others.
+"""What the failures of an S3 client mean: which of them deserve another attempt, and what to change about the others.
 
-What is shown is a store's status, code and sentence; never the signature or the key that it echoes beside them.
+Messages show the store's status, code and sentence.  They never show the signature or the key that a store echoes beside them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from botocore.parsers import ResponseParserError
 from storage.objects.remote import Transient
 
 FAILURES = (boto.ClientError, boto.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError, ValueError)
-"""All that a request raises when network, store or configuration is at fault; TimeoutError is an OSError."""
+"""Everything that a request raises if network, store or configuration is at fault.  TimeoutError is an OSError."""
 
 _TRANSIENT = (
     boto.HTTPClientError,  # reset, closed, timed out
@@ -64,7 +64,7 @@ _UNUSABLE: tuple[tuple[type[Exception], str], ...] = (
 
 
 class Refused(Exception):
-    """The store's answer is no, and would be again."""
+    """The store refuses, and would refuse again."""
 
     def __init__(self, status: int, code: str, text: str) -> None:
         super().__init__(status, code, text)
@@ -72,12 +72,12 @@ class Refused(Exception):
 
     @property
     def lost_its_place(self) -> bool:
-        """Somebody has written, or an earlier attempt of ours whose answer was lost."""
+        """Whether the object exists already: written by somebody else, or by an earlier attempt whose answer was lost."""
         return self.status == 412 or self.code == "NoSuchUpload"
 
 
 def judged(error: Exception, seconds: float) -> Transient | Refused:
-    """What to raise instead of ``error``, with which an attempt of ``seconds`` ended."""
+    """Returns what to raise instead of ``error``, which ended an attempt of ``seconds``."""
     if isinstance(error, boto.ClientError):
         return _answered(error)
     if isinstance(error, TimeoutError) and not str(error):
@@ -105,6 +105,6 @@ def _answered(error: boto.ClientError) -> Transient | Refused:
 
 
 def meaning(refused: Refused) -> str:
-    """The store's words and what to do."""
+    """Returns the store's words and what to do."""
     advice = _MEANING.get(refused.code)
     return f"{refused.text}; {advice}" if advice else refused.text

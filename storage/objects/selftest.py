@@ -1,8 +1,8 @@
-"""Does a bucket keep its promises?  Some thirty small requests before a run begins, for a store that does not fails a month later.
+"""The self-test of a bucket: about thirty small requests before a run begins.  A store that breaks a promise would fail a month later.
 
-Checked is what checkpoints, journal and claims rest on: a create-only write is refused where something is (by one PUT and by an
-upload in parts, which stores implement apart), of several at once one wins, bytes come back as they were sent, and a range is that
-range.
+It checks what checkpoints, the journal and claims rely on.  A create-only write is refused if there is an object, both as one PUT and as
+an upload in parts, which stores implement separately.  Of several such writes at the same time, one wins.  Bytes come back as they were
+sent, and a range is that range.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ RIVALS = 8
 
 
 def check(store: ObjectStore, run: str) -> None:
-    """Raises :class:`Unavailable` naming the bucket, what it does wrong, and what to do; leaves nothing in it.
+    """Raises :class:`Unavailable` if the bucket breaks a promise; the message says which, and what to do.  Leaves nothing in the bucket.
 
-    A folder is believed: this release wrote the code that makes one a store.
+    A folder is not tested: the code that makes it a store is our own.
     """
     if store.local:
         return
@@ -54,7 +54,7 @@ def _check(store: ObjectStore, key: str, what: str) -> None:
 
 
 def _race(store: ObjectStore, key: str) -> None:
-    """A store may look first and write then: whoever comes between is overwritten, and nobody is told."""
+    """Finds a store that looks first and writes then: it overwrites whoever comes between, and tells nobody."""
     with ThreadPoolExecutor(RIVALS) as pool:
         winners = sum(pool.map(lambda _: _created(store, key), range(RIVALS)))
     if winners != 1:

@@ -108,7 +108,7 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
     assert second.hash == reference.hash
     assert second.losses == reference.losses
     # 3: the work: nothing but the step in flight was done twice
-    assert sorted(ledger(Run.open(job).records())) == list(range(1, STEPS + 1))
+    assert sorted(ledger(Run.open(job).segments())) == list(range(1, STEPS + 1))
     work = first.witness.total("microbatches_run") + second.witness.total("microbatches_run")
     assert STEPS * job.microbatches <= work + job.microbatches and work <= (STEPS + 2) * job.microbatches
     assert second.witness.total("microbatches_run") <= (STEPS - stopped_at + 1) * job.microbatches

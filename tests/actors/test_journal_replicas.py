@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from actors.coordinator_lease import CoordinatorLease
 from actors.journal_replicas import JournalReplicas
 from elastic.control import codec
 from elastic.control.decision import Transition
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.ids import NodeId
 from elastic.protocol.events import Tick
 from elastic.runs import Run
@@ -23,6 +22,7 @@ from storage import journal
 from storage.errors import Deposed, Unavailable
 from storage.journal.replicas import DEPOSED, Tail
 from storage.objects import Data, ObjectStore
+from tests.control.play import but
 from tests.support.patience import PATIENCE_S
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
@@ -64,8 +64,8 @@ class Desk:
         self.lease = CoordinatorLease(self.run, self.run.claim("here", "one", "a"), mandate_s, time.monotonic())
         self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
         ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up
-        self.known = replace(RunState.begin(1, 0.0), keepers=tuple(self.keepers))
-        self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.known))
+        self.known = but(RunState.begin(1, 0.0), "cluster", keepers=tuple(self.keepers))
+        self.journal = self.run.journal(folder / "journal", codec.snapshot(self.known))
         self.replicas = JournalReplicas(self.journal, self.lease, self.keepers, self.known)
         self.said: list[str] = []
 
@@ -90,7 +90,7 @@ class Desk:
 
     def _append(self, *, durable: bool, **changes: Any) -> None:
         before = self.known
-        self.known = replace(before, next_worker=before.next_worker + 1, **changes)
+        self.known = but(but(before, "members", next_worker=before.members.next_worker + 1), "cluster", **changes)
         record = codec.record(self.journal.next, 0.0, Tick(), before, Transition(self.known, (), "", durable))
         self.journal.append(record, lambda: codec.snapshot(self.known), durable=durable)
         self.replicas.note(self.known)

@@ -41,10 +41,12 @@ IMPORTS = {
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
     "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")),
     "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")),
-    "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")),
+    "elastic.sim": Row(
+        ("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")
+    ),
     "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
     "elastic.config": Row(
-        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic", "tyro")
+        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic",)
     ),
     "elastic.job": Row(
         (
@@ -132,7 +134,7 @@ BOUNDARIES = {
 }
 """Where everything may be caught, and why."""
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500  # a reminder: such a file holds one idea
 MAX_FUNCTION_LINES = 60
 LONG_FILES: frozenset[str] = frozenset()
 LONG_FUNCTIONS: frozenset[str] = frozenset()

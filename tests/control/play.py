@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from elastic.control.machine import Transition, advance
 from elastic.control.rules import Rules
-from elastic.control.states import RunState, State, Stopping
+from elastic.control.run import RunState, State, Stopping, evolve
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
@@ -41,6 +41,11 @@ A = TypeVar("A", bound=Action)
 def rules(**changes: Any) -> Rules:
     """The usual ones, but."""
     return replace(RULES, **changes)
+
+
+def but(run: RunState, part: str, **changes: Any) -> RunState:
+    """Returns the run with other fields in its value ``part``: ``but(run, "history", saved=())``."""
+    return evolve(run, **{part: evolve(getattr(run, part), **changes)})
 
 
 def outcome(step: int, generation: int, boundary: int = GO_ON) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.states import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
+from elastic.control.run import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle
@@ -49,7 +49,7 @@ def test_losing_a_member_while_finishing_saves_again_from_whoever_holds_it() -> 
     assert play.tell(ev.ShardSaved(W1, Version(6, 1), by=1)).startswith("refused"), "it was on its way: a part in another layout"
     assert play.tell(ev.SaveFailed(Version(6, 1), "disk full", by=1)).startswith("refused"), "nor does a failure of the one before"
     assert play.save(Version(6, 1), "w1", by=2).endswith("finished at step 6")
-    assert play.run.lineage == ((1, 6),), "the version is still generation 1's: nothing was computed again"
+    assert play.run.history.lineage == ((1, 6),), "the version is still generation 1's: nothing was computed again"
 
 
 def test_losing_all_members_after_they_have_copied_changes_nothing() -> None:
@@ -91,7 +91,7 @@ def test_a_stop_is_clean_saves_and_can_be_resumed() -> None:
     reason = play.save(Version(4, 1), "w1", "w2")
     assert reason == "the checkpoint of step 4 of generation 1 is in the bucket; stopped (Ctrl-C), resumes from step 4"
     assert (play.deeds, play.did(Settle)) == (["Settle", "Exit"], [Settle(1, (W1, W2), None)])
-    resumed = Play(rules(max_workers=2), RunState.begin(2, 0.0, play.run.saved, play.run.lineage, play.run.generation))
+    resumed = Play(rules(max_workers=2), RunState.begin(2, 0.0, play.run.history.saved, play.run.history.lineage, play.run.generation))
     resumed.tell(ev.Capacity(2))
     assert "at step 4 (bucket)" in resumed.join("w1", "w2")
 
@@ -210,7 +210,7 @@ def test_r20_a_one_off_recovers() -> None:
         reformed(play)
         assert isinstance(play.run.state, Running), "another step, or another error"
         play.step(step)
-    assert play.run.failures == ()
+    assert play.run.history.failures == ()
 
 
 def test_r20_a_single_worker_tries_twice() -> None:

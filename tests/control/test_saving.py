@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control import saving
-from elastic.control.saving import Saves, Saving
-from elastic.control.states import Running
+from elastic.control.run import Running, Saves, Saving
+from elastic.control.saves import survivors
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol import events as ev
@@ -36,9 +35,9 @@ def test_no_save_begins_while_the_one_before_is_on_its_way() -> None:
     play.steps(1, 9)
     said = play.step(10, behind=True)
     assert said == "the bucket does not keep up: steps go on, and saves are left out until the one before has been written"
-    assert [each.version.step for each in play.run.saves] == [5]
+    assert [each.version.step for each in play.run.saves.pending] == [5]
     play.steps(11, 15)
-    assert [each.version.step for each in play.run.saves] == [5, 15]
+    assert [each.version.step for each in play.run.saves.pending] == [5, 15]
 
 
 def test_keepers_are_told_which_saves_are_on_their_way() -> None:
@@ -47,7 +46,7 @@ def test_keepers_are_told_which_saves_are_on_their_way() -> None:
     play.steps(1, 4)
     assert not play.did(Upload)
     play.step(5)
-    plan, keepers = play.plan, play.run.keepers
+    plan, keepers = play.plan, play.run.cluster.keepers
     save = Save(Version(5, 1), 1, plan.layout, plan.members, plan.nodes)
     assert play.did(Upload) == [Upload(keepers, (save,), 1, Version(5, 1))]
     play.step(6)
@@ -64,7 +63,7 @@ def test_without_all_keepers_nothing_is_saved_and_that_is_said() -> None:
     play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
     play.steps(1, 4)
     assert "step 5 of generation 1 is not saved: there is no keeper on node n2" in play.step(5)
-    assert play.run.saves == () and play.did(Upload)[0].saves == (), "whoever copied it may overwrite it"
+    assert play.run.saves.pending == () and play.did(Upload)[0].saves == (), "whoever copied it may overwrite it"
 
 
 def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
@@ -74,9 +73,9 @@ def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
     assert play.last.actions == ()
     play.tell(ev.ShardSaved(W2, Version(5, 1)))
     assert play.last.actions == (CommitManifest(Version(5, 1), ((1, 5),)),)
-    assert play.run.saved == ()
+    assert play.run.history.saved == ()
     assert play.tell(ev.Saved(Version(5, 1), "digest")) == "the checkpoint of step 5 of generation 1 is in the bucket"
-    assert play.run.saved == (Version(5, 1),)
+    assert play.run.history.saved == (Version(5, 1),)
 
 
 def by_an_older_version(play: Play, step: int) -> str:
@@ -105,11 +104,11 @@ def test_a_zombies_manifest_counts_for_nothing() -> None:
     play.lose("w2")
     play.answer("w1", Version(7, 1))
     play.answer("w3", Version(7, 1))
-    assert play.plan.version == Version(0, 0) and play.run.lineage == ()
+    assert play.plan.version == Version(0, 0) and play.run.history.lineage == ()
     before = play.run
     assert play.tell(ev.Saved(Version(7, 1), "digest")) == "refused: the checkpoint of step 7 of generation 1 is not on the lineage"
     assert play.tell(ev.ShardSaved(W1, Version(7, 1))).startswith("refused: nobody waits for a part")
-    assert play.run is before and play.run.saved == ()
+    assert play.run is before and play.run.history.saved == ()
 
 
 def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
@@ -128,7 +127,7 @@ def test_a_worker_that_dies_does_not_end_a_save(older: bool) -> None:
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
     play.lose("w2")
     play.answer("w1", Version(5, 1))
-    assert [each.version for each in play.run.saves] == ([] if older else [Version(5, 1)])
+    assert [each.version for each in play.run.saves.pending] == ([] if older else [Version(5, 1)])
     if not older:
         assert play.did(Upload)[0].saves[0].members == (W1, W2), "and it is told so while the next world forms"
         assert play.save(Version(5, 1), "w2").endswith("the checkpoint of step 5 of generation 1 is in the bucket")
@@ -140,7 +139,7 @@ def test_a_worker_that_dies_before_its_copy_is_complete_ends_the_save() -> None:
     play.lose("w2")
     said = play.tell(ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1))
     assert said == "the checkpoint of step 5 of generation 1 failed (no part of w2: it ended before its copy was complete)"
-    assert play.run.saves == ()
+    assert play.run.saves.pending == ()
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -150,7 +149,7 @@ def test_a_keeper_that_dies_ends_the_saves_that_it_had_to_upload(written: bool) 
     play.tell(ev.ShardSaved(W2 if written else W1, Version(5, 1)))
     said = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
     assert ("the keeper of node n2 had still to upload a part of it" in said) != written
-    assert [each.version.step for each in play.run.saves] == ([5] if written else [])
+    assert [each.version.step for each in play.run.saves.pending] == ([5] if written else [])
 
 
 def test_a_save_that_the_run_went_back_behind_is_given_up() -> None:
@@ -159,8 +158,8 @@ def test_a_save_that_the_run_went_back_behind_is_given_up() -> None:
     play.steps(1, 5)
     play.lose("w2")
     play.answer("w1", Version(5, 1))
-    assert play.plan.version == Version(0, 0) and play.run.saves == ()
-    assert play.did(Upload) == [Upload(play.run.keepers, (), 2, Version(0, 0))]
+    assert play.plan.version == Version(0, 0) and play.run.saves.pending == ()
+    assert play.did(Upload) == [Upload(play.run.cluster.keepers, (), 2, Version(0, 0))]
 
 
 def test_a_save_outlives_its_world_when_its_writers_do() -> None:
@@ -186,7 +185,7 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
     assert play.deeds == ["CommitManifest"]
     play.steps(7, 10)
     assert play.tell(ev.SaveFailed(Version(10, 1), "disk full")) == "the checkpoint of step 10 of generation 1 failed (disk full)"
-    assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves] == [Version(5, 1)]
+    assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves.pending] == [Version(5, 1)]
 
 
 def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for_in_an_older_journal() -> None:
@@ -197,7 +196,7 @@ def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for_in_
     assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")) == ""
     assert "the checkpoint of step 5 of generation 1 failed (disk full)" in by_an_older_version(play, 5)
     assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")).startswith("refused: nobody saves"), "its other writer fails too"
-    assert play.run.saves == ()
+    assert play.run.saves.pending == ()
 
 
 WORKERS = [WorkerId(f"w{number}") for number in range(1, 5)]
@@ -211,18 +210,18 @@ WORK = st.one_of(
 
 @given(st.lists(WORK, max_size=25))
 def test_a_save_is_complete_when_all_its_writers_reported_and_gone_when_one_cannot(work: list[tuple[str, int, object]]) -> None:
-    saves: Saves = ()
+    saves = Saves()
     missing: dict[int, set[object]] = {}
     for kind, step, what in work:
         version = Version(step, 1)
         if kind == "begin":
             assert isinstance(what, set)
-            saves, missing[step] = saving.put(saves, Saving(version, tuple(sorted(what)))), set(what)
-        elif kind == "report" and (known := saving.find(saves, version)):
-            saves = saving.put(saves, saving.report(known, what))
+            saves, missing[step] = saves.put(Saving(version, tuple(sorted(what)))), set(what)
+        elif kind == "report" and (known := saves.find(version)):
+            saves = saves.put(known.report(what))
             missing[step].discard(what)
         elif kind == "lose":
-            saves = saving.survivors(saves, [what])
+            saves = survivors(saves, [what])
             missing = {each: writers for each, writers in missing.items() if what not in writers}
-        assert [each.version.step for each in saves] == sorted(missing)
-        assert {each.version.step for each in saves if each.complete} == {each for each, writers in missing.items() if not writers}
+        assert [each.version.step for each in saves.pending] == sorted(missing)
+        assert {each.version.step for each in saves.pending if each.complete} == {each for each, writers in missing.items() if not writers}

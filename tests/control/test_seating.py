@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.control.rules import Rules
+from elastic.control.run import Cluster, History, Members, RunState, Waiting, Worker
 from elastic.control.seating import layout_of, make_plan
-from elastic.control.states import RunState, Waiting, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.fast
 LINEAGE = ((1, 3), (2, 5))
 VERSIONS = [Version(3, 1), Version(4, 2), Version(5, 2), Version(4, 1)]
 """The last one is off the lineage: abandoned."""
+NODES = (NodeId("n1"), NodeId("n2"))
+NODES = (NodeId("n1"), NodeId("n2"))
 SHARDS = [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
 
 
@@ -37,13 +39,9 @@ def runs(draw: st.DrawFn) -> RunState:
         1,
         2,
         Waiting(0.0),
-        workers=workers,
-        keepers=(NodeId("n1"), NodeId("n2")),
-        classes=CLASSES,
-        seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))]),
-        blamed=tuple(draw(st.lists(st.sampled_from([NodeId("n1"), NodeId("n2")]), max_size=3))),
-        lineage=LINEAGE,
-        saved=tuple(draw(st.sampled_from([(), (Version(3, 1),), (Version(3, 1), Version(4, 2))]))),
+        Members(workers, classes=CLASSES, seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))])),
+        Cluster(keepers=NODES, blamed=tuple(draw(st.lists(st.sampled_from(NODES), max_size=3)))),
+        History(LINEAGE, tuple(draw(st.sampled_from([(), (Version(3, 1),), (Version(3, 1), Version(4, 2))])))),
     )
 
 
@@ -79,16 +77,16 @@ def test_the_plan_keeps_seats_and_gives_nothing_up(run: RunState, rules: Rules) 
         return
     assert (plan.generation, plan.layout, len(plan.members)) == (3, layout, layout.world)
     assert set(plan.members) <= set(fit) and len(set(plan.members)) == len(plan.members)
-    seated = [worker for worker in run.seats if worker in plan.members]
+    seated = [worker for worker in run.members.seats if worker in plan.members]
     assert list(plan.members[: len(seated)]) == seated
 
-    live, stored = newest_of(run, plan.members), run.saved[-1] if run.saved else None
+    live, stored = newest_of(run, plan.members), run.history.saved[-1] if run.history.saved else None
     best = max((each for each in (live, stored) if each), default=Version(0, 0))
     assert plan.version == best
     assert plan.tier == ("init" if best == Version(0, 0) else "live" if best == live else "bucket")
     assert {each.worker for each in plan.holders} <= set(plan.members)
     assert all(each.version == plan.version and each in run.workers[each.worker].holdings for each in plan.holders)
-    assert run.blamed.count(plan.store_node) == min(map(run.blamed.count, run.keepers))
+    assert run.cluster.blamed.count(plan.store_node) == min(map(run.cluster.blamed.count, run.cluster.keepers))
 
 
 @given(runs(), RULES)

@@ -1,4 +1,4 @@
-"""Copies of ``elastic.control`` with one rule broken, to see that the simulator notices.
+"""Copies of ``elastic.control``, or of the worker's side of the protocol, with one rule broken, to see that the simulator notices.
 
 A mutant is a substitution in the source of one module.  The text must be there exactly once: when the product changes, the
 mutant must be thought about again, and until then its test fails.
@@ -13,10 +13,12 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 
+from elastic.protocol import member
+from elastic.protocol.member import Member
 from elastic.sim.coordinators import Advance
 
 PACKAGE = "elastic.control"
-SHARED = frozenset({"rules", "states"})
+SHARED = frozenset({"rules", "run"})
 """Vocabulary, which the simulator speaks too: not copied."""
 
 
@@ -27,6 +29,19 @@ class Edit:
     module: str
     old: str
     new: str
+
+
+def mutant_member(*edits: tuple[str, str]) -> type[Member]:
+    """The class ``Member`` of ``elastic/protocol/member.py`` with each (old, new) of ``edits`` made in its source."""
+    source = inspect.getsource(member)
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise LookupError(f"{old!r} is {source.count(old)} times in member.py, not once")
+        source = source.replace(old, new)
+    mutated = ModuleType("mutant_member")
+    exec(compile(source, "<mutant_member>", "exec"), mutated.__dict__)
+    found: type[Member] = mutated.Member
+    return found
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,27 @@ def expelled(seed: int) -> Scenario:
     return Scenario(rules=rules, faults=(down, *deaths, *cuts), nodes=3, slots=5)
 
 
+def relapsing(seed: int) -> Scenario:
+    """Members die between commit and update, and others once the next world is formed: it is fenced while some leave the last."""
+    rng = random.Random(seed)
+    times = [rng.uniform(4.0, 40.0) for _ in range(10)]
+    deaths = (Fault(at, Kind.SIGKILL, point=Point.BEFORE_UPDATE) for at in times)
+    again = (Fault(at, Kind.SIGKILL, rng.randrange(4), state="Forming") for at in times for _ in range(2))
+    rules = small_rules(2, 4, LayoutRule(None, None, 1, "all"), target_step=25, save_every=5)
+    return Scenario(rules=replace(rules, max_fruitless=50), faults=(*deaths, *again), nodes=3, slots=8)
+
+
+def laggard(seed: int) -> Scenario:
+    """Every message comes twice, and steps are done again while no coordinator hears of them: words of a generation that is over."""
+    rng = random.Random(seed)
+    twice = Fault(0.0, Kind.DUPLICATE, duration_s=80.0, amount=1.0)
+    blows = [rng.uniform(5.0, 10.0) + 10.0 * n for n in range(7)]
+    deaths = (Fault(at, Kind.SIGKILL, rng.randrange(3)) for at in blows)
+    silence = (Fault(at + rng.uniform(2.5, 4.0), Kind.COORDINATOR_KILL, duration_s=4.0) for at in blows)
+    rules = small_rules(2, 2, LayoutRule(None, None, 2, "all"), target_step=60, save_every=10)
+    return Scenario(rules=replace(rules, max_fruitless=50, spares=1), faults=(twice, *deaths, *silence), nodes=3, slots=6)
+
+
 def skewed(seed: int) -> Scenario:
     """Every member's clock is slow."""
     scenario = isolation(seed)
@@ -157,6 +178,8 @@ ALL = {
         forgetting,
         unshipped,
         expelled,
+        relapsing,
+        laggard,
         skewed,
         isolated_interregnum,
     )

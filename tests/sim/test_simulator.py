@@ -225,13 +225,15 @@ def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monk
     worker = min(sim.cluster.workers.values(), key=lambda each: each.name)
     for how in ("report", "post"):
         monkeypatch.setattr(worker, how, said.append)
-    generation = worker.planned
+    generation = worker.member.generation
     worker.fence(generation)
     worker.settle(generation, None)
+    while worker.world is not None:
+        sim.clock.step()
     said.clear()
     worker.attached()
-    assert [type(each) for each in said[:2]] == [Joined, Attached] and said[1] == Attached(worker.name, worker.plan)
-    assert worker.plan is not None and worker.plan.generation == generation
+    assert [type(each) for each in said[:2]] == [Joined, Attached] and said[1] == Attached(worker.name, worker.member.plan)
+    assert worker.member.plan is not None
     answer = next(each for each in said if isinstance(each, Fenced))
     assert (answer.generation, {each.version for each in answer.held}) == (generation, {worker.version})
     said.clear()

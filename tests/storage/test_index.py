@@ -85,6 +85,12 @@ def test_of_a_large_index_few_bytes_are_read_for_few_slices() -> None:
     assert len(store.of_index()) == again, "what was read is remembered"
 
     store.fetched.clear()
+    reader = checkpoints.open(V)
+    assert len(reader.tensors()) == TENSORS_OF_LARGE
+    assert len(list(reader.read(wanted))) == 2
+    assert len(store.of_index()) == 2, "who has listed the tensors reads no row of them again"
+
+    store.fetched.clear()
     everything = [Slice(name, "parameter", (0,), (1,)) for name in values]
     reader = checkpoints.open(V)
     assert len(list(reader.read(everything))) == TENSORS_OF_LARGE

@@ -206,14 +206,14 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_be_seen(sw
 def test_a_journal_and_its_claims(swift_bucket: S3, tmp_path: Path) -> None:
     store = below(swift_bucket)
     assert [claim_owner(store, "run", {"address": name}) for name in "ab"] == [1, 2]
-    journal = Journal(store, "run", tmp_path / "journal.jsonl", 0, {"sum": 0}, segment_s=3600.0)
+    journal = Journal(store, "run", tmp_path / "journal", 0, {"sum": 0}, segment_s=3600.0)
     for n in range(5):
         journal.append({"n": n}, lambda n=n: {"sum": n}, durable=True)  # type: ignore[misc]
     journal.close()
     assert journal.behind == ""
     assert [[record["n"] for record in segment] for _, segment in read(store, "run")] == [[0, 1, 2, 3, 4]]
     assert sorted(owners(store, "run")) == [1, 2]
-    rival = Journal(store, "run", tmp_path / "rival.jsonl", 0, {"sum": 0}, segment_s=3600.0)
+    rival = Journal(store, "run", tmp_path / "rival", 0, {"sum": 0}, segment_s=3600.0)
     rival.append({"n": 0}, lambda: {"sum": 9}, durable=False)
     rival.close()
     assert rival.deposed.endswith("run/journal/000000000000.jsonl")

@@ -17,18 +17,19 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON
+from elastic.protocol.member import Member as Rules
 from elastic.runs import Run
 from elastic.state.shard import Shard
-from elastic.train.gate import Gate
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.model import State
 from storage.checkpoints import ShardReceipt
 from storage.slices import WHOLE
 from tests.support.cells import cell, shard_interval, shard_of, shard_slice
 from tests.support.collectives import Calls, counting
-from tests.support.segments import Member, member, shard_hash
+from tests.support.segments import Member, member, shard_hash, shards
 
-CARRIED: list[Gate] = []
-"""In each process: the gate of its last world, with the shards behind it."""
+CARRIED: list[ApplyFence] = []
+"""The member that each process was in its last world, with the shards that it holds."""
 
 
 @dataclass
@@ -67,18 +68,18 @@ def begin(world: World, job: Job, last: int) -> Begun:
     with member(world, job, Version(0, 0)) as me:
         while me.state.shard.version.step < last:
             me.step()
-        CARRIED[:] = [me.gate]
+        CARRIED[:] = [me.fence]
         return Begun(me.state.shard.version, me.save())
 
 
 def go_on(world: World, job: Job, holders: Sequence[Holding], last: int, harmed: int | None = None) -> Healed:
     """A world healed from ``holders``, then trained to ``last``.  ``harmed``: the process whose held memory has one bit flipped."""
     worker = WorkerId(f"w{world.rank}")
-    gate = CARRIED.pop() if worker in {holding.worker for holding in holders} else Gate(worker)
+    fence = CARRIED.pop() if worker in {holding.worker for holding in holders} else ApplyFence(Rules(worker))
     if world.rank == harmed:
-        flip_a_bit(gate.shards[-1])
-    held, before = list(gate.shards), [shard_hash(shard) for shard in gate.shards]
-    with counting() as calls, member(world, job, holders[0].version, gate=gate, holders=holders) as me:
+        flip_a_bit(shards(fence)[-1])
+    held, before = shards(fence), [shard_hash(shard) for shard in shards(fence)]
+    with counting() as calls, member(world, job, holders[0].version, fence=fence, holders=holders) as me:
         found = Healed(
             received=me.session.counters["healed_live_bytes"],
             calls=Calls(calls),
@@ -92,7 +93,7 @@ def go_on(world: World, job: Job, holders: Sequence[Holding], last: int, harmed:
             me.step()
         if me.state.shard.version != found.version:
             found.version, found.receipt = me.state.shard.version, me.save()
-        CARRIED[:] = [gate]
+        CARRIED[:] = [fence]
         return found
 
 
@@ -149,6 +150,6 @@ def broken(world: World, job: Job, culprit: int, boundary: Callable[[], int] | N
         except Exception as found:  # whatever a collective or the injection raises
             error = type(found).__name__
             world.abort()
-        CARRIED[:] = [me.gate]
-        (shard,) = me.gate.shards
-        return Broken(error, before == shard_hash(shard), me.gate.prepared, shard.version, receipt)
+        CARRIED[:] = [me.fence]
+        (shard,) = shards(me.fence)
+        return Broken(error, before == shard_hash(shard), me.fence.member.prepared, shard.version, receipt)

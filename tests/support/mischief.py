@@ -103,11 +103,12 @@ def _abort_early(me: Trainer) -> None:
     world, report, held = me.world, me.report, list[tuple[Any, ...]]()
     assert world is not None
     deadline = time.monotonic() + PATIENCE_S
-    while me.gate.prepared != STEP and time.monotonic() < deadline:
+    while me.apply_fence.member.prepared != STEP and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(1.0)  # not to wait for something: for so long all but one stand in the commit, unfenced
     me.report = lambda *event: held.append(event)
-    me.gate.fence(world.generation)
+    with me.apply_fence as rules:
+        rules.fence(world.generation)
     began = time.monotonic()
     world.abort()
     print(f"mischief: {me.worker} aborted early in {time.monotonic() - began:.3f} s", flush=True)

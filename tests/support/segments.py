@@ -17,12 +17,13 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
+from elastic.protocol.member import Member as Rules
 from elastic.protocol.plan import Plan
 from elastic.runs import Run
 from elastic.state.heal import Healing
 from elastic.state.shard import Shard
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
-from elastic.train.gate import Gate
 from elastic.train.local import save_here
 from elastic.train.model import State
 from elastic.train.session import make_session
@@ -50,7 +51,7 @@ class Member:
 
     session: Session
     state: State
-    gate: Gate
+    fence: ApplyFence
     shape: CommitShape
     checkpoints: Checkpoints
     rates: list[float] = field(default_factory=list)
@@ -67,11 +68,19 @@ class Member:
         optimizer.rule = replace(optimizer.rule, update=recorded)
 
     def step(self, boundary: Callable[[], int] = lambda: GO_ON) -> Outcome:
-        """The next step."""
-        return run_step(self.session, self.state, self.gate, self.shape, self.state.shard.version.step + 1, boundary)
+        """The next step.  Before the first one the member is told to go: what it holds in older layouts is dropped."""
+        with self.fence as rules:
+            rules.go(self.shape.generation)
+        return run_step(self.session, self.state, self.fence, self.shape, self.state.shard.version.step + 1, boundary)
 
     def save(self) -> ShardReceipt:
         return save_here(self.checkpoints, self.state)
+
+
+def shards(fence: ApplyFence) -> list[Shard]:
+    """The memory of what the member holds."""
+    with fence as rules:
+        return list(rules.held.values())
 
 
 def shard_hash(shard: Shard) -> str:
@@ -81,23 +90,33 @@ def shard_hash(shard: Shard) -> str:
 
 @contextmanager
 def member(
-    world: World, job: Job, version: Version, *, gate: Gate | None = None, holders: Sequence[Holding] | None = None, prefetch: int = 2
+    world: World,
+    job: Job,
+    version: Version,
+    *,
+    fence: ApplyFence | None = None,
+    holders: Sequence[Holding] | None = None,
+    prefetch: int = 2,
 ) -> Iterator[Member]:
     """This process as a member: version 0 is initialised, others come from the bucket, or from ``holders`` where these are given."""
     workers = tuple(WorkerId(f"w{rank}") for rank in range(world.size))
-    gate = gate or Gate(workers[world.rank])
+    worker = workers[world.rank]
+    fence = fence or ApplyFence(Rules(worker))
     tier = "live" if holders is not None else "bucket" if version.step else "init"
     plan = Plan(1, world.generation, world.layout, workers, version, tier, tuple(holders or ()), NodeId("n"))
     checkpoints = Checkpoints(ObjectStore.open(job.bucket), job.name)
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=prefetch)
         try:
-            gate.enter(world.generation)
+            with fence as rules:
+                rules.leave()
+                assert rules.form(plan) and rules.enter(plan)
             state = State(job, world, version)
-            Healing(state, plan, gate.worker, session).finish(gate.shards, checkpoints)
-            gate.hold([*gate.shards, state.shard])
+            Healing(state, plan, worker, session).finish(shards(fence), checkpoints)
+            with fence as rules:
+                rules.healed(0.0, Holding(worker, version, state.shard.cell), state.shard)
             shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.layout)
-            yield Member(session, state, gate, shape, checkpoints)
+            yield Member(session, state, fence, shape, checkpoints)
         finally:
             session.loader.close()
 

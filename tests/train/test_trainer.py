@@ -18,7 +18,9 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import PAUSE
 from elastic.protocol.events import Attached, Broken, Fenced, Here, Ready, StepDone
+from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.loop import Enter, Trainer
 from elastic.train.session import make_session
@@ -50,8 +52,10 @@ def trainer_of(job: Job, report: Callable[[Any], None]) -> Iterator[Trainer]:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         worker, store = WorkerId("w1"), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         checkpoints = Checkpoints(ObjectStore.open(job.bucket), job.name)
-        trainer = Trainer(session, worker, torch.device("cpu"), checkpoints, lambda event, shard=None: report(event))
+        fence = ApplyFence(Member(worker, job.deadlines.lease_s))
+        trainer = Trainer(session, fence, torch.device("cpu"), checkpoints, lambda event, shard=None: report(event))
         TRAINERS.append(trainer)
+        assert fence.member.heed(1)
         trainer.form(Plan(1, 1, Layout(1, 1), (worker,), Version(0, 0), "init", (), NodeId("n")), ("127.0.0.1", store.port))
         try:
             yield trainer
@@ -77,7 +81,7 @@ def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) ->
         trainer.run()
     fenced = model.startswith("tests.train")
     assert sum(type(event) is Ready for event in events) == (0 if fenced else 1)
-    assert len(trainer.gate.shards) == (0 if fenced else 1)
+    assert len(trainer.apply_fence.member.held) == (0 if fenced else 1)
 
 
 @pytest.mark.parametrize(("taken_over", "said_again", "entered"), [(False, False, [1]), (True, False, []), (True, True, [1])])
@@ -96,6 +100,8 @@ def test_a_plan_that_was_not_entered_is_void_for_the_next_coordinator(
         order = trainer.orders.get()
         trainer.orders.put(order)
         assert isinstance(order, Enter)
+        with trainer.apply_fence as member:
+            assert member.heed(2 if taken_over else 1)
         if taken_over:
             trainer.attach()
         if said_again:
@@ -130,6 +136,7 @@ def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None
     def report(event: Any) -> None:
         events.append(event)
         if isinstance(event, Ready):
+            trainer.pause(1, save=False)
             trainer.go(1)
         if isinstance(event, StepDone) and event.outcome.boundary == PAUSE:
             trainer.fence(1)
@@ -137,9 +144,8 @@ def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None
             trainer.exit()
 
     with trainer_of(toy_job(tmp_path), report) as trainer:
-        trainer.pause(1, save=False)
         run_to_its_end(trainer, events)
-    assert [shard.version.step for shard in trainer.gate.shards] == [1]
+    assert [held.version.step for held in trainer.apply_fence.member.held] == [1]
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -150,15 +156,15 @@ def test_one_that_has_left_says_what_it_was_in_last(tmp_path: Path, left: bool) 
     def report(event: Any) -> None:
         events.append(event)
         if isinstance(event, Ready):
+            trainer.pause(1, save=False)
             trainer.go(1)
         if isinstance(event, Fenced) and not left:
             trainer.exit()
-        elif isinstance(event, Fenced) and not trainer._done.settled:
+        elif isinstance(event, Fenced) and not trainer.apply_fence.member.leaving:
             trainer.settle(1, None)
             trainer.exit()
 
     with trainer_of(toy_job(tmp_path), report) as trainer:
-        trainer.pause(1, save=False)
         run_to_its_end(trainer, events)
         events.clear()
         trainer.attach()
@@ -172,13 +178,17 @@ def test_one_that_has_left_says_what_it_was_in_last(tmp_path: Path, left: bool) 
 def test_an_answer_to_the_next_coordinator_waits_for_a_settlement_under_way(tmp_path: Path) -> None:
     """Of what was prepared some may still be applied: only what is held after that is certain."""
     events: list[Any] = []
-    with trainer_of(toy_job(tmp_path), events.append) as trainer:
-        trainer.gate.enter(1)
-        trainer.settle(1, None)
-        attaching = Thread(target=trainer.attach, daemon=True)
-        attaching.start()
-        attaching.join(0.2)
-        assert attaching.is_alive() and not any(isinstance(event, Fenced) for event in events)
-        trainer._left.set()
-        attaching.join(PATIENCE_S)
-    assert any(isinstance(event, Fenced) for event in events)
+    while_leaving: list[Any] = []
+
+    def report(event: Any) -> None:
+        events.append(event)
+        if isinstance(event, Here):
+            trainer.settle(1, None)
+            trainer.attach()
+            while_leaving.extend(events)
+            trainer.exit()
+
+    with trainer_of(toy_job(tmp_path), report) as trainer:
+        run_to_its_end(trainer, events)
+    assert any(isinstance(event, Attached) for event in while_leaving) and not any(isinstance(event, Fenced) for event in while_leaving)
+    assert isinstance(events[-1], Fenced) and events[-1].generation == 1

@@ -30,8 +30,8 @@ from elastic.protocol.commit_record import (
     Outcome,
     conclude,
 )
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.faults import Faults
-from elastic.train.gate import Gate
 from elastic.train.step import Share, blank_record, fill_record, update
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
@@ -72,13 +72,14 @@ def test_a_member_that_fails_before_the_commit_leaves_all_untouched(
 class FenceAt(Faults):
     """Fences this member at one point of one step: a control thread that is quicker than the training thread."""
 
-    def __init__(self, gate: Gate, point: str, step: int) -> None:
+    def __init__(self, fence: ApplyFence, point: str, step: int) -> None:
         super().__init__(())
-        self.gate, self.at = gate, (point, step)
+        self.fence, self.at = fence, (point, step)
 
     def strike(self, point: str, step: int, world: World) -> None:
         if (point, step) == self.at:
-            self.gate.fence(world.generation)
+            with self.fence as rules:
+                rules.fence(world.generation)
 
 
 @dataclass
@@ -98,19 +99,19 @@ def fenced_in_the_commit(world: World, job: Job, slow: int) -> Settled:
         me.step()
         before, barred = shard_hash(me.state.shard), False
         if world.rank == slow:
-            me.session.faults = FenceAt(me.gate, "before_update", 2)
+            me.session.faults = FenceAt(me.fence, "before_update", 2)
         try:
             me.step()
         except FencedOff:
             barred = True
-        untouched, prepared = shard_hash(me.state.shard) == before, me.gate.prepared
+        untouched, prepared = shard_hash(me.state.shard) == before, me.fence.member.prepared
         evidence: list[Outcome | None] = [None] * world.size
-        torch.distributed.all_gather_object(evidence, me.gate.outcomes[-1])
+        torch.distributed.all_gather_object(evidence, me.fence.member.outcomes[-1])
         if barred:
             outcome = max((each for each in evidence if each is not None), key=lambda each: each.step)
-            with me.gate.applying(outcome, settled=True):
+            with me.fence.applying(outcome, settled=True):
                 update(me.session, me.state, outcome)
-        return Settled(barred, untouched, prepared, list(me.gate.outcomes), shard_hash(me.state.shard))
+        return Settled(barred, untouched, prepared, list(me.fence.member.outcomes), shard_hash(me.state.shard))
 
 
 def undisturbed(world: World, job: Job) -> str:

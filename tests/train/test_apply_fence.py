@@ -1,4 +1,4 @@
-"""The gate between two threads: a fence is before an update or after it, never within; what a lease or a fence bars is not applied."""
+"""The lock between two threads: a fence is before an update or after it, never within; what a lease or a fence bars is not applied."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from dataclasses import replace
 import pytest
 
 from elastic.errors import FencedOff
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced
+from elastic.protocol.member import Member
+from elastic.protocol.plan import Plan
 from elastic.state.shard import Shard
+from elastic.train.apply_fence import ApplyFence
 from elastic.train.faults import skew
-from elastic.train.gate import Gate
 from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
@@ -27,31 +31,51 @@ OUTCOME = Outcome(STEP, GENERATION, 1.0, (1.0,), (4,), ((0, 1),), True)
 PATIENCE_S = 10.0
 
 
-def gate(*, prepared: bool = True) -> Gate:
+def plan(generation: int) -> Plan:
+    workers = (WorkerId("w0"), WorkerId("w1"))
+    return Plan(1, generation, Layout(1, 2), workers, BEFORE, "live", (), NodeId("n"))
+
+
+def entered(found: ApplyFence, generation: int) -> bool:
+    begun = plan(generation)
+    with found as member:
+        return member.form(begun) and member.enter(begun)
+
+
+def stepping(*, prepared: bool = True, lease_s: float = 600.0) -> ApplyFence:
     """Of a member that holds the step before."""
-    found = Gate(WorkerId("w1"))
-    found.enter(GENERATION)
-    found.hold([Shard(BEFORE, cell(2, 1), {})])
-    if prepared:
-        found.prepare(STEP)
+    found = ApplyFence(Member(WorkerId("w1"), lease_s))
+    assert entered(found, GENERATION)
+    with found as member:
+        member.healed(time.monotonic(), Holding(WorkerId("w1"), BEFORE, cell(2, 1)), Shard(BEFORE, cell(2, 1), {}))
+        assert member.go(GENERATION)
+        if prepared:
+            member.prepare(STEP)
     return found
+
+
+def fence(found: ApplyFence, generation: int = GENERATION) -> Fenced:
+    with found as member:
+        answer = member.fence(generation)
+    assert answer is not None
+    return answer
 
 
 def versions(answer: Fenced) -> list[Version]:
     return [holding.version for holding in answer.held]
 
 
-def assert_nothing_applied(found: Gate) -> None:
-    answer = found.fence(GENERATION)
+def assert_nothing_applied(found: ApplyFence) -> None:
+    answer = fence(found)
     assert versions(answer) == [BEFORE] and answer.outcomes == ()
 
 
 def test_an_update_without_a_fence_is_applied() -> None:
     """Control of the tests below."""
-    found = gate()
+    found = stepping()
     with found.applying(OUTCOME):
         pass
-    answer = found.fence(GENERATION)
+    answer = fence(found)
     assert (versions(answer), answer.prepared, answer.outcomes) == ([AFTER], None, (OUTCOME,))
     (holding,) = answer.held
     assert (holding.worker, holding.cell) == ("w1", cell(2, 1))
@@ -59,27 +83,38 @@ def test_an_update_without_a_fence_is_applied() -> None:
 
 @pytest.mark.parametrize("fenced", [GENERATION, GENERATION + 2])
 def test_a_fence_before_the_commit_bars_it(fenced: int) -> None:
-    found, updates = gate(), []
-    answer = found.fence(fenced)
-    assert (versions(answer), answer.prepared) == ([BEFORE], STEP)
+    """That of a later generation does, too; its answer waits until this one is left, and is then about what is held."""
+    found, updates = stepping(), []
+    with found as member:
+        answer = member.fence(fenced)
+    if fenced == GENERATION:
+        assert answer is not None and (versions(answer), answer.prepared) == ([BEFORE], STEP)
     with pytest.raises(FencedOff) as caught, found.applying(OUTCOME):
         updates.append(1)
     assert not updates and not caught.value.lease
-    assert_nothing_applied(found)
+    if fenced == GENERATION:
+        return assert_nothing_applied(found)
+    assert answer is None
+    with found as member:
+        answer = member.leave()
+    assert answer is not None and answer.generation == fenced
+    assert (versions(answer), answer.prepared, answer.outcomes) == ([BEFORE], None, ())
 
 
 def test_a_fence_of_an_older_generation_bars_nothing() -> None:
-    found = gate()
-    found.fence(GENERATION - 1)
+    found = stepping()
+    with found as member:
+        assert member.fence(GENERATION - 1) is None
     with found.applying(OUTCOME):
         pass
-    assert versions(found.fence(GENERATION)) == [AFTER]
+    assert versions(fence(found)) == [AFTER]
 
 
 def test_a_late_fence_of_an_older_generation_lifts_none() -> None:
-    found = gate()
-    found.fence(GENERATION)
-    found.fence(GENERATION - 1)
+    found = stepping()
+    fence(found)
+    with found as member:
+        member.fence(GENERATION - 1)
     with pytest.raises(FencedOff), found.applying(OUTCOME):
         raise AssertionError("an update that is barred")
     assert_nothing_applied(found)
@@ -87,24 +122,22 @@ def test_a_late_fence_of_an_older_generation_lifts_none() -> None:
 
 def test_a_fence_before_the_gradients_are_complete_leaves_nothing_to_settle() -> None:
     """Whoever is fenced prepares nothing more, or others could commit what it said it cannot apply."""
-    found = gate(prepared=False)
-    assert found.fence(GENERATION).prepared is None
-    with pytest.raises(FencedOff):
-        found.prepare(STEP)
-    assert found.fence(GENERATION).prepared is None
+    found = stepping(prepared=False)
+    assert fence(found).prepared is None
+    with pytest.raises(FencedOff), found as member:
+        member.prepare(STEP)
+    assert fence(found).prepared is None
 
 
 def test_a_fenced_generation_cannot_be_entered() -> None:
-    found = Gate(WorkerId("w1"))
-    found.fence(GENERATION)
-    with pytest.raises(FencedOff):
-        found.enter(GENERATION)
-    found.enter(GENERATION + 1)
+    found = ApplyFence(Member(WorkerId("w1")))
+    fence(found)
+    assert not entered(found, GENERATION)
+    assert entered(found, GENERATION + 1)
 
 
 def test_a_lease_that_is_over_bars_the_update() -> None:
-    found, updates = gate(), []
-    found.lease_until = 0.0
+    found, updates = stepping(lease_s=-1.0), []
     with pytest.raises(FencedOff) as caught, found.applying(OUTCOME):
         updates.append(1)
     assert not updates and caught.value.lease
@@ -113,25 +146,24 @@ def test_a_lease_that_is_over_bars_the_update() -> None:
 
 def test_what_the_coordinator_settled_is_applied_all_the_same() -> None:
     """Fenced, and the lease is over: neither bars an outcome that is known to be the world's."""
-    found = gate()
-    found.lease_until = 0.0
-    found.fence(GENERATION)
+    found = stepping(lease_s=-1.0)
+    fence(found)
     with found.applying(OUTCOME, settled=True):
         pass
-    assert versions(found.fence(GENERATION)) == [AFTER]
+    assert versions(fence(found)) == [AFTER]
 
 
 def test_an_update_that_fails_leaves_nothing_held() -> None:
     """Half an update is no version; nor is it evidence of the commit that this member alone would vouch for."""
-    found = gate()
+    found = stepping()
     with pytest.raises(ZeroDivisionError), found.applying(OUTCOME):
         raise ZeroDivisionError
-    answer = found.fence(GENERATION)
+    answer = fence(found)
     assert answer.held == ()
 
 
 @contextmanager
-def update_under_way(found: Gate) -> Iterator[threading.Event]:
+def update_under_way(found: ApplyFence) -> Iterator[threading.Event]:
     """Another thread is inside the update until the event is set."""
     inside, finish = threading.Event(), threading.Event()
 
@@ -151,10 +183,10 @@ def update_under_way(found: Gate) -> Iterator[threading.Event]:
 
 
 def test_a_fence_waits_for_the_update_under_way_and_says_applied() -> None:
-    found = gate()
+    found = stepping()
     answers: list[Fenced] = []
     with update_under_way(found) as finish:
-        asking = threading.Thread(target=lambda: answers.append(found.fence(GENERATION)))
+        asking = threading.Thread(target=lambda: answers.append(fence(found)))
         asking.start()
         asking.join(0.2)
         assert asking.is_alive() and not answers, "no answer while half an update is done"
@@ -166,15 +198,17 @@ def test_a_fence_waits_for_the_update_under_way_and_says_applied() -> None:
 
 def test_outcomes_are_kept_until_they_are_acknowledged_and_the_newest_always() -> None:
     """R6: the next coordinator's journal may end before the commit that the one before has acknowledged."""
-    found, later = gate(), replace(OUTCOME, step=STEP + 1)
+    found, later = stepping(), replace(OUTCOME, step=STEP + 1)
     for each in (OUTCOME, later):
         with found.applying(each):
             pass
-    found.acknowledge(GENERATION, STEP - 1)
-    found.acknowledge(GENERATION - 1, STEP + 1)  # late: those steps were given up since, and are these now
-    assert found.fence(GENERATION).outcomes == (OUTCOME, later)
-    found.acknowledge(GENERATION, STEP + 1)
-    assert found.fence(GENERATION).outcomes == (later,)
+    with found as member:
+        member.renewed(GENERATION, 0.0, False, STEP - 1)
+        member.renewed(GENERATION - 1, 0.0, False, STEP + 1)  # late: those steps were given up since, and are these now
+    assert fence(found).outcomes == (OUTCOME, later)
+    with found as member:
+        member.renewed(GENERATION, 0.0, False, STEP + 1)
+    assert fence(found).outcomes == (later,)
 
 
 @pytest.mark.parametrize("amount", [1.0, 0.02, -0.02])

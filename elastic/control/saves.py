@@ -1,0 +1,202 @@
+"""Checkpoints: when the state is saved to the bucket, and when a checkpoint counts.
+
+The members copy the version, and the keepers of their nodes upload the copies and report each part.  Only when the parts of all members
+of the world that began the save have been reported, and the version is on the lineage, is the manifest written: nothing exists until its
+manifest does, and no manifest counts unless it was asked for.  A member may die meanwhile: its keeper says whether its copy was complete.
+A save that lost a keeper which still had a part to upload can never be complete and is forgotten.
+
+Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elastic.control.decision import Decision
+from elastic.control.rules import Rules
+from elastic.control.run import Finishing, RunState, Saves, Saving, Stopping
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.protocol import lineage
+from elastic.protocol.actions import CommitManifest, Quarantine, Save, Upload
+from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome
+from elastic.protocol.copy_schedule import due
+from elastic.protocol.events import Saved, SaveFailed, ShardSaved
+from elastic.protocol.plan import Plan
+
+
+def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
+    """Is the state saved after this commit?  Journals of older versions do not say so; then this is their members' rule."""
+    if outcome.saves is not None:
+        return outcome.saves
+    if outcome.boundary == SAVE_AND_PAUSE or outcome.step == target_step:
+        return True
+    return due(outcome.step, save_every, target_step) and not outcome.behind
+
+
+# ---- a save, from its beginning to its manifest
+
+
+def begin(decision: Decision, outcome: Outcome) -> None:
+    """The members copy the version that ``outcome`` commits; their keepers upload it."""
+    run, plan, version = decision.run, decision.plan, Version(outcome.step, outcome.generation)
+    if outcome.saves is None:
+        return _begin_of_old(decision, version, plan)
+    keepers = frozenset(run.cluster.keepers)
+    if lacking := tuple(node for node in dict.fromkeys(plan.nodes) if node not in keepers):
+        decision.say(f"{version} is not saved: there is no keeper on node {', '.join(node[:8] for node in lacking)}")
+    elif version not in run.history.saved:
+        _put(decision, Saving(version, plan.members, layout=plan.layout, nodes=plan.nodes))
+    tell(decision)
+
+
+def _begin_of_old(decision: Decision, version: Version, plan: Plan) -> None:
+    """In the journal of an older version the members upload their parts themselves; some may have reported already."""
+    known, writable = decision.run.saves.find(version), set(plan.members) <= decision.run.workers.keys()
+    if known is None and writable and version not in decision.run.history.saved:
+        _put(decision, Saving(version, plan.members))
+    elif known is not None and known.failed:
+        _forget(decision, version, known.failed)
+
+
+def begin_again(decision: Decision, plan: Plan) -> None:
+    """Another world holds that version now and copies all of it; a manifest that was asked for already still counts."""
+    known = decision.run.saves.find(plan.version)
+    again = Saving(plan.version, plan.members, asked=known is not None and known.asked, by=plan.generation)
+    if not by_members(decision.run):
+        again = replace(again, layout=plan.layout, nodes=plan.nodes)
+    _put(decision, again)
+    tell(decision)
+
+
+def tell(decision: Decision) -> None:
+    """Tells all keepers the saves on their way, once a decision: what counts is how they stand at its end.
+
+    Keepers that have a part to upload are told also where they are not known to be up: one that is starting hears it then.
+    """
+    if by_members(decision.run):
+        return
+    run, orders = decision.run, tuple(_order(each) for each in decision.run.saves.pending if each.nodes)
+    keepers = tuple(dict.fromkeys((*run.cluster.keepers, *(node for save in orders for node in save.nodes))))
+    decision.actions = [action for action in decision.actions if not isinstance(action, Upload)]
+    decision.do(Upload(keepers, orders, run.generation, run.version))
+
+
+def _order(saving: Saving) -> Save:
+    assert saving.layout is not None
+    return Save(saving.version, saving.by or saving.version.generation, saving.layout, saving.members, saving.nodes)
+
+
+def without_keeper(decision: Decision, node: NodeId) -> None:
+    """Gives up the saves of which the keeper of ``node``, which is gone or not heard any more, had still to upload a part."""
+    for each in decision.run.saves.pending:
+        if each.needs(node):
+            _forget(decision, each.version, f"the keeper of node {node[:8]} had still to upload a part of it")
+
+
+def by_members(run: RunState) -> bool:
+    """Do the members upload their parts themselves?  So it is in the journals of older versions, whose commits name no saves."""
+    return run.history.last is not None and run.history.last.saves is None
+
+
+def any_by_keepers(run: RunState) -> bool:
+    """Do keepers upload any of the saves on their way?"""
+    return any(each.nodes for each in run.saves.pending)
+
+
+def _put(decision: Decision, saving: Saving) -> None:
+    decision.know(saves=decision.run.saves.put(saving))
+
+
+def shard_saved(decision: Decision, event: ShardSaved) -> None:
+    known = decision.run.saves.find(event.version) or _unannounced(decision, event.version)
+    if known is None or event.worker not in known.members or not known.is_of(event.by):
+        return decision.refuse(f"nobody waits for a part of {event.version} from {event.worker}")
+    _put(decision, known.report(event.worker))
+    state = decision.run.state
+    if isinstance(state, Finishing) or (isinstance(state, Stopping) and state.planned and not state.pending):
+        decision.amend(deadline=decision.now + decision.rules.stop_s)
+
+
+def _unannounced(decision: Decision, version: Version) -> Saving | None:
+    """In the journal of an older version a member may have reported its part before the commit was reported."""
+    plan = decision.run.plan
+    own = plan is not None and version.generation == plan.generation and version not in decision.run.history.saved
+    if plan is None or not own or not set(plan.members) <= decision.run.workers.keys():
+        return None
+    return Saving(version, plan.members)
+
+
+def ask_for_manifests(decision: Decision) -> None:
+    """Asks for the manifests of all saves that are complete and part of the history."""
+    for each in decision.run.saves.pending:
+        if each.complete and decision.now >= each.ask_at and decision.run.history.contains(each.version):
+            decision.do(CommitManifest(each.version, lineage.cut(decision.run.history.lineage, each.version), each.by))
+            _put(decision, replace(each, asked=True, ask_at=decision.now + decision.rules.stop_s))
+
+
+def saved(decision: Decision, event: Saved) -> None:
+    run, version = decision.run, event.version
+    known = run.saves.find(version)
+    if not run.history.contains(version):
+        return decision.refuse(f"the checkpoint of {version} is not on the lineage")
+    if known is None or not known.asked:
+        return decision.refuse(f"nobody asked for the manifest of {version}")
+    others = tuple(each for each in run.saves.pending if each.asked or each.version > version)
+    decision.know(saves=Saves(others).without(version))
+    decision.know("history", saved=tuple(sorted({*run.history.saved, version})))
+    if any_by_keepers(run):
+        tell(decision)
+    decision.durable = True
+    decision.say(f"the checkpoint of {version} is in the bucket")
+
+
+def save_failed(decision: Decision, event: SaveFailed) -> None:
+    """A part cannot be written a second time, a manifest can."""
+    known, committed = decision.run.saves.find(event.version), decision.run.history.contains(event.version)
+    if known is None and not committed:
+        known = _unannounced(decision, event.version)
+    if known is None or not known.is_of(event.by):
+        return decision.refuse(f"nobody saves {event.version}")
+    if known.asked and known.complete:
+        _put(decision, replace(known, ask_at=decision.now + decision.rules.fence_s))
+        return decision.say(f"the manifest of {event.version} was not written ({event.reason}); again in {decision.rules.fence_s:g} s")
+    if committed:
+        _forget(decision, event.version, event.reason)
+    else:
+        _put(decision, replace(known, failed=event.reason))
+
+
+def _forget(decision: Decision, version: Version, why: str) -> None:
+    by_keepers = any_by_keepers(decision.run)
+    decision.know(saves=decision.run.saves.without(version))
+    if by_keepers:
+        tell(decision)
+    decision.say(f"the checkpoint of {version} failed ({why})")
+
+
+def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
+    """Returns the saves that need nothing more from ``gone``.
+
+    A save whose manifest was asked for also stays: the manifest may still come, asked for by another coordinator perhaps.
+    """
+    lost = set(gone)
+    return Saves(tuple(each for each in saves.pending if each.nodes or each.asked or not lost & (set(each.members) - set(each.reported))))
+
+
+# ---- what is in the bucket
+
+
+def target_is_saved(run: RunState, rules: Rules) -> bool:
+    """Is the target step in the bucket?"""
+    return bool(run.history.saved) and run.history.saved[-1].step >= rules.target_step
+
+
+def damaged(decision: Decision, version: Version, detail: str) -> None:
+    """A damaged checkpoint is never read again; the good one before it takes its place."""
+    if version in decision.run.history.saved:
+        left = tuple(each for each in decision.run.history.saved if each != version)
+        decision.know("history", saved=left)
+        decision.do(Quarantine(version, detail))
+        before = f"the one of {left[-1]} takes its place" if left else "there is none before it"
+        decision.say(f"the checkpoint of {version} is damaged ({detail}): {before}")

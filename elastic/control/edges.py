@@ -65,6 +65,8 @@ def form(decision: Decision) -> None:
         return _wait(decision, f"{held} may be newer than step {plan.version.step}")
     given_up = lineage.abandoned(run.history.lineage, plan.version)
     _take_up(decision, plan)
+    if run.saves.by_keepers:
+        saves.tell(decision)
     enter(decision, Forming(plan, decision.now + decision.rules.form_s))
     decision.do(Form(plan))
     decision.say(_announcement(plan, given_up))
@@ -99,8 +101,6 @@ def _take_up(decision: Decision, plan: Plan) -> None:
     decision.know("members", seats=plan.members, kind=run.workers[plan.members[0]].kind)
     decision.know("watch", lease_until=0.0)
     decision.know("copies", copied=None, buddied=None, protected=(plan.protected, plan.buddied), unreported=0)
-    if saves.any_by_keepers(run):
-        saves.tell(decision)
 
 
 def _announcement(plan: Plan, given_up: tuple[tuple[int, int, int], ...]) -> str:

@@ -21,7 +21,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
-from elastic.protocol.actions import Settle
+from elastic.protocol.actions import Save, Settle
 from elastic.protocol.builds import Build
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.lineage import Lineage
@@ -302,7 +302,7 @@ class Saving:
 
     version: Version
     members: tuple[WorkerId, ...]
-    """It consists of a part of each of these workers."""
+    """The checkpoint consists of the parts of these workers."""
     reported: tuple[WorkerId, ...] = ()
     """The parts of these workers are in the bucket."""
     ask_at: float = 0.0
@@ -314,9 +314,9 @@ class Saving:
     failed: str = ""
     """Why it can never be complete, if that was heard before the commit of its version."""
     layout: Layout | None = None
-    """The layout of its members."""
+    """The layout of the members."""
     nodes: tuple[NodeId, ...] = ()
-    """Where each member runs, or ran, and whose keeper uploads its part.  Without them the members upload their parts themselves, as those
+    """Where each member runs, or ran, and whose keeper uploads its part.  Without nodes the members upload their parts themselves, as those
     of older versions did, and the save ends with any of them."""
 
     @property
@@ -327,15 +327,15 @@ class Saving:
         """Does a part that a member of ``generation`` wrote belong to it?  0 is the generation that committed the version."""
         return (generation or self.version.generation) == (self.by or self.version.generation)
 
-    def needs(self, node: NodeId) -> bool:
-        """Is a part still to come from the keeper of ``node``?  A manifest that was asked for may come all the same."""
-        missing = {where for member, where in zip(self.members, self.nodes, strict=False) if member not in self.reported}
-        return node in missing and not self.asked
-
     def report(self, worker: WorkerId) -> Saving:
         """The part of ``worker`` is in the bucket too."""
         reported = {*self.reported, worker}
         return evolve(self, reported=tuple(member for member in self.members if member in reported))
+
+    def needs(self, node: NodeId) -> bool:
+        """Returns whether a part is still to come from the keeper of ``node``.  A manifest that was asked for may come all the same."""
+        missing = {where for member, where in zip(self.members, self.nodes, strict=False) if member not in self.reported}
+        return node in missing and not self.asked
 
 
 @dataclass(frozen=True)
@@ -354,6 +354,20 @@ class Saves:
 
     def without(self, version: Version) -> Saves:
         return Saves(tuple(saving for saving in self.pending if saving.version != version))
+
+    @property
+    def by_keepers(self) -> bool:
+        """Is there a save that keepers upload?"""
+        return any(saving.nodes for saving in self.pending)
+
+    @property
+    def orders(self) -> tuple[Save, ...]:
+        """What the keepers are to upload."""
+        return tuple(
+            Save(each.version, each.by or each.version.generation, each.layout, each.members, each.nodes)
+            for each in self.pending
+            if each.layout is not None and not each.failed
+        )
 
 
 # ---- copies in host memory, and takeover

@@ -1,9 +1,9 @@
-"""Checkpoints: when the state is saved to the bucket, and when a checkpoint counts.
+"""Checkpoints on their way to the bucket, and when one counts.
 
-The members copy the version, and the keepers of their nodes upload the copies and report each part.  Only when the parts of all members
-of the world that began the save have been reported, and the version is on the lineage, is the manifest written: nothing exists until its
-manifest does, and no manifest counts unless it was asked for.  A member may die meanwhile: its keeper says whether its copy was complete.
-A save that lost a keeper which still had a part to upload can never be complete and is forgotten.
+The members copy the version, and the keepers of their nodes upload the copies.  Only when the parts of all members of the world that began
+the save are in the bucket, and the version is on the lineage, is the manifest written: nothing exists until its manifest does, and no
+manifest counts unless it was asked for.  A member may die meanwhile: its keeper says whether its copy was complete.  A save that lost a
+keeper which still had a part to upload can never be complete and is forgotten.
 
 Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).
 """
@@ -18,7 +18,7 @@ from elastic.control.rules import Rules
 from elastic.control.run import Finishing, RunState, Saves, Saving, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import lineage
-from elastic.protocol.actions import CommitManifest, Quarantine, Save, Upload
+from elastic.protocol.actions import CommitManifest, Quarantine, Upload
 from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Saved, SaveFailed, ShardSaved
@@ -26,7 +26,7 @@ from elastic.protocol.plan import Plan
 
 
 def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
-    """Is the state saved after this commit?  Journals of older versions do not say so; then this is their members' rule."""
+    """Returns whether the version that ``outcome`` commits is saved.  Journals of older versions do not say so; this is their rule."""
     if outcome.saves is not None:
         return outcome.saves
     if outcome.boundary == SAVE_AND_PAUSE or outcome.step == target_step:
@@ -51,7 +51,7 @@ def begin(decision: Decision, outcome: Outcome) -> None:
 
 
 def _begin_of_old(decision: Decision, version: Version, plan: Plan) -> None:
-    """In the journal of an older version the members upload their parts themselves; some may have reported already."""
+    """Begins a save in the journal of a version whose members uploaded their parts themselves."""
     known, writable = decision.run.saves.find(version), set(plan.members) <= decision.run.workers.keys()
     if known is None and writable and version not in decision.run.history.saved:
         _put(decision, Saving(version, plan.members))
@@ -72,19 +72,19 @@ def begin_again(decision: Decision, plan: Plan) -> None:
 def tell(decision: Decision) -> None:
     """Tells all keepers the saves on their way, once a decision: what counts is how they stand at its end.
 
-    Keepers that have a part to upload are told also where they are not known to be up: one that is starting hears it then.
+    Keepers that upload are told also where they are not known to be up: one that comes up meanwhile hears it then.
     """
-    if by_members(decision.run):
+    run, orders = decision.run, decision.run.saves.orders
+    if by_members(run):
         return
-    run, orders = decision.run, tuple(_order(each) for each in decision.run.saves.pending if each.nodes)
     keepers = tuple(dict.fromkeys((*run.cluster.keepers, *(node for save in orders for node in save.nodes))))
     decision.actions = [action for action in decision.actions if not isinstance(action, Upload)]
     decision.do(Upload(keepers, orders, run.generation, run.version))
 
 
-def _order(saving: Saving) -> Save:
-    assert saving.layout is not None
-    return Save(saving.version, saving.by or saving.version.generation, saving.layout, saving.members, saving.nodes)
+def by_members(run: RunState) -> bool:
+    """Do the members upload their parts themselves?  They did in older versions, whose commits do not say what is saved."""
+    return run.history.last is not None and run.history.last.saves is None
 
 
 def without_keeper(decision: Decision, node: NodeId) -> None:
@@ -92,16 +92,6 @@ def without_keeper(decision: Decision, node: NodeId) -> None:
     for each in decision.run.saves.pending:
         if each.needs(node):
             _forget(decision, each.version, f"the keeper of node {node[:8]} had still to upload a part of it")
-
-
-def by_members(run: RunState) -> bool:
-    """Do the members upload their parts themselves?  So it is in the journals of older versions, whose commits name no saves."""
-    return run.history.last is not None and run.history.last.saves is None
-
-
-def any_by_keepers(run: RunState) -> bool:
-    """Do keepers upload any of the saves on their way?"""
-    return any(each.nodes for each in run.saves.pending)
 
 
 def _put(decision: Decision, saving: Saving) -> None:
@@ -145,7 +135,7 @@ def saved(decision: Decision, event: Saved) -> None:
     others = tuple(each for each in run.saves.pending if each.asked or each.version > version)
     decision.know(saves=Saves(others).without(version))
     decision.know("history", saved=tuple(sorted({*run.history.saved, version})))
-    if any_by_keepers(run):
+    if run.saves.by_keepers:
         tell(decision)
     decision.durable = True
     decision.say(f"the checkpoint of {version} is in the bucket")
@@ -168,15 +158,15 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
 
 
 def _forget(decision: Decision, version: Version, why: str) -> None:
-    by_keepers = any_by_keepers(decision.run)
+    known = decision.run.saves.find(version)
     decision.know(saves=decision.run.saves.without(version))
-    if by_keepers:
+    if known is not None and known.nodes:
         tell(decision)
     decision.say(f"the checkpoint of {version} failed ({why})")
 
 
 def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
-    """Returns the saves that need nothing more from ``gone``.
+    """Returns the saves that need nothing more from the workers that are ``gone``.
 
     A save whose manifest was asked for also stays: the manifest may still come, asked for by another coordinator perhaps.
     """

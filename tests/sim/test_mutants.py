@@ -208,8 +208,8 @@ def test_not_hearing_whom_the_last_generation_left_out_is_noticed() -> None:
     edit = Edit("admission", "isinstance(event, Fenced) and _left_out(run, event, now)", "False")
     deaf = Mutant("closed", (edit,)).advance()
     with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
-        simulate(108, expelled(108), deaf)
-    assert simulate(108, expelled(108)).end
+        simulate(323, expelled(323), deaf)
+    assert simulate(323, expelled(323)).end
 
 
 # ---- the other side of each rule is kept by workers and keepers: here the model of them is broken
@@ -248,7 +248,7 @@ def test_taking_what_could_be_read_for_all_there_is_is_noticed(monkeypatch: pyte
     left = Journal.left
     monkeypatch.setattr(Journal, "left", lambda *arguments: (left(*arguments)[0], True))
     found = first_violation(advance, "severed")
-    assert FOLLOWED in found or "is given twice" in found
+    assert FOLLOWED in found or "is given twice" in found or "is begun twice" in found
 
 
 def test_a_number_that_may_be_taken_is_noticed() -> None:

@@ -62,7 +62,7 @@ __all__ = ["Transition", "advance"]
 
 
 def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition:
-    """The only place where the run changes state.  ``now``: seconds of any clock that only grows."""
+    """Returns what the run becomes because of ``event``, and what to do.  ``now`` is in seconds of any clock that only grows."""
     decision = Decision(run, now, rules)
     if why := admission.refusal(run, event, now):
         decision.refuse(why)
@@ -79,7 +79,7 @@ def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition
 
 
 def _take(decision: Decision, event: Event) -> None:
-    """What ``event`` tells."""
+    """Takes note of what ``event`` tells."""
     match event:
         case Joined():
             admission.joined(decision, event)
@@ -132,7 +132,7 @@ def _take(decision: Decision, event: Event) -> None:
 
 
 def _go_on(decision: Decision) -> None:
-    """What knowledge and time now permit."""
+    """Does what knowledge and time now permit."""
     if decision.run.saves.pending:
         saves.ask_for_manifests(decision)
     match decision.run.state:
@@ -186,7 +186,7 @@ def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
 
 
 def _renewed(decision: Decision, event: Renewed) -> None:
-    """It was granted, so it counts, even if the generation was fenced between the grant and this."""
+    """The lease was granted, so it counts, even if the generation was fenced since."""
     lease_until = max(decision.run.watch.lease_until, decision.now + decision.rules.lease_over_s)
     decision.know("watch", lease_until=lease_until)
 

@@ -288,10 +288,6 @@ class History:
         """Does this commit of the present generation tell anything new?  Most are reported by several members."""
         return outcome.step > self.version.step or outcome.step in self.untold
 
-    def told(self, step: int) -> History:
-        """The outcome of ``step``, which was committed before, is known now."""
-        return evolve(self, untold=tuple(each for each in self.untold if each != step))
-
 
 # ---- checkpoints on their way
 

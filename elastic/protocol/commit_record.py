@@ -5,8 +5,7 @@ on any backend and can be filled in on the accelerator.  The collective complete
 complete: having seen it *is* the commit.  An aborted collective can look complete over garbage, so each record names whom it
 is from and carries a checksum; one wrong record and there is no outcome.
 
-    [MAGIC, incarnation, generation, step, world rank, boundary, finite, squared norm]
-    then what it says of its copies        [copied_through, buddied_through, copy_every, buddy_every, save, behind]
+    the named fields of a :class:`Head`
     then for each of the member's rounds   [loss sum, token count, sample ids ...]
     then the checksum: the wrapping 64-bit sum of everything before it, word i as a bit pattern times 2i + 1, so that order counts; first
     its upper half is mixed into its lower (exclusive or), or two words that differ in their sign alone could change places unseen
@@ -28,7 +27,6 @@ NO_SAVE, DUE, LAST = 0, 1, 2
 """Whether a member asks that the state after this step be saved to the bucket: not, once there is room, whatever else is on its way."""
 
 MAGIC = 20261124.0
-HEADER = 14
 LOWER = 2**32 - 1
 
 
@@ -49,6 +47,36 @@ class Copied(NamedTuple):
 
 
 NO_COPIES = Copied()
+
+
+class Head(NamedTuple):
+    """The named fields that every record begins with.  A new field is a new line here, and a line of what all members make of it."""
+
+    magic: float
+    incarnation: float
+    generation: float
+    step: float
+    world_rank: float
+    boundary: float
+    finite: float
+    """1 where this member's norm is finite.  The device fills it in, and the next one."""
+    squared_norm: float
+    copied_through: float
+    buddied_through: float
+    copy_every: float
+    buddy_every: float
+    save: float
+    behind: float
+
+
+HEADER = len(Head._fields)
+FROM_DEVICE = Head._fields.index("finite")
+"""Where the two fields begin that the device fills in."""
+
+
+def head_of(shape: CommitShape, world_rank: int, step: int, boundary: int, copied: Copied = NO_COPIES) -> Head:
+    """Returns the head of a member's record, without what only its device knows."""
+    return Head(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied)
 
 
 @dataclass(frozen=True)
@@ -144,6 +172,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
     if len(gathered) != size * shape.world:
         raise BadRecord(f"{len(gathered)} bytes of commit records instead of {size * shape.world}")
     records = [_record(shape, step, rank, gathered[rank * size : (rank + 1) * size]) for rank in range(shape.world)]
+    heads = [Head(*record[:HEADER]) for record in records]
     parts, speakers = {}, reporters(shape.layout)
     for data_rank, world_rank in enumerate(speakers):
         for round_ in range(shape.rounds):
@@ -152,22 +181,22 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
                 first = HEADER + round_ * (2 + shape.microbatch)
                 parts[index] = records[world_rank][first : first + 2 + shape.microbatch]
     ordered = [parts[i] for i in range(shape.microbatches)]
-    boundary, behind = max(int(record[5]) for record in records), any(record[13] > 0 for record in records)
+    boundary, behind = max(int(head.boundary) for head in heads), any(head.behind > 0 for head in heads)
     return Outcome(
         step=step,
         generation=shape.generation,
-        squared_norm=records[speakers[0]][7],
+        squared_norm=heads[speakers[0]].squared_norm,
         losses=tuple(part[0] for part in ordered),
         counts=tuple(int(part[1]) for part in ordered),
         samples=tuple(tuple(int(i) for i in part[2:]) for part in ordered),
-        finite=all(record[6] == 1.0 for record in records),
+        finite=all(head.finite == 1.0 for head in heads),
         boundary=boundary,
-        copied_through=int(min(record[8] for record in records)),
-        buddied_through=int(min(record[9] for record in records)),
+        copied_through=int(min(head.copied_through for head in heads)),
+        buddied_through=int(min(head.buddied_through for head in heads)),
         behind=behind,
-        copy_every=int(max(record[10] for record in records)),
-        buddy_every=int(max(record[11] for record in records)),
-        saves=is_saved(boundary, int(max(record[12] for record in records)), behind),
+        copy_every=int(max(head.copy_every for head in heads)),
+        buddy_every=int(max(head.buddy_every for head in heads)),
+        saves=is_saved(boundary, int(max(head.save for head in heads)), behind),
     )
 
 

@@ -83,7 +83,7 @@ def tell(decision: Decision) -> None:
 
 
 def by_members(run: RunState) -> bool:
-    """Do the members upload their parts themselves?  They did in older versions, whose commits do not say what is saved."""
+    """Returns whether the members upload their parts themselves, as in older versions, whose commits do not say what is saved."""
     return run.history.last is not None and run.history.last.saves is None
 
 

@@ -76,7 +76,7 @@ class Uploads:
         self.cluster.clock.after(0.1 + 0.9 * self.cluster.rng.random(), self._written, save, name, slots, place, slot)
 
     def _written(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
-        """What was released stays as long as it is being written; what was overwritten does not."""
+        """Ends the upload.  A slot that was released stays while it is being written, one that was overwritten does not."""
         overwritten = slots[place] is not None and slots[place] is not slot
         if not self.lives or save not in self.saves:
             self._begun.discard((save, name))

@@ -58,7 +58,7 @@ def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[Worker
 
 
 def expects_more(run: RunState, there: Sequence[WorkerId], now: float, rules: Rules) -> bool:
-    """Are others about to join that will be needed, and did the last newcomer join just now?"""
+    """Returns whether other workers that are needed are about to join, and the last newcomer joined only just now."""
     newest_s = now - max((run.workers[worker].joined_at for worker in there), default=now)
     needed = len(there) < rules.max_workers
     return needed and bool(run.members.starting) and newest_s < rules.grow_debounce_s

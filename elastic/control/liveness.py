@@ -57,11 +57,11 @@ class Watch:
     """Recent time of a step: one half is the last step's time, a quarter that of the step before, and so on."""
     seen: dict[WorkerId, Seen] = field(default_factory=dict)
     beats: dict[NodeId, Heard] = field(default_factory=dict)
-    """The keepers that were heard since they came up, and since this coordinator did."""
+    """The keepers that were heard since they came up and since this coordinator came up."""
     lease_until: float = 0.0
-    """When the last lease on the generation has run out: silent members have stopped of their own accord."""
+    """The time at which the last lease on the generation has run out; then silent members have stopped of their own accord."""
     reform_s: float = 0.0
-    """Recent time from a plan to ``Go``: half of it is the last one's."""
+    """Recent time from a plan to ``Go``, an average in which the last one counts one half."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""The one state machine of a run: for failure, growth and a user's stop alike.
+"""The state machine of a run, one for failure, growth and a user's stop alike.
 
     advance(run, event, now, rules) -> Transition(run, actions, reason)
 
-Facts and the time go in; the run as it is now known, what to do in this order, and the sentence saying why come out.  No clock, no
-randomness, no I/O: the same code runs in production, in the simulator and in tests.
+Facts and the time go in.  The run as it is now known, the actions in their order, and the sentence that says why come out.  There is no
+clock, no randomness and no I/O, so the same code runs in production, in the simulator and in tests.
 
-Each call has two halves.  The event is *taken*: knowledge grows.  Then the run *goes on*: it does what knowledge and time now
-permit.  So nothing depends on which event it was that completed the picture, or on how often one is repeated.
+Each call has two halves.  First the event is *taken*: knowledge grows.  Then the run *goes on*: it does what knowledge and time now
+permit.  So nothing depends on which event completed the picture, or on how often an event is repeated.
 """
 
 from __future__ import annotations

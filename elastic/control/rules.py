@@ -12,7 +12,10 @@ SLOWEST = 1.05
 
 @dataclass(frozen=True)
 class Rules:
-    """``*_s`` are seconds; a deadline is the last resort, for what nobody knows."""
+    """The budgets and deadlines of one run.
+
+    Names that end in ``_s`` are seconds.  A deadline is the last resort: it decides what no message has told.
+    """
 
     min_workers: int
     max_workers: int
@@ -20,18 +23,18 @@ class Rules:
     target_step: int
     save_every: int
     form_s: float = 120.0
-    """From sending a plan until every member is ready; also how long a new process may take to join."""
+    """Time limit from sending a plan until every member is ready; also the time limit for a new process to join."""
     fence_s: float = 10.0
-    """From a fence until a member that has not answered is expelled."""
+    """Time from a fence until a member that has not answered is expelled."""
     stall_s: float = 60.0
-    """Without progress of any member, before somebody is blamed; at least three recent steps."""
+    """Time without progress of any member after which one of them is blamed; three recent steps, if they take longer."""
     silence_s: float = 5.0
     """Without a beat of a node's keeper while the world stands still and others are heard, before the world is stopped.  After another half
     of this time, members there that have not answered the fence are expelled."""
     lease_s: float = 120.0
-    """How long a member that hears no coordinator may go on."""
+    """Time that a member which hears no coordinator may go on."""
     wait_s: float = 600.0
-    """Waiting for enough workers before the run gives up."""
+    """Time that a run waits for enough workers before it gives up."""
     stop_s: float = 60.0
     """For a last save, while no part of it arrives."""
     max_fruitless: int = 5
@@ -41,7 +44,7 @@ class Rules:
     spares: int = 0
     """Number of workers beyond ``max_workers`` that are kept warm."""
     refused_s: float = 10.0
-    """At the start, with too few workers, nodes refused and no room elsewhere: how long until the run gives up waiting for better ones."""
+    """Time that a run which has not begun waits for better nodes, if it has too few workers and the only room is on refused nodes."""
     copy_every: int = 0
     """Least number of steps from one copy of the state in host memory to the next; 0 means no copies."""
     buddy_every: int = 0

@@ -58,3 +58,4 @@ def committed(decision: Decision, outcome: Outcome) -> None:
         saves.begin(decision, outcome)
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
         decision.say("the bucket does not keep up: steps go on, and saves are left out until the one before has been written")
+        saves.tell(decision)  # should a member wait for a save that nobody knows of any more

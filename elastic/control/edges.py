@@ -189,7 +189,8 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
     else:
         enter(decision, state)
     decision.do(Fence(plan.generation, pending))
-    saves.tell(decision)
+    if not saves.by_members(run):
+        saves.tell(decision)
     copy_inventory.ask(decision)
     decision.say(f"{cause}: stop it with {names(pending)}")
 

@@ -62,8 +62,10 @@ def _begin_of_old(decision: Decision, version: Version, plan: Plan) -> None:
 def begin_again(decision: Decision, plan: Plan) -> None:
     """Another world holds that version now and copies all of it; a manifest that was asked for already still counts."""
     known = decision.run.saves.find(plan.version)
-    asked = known is not None and known.asked
-    _put(decision, Saving(plan.version, plan.members, asked=asked, by=plan.generation, layout=plan.layout, nodes=plan.nodes))
+    again = Saving(plan.version, plan.members, asked=known is not None and known.asked, by=plan.generation)
+    if not by_members(decision.run):
+        again = replace(again, layout=plan.layout, nodes=plan.nodes)
+    _put(decision, again)
     tell(decision)
 
 
@@ -73,9 +75,16 @@ def tell(decision: Decision) -> None:
     Keepers that upload are told also where they are not known to be up: one that comes up meanwhile hears it then.
     """
     run, orders = decision.run, decision.run.saves.orders
+    if by_members(run):
+        return
     keepers = tuple(dict.fromkeys((*run.cluster.keepers, *(node for save in orders for node in save.nodes))))
     decision.actions = [action for action in decision.actions if not isinstance(action, Upload)]
     decision.do(Upload(keepers, orders, run.generation, run.version))
+
+
+def by_members(run: RunState) -> bool:
+    """Returns whether the members upload their parts themselves, as in older versions, whose commits do not say what is saved."""
+    return run.history.last is not None and run.history.last.saves is None
 
 
 def without_keeper(decision: Decision, node: NodeId) -> None:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from elastic.ids import Cell, Version, WorkerId
 from elastic.plan.placement import cell_of
+from elastic.protocol import lineage
 from elastic.protocol.commit_record import DUE, LAST, NO_SAVE, Outcome
 from elastic.protocol.plan import Plan
 
@@ -115,6 +116,7 @@ class Copies:
         copied, buddied = known(plan.protected, copied), known(plan.buddied, buddied)
         cell, last = cell_of(plan.layout, plan.world_rank(worker)), plan.version.step >= rule.target_step
         own, saving = Copy(plan.version, cell), before.saving if before else ()
+        saving = tuple(each for each in saving if lineage.contains(plan.lineage, each.version))  # the others were given up
         if last:  # this world's copy takes the place of what another one had begun of the same version
             saving = (*(each for each in saving if each.version != plan.version), own)
         return Copies(

@@ -74,7 +74,8 @@ class Memory:
     # -- what the worker does -------------------------------------------------------------------------------------
 
     def enter(self, plan: Plan) -> None:
-        self.copies, self.buddied = Copies.begin(plan, self.worker.name, self.copies, whole(self.slots), self.save_rule), None
+        before = self.copies if self.copies is None or self.saving is not None else replace(self.copies, saving=())
+        self.copies, self.buddied = Copies.begin(plan, self.worker.name, before, whole(self.slots), self.save_rule), None
         self.generation = plan.generation
         self._go_on(None)
 

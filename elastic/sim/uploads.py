@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from elastic.ids import Version, WorkerId
 from elastic.plan.placement import cell_of
+from elastic.protocol import lineage
 from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import SaveFailed, ShardSaved
-from elastic.sim.memory import Slots, whole
+from elastic.sim.memory import Slot, Slots, whole
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -65,33 +66,37 @@ class Uploads:
         slots = worker.memory.slots if worker.alive else self.node.shelf.left.get(name, [])
         if copy in whole(slots):
             self.cluster.sim.oracle.occasions["a dead worker's copy is saved"] += not worker.alive
-            self._write(save, name, copy, slots)
+            self._write(save, name, slots, whole(slots).index(copy), slots[whole(slots).index(copy)])
         elif not worker.alive or worker.memory.generation > save.by:
             self._end(save, name, SaveFailed(save.version, f"{name} has no copy of it", save.by))
         else:
             self.cluster.clock.after(POLL_S, self._look, save, name)
 
-    def _write(self, save: Save, name: WorkerId, copy: Copy, slots: Slots) -> None:
-        self.cluster.clock.after(0.1 + 0.9 * self.cluster.rng.random(), self._written, save, name, copy, slots)
+    def _write(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
+        self.cluster.clock.after(0.1 + 0.9 * self.cluster.rng.random(), self._written, save, name, slots, place, slot)
 
-    def _written(self, save: Save, name: WorkerId, copy: Copy, slots: Slots) -> None:
+    def _written(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
+        """Ends the upload.  A slot that was released stays while it is being written, one that was overwritten does not."""
+        overwritten = slots[place] is not None and slots[place] is not slot
         if not self.lives or save not in self.saves:
             self._begun.discard((save, name))
             return
-        if copy not in whole(slots) and self._superseded(save, name):
+        if overwritten and self._superseded(save, name):
             return self._end(save, name, SaveFailed(save.version, f"{name} was to save it again", save.by))
-        if copy not in whole(slots):
+        if overwritten:
             raise Violation(f"the copy of {save.version} of {name} was overwritten before it was in the bucket")
         if self.cluster.bucket_fails():
-            return self._write(save, name, copy, slots)
-        self.cluster.bucket.written(save.version, copy.cell, save.by)
+            return self._write(save, name, slots, place, slot)
+        self.cluster.bucket.written(save.version, cell_of(save.layout, save.members.index(name)), save.by)
         self._end(save, name, ShardSaved(name, save.version, save.by))
 
     def _superseded(self, save: Save, name: WorkerId) -> bool:
-        """Returns whether the worker is in a later world, which saves the same version again."""
-        memory = self.cluster.workers[name].memory
-        begun = memory.copies.begun if memory.copies is not None else None
-        return memory.generation > save.by and begun is not None and begun.version == save.version
+        """Returns whether the worker is in a later world, which saves the same version again or has given it up."""
+        copies = self.cluster.workers[name].memory.copies
+        if copies is None or copies.plan.generation <= save.by:
+            return False
+        again = copies.begun is not None and copies.begun.version == save.version
+        return again or not lineage.contains(copies.plan.lineage, save.version)
 
     def _end(self, save: Save, name: WorkerId, event: ShardSaved | SaveFailed) -> None:
         self.told[save, name] = event

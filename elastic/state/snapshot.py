@@ -91,7 +91,8 @@ class Snapshots:
         self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.cell)
         self._homeless, self._rank = None, plan.world_rank(worker)
         self.region["generation"] = plan.generation
-        self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held(), self.saves)
+        before = self.copies if self.copies is None or self.region.saving else replace(self.copies, saving=())
+        self.copies = Copies.begin(plan, worker, before, self.region.all_held(), self.saves)
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
         self.region.set_copy("safe", self.copies.buddied)

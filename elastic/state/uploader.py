@@ -36,6 +36,9 @@ from storage.slices import Tensor, nbytes
 AT_ONCE = 4
 """Parts that one node writes at the same time: a single stream fills neither a fast link nor a node's cores."""
 
+NICE = 5
+"""Added to the niceness of the process: where cores are few the training on them comes first."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -160,6 +163,7 @@ class Uploader:
 
 def main(bucket: str, run: str) -> None:
     """Serves the keeper that started this process until that one ends."""
+    os.nice(NICE)
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)  # whatever a library prints goes to the keeper's log, not among the answers
     Uploader(Checkpoints(ObjectStore.open(bucket), run), out).serve(sys.stdin)

@@ -241,10 +241,10 @@ def test_where_nothing_else_is_copied_saves_are() -> None:
 def test_a_world_that_begins_with_the_last_step_saves_it() -> None:
     """It was formed again for that: what another one had begun of it gives way, and what else is on its way does not."""
     before = replace(first(), saving=(own(4), own(6)))
-    copies = Copies.begin(replace(LATER, copy_every=0), MEMBERS[1], before, rule=SaveRule(4, 6))
+    copies = Copies.begin(replace(LATER, copy_every=0, lineage=((1, 6),)), MEMBERS[1], before, rule=SaveRule(4, 6))
     assert copies.begun == own(6, index=0) and copies.saving == (own(4), own(6, index=0))
     assert copies.slot([own(6)]) == 0
-    assert Copies.begin(replace(LATER, copy_every=0), MEMBERS[1], before, rule=SaveRule(4, 7)).begun is None
+    assert Copies.begin(replace(LATER, copy_every=0, lineage=((1, 6),)), MEMBERS[1], before, rule=SaveRule(4, 7)).begun is None
 
 
 def test_members_that_copy_whenever_they_can_lose_it() -> None:
@@ -255,3 +255,8 @@ def test_members_that_copy_whenever_they_can_lose_it() -> None:
         return Copies.after(replace(copies, begun=copies.copied) if rng.random() < 0.5 else copies, seen)
 
     assert any(lost(seed, slots_for(1, 1), alone) for seed in range(300))
+
+
+def test_a_save_that_was_given_up_protects_nothing_in_the_next_generation() -> None:
+    before = replace(first(), saving=(own(4), own(7)))
+    assert Copies.begin(replace(LATER, lineage=((1, 6),)), MEMBERS[1], before).saving == (own(4),)

@@ -176,7 +176,7 @@ def test_overwriting_a_slot_early_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     """The copy that is complete everywhere makes room for the next one."""
 
     def slot(copies: Copies, slots: list[Copy | None]) -> int | None:
-        held = [(copy is not None and copy == copies.copied, n) for n, copy in enumerate(slots)]
+        held = [(copy is not None and copy == copies.copied, n) for n, copy in enumerate(slots) if copy not in copies.saving]
         return None if copies.begun in slots else max(held)[1]
 
     monkeypatch.setattr(Copies, "slot", slot)

@@ -19,7 +19,7 @@ import ray
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Workers
-from storage.urls import folder_of
+from storage.objects.urls import folder_of
 
 NAMESPACE = "elastic"
 MARKET = "ray.io/market-type"

@@ -28,9 +28,9 @@ from actors.journal_replicas import JournalReplicas
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder
 from actors.survivors import Left, find
-from elastic.control import codec
+from elastic.control import codec, copy_inventory
 from elastic.control.machine import Transition, advance
-from elastic.control.states import TERMINAL, Failed, RunState
+from elastic.control.run import TERMINAL, Failed, RunState
 from elastic.control.takeover import STOOD_S
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.ids import NodeId, WorkerId
@@ -51,8 +51,8 @@ from elastic.protocol.events import (
 )
 from elastic.report.story import Line, Story
 from elastic.runs import Run
-from storage import tails
 from storage.errors import Deposed, Unavailable
+from storage.journal import replicas
 
 TICK_S = 0.1
 CLUSTER_S = 0.5
@@ -160,30 +160,34 @@ class Coordinator:
         self.again = first < self.incarnation
         self.token = f"{self.job.name}-{first:04d}-{life}"
         folder = log_folder(self.token)
-        local = tails.file_of(folder, self.incarnation)
-        local.parent.mkdir(parents=True, exist_ok=True)
-        local.touch()  # it was here, should it be looked for
+        local = replicas.folder_of(folder, self.incarnation)
+        local.mkdir(parents=True, exist_ok=True)  # it was here, should it be looked for
         self.left, self.whole = Left(), True
         found = self.run.recover(first, local, self._look_back(before, folder)) if self.again else None
         if found is None:
-            state = replace(self.run.standing(0 if self.again else self.incarnation, self.clock()), reference=reference)
+            state = self._begun(reference)
             found = state, self.run.journal(local, codec.snapshot(state, elastic.__version__, self.rules))
         self.state, self.journal = found
         self.recorded = self.state
 
-    def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[tails.Written]:
+    def _begun(self, reference: Build) -> RunState:
+        """Returns the run as its bucket has it; ``reference`` is what the job was checked with."""
+        state = self.run.standing(0 if self.again else self.incarnation, self.clock())
+        return replace(state, members=replace(state.members, reference=reference))
+
+    def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[replicas.Written]:
         """What is to be read of those before; where that may not be all, then when none of them acts any more.
 
         It is all where each of them was on this node, and so has ended, where none finds a majority of the keepers any more, or where the
         run is over.
         """
         until = time.monotonic() + self.rules.mandate_over_s
-        here = all(node == cluster.here() and tails.file_of(folder, number).exists() for number, node in before.items())
+        here = all(node == cluster.here() and replicas.folder_of(folder, number).exists() for number, node in before.items())
         while True:
             self.left = find(self.token, self.incarnation)
-            found = [*tails.local(folder), *self.left.tails]
+            found = [*replicas.local(folder), *self.left.tails]
             known = self.run.read(min(before), found)
-            self.whole = here or (known is not None and (known.over or self.left.half_of(known.keepers)))
+            self.whole = here or (known is not None and (known.over or self.left.half_of(known.cluster.keepers)))
             left_s = until - time.monotonic()
             if self.whole or left_s <= 0:
                 return found
@@ -207,7 +211,7 @@ class Coordinator:
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
         safe = self.replicas.safe
-        return Lease(granted, safe.recorded_step if safe.generation == generation else 0, self.incarnation)
+        return Lease(granted, safe.history.recorded_step if safe.generation == generation else 0, self.incarnation)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def tell(self, sentence: str) -> None:
@@ -254,9 +258,9 @@ class Coordinator:
             stopping=state.stop,
             over=self.over.is_set(),
             job_error=state.state.job_error if isinstance(state.state, Failed) else "",
-            unprotected_since=state.unprotected_since,
-            unbuddied_since=state.unbuddied_since,
-            paces=state.paces,
+            unprotected_since=copy_inventory.unprotected_since(state),
+            unbuddied_since=copy_inventory.unbuddied_since(state),
+            paces=copy_inventory.paces(state),
         )
 
     # ---- the loop
@@ -294,7 +298,7 @@ class Coordinator:
         if isinstance(self.state.state, TERMINAL):
             self.reason = getattr(self.state.state, "reason", f"finished at step {self.state.step}")
         self._handle(Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers), self.whole), None)
-        self.group.attach(tuple(each.version for each in self.state.saves if each.asked))
+        self.group.attach(tuple(each.version for each in self.state.saves.pending if each.asked))
 
     def _take(self) -> None:
         if self.lease.deposed:
@@ -312,7 +316,7 @@ class Coordinator:
             if isinstance(event, ShardSaved) and shard is not None:
                 self.group.parts.add(event.version, event.worker, shard)
             if isinstance(event, Joined):
-                if event.node not in self.state.nodes:  # it is new, and was not looked at yet
+                if event.node not in self.state.cluster.nodes:  # it is new, and was not looked at yet
                     self._advance(NodeFound(event.node))
                 self.group.welcome(event.worker, event.node)
             self._advance(event)
@@ -368,7 +372,7 @@ class Coordinator:
                 self.lease.ask_head(self.group.coordinator)
                 self._keep(cluster.nodes())
                 before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # what is free trails by a moment
-                self.post_local(Capacity(cluster.slots(self.job.workers, self.state.refused), tuple(sorted(before & placed))))
+                self.post_local(Capacity(cluster.slots(self.job.workers, self.state.cluster.refused), tuple(sorted(before & placed))))
             if not self.state.stop and self.audience.left_alone(time.monotonic()):
                 self.post_local(StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s"))
 

@@ -15,11 +15,11 @@ from typing import Any
 import ray
 
 from actors.coordinator_lease import CoordinatorLease
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.ids import NodeId
 from storage.errors import Deposed
 from storage.journal import Journal
-from storage.tails import DEPOSED
+from storage.journal.replicas import DEPOSED
 
 COPY_S = 1.0
 SHIP_S = 2.0
@@ -43,13 +43,13 @@ class JournalReplicas:
         """Who did not answer in time, or at all: not waited for until it does."""
         self._marks: list[tuple[int, RunState]] = []
         """Where the journal ended when it told this much."""
-        self._lists: list[tuple[int, tuple[NodeId, ...]]] = [(0, run.keepers)]
+        self._lists: list[tuple[int, tuple[NodeId, ...]]] = [(0, run.cluster.keepers)]
         """Every list of keepers since ``safe``, and where the journal ended when it first told of it."""
 
     def note(self, run: RunState) -> None:
         """A record was appended that says this."""
-        if run.keepers != self._lists[-1][1]:
-            self._lists.append((self.journal.end, run.keepers))
+        if run.cluster.keepers != self._lists[-1][1]:
+            self._lists.append((self.journal.end, run.cluster.keepers))
 
     def send(self, run: RunState) -> None:
         """What the journal tells by now, up to ``run``, to every keeper that is up; and hear what they have."""
@@ -60,9 +60,9 @@ class JournalReplicas:
     def secure(self, run: RunState, say: Callable[[str], None]) -> None:
         """Wait until a majority has all that the journal tells, or the bucket.  ``say``: what could not be had."""
         if not (self._by_keepers(run) and self.lease.holds):
-            have = sum(self._held.get(node, -1) >= self.journal.end for node in run.keepers)
+            have = sum(self._held.get(node, -1) >= self.journal.end for node in run.cluster.keepers)
             place = self._by_bucket(run, say)
-            say(f"{have} of {len(run.keepers)} keepers took a copy of the journal, which is {place}")
+            say(f"{have} of {len(run.cluster.keepers)} keepers took a copy of the journal, which is {place}")
 
     def begin(self, run: RunState, say: Callable[[str], None]) -> None:
         """As :meth:`secure`, where one coordinator follows another: in the bucket, so that the other one can write no more there."""
@@ -111,7 +111,7 @@ class JournalReplicas:
             self._marks.append((self.journal.end, run))
 
     def _send(self, run: RunState) -> None:
-        for node in run.keepers:
+        for node in run.cluster.keepers:
             held, keeper = self._held.get(node, 0), self.keepers.get(node)  # other threads take out who is lost
             if keeper is not None and node not in self._asked.values() and held < self.journal.end:
                 self._asked[keeper.copy.remote(self.lease.incarnation, *self.journal.tail(held))] = node

@@ -28,8 +28,8 @@ from elastic.protocol.events import STOPPED, Beat, Kept, Progress
 from elastic.state.keeper_store import KeeperStore
 from elastic.train.counters import OPERATIONS, Counters, segment
 from storage.errors import Deposed, StorageError
+from storage.journal.replicas import DEPOSED, Tail
 from storage.objects import ObjectStore
-from storage.tails import DEPOSED, Tail
 
 BEAT_S = 0.5
 CLOSE_S = 5.0
@@ -76,7 +76,7 @@ class Keeper:
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def copy(self, incarnation: int, begin: int, at: int, data: bytes) -> int:
-        """Hold a part of the journal: :meth:`storage.tails.Tail.extend`."""
+        """Hold a part of the journal: :meth:`storage.journal.replicas.Tail.extend`."""
         if incarnation < self.incarnation:
             return DEPOSED
         return self.tail.extend(incarnation, begin, at, data)

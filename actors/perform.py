@@ -20,7 +20,7 @@ from actors.keeper import Keeper
 from actors.logs import EXAMINE_S
 from actors.survivors import Left
 from actors.worker import Worker
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.imports import PACKAGES
 from elastic.job import Job
@@ -33,13 +33,13 @@ from elastic.protocol.actions import (
     Form,
     Go,
     Kill,
+    ListCopies,
     Pair,
     Pause,
     Quarantine,
     Release,
     Settle,
     StartWorkers,
-    TakeStock,
 )
 from elastic.protocol.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
 from elastic.runs import Parts, Run
@@ -111,7 +111,7 @@ class Group:
                 self._pool.submit(self._commit, version, lineage, by)
             case Quarantine(version, reason):
                 self._pool.submit(self.run.checkpoints.quarantine, version, reason)
-            case TakeStock(generation, keepers):
+            case ListCopies(generation, keepers):
                 for keeper in self._those(keepers):
                     keeper.take_stock.remote(self.incarnation, generation)
             case Release(keepers, copied, buddied):
@@ -132,11 +132,11 @@ class Group:
         self.keepers.update(left.keepers)
         self.joined.update({worker: known.node for worker, known in run.workers.items()})
         for worker, actor in left.workers.items():
-            if worker in run.starting:
+            if worker in run.members.starting:
                 actor.train.remote()
             self._when_done(actor.lives.remote(), actor, lambda error, worker=worker: self._ended(worker, error))  # type: ignore[misc]
         for node in left.keepers:
-            self._follow_keeper(node) if node in run.keepers else self._await_keeper(node)
+            self._follow_keeper(node) if node in run.cluster.keepers else self._await_keeper(node)
 
     def attach(self, asked: tuple[Version, ...]) -> None:
         """Ask the workers where they stand; they answer with events.  ``asked``: of these there may be a manifest already."""
@@ -185,7 +185,7 @@ class Group:
 
     def on_their_way(self, run: RunState) -> dict[WorkerId, Any]:
         """Who is being started."""
-        return {worker: self.workers[worker] for worker in run.starting if worker in self.workers}
+        return {worker: self.workers[worker] for worker in run.members.starting if worker in self.workers}
 
     def _when_done(self, ref: Any, actor: Any, then: Callable[[BaseException | None], None], again: int = REACHES) -> None:
         """``ref``: a call that ends with ``actor``.  Of one that cannot be reached Ray may not know yet that it is dead: ask again."""

@@ -16,19 +16,20 @@ from actors import cluster, launch
 from actors.coordinator import View
 from actors.processes import clear
 from actors.terminal import say, show, show_result
-from elastic.control.states import Ended, Failed, Stopped
+from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
 from elastic.runs import Run
 from storage.objects import ObjectStore
 
 ANSWER_S = 15.0
-"""For a coordinator that may be dead to say that it is not."""
+"""Seconds in which a coordinator must answer before it counts as one that may be dead."""
 CLEAR_S = 30.0
+"""Seconds that a node may take to end the processes of a run and remove what they left."""
 
 
 def _connected(job: Job) -> bool:
-    """To the cluster that the run was on last, if it is there."""
+    """Connects to the cluster that the run was on last, and tells whether that cluster answers."""
     owner = Run.look(job).owner()
     if owner is None or owner["address"] == "local" or not cluster.reachable(owner["address"]):
         return False
@@ -39,19 +40,20 @@ def _connected(job: Job) -> bool:
 
 
 def coordinator_of(job: Job) -> Any | None:
-    """Of the run, if it runs."""
+    """Returns the coordinator of the run, or None if the run is not found running."""
     return launch.attach(job.name) if _connected(job) else None
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A run that does not run, as far as is seen from here."""
+    """What is known from here of a run that is not found running."""
 
     said: str
+    """The sentence for the user."""
     over: bool
-    """It has run, and certainly does no more."""
+    """True if the run was begun and certainly does not run any more."""
     end: Ended | None = None
-    """Where its bucket says how it ended."""
+    """How it ended, if its bucket says so."""
 
     @classmethod
     def of(cls, job: Job) -> Absent:
@@ -67,6 +69,7 @@ class Absent:
 
 
 def status(job: Job, once: bool) -> int:
+    """Prints where the run stands, and follows it unless ``once``."""
     coordinator = coordinator_of(job)
     if coordinator is not None:
         return _watch(job, coordinator, once=once)
@@ -75,9 +78,9 @@ def status(job: Job, once: bool) -> int:
 
 
 def attach(job: Job, line: str) -> int:
-    """The run's story from its start to its end, and the exit code that `elastic train` has; Ctrl-C leaves the run as it is.
+    """Shows the run from its start to its end, and returns the exit code of `elastic train`.  Ctrl-C leaves the run as it is.
 
-    Of a run that is over, the code with which it ended.  Raises :class:`PlatformGaveUp` where its bucket does not say that.
+    If the run is over, returns the code with which it ended.  Raises :class:`PlatformGaveUp` if its bucket does not say how it ended.
     """
     coordinator = coordinator_of(job)
     if coordinator is not None:
@@ -90,7 +93,10 @@ def attach(job: Job, line: str) -> int:
 
 
 def stop(job: Job) -> int:
-    """Raises :class:`PlatformGaveUp` where there was never a run, or its coordinator cannot be reached or does not answer."""
+    """Stops the run after a save, and follows it to its end.
+
+    Raises :class:`PlatformGaveUp` if there was never a run, or if its coordinator cannot be reached or does not answer.
+    """
     coordinator = coordinator_of(job)
     if coordinator is None:
         absent = Absent.of(job)
@@ -98,14 +104,16 @@ def stop(job: Job) -> int:
             raise PlatformGaveUp(absent.said)
         say(absent.said)
         return 0
-    driver = uuid.uuid4().hex  # one that waits: the coordinator stays until it has told the end
+    driver = uuid.uuid4().hex  # with a driver that waits, the coordinator stays until it has told the end
     return _watch(job, coordinator, once=False, driver=driver, stop="elastic stop")
 
 
 def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str = "") -> int:
-    """Where the run stands, and what happens to it until it is over.  ``stop``: each coordinator that it has is told to stop it.
+    """Prints where the run stands and, unless ``once``, what happens to it until it is over.
 
-    Raises :class:`PlatformGaveUp` where one that is there does not answer; that it has gone is the end.
+    ``driver`` is the name under which the coordinator is told that somebody waits.  ``stop`` is the reason with which each coordinator
+    of the run is told to stop it.  The run is over when its coordinator has gone.  Raises :class:`PlatformGaveUp` if a coordinator is
+    there and does not answer.
     """
     deadline_s = 2 * job.deadlines.lease_s
     seen, incarnation, shown = 0, 0, ""
@@ -135,7 +143,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
 
 
 def _stands(view: View) -> str:
-    """What is said again when it changes."""
+    """Returns the part of the line whose change is a reason to print it again."""
     workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
     open_ = "" if view.unprotected_since is None else f"; unprotected since step {view.unprotected_since}"
     alone = "" if view.unbuddied_since is None else f"; no copy on another node since step {view.unbuddied_since}"
@@ -143,19 +151,19 @@ def _stands(view: View) -> str:
 
 
 def _copies(view: View) -> str:
-    """How often: that wanders as steps take longer or less long."""
+    """Returns how often copies are made.  This varies with the step time, so its change alone is not printed."""
     copies, buddies = (f"every {pace} steps" if pace > 1 else "every step" if pace else "none" for pace in view.paces)
     return f"; copies in host memory {copies}, on other nodes {buddies}" if any(view.paces) else ""
 
 
 def clean(job: Job, force: bool) -> int:
-    """End and remove what a dead run has left: its actors, their segments and logs on every node.  What is in the bucket stays.
+    """Ends and removes what a dead run has left on every node: its actors, their shared memory and logs.  What is in the bucket stays.
 
-    Raises :class:`PlatformGaveUp` for a run that lives, unless ``force``.
+    Raises :class:`PlatformGaveUp` if the run lives, unless ``force``.
     """
     if not _connected(job):
         removed = clear(job.name, CLEAR_S)
-        _tell(removed, "this machine, for the run's cluster cannot be reached")
+        _tell(removed, "this machine (the run's cluster cannot be reached)")
         return 0
     if not force:
         _refuse_a_living_run(job.name)
@@ -170,7 +178,7 @@ def clean(job: Job, force: bool) -> int:
     for each in done:
         _tell(ray.get(each), tasks[each])
     for each in silent:
-        say(f"{tasks[each]} did not answer: what is there stays")
+        say(f"{tasks[each]} did not answer, so nothing was removed there")
     return PlatformGaveUp.exit_code if silent else 0
 
 
@@ -182,7 +190,7 @@ def _refuse_a_living_run(name: str) -> None:
     try:
         view = ray.get(coordinator.view.remote(10**9), timeout=ANSWER_S)
     except ray.exceptions.GetTimeoutError:
-        raise PlatformGaveUp(f"{name} may live: its coordinator is there and has not answered for {ANSWER_S:g} s; {fix}") from None
+        raise PlatformGaveUp(f"{name} may live: its coordinator is there, but has not answered for {ANSWER_S:g} s; {fix}") from None
     except ray.exceptions.RayActorError:
         return
     if not view.over:
@@ -197,7 +205,7 @@ def _tell(removed: list[str], where: str) -> None:
 
 
 def logs(job: Job, workers: Collection[str]) -> int:
-    """Of all ``workers``, or of every one that has a log."""
+    """Prints the logs of ``workers``, or of every worker that has one.  Returns 1 if there are none."""
     store = ObjectStore.open(job.bucket)
     prefix = f"{job.name}/logs/"
     keys = [key for key in store.list(prefix) if not workers or Path(key).stem in workers]

@@ -10,7 +10,7 @@ import ray
 
 from actors import cluster
 from elastic.ids import NodeId, WorkerId
-from storage.tails import Written
+from storage.journal.replicas import Written
 
 KEEPERS_S = 5.0
 """For the keepers to say what they have; those that are silent are asked no more."""

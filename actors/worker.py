@@ -65,8 +65,9 @@ class Worker:
             return
         self._begun = True
         from elastic.engine.optim.base import rule_of
+        from elastic.plan.placement import classes_of
         from elastic.train.loop import Trainer
-        from elastic.train.model import build_model, rows_of, tensors_of
+        from elastic.train.model import build_model, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
         from elastic.train.warmup import warm_up
         from storage.checkpoints import Checkpoints
@@ -76,7 +77,7 @@ class Worker:
             device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
             tensors = tensors_of(build_model(self.job), rule_of(self.job))
-            rows = rows_of(tensors)
+            classes = classes_of(tensors)
             session.secret, session.snapshots = self.secret, make_snapshots(self.job, tensors, device, self.counters)
             build = replace(build_of(session), host=cluster.host())
         except (Unavailable, NoRoomYet) as error:  # the next start may find the store answering, and memory given back
@@ -92,7 +93,7 @@ class Worker:
         if session.snapshots is not None:
             session.snapshots.ready()
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
-        self._joined = Joined(self.worker, cluster.here(), kind_of(device), rows, build)
+        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build)
         self.report(self._joined)
         self._end(self.trainer)
 

@@ -1,4 +1,4 @@
-"""``python -m elastic``, and the command ``elastic``: see ``actors/cli.py``."""
+"""The entry of ``python -m elastic`` and of the command ``elastic``, which ``actors/cli.py`` is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.imports import check_packages
 
 
 def main() -> int:
-    """Runs the command.  First it checks that no folder shadows one of our packages, before anything is imported from there."""
+    """Runs the command.  Before it imports our packages, it checks that no folder of the user takes the place of one."""
     try:
         check_packages()
     except CodeError as error:

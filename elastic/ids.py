@@ -1,4 +1,4 @@
-"""Types of the names of workers, nodes and versions."""
+"""Types of the names of workers, nodes, versions and parts of the state."""
 
 from __future__ import annotations
 
@@ -10,5 +10,7 @@ WorkerId = NewType("WorkerId", str)
 """Names one worker process; a name is never used again."""
 NodeId = NewType("NodeId", str)
 """Names one machine, as Ray does."""
+Cell = NewType("Cell", str)
+"""Names a part of the whole state, the one that a member holds.  Only ``plan/placement.py`` looks inside."""
 
-__all__ = ["NodeId", "Version", "WorkerId"]
+__all__ = ["Cell", "NodeId", "Version", "WorkerId"]

@@ -1,31 +1,38 @@
 """What the user asks for: one immutable :class:`Job`, from TOML, from the command line or from Python.
 
-Every setting has its default and its meaning here and nowhere else.  ``Job.load`` reads a TOML file, ``Job(...)`` checks; a
-value that cannot work is refused here, before any worker starts, in a sentence that names the setting, its value and the fix.
+Every setting has its type, its default, its meaning and its change class here and nowhere else; ``--help`` and the guide's page of settings
+are made of them.  The change class, ``Free``, ``Branch`` or ``Refused``, says what another value does to a run that has begun
+(:class:`~elastic.config.values.Change`).  ``Job.load`` reads a TOML file, and ``Job(...)`` checks: a value that cannot work is refused
+before any worker starts, in a sentence that names the setting, its value and the fix.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from elastic.config.settings import COMMAND_LINE, Where, merge, read_options, read_toml, sentences
+from elastic.config.command_line import COMMAND_LINE, read_options
+from elastic.config.settings import Where, merge, read_toml, sentences
 from elastic.config.values import (
     Auto,
+    Branch,
     Code,
     Flag,
     Fraction,
+    Free,
     Number,
     Positive,
+    Refused,
     Seconds,
     Whole,
     fault_word,
     folder_name,
+    free_settings,
     interface_name,
     place,
 )
@@ -36,165 +43,185 @@ from elastic.plan.layout import LayoutRule
 
 
 class Part(BaseModel):
-    """A group of settings: frozen, and no key that is not declared."""
+    """A group of settings.  It is immutable, and refuses a key that is not declared."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True)
 
 
 class Data(Part):
-    """The samples.  ``dataset``: ``pkg.module:Class`` with ``len()``, ``read(ids)``, ``fingerprint()``, made with ``args``.
+    """The samples."""
 
-    Of ``args`` a run remembers only the fingerprint of the dataset that they make: data may be moved.
-    """
-
-    dataset: Code = "elastic.data.tokens:TokenDataset"
-    args: dict[str, JsonValue] = {}
-    sampling: Literal["permutation", "with_replacement"] = "permutation"
-    prefetch: Positive = 2
-    """Microbatches read ahead of the one that is computed."""
+    dataset: Branch[Code] = "elastic.data.tokens:TokenDataset"
+    """The class of the dataset, as ``pkg.module:Class``.  It has ``len()``, ``read(ids)`` and ``fingerprint()``."""
+    args: Free[dict[str, JsonValue]] = {}
+    """Arguments of that class.  Data may be moved: a run remembers only the fingerprint of its samples, and refuses other samples."""
+    sampling: Branch[Literal["permutation", "with_replacement"]] = "permutation"
+    """Order of the samples: ``permutation`` draws each once in an epoch, ``with_replacement`` draws each time from all."""
+    prefetch: Free[Positive] = 2
+    """Number of microbatches that are read ahead of the one that is computed."""
 
 
 class Optim(Part):
-    """The optimizer.  Weight decay is decoupled and spares biases, norms and every other tensor of fewer than two dimensions."""
+    """The optimizer.  Weight decay is decoupled, and spares biases, norms and every other tensor of fewer than two dimensions."""
 
-    kind: Literal["adamw"] | Code = "adamw"
+    kind: Refused[Literal["adamw"] | Code] = "adamw"
     """The optimizer: one of ours, or ``pkg.module:RULE`` with a ``Rule`` of ``elastic.engine.optim.base``."""
-    args: dict[str, JsonValue] = {}
+    args: Branch[dict[str, JsonValue]] = {}
     """Settings of an optimizer of your own."""
-    lr: Annotated[Number, Field(ge=0)] = 3e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[Number, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[Number, Field(ge=0)] = 0.1
-    clip_norm: Annotated[Number, Field(gt=0)] = 1.0
-    """Norm above which the mean gradient is rescaled to it."""
+    lr: Branch[Annotated[Number, Field(ge=0)]] = 3e-4
+    """Learning rate after the warmup.  ``[schedule]`` says how it falls."""
+    betas: Branch[tuple[Fraction, Fraction]] = (0.9, 0.95)
+    """Decay rates of the averages of the gradient and of its square."""
+    eps: Branch[Annotated[Number, Field(gt=0)]] = 1e-8
+    """Number that is added to the divisor of an update, so that it is never zero."""
+    weight_decay: Branch[Annotated[Number, Field(ge=0)]] = 0.1
+    """Fraction of a weight, times the learning rate, that is subtracted in each step."""
+    clip_norm: Branch[Annotated[Number, Field(gt=0)]] = 1.0
+    """Largest norm of the mean gradient.  A gradient with a larger norm is scaled down to it."""
 
 
 class Schedule(Part):
-    """Learning rate by step: linear warmup from 0, then a cosine down to ``final`` × lr at the last step; or constant."""
+    """The learning rate by step.  It rises linearly from 0 in the warmup, and then follows ``kind``."""
 
-    kind: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: Annotated[Whole, Field(ge=0)] = 0
-    final: Annotated[Number, Field(ge=0, le=1)] = 0.1
+    kind: Branch[Literal["cosine", "constant"]] = "cosine"
+    """``cosine`` falls to ``final`` × ``optim.lr`` at the last step.  ``constant`` stays at ``optim.lr``."""
+    warmup_steps: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of steps in which the learning rate rises."""
+    final: Branch[Annotated[Number, Field(ge=0, le=1)]] = 0.1
+    """Fraction of ``optim.lr`` that is left at the last step of a cosine."""
 
 
 class Parallel(Part):
-    """Degrees of the data axes.  ``auto``: ``dp_shard`` is the smallest allowed one, ``dp_replicate`` what fits beside it."""
+    """The degrees of the data axes."""
 
-    dp_replicate: Positive | Auto = "auto"
-    dp_shard: Positive | Auto = "auto"
-    min_shard: Positive = 1
+    dp_replicate: Free[Positive | Auto] = "auto"
+    """Number of replicas of the state.  ``auto``: as many as the workers allow beside ``dp_shard``."""
+    dp_shard: Free[Positive | Auto] = "auto"
+    """Number of workers over which one replica is cut.  ``auto``: the smallest number that is allowed."""
+    min_shard: Free[Positive] = 1
     """Smallest shard degree at which one worker's part of the state fits its memory."""
-    use: Literal["all", "fit"] = "all"
-    """all: a larger shard degree when it uses workers that would be left over; fit: they become spares."""
+    use: Free[Literal["all", "fit"]] = "all"
+    """``all`` takes a larger shard degree if that uses workers that would be left over.  ``fit`` makes them spares."""
 
 
 class Workers(Part):
-    """How many processes, and what each takes of its node."""
+    """The number of worker processes, and what each takes of its node."""
 
-    min: Positive = 1
-    max: Positive = 2
-    spares: Annotated[Whole, Field(ge=0)] = 0
-    """Beyond ``max``: started and kept warm, so that one takes a dead worker's seat at once."""
-    cpus: Annotated[Number, Field(ge=0)] = 1
-    gpus: Annotated[Whole, Field(ge=0, le=1)] = 0
-    threads: Positive = 1
-    """Threads of one CPU worker's kernels; part of what makes two workers of one kind."""
+    min: Free[Positive] = 1
+    """Smallest number of workers that train.  With fewer the run waits."""
+    max: Free[Positive] = 2
+    """Largest number of workers that train."""
+    spares: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of workers beyond ``max`` that are started and kept warm.  One of them takes a dead worker's seat at once."""
+    cpus: Free[Annotated[Number, Field(ge=0)]] = 1
+    """CPUs that a worker takes of its node."""
+    gpus: Free[Annotated[Whole, Field(ge=0, le=1)]] = 0
+    """GPUs that a worker takes of its node.  With 0 it trains on the CPU."""
+    threads: Free[Positive] = 1
+    """Threads of the kernels of a worker on the CPU.  Workers with different numbers are of different kinds."""
 
 
 class Checkpoint(Part):
-    """Saves to the bucket.  When no worker holds the state, 2 × ``save_every`` steps may be lost: a save can be in flight."""
+    """Saves to the bucket."""
 
-    save_every: Positive = 50
+    save_every: Free[Positive] = 50
+    """Number of steps between saves.  If no worker holds the state any more, 2 × ``save_every`` steps may be lost, as a save takes time."""
 
 
 class Copies(Part):
-    """Copies of the state in the hosts' memory: what a dead worker held is read there again.  0: never.
+    """Copies of the state in the memory of the nodes.  What a dead worker held is read from there.
 
-    Every ``copy_every`` steps each worker's part goes to memory that its node's keeper holds too, every ``buddy_every`` steps on to a
-    keeper in another failure domain.
+    A copy goes to memory of the worker's node, which its keeper holds too, and less often on to a keeper in another failure domain, the
+    buddy.
     """
 
-    copy_every: Annotated[Whole, Field(ge=0)] | Auto = "auto"
-    """auto: every step, unless a copy takes longer."""
-    buddy_every: Annotated[Whole, Field(ge=0)] | Auto = "auto"
-    """auto: as often as ``link_share`` allows, once a second at most."""
-    cross_zone: Flag = False
-    """Buddies are in other zones (the label of Ray's nodes), not in the same one."""
-    link_share: Annotated[Number, Field(gt=0, le=1)] = 0.2
-    """Of a node's link, on average, for copies to buddies."""
-    price_per_gb: Annotated[Number, Field(ge=0)] = 0.0
-    """Of traffic between nodes: only for what is said before the launch.  0: nothing is said."""
+    copy_every: Free[Annotated[Whole, Field(ge=0)] | Auto] = "auto"
+    """Number of steps between copies on the own node.  0: none.  ``auto``: every step, unless a copy takes longer."""
+    buddy_every: Free[Annotated[Whole, Field(ge=0)] | Auto] = "auto"
+    """Number of steps between copies to the buddy.  0: none.  ``auto``: as often as ``link_share`` allows, at most once a second."""
+    cross_zone: Free[Flag] = False
+    """Whether buddies are in another zone (a label of Ray's nodes) and not in the same one."""
+    link_share: Free[Annotated[Number, Field(gt=0, le=1)]] = 0.2
+    """Largest fraction of a node's link that copies to buddies may take on average."""
+    price_per_gb: Free[Annotated[Number, Field(ge=0)]] = 0.0
+    """Price of traffic between nodes.  It is used only for a forecast before the launch.  0: no forecast."""
 
 
 class Network(Part):
-    """Between the workers.  Sockets of NCCL and gloo use one interface of each node."""
+    """The network between the workers."""
 
-    interface: Annotated[str, AfterValidator(interface_name)] = "auto"
-    """auto: the one that has the address by which Ray's other nodes reach this one."""
+    interface: Free[Annotated[str, AfterValidator(interface_name)]] = "auto"
+    """Network interface for the sockets of NCCL and gloo on each node.  ``auto``: the one by whose address Ray's other nodes reach it."""
 
 
 class Deadlines(Part):
-    """Seconds.  Deadlines are the last resort: what somebody knows is acted on at once."""
+    """Deadlines in seconds.  They are the last resort: what is known for certain is acted on at once."""
 
-    form_s: Seconds = 120
-    """From sending a plan until every member is ready."""
-    fence_s: Seconds = 10
-    """From a fence until a member that has not answered is expelled."""
-    stall_s: Seconds = 60
-    """Without progress of any member of a world, before the one that is furthest behind is expelled; grows with the step time."""
-    silence_s: Seconds = 5
-    """A world that stands still while nothing is heard of a member's node, but of others, is stopped after so long; after half as long
-    again who has not answered there is expelled.  A node beats every half second."""
-    lease_s: Seconds = 120
-    """A member that hears no coordinator for so long stops stepping."""
-    wait_s: Seconds = 600
-    """Waiting for enough workers before the run gives up (and can be resumed)."""
-    stop_s: Seconds = 60
-    """For the final save of a stop, without any part of it arriving."""
-    driver_s: Seconds = 20
-    """A run whose driver has not been heard for so long stops, unless ``on_driver_exit = "detach"``."""
-    grow_debounce_s: Seconds = 2
-    """How long to wait for other newcomers after one joined, and before starting again after a start failed."""
+    form_s: Free[Seconds] = 120
+    """Time from sending a plan until every member must be ready."""
+    fence_s: Free[Seconds] = 10
+    """Time from a fence until a member that has not answered is expelled."""
+    stall_s: Free[Seconds] = 60
+    """Time without progress of any member until the member that is furthest behind is expelled.  It grows with the step time."""
+    silence_s: Free[Seconds] = 5
+    """Time without a word of a member's node until a world that stands still is stopped.  If others answered, silent nodes get another
+    0.5 × ``silence_s``.  A node beats every half second."""
+    lease_s: Free[Seconds] = 120
+    """Time without a word of the coordinator until a member stops stepping."""
+    wait_s: Free[Seconds] = 600
+    """Time to wait for enough workers until the run gives up.  It can be resumed."""
+    stop_s: Free[Seconds] = 60
+    """Time in which nothing of the last save arrives until the run stops without it."""
+    driver_s: Free[Seconds] = 20
+    """Time without a word of the driver until the run stops, unless ``on_driver_exit = "detach"``."""
+    grow_debounce_s: Free[Seconds] = 2
+    """Time to wait for more newcomers after one has joined, and before starting again after a start failed."""
 
 
 class Fault(Part):
-    """One fault of a chaos run, performed by the worker on itself.  Points: see ``elastic/sim/faults.py``."""
+    """A fault of a chaos test, which a worker performs on itself."""
 
-    point: Annotated[str, AfterValidator(fault_word("Point"))]
-    step: Annotated[Whole, Field(ge=0)] = 0
-    """0: the first that the generation comes to."""
-    world_rank: Annotated[Whole, Field(ge=0)] = 0
-    generation: Positive = 1
-    """Only there, so that the step done again by a later generation is spared."""
-    kind: Annotated[str, AfterValidator(fault_word("OWN_KINDS"))] = "SIGKILL"
+    point: Free[Annotated[str, AfterValidator(fault_word("Point"))]]
+    """Point of a step at which it happens: see ``Point`` in ``elastic/sim/faults.py``."""
+    step: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """Step in which it happens.  0: the first step of the generation."""
+    world_rank: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """World rank of the worker that performs it."""
+    generation: Free[Positive] = 1
+    """Generation in which it happens.  A later generation that does the step again is spared."""
+    kind: Free[Annotated[str, AfterValidator(fault_word("OWN_KINDS"))]] = "SIGKILL"
+    """Kind of fault: see ``OWN_KINDS`` in ``elastic/sim/faults.py``."""
 
 
 class Job(Part):
     """One training job.  Its trajectory is a function of this object and its samples, never of the cluster."""
 
-    name: Annotated[str, AfterValidator(folder_name)]
-    """The run: its folder in the bucket."""
-    bucket: Annotated[str, AfterValidator(place)]
-    """fsspec URL or folder that every node sees as the same place."""
-    model: Code = "elastic.models.llama:build"
-    """``pkg.module:build``; ``build(**model_args) -> nn.Module`` on the meta device, with ``init_weights()``."""
-    model_args: dict[str, JsonValue] = {}
-    loss: Code = "elastic.engine.loss:next_token"
-    """``pkg.module:loss``; ``loss(model, batch) -> (loss_sum, count)``: a sum, and what it was summed over."""
-    seed: Whole = 0
-    steps: Positive = 100
-    global_batch: Positive = 16
+    name: Refused[Annotated[str, AfterValidator(folder_name)]]
+    """Name of the run, and of its folder in the bucket.  With another name it is another run."""
+    bucket: Free[Annotated[str, AfterValidator(place)]]
+    """Folder or fsspec URL of the bucket.  Every node must see the same place under it."""
+    model: Refused[Code] = "elastic.models.llama:build"
+    """The model, as ``pkg.module:build``.  ``build(**model_args)`` returns an ``nn.Module`` on the meta device, with ``init_weights()``."""
+    model_args: Refused[dict[str, JsonValue]] = {}
+    """Arguments of ``model``."""
+    loss: Branch[Code] = "elastic.engine.loss:next_token"
+    """The loss, as ``pkg.module:loss``.  ``loss(model, batch)`` returns ``(loss_sum, count)``: a sum, and the number of its terms."""
+    seed: Branch[Whole] = 0
+    """Seed of the initial weights, of the order of the samples, and of dropout."""
+    steps: Branch[Positive] = 100
+    """Number of steps of the run."""
+    global_batch: Branch[Positive] = 16
     """Samples of one step, whatever the number of workers."""
-    microbatch: Positive = 2
-    """Samples of one forward and backward."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Of forward and backward.  Masters, moments and the gradient sum are float32 in either."""
-    compile: Flag = False
-    """Compile each block of the model; new worlds of the same process reuse the code."""
-    reproducible: Flag = True
-    """Bit-identical weights whatever died or joined on the way: ordered fold, deterministic kernels."""
-    on_driver_exit: Literal["stop", "detach"] = "stop"
-    """When the driver that started the run is stopped or vanishes: the run saves and stops, or trains on until ``elastic stop``."""
+    microbatch: Branch[Positive] = 2
+    """Samples of one forward and backward.  ``global_batch`` must be a multiple of it."""
+    precision: Branch[Literal["fp32", "bf16"]] = "fp32"
+    """Number format of forward and backward.  Weights, moments and the sum of gradients are kept in float32 with either."""
+    compile: Branch[Flag] = False
+    """Whether each block of the model is compiled.  New worlds of the same process use the same code again."""
+    reproducible: Branch[Flag] = True
+    """Whether the weights are the same to the bit whoever dies or joins.  This needs an ordered reduction and deterministic kernels."""
+    on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
+    """What the run does when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""
     data: Data = Data()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
@@ -204,13 +231,13 @@ class Job(Part):
     copies: Copies = Copies()
     network: Network = Network()
     deadlines: Deadlines = Deadlines()
-    faults: tuple[Fault, ...] = ()
-    """For chaos tests."""
+    faults: Free[tuple[Fault, ...]] = ()
+    """Faults of a chaos test."""
 
     if not TYPE_CHECKING:  # type checkers keep the typed constructor
 
         def __init__(self, where: Where = lambda _: "Job", /, **settings: Any) -> None:
-            """Raises :class:`JobError`: one sentence a problem; ``where`` says who set a setting."""
+            """Checks the settings.  Raises :class:`JobError` with one sentence for each problem; ``where`` tells who set a setting."""
             try:
                 super().__init__(**settings)
             except ValidationError as error:
@@ -224,25 +251,28 @@ class Job(Part):
         return self
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Job:
-        """The job of a TOML file, with ``--section.option value`` overrides over it.  Raises :class:`JobError`."""
+    def load(cls, path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Job:
+        """Returns the job of a TOML file.  Raises :class:`JobError`.
+
+        ``overrides`` are put over the file: words of a command line, ``["--workers.max", "3"]``, or values, ``{"workers.max": 3}``.
+        """
         path = Path(path)
-        options = read_options(overrides, cls)
+        options = overrides if isinstance(overrides, Mapping) else read_options(overrides, cls)
         values = merge(read_toml(path), options, path.name)
         checked: Callable[..., Job] = cls
         return checked(lambda setting: COMMAND_LINE if setting in options else path.name, **values)
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """The inverse of :meth:`to_json`; :class:`JobError` if the settings are no longer valid."""
+        """Returns the job that :meth:`to_json` wrote.  Raises :class:`JobError` if its settings are no longer valid."""
         return cls(**json.loads(text))
 
     def replace(self, **settings: Any) -> Job:
-        """The job with other values for some of its settings, checked again."""
+        """Returns the job with other values for some of its settings, checked again."""
         return Job(**{name: getattr(self, name) for name in Job.model_fields} | settings)
 
     def begun_as(self, stored: dict[str, Any]) -> Job:
-        """The job of a run's ``job.json`` as this code reads it, but for what defines no trajectory, which may no longer be valid."""
+        """Returns the job of a run's ``job.json`` as this code reads it.  Sections that are wholly free may be invalid now: left out."""
         theirs = {name: value for name, value in stored.items() if _NOT_THE_TRAJECTORY.get(name) is not True}
         return Job(**theirs, name=self.name, bucket=self.bucket)
 
@@ -251,27 +281,28 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """sha256 over what defines the trajectory, but for the samples: a run may be resumed with other values of everything else.
+        """The sha256 of what defines the trajectory, but for the samples.  A run may be resumed with other values of everything else.
 
-        New settings enter with their defaults, so compare it with the digest of a stored ``job.json`` *as this code reads it*.
+        A setting that an older release did not have enters with its default.  So compare the digest with that of a stored ``job.json`` as
+        this code reads it, not as it was written.
         """
         return hashlib.sha256(json.dumps(self.trajectory(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def trajectory(self) -> dict[str, Any]:
-        """Return the settings that define the trajectory."""
+        """Returns the settings that define the trajectory."""
         settings = self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
         for section, later in _LATER.items():
             settings[section] = {name: value for name, value in settings[section].items() if name not in later or value != later[name]}
         return settings
 
     def code(self) -> tuple[str, ...]:
-        """Return the code that the job names, as ``pkg.module:name``."""
-        optimizer = () if self.optim.kind == "adamw" else (self.optim.kind,)
+        """Returns the code that the job names, as ``pkg.module:name``."""
+        optimizer = (self.optim.kind,) if ":" in self.optim.kind else ()
         return (self.model, self.loss, self.data.dataset, *optimizer)
 
     @property
     def microbatches(self) -> int:
-        """Of one step."""
+        """The number of microbatches of one step."""
         return self.global_batch // self.microbatch
 
     def layout_rule(self) -> LayoutRule:
@@ -283,13 +314,13 @@ class Job(Part):
         return CopyRule(self.copies.copy_every == "auto", self.copies.buddy_every == "auto", self.copies.link_share)
 
     def _buddies(self) -> int:
-        """0 where nothing is copied that could go to them; auto: 1, or so many steps as members agree on."""
+        """Returns the number of steps between copies to buddies: 0 if nothing is copied, and 1, the smallest, with ``auto``."""
         if self.copies.copy_every == 0:
             return 0
         return 1 if self.copies.buddy_every == "auto" else self.copies.buddy_every
 
     def rules(self) -> Rules:
-        """What ``advance`` must know of the job."""
+        """Returns what ``advance`` must know of the job."""
         return Rules(
             min_workers=self.workers.min,
             max_workers=self.workers.max,
@@ -305,7 +336,7 @@ class Job(Part):
         )
 
     def warnings(self) -> list[str]:
-        """What works but is probably not meant, one sentence each."""
+        """Returns a sentence for each thing that works but is probably not meant."""
         needed = 4 * self.workers.max
         if self.workers.max > 1 and self.microbatches < needed:
             return [
@@ -316,22 +347,20 @@ class Job(Part):
         return []
 
 
-_NOT_THE_TRAJECTORY: Any = {
-    **dict.fromkeys(("name", "bucket", "workers", "parallel", "deadlines", "checkpoint", "copies", "network"), True),
-    **dict.fromkeys(("faults", "on_driver_exit"), True),
-    "data": {"prefetch", "args"},  # what args select is known by its fingerprint: Run.trains_on
-}
+_NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}
+"""The settings that are not in the digest, in the form that pydantic's ``exclude`` takes.  The name says which run it is, and not what it
+computes.  ``data.args`` are free, as the fingerprint of the samples that they select is compared instead (``Run.trains_on``)."""
 _LATER: dict[str, dict[str, Any]] = {"optim": {"kind": "adamw", "args": {}}}
-"""Settings that came after the first release, by section, with the value that means what was done before.  With that value a setting
-does not enter the digest, so that the digests of runs that were begun before stay as they are."""
+"""Settings that came after the first release, by section, each with the value that means what was done before.  With that value a setting
+is left out of the digest, so that the digest of an older run stays as it is."""
 
 
 FENCED_LEASES = 4
-"""Leases that a fence may last at most: twice as long as a worker lives that hears nobody."""
+"""Longest fence, in leases.  A worker that hears nobody ends after two leases; the fence may last twice as long."""
 
 
 def _disagreements(job: Job) -> Iterator[str]:
-    """Checks over several settings: a sentence for each that fails."""
+    """Yields a sentence for each check over several settings that fails."""
     rest = job.global_batch % job.microbatch
     if rest:
         near = [n for n in (job.global_batch - rest, job.global_batch - rest + job.microbatch) if n]
@@ -359,13 +388,13 @@ def _disagreements(job: Job) -> Iterator[str]:
 
 
 def _deadlines(deadlines: Deadlines) -> Iterator[str]:
-    """What is shorter than the rhythm in which those that are well are heard would strike them."""
+    """Yields a sentence for each deadline that is so short that healthy processes would miss it."""
     rhythm = {
         "lease_s": (1, "a member renews its lease four times in it, and would leave"),
-        "stall_s": (1, "keepers say each 0.5 s how far their workers are, and one that is well would be blamed"),
-        "silence_s": (2, "a node beats each 0.5 s, and one that is well would be taken for silent"),
-        "driver_s": (1, "a driver asks ten times a second, and would be taken for gone"),
-        "wait_s": (1, "no worker can start in less, and the run would give up"),
+        "stall_s": (1, "keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed"),
+        "silence_s": (2, "a node beats each 0.5 s, and a healthy one would be taken for silent"),
+        "driver_s": (1, "a driver asks ten times a second, and a healthy one would be taken for gone"),
+        "wait_s": (1, "no worker can start in less time, and the run would give up"),
     }
     for name, (least_s, why) in rhythm.items():
         if (value := getattr(deadlines, name)) < least_s:
@@ -373,6 +402,6 @@ def _deadlines(deadlines: Deadlines) -> Iterator[str]:
     lease_s, fence_s = deadlines.lease_s, deadlines.fence_s
     if lease_s >= 1 and fence_s > FENCED_LEASES * lease_s:
         yield (
-            f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = {lease_s:g}: who hears nobody ends itself "
-            f"after two leases, and its answer would be waited for in vain; lower the one or raise the other"
+            f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = {lease_s:g}: a worker that hears nobody "
+            f"ends itself after two leases, and a longer wait for its answer is in vain; lower the one or raise the other"
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import elastic
 from elastic.control import codec
-from elastic.control.states import TERMINAL, Ended, Finished, RunState
+from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import NodeId, Version, WorkerId
@@ -25,8 +25,8 @@ from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.documents import digest_of, seal, unseal
 from storage.errors import Deposed, Exists, Missing
 from storage.journal import Journal, claim_owner, latest_claim, owners
+from storage.journal.replicas import Written, furthest
 from storage.objects import ObjectStore
-from storage.tails import Segment, Written, furthest
 
 KEPT = 4
 """Checkpoints whose parts are known, at most."""
@@ -141,7 +141,7 @@ class Run:
         takes over) begins later ones.
         """
         last = self._last_recorded()
-        generation, next_worker = (max(last.generation, last.unread), last.next_worker) if last is not None else (0, 1)
+        generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
         if incarnation and last is not None and not last.over:
             generation += UNREAD * incarnation
         listed = self.checkpoints.versions()
@@ -177,17 +177,18 @@ class Run:
         run = codec.fold(*segments[-1]) if segments else None
         return run if run is not None and run.incarnation >= first else None
 
-    def _left(self, tails: Iterable[Written]) -> tuple[int, list[Segment]]:
-        """Where the bucket ends; the last segments of the journal, wherever they are."""
+    def _left(self, tails: Iterable[Written]) -> tuple[int, list[codec.Segment]]:
+        """Returns where the bucket ends, and the last segments of the journal, wherever they are, in today's format."""
         written = journal.newest(self.store, self.job.name)
         end, by = (written[1][-1]["n"] + 1, codec.fold(*written).incarnation) if written else (0, 0)
-        return end, furthest(end, by, tails) or ([written] if written else [])
+        left = furthest(end, by, tails) or ([written] if written else [])
+        return end, [codec.modern(*segment) for segment in left]
 
     def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:
         """What a coordinator that died has left: the run as its journal says, and the journal to go on with.
 
-        ``first``: the first incarnation of its life; ``tails``: of what the bucket does not have yet, see :mod:`storage.tails`.  None when
-        nothing was recorded in that life.
+        ``first``: the first incarnation of its life; ``tails``: of what the bucket does not have yet, see
+        :mod:`storage.journal.replicas`.  None when nothing was recorded in that life.
         """
         end, segments = self._left(tails)
         if not segments or codec.fold(*segments[-1]).incarnation < first:
@@ -204,17 +205,21 @@ class Run:
             kept.append(record, lambda known=known: known, durable=False)  # type: ignore[misc]
         return codec.fold(known, ()), kept
 
+    def segments(self) -> list[codec.Segment]:
+        """Returns the journal, as far as it is in the bucket, in today's format."""
+        return [codec.modern(*segment) for segment in journal.read(self.store, self.job.name)]
+
     def records(self) -> list[Mapping[str, Any]]:
-        """Everything that was decided, as far as it is in the bucket."""
-        return journal.records(self.store, self.job.name)
+        """Returns everything that was decided, as far as it is in the bucket, in today's format."""
+        return [record for _, records in self.segments() for record in records]
 
     def newest(self) -> Version | None:
         """The newest good checkpoint."""
-        return max(self.standing(0, 0.0).saved, default=None)
+        return max(self.standing(0, 0.0).history.saved, default=None)
 
     def version_at(self, step: int | None) -> Version:
         """The good checkpoint at ``step``, or the newest.  Raises :class:`JobError` when there is none."""
-        saved = self.standing(0, 0.0).saved
+        saved = self.standing(0, 0.0).history.saved
         found = [version for version in saved if step in (None, version.step)]
         if not found:
             have = ", ".join(str(version.step) for version in saved) or "none"
@@ -241,7 +246,7 @@ class Run:
         return {
             "job": job.digest,
             "lineage": [list(entry) for entry in lineage],
-            "layout": {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard},
+            "layout": dict(layout.degrees),
             "cursor": {"seed": job.seed, "sampling": job.data.sampling, "global_batch": job.global_batch},
             "versions": {name: version_of(name) for name in ("torch", "ray", "safetensors")} | {"elastic": elastic.__version__},
         }

@@ -2,14 +2,14 @@
 
     python examples/quickstart.py
 
-Three runs of one job on this machine, with the Python standard library's own sources as text and a folder as the bucket:
+It trains one job three times on this machine.  The text is the source code of Python's ``asyncio``; the bucket is a folder.
 
-1. undisturbed, with two workers;
-2. with two workers, one of which is killed with SIGKILL on the way: the other goes on in place, a new one joins;
-3. stopped half way and resumed from the bucket with three workers.
+1. Two workers train undisturbed.
+2. One of two workers is killed with SIGKILL.  The other goes on in its process, and a new one joins.
+3. The run is stopped half way, and resumed from the bucket with three workers.
 
 All three must end with bit-identical weights and moments.  ``quickstart-out/result.json`` names the exported files, so that
-anyone can compute the hashes again.
+everybody can compute the hashes again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = 80
 
 
 def job(name: str, workers: int = 2) -> Job:
-    """A Llama-type decoder of 0.4 M parameters on bytes: 16 samples of 128 tokens a step, in 8 microbatches."""
+    """Returns the job: a Llama-type decoder of 0.4 M parameters on bytes, 16 samples of 128 tokens a step, in 8 microbatches."""
     return Job(
         name=name,
         bucket=str(OUT / "bucket"),
@@ -60,7 +60,7 @@ def job(name: str, workers: int = 2) -> Job:
 
 
 def at_step(run: Job, step: int, act: Callable[[Any, Any], None]) -> None:
-    """Call ``act(coordinator, view)`` from another thread once the run has committed ``step``."""
+    """Calls ``act(coordinator, view)`` in another thread once the run has committed ``step``."""
 
     def watch() -> None:
         while True:
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def report(runs: list[Job], killed_at: float) -> int:
-    """Export, hash, compare; show where the time of the recovery went."""
+    """Exports the three results, compares their hashes, and shows where the time of the recovery went.  Returns the exit code."""
     exports = {run.name: [str(path) for path in export(run)] for run in runs}
     hashes = {name: state_hash(paths) for name, paths in exports.items()}
     changes = recoveries(Run.open(runs[1]).records())
@@ -122,13 +122,13 @@ def report(runs: list[Job], killed_at: float) -> int:
 
 
 def export(run: Job) -> list[Path]:
-    """Whole tensors as plain safetensors."""
+    """Writes the last checkpoint as plain safetensors files of whole tensors, and returns the files."""
     stored = Run.open(run)
     return stored.checkpoints.export(stored.version_at(STEPS), OUT / "export" / run.name)
 
 
 def state_hash(paths: list[str]) -> str:
-    """sha256 over every tensor of the files, by name: name, dtype, shape, bytes."""
+    """Returns a sha256 over all tensors of the files: of each, in the order of their names, its name, dtype, shape and bytes."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         with safe_open(path, "np") as file:
@@ -139,7 +139,7 @@ def state_hash(paths: list[str]) -> str:
 
 
 def phases(change: Recovery, killed_at: float) -> str:
-    """One line: from the fault to the first commit of the new world."""
+    """Returns one line: the seconds from the fault, or from the decision to form a world, to the first commit of that world."""
     detect = f"detect {change.known_at - killed_at:.3f}  " if not change.planned else ""
     kind = "loss" if not change.planned else "start" if change.generation == 1 else "growth"
     total = change.committed_at - (change.known_at if change.planned else killed_at)

@@ -1,4 +1,4 @@
-"""What is remembered outside the processes: objects, manifests, shards, journal segments, token datasets.
+"""Storage: everything that outlives the processes.  Objects, checkpoints, the journal and token datasets are a room each.
 
-Knows neither torch nor Ray: a tensor here is (dtype name, shape, bytes).
+This package imports neither torch nor Ray.  A tensor here is the name of its dtype, its shape and its bytes.
 """

@@ -1,4 +1,4 @@
-"""Work on a thread that nobody's exit waits for: what hangs holds up whoever wants its result, and nothing else."""
+"""Calls on daemon threads: a call that hangs holds up whoever waits for its result, but not the exit of the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def begin(call: Callable[[], T], name: str) -> Future[T]:
-    """``call()``, on a thread of this name.  What it raises is raised by ``result()``."""
+    """Runs ``call()`` on a thread of this name.  ``result()`` of the answer raises what the call raised."""
     future: Future[T] = Future()
     threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
     return future
@@ -20,7 +20,7 @@ def begin(call: Callable[[], T], name: str) -> Future[T]:
 def _run(call: Callable[[], T], future: Future[T]) -> None:
     try:
         future.set_result(call())
-    except Exception as error:  # the end of a thread: raised where it is waited for
+    except Exception as error:  # the end of a thread: result() raises it
         future.set_exception(error)
     finally:
-        del call, future  # the error knows this frame: what hung on these would live until the garbage collector comes
+        del call, future  # the error refers to this frame, which would keep these alive until the garbage collector runs

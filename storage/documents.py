@@ -1,13 +1,14 @@
-"""Small JSON documents that carry their own digest: manifests, quarantine notes, claims of ownership.
+"""Small JSON documents that carry their own digest: manifests, notes of damage, claims of ownership.
 
-A document is written in exactly one way (sorted keys, one space of indent, UTF-8), with the blake3 of that text, without the
-digest, added under ``"blake3"``.  Any other byte anywhere, even a blank, and it is not the document that was written.
+There is exactly one way to write a document: sorted keys, one space of indent, UTF-8.  The blake3 digest of that text is then added under
+``"blake3"``.  A document with any other byte, even a blank, is damaged.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
@@ -17,19 +18,29 @@ from storage.errors import BadFormat, Damaged
 DIGEST = "blake3"
 
 
+@dataclass(frozen=True, order=True)
+class File:
+    """An object of a checkpoint or dataset.  ``name`` is relative to its folder; ``blake3`` is what the program ``b3sum`` prints."""
+
+    name: str
+    size: int
+    blake3: str
+
+
 def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """Returns the blake3 digest in hexadecimal."""
     return str(blake3(data).hexdigest())
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """The document's bytes.  ``content`` is JSON-able, with text keys."""
+    """Returns the document's bytes.  ``content`` must be JSON with text keys."""
     return _text({**content, DIGEST: digest_of(_text(content))})
 
 
 def unseal(raw: bytes, object: str, newest_known: int) -> dict[str, Any]:
-    """The content.  ``object`` is its name in messages; ``newest_known`` the newest format this code reads.
+    """Returns the content.  ``object`` is its name in messages; ``newest_known`` is the newest format that this code reads.
 
-    Raises :class:`Damaged`, or :class:`BadFormat` for an intact document of a newer release.
+    Raises :class:`Damaged`, or :class:`BadFormat` if the document is intact but of a newer release.
     """
     try:
         content = json.loads(raw)

@@ -2,22 +2,21 @@
 
     StorageError
     ├── Missing          there is no such object
-    ├── Exists           a create-only write found something in its place
-    ├── Damaged          an object is not what was written: size, digest, or gone though something counts on it
-    ├── Incomplete       slices do not make up whole tensors, each element exactly once
-    ├── BadFormat        written by a newer release
-    ├── Deposed          somebody else writes this journal now
-    └── Unavailable      the store cannot be used or does not answer: trying again may help
+    ├── Exists           a create-only write found an object in its place
+    ├── Damaged          an object has another size or digest than was written, or it is gone although a manifest lists it
+    ├── Incomplete       the slices do not make up whole tensors with each element exactly once
+    ├── BadFormat        a newer release wrote the object
+    ├── Deposed          another coordinator writes this journal now
+    └── Unavailable      the store cannot be used or does not answer; another attempt may help
 
-A message names the object, with its store, and what to do.  All arguments are strings and are kept in ``args``, so every error
-pickles.
+A message names the object and its store, and says what to do.  All arguments are strings and stay in ``args``, so every error pickles.
 """
 
 from __future__ import annotations
 
 
 class StorageError(Exception):
-    """Base of all; ``object`` is the full name of what it is about."""
+    """The base of all; ``object`` is the full name of the object concerned."""
 
     def __init__(self, object: str, *details: str) -> None:
         super().__init__(object, *details)
@@ -52,7 +51,7 @@ class Damaged(StorageError):
 
 
 class Incomplete(StorageError):
-    """``object``: the tensor, or the checkpoint."""
+    """``object`` is the tensor or the checkpoint."""
 
     def __init__(self, object: str, problem: str) -> None:
         super().__init__(object, problem)
@@ -62,7 +61,7 @@ class Incomplete(StorageError):
 
 
 class BadFormat(StorageError):
-    """The whole sentence is the argument: which object, its format, and the formats that are read."""
+    """Its argument is the whole sentence: the object, its format, and the formats that this release reads."""
 
 
 class Deposed(StorageError):

@@ -1,4 +1,4 @@
-"""State is addressed by what it is, never by who holds it.
+"""Slices address state by what it is, never by who holds it.
 
 A :class:`Slice` is a box of one named tensor, in the tensor's own global coordinates; a :class:`Version` says of which
 moment.  Re-sharding is then interval arithmetic: the parts of a wanted slice that a held slice supplies are their
@@ -40,7 +40,7 @@ class Tensor:
     shape: tuple[int, ...]
 
     def whole(self) -> Slice:
-        """The slice that is all of it."""
+        """Returns the slice that is the whole tensor."""
         return Slice(self.name, self.kind, (0,) * len(self.shape), self.shape)
 
 
@@ -59,11 +59,11 @@ class Slice:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def intersect(self, other: Slice) -> Slice | None:
-        """What both contain, or None."""
+        """Returns the box that both contain, or None."""
         if (self.name, self.kind) != (other.name, other.kind):
             return None
         start = tuple(map(max, self.start, other.start))
@@ -71,20 +71,6 @@ class Slice:
         if any(a >= b for a, b in zip(start, stop, strict=True)):
             return None
         return Slice(self.name, self.kind, start, stop)
-
-
-def shard_interval(rows: int, count: int, index: int) -> tuple[int, int]:
-    """Rows ``[first, last)`` of shard ``index`` of ``count``: torch's chunk rule, so late shards may be short or empty."""
-    size = -(-rows // count)
-    return min(index * size, rows), min((index + 1) * size, rows)
-
-
-def shard_slice(tensor: Tensor, count: int, index: int) -> Slice:
-    """The part of ``tensor`` in shard ``index`` of ``count``, split along dim 0.  Those of :data:`WHOLE` are in every one."""
-    if not tensor.shape or tensor.kind in WHOLE:
-        return tensor.whole()
-    first, last = shard_interval(tensor.shape[0], count, index)
-    return Slice(tensor.name, tensor.kind, (first, *(0 for _ in tensor.shape[1:])), (last, *tensor.shape[1:]))
 
 
 def nbytes(tensor: Tensor, part: Slice) -> int:

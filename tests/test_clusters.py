@@ -55,9 +55,10 @@ def test_the_commands_are_a_shells(step: str) -> None:
         subprocess.run(["bash", "-n", "-c", command], check=True, capture_output=True)
 
 
-def test_the_submitted_line_is_the_readmes() -> None:
+def test_the_submitted_line_is_the_guides() -> None:
     (line,) = re.findall(r"^#   (ray job submit .*)$", (CLUSTERS / "aws.yaml").read_text(), re.MULTILINE)
-    assert line == next(each for each in (ROOT / "README.md").read_text().splitlines() if each.startswith("ray job submit"))
+    guide = (ROOT / "examples" / "guide" / "clusters.md").read_text()
+    assert line == next(each for each in guide.splitlines() if each.startswith("ray job submit"))
     assert RAY_JOB["spec"]["entrypoint"].endswith(shlex.join(shlex.split(line)[-3:]))
 
 

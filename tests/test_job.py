@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from elastic.config.settings import leaves, nearest, print_help
+from elastic.config.command_line import Parser
+from elastic.config.settings import leaves, nearest
 from elastic.control.rules import Rules
 from elastic.errors import JobError
 from elastic.job import Checkpoint, Copies, Data, Deadlines, Fault, Job, Network, Optim, Parallel, Schedule, Workers
@@ -91,7 +92,7 @@ def test_an_option_reads_as_its_setting_wants(job_file: Path, options: list[str]
 
 
 def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    print_help(Job, "elastic train JOB.toml")
+    Parser(settings=Job, listed=True).print_help()
     shown = capsys.readouterr().out
     tables = {"model_args", "data.args", "optim.args", "faults"}
     assert [name for name in leaves(Job) if "[" not in name and name not in tables and f"--{name.replace('_', '-')}" not in shown] == []

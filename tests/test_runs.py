@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.control import codec
-from elastic.control.states import Failed, Finished, RunState, State, Stopped
+from elastic.control.run import Failed, Finished, RunState, State, Stopped
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import Version, WorkerId
@@ -18,12 +18,11 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.events import Recovered, Tick
 from elastic.runs import KEPT, Parts, Run, SavedShard
-from storage import tails
 from storage.checkpoints import ShardReceipt
+from storage.documents import File
 from storage.errors import Deposed, Exists
-from storage.journal import Journal
-from storage.manifest import File
-from storage.tails import Tail
+from storage.journal import Journal, replicas
+from storage.journal.replicas import Tail
 from tests.control.play import Play, stepping
 from tests.storage.states import TENSORS, state_of, write
 
@@ -55,7 +54,7 @@ class Life:
 
     @property
     def local(self) -> Path:
-        return tails.file_of(self.folder, self.incarnation)
+        return replicas.folder_of(self.folder, self.incarnation)
 
     def step(self, step: int) -> None:
         self.play.step(step)
@@ -76,12 +75,12 @@ def end_as(life: Life, state: State) -> None:
     assert life.journal.ship(10.0)
 
 
-def recovered(life: Life, sources: list[tails.Written]) -> RunState | None:
+def recovered(life: Life, sources: list[replicas.Written]) -> RunState | None:
     """What the next one of the same life knows, and that its journal goes on from there."""
     (first, *_) = life.run.claims("one")
     incarnation = life.run.claim("here", "one")
     assert life.run.read(first, sources) == life.run.read(first, reversed(sources)), "in whatever order they are found"
-    found = life.run.recover(first, tails.file_of(life.folder, incarnation), sources)
+    found = life.run.recover(first, replicas.folder_of(life.folder, incarnation), sources)
     if found is None:
         return None
     run, journal = found
@@ -129,7 +128,7 @@ def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_va
 
 
 def test_its_own_disk_has_everything(life: Life) -> None:
-    assert recovered(life, tails.local(life.folder)) == life.play.run
+    assert recovered(life, replicas.local(life.folder)) == life.play.run
 
 
 def test_a_keeper_has_what_it_was_sent(life: Life) -> None:
@@ -138,7 +137,7 @@ def test_a_keeper_has_what_it_was_sent(life: Life) -> None:
 
 
 def test_whichever_reaches_furthest(life: Life) -> None:
-    assert recovered(life, [(life.keeper.incarnation, bytes(life.keeper.data)), *tails.local(life.folder)]) == life.play.run
+    assert recovered(life, [(life.keeper.incarnation, bytes(life.keeper.data)), *replicas.local(life.folder)]) == life.play.run
 
 
 def test_the_bucket_where_nothing_else_is_left(life: Life) -> None:
@@ -157,10 +156,10 @@ def test_a_keeper_goes_on_where_the_bucket_ends(life: Life) -> None:
 
 def test_again_and_again(life: Life) -> None:
     """Each coordinator finds what those before it have left, also where none of them has reached the bucket."""
-    assert recovered(life, tails.local(life.folder)) == life.play.run
+    assert recovered(life, replicas.local(life.folder)) == life.play.run
     again = Life(life.run, life.folder, life.play)
     again.step(6)
-    assert recovered(again, tails.local(life.folder)) == life.play.run
+    assert recovered(again, replicas.local(life.folder)) == life.play.run
 
 
 def test_nothing_was_recorded_in_this_life(tmp_path: Path) -> None:
@@ -179,9 +178,9 @@ def test_the_second_was_the_first_to_record_anything(tmp_path: Path) -> None:
     play = stepping(2)
     play.run = replace(play.run, incarnation=0)
     second = Life(run, tmp_path, play)
-    play.tell(Recovered(second.incarnation, tuple(play.run.workers), play.run.keepers))
+    play.tell(Recovered(second.incarnation, tuple(play.run.workers), play.run.cluster.keepers))
     second.step(1)
-    assert recovered(second, tails.local(tmp_path)) == play.run
+    assert recovered(second, replicas.local(tmp_path)) == play.run
 
 
 def test_who_was_followed_by_another_life_is_deposed(life: Life) -> None:

@@ -1,8 +1,6 @@
-"""From a TOML file and a command line to checked values, and from what pydantic finds wrong to sentences.
+"""Reads a job file, and says in sentences what pydantic finds wrong with its settings.
 
-The settings themselves are declared in ``elastic/job.py``; everything here follows from their pydantic fields.  Options are
-``--section.option value``.  An option's value is read as TOML reads it (``3``, ``true``, ``[0.9, 0.95]``), else it is text: nobody
-has to quote twice.  tyro draws ``--help`` from the same fields; its own error boxes cannot name a file, so parsing is ours.
+The settings are declared in ``elastic/job.py``.  Everything here follows from their pydantic fields.
 """
 
 from __future__ import annotations
@@ -10,26 +8,22 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from elastic.errors import JobError
 
 Model = type[BaseModel]
 Where = Callable[[str], str]
-"""Setting -> who set it: a file's name, or the command line."""
-
-COMMAND_LINE = "command line"
-FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+"""Tells who set a setting: the name of a file, or the command line."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's values, unchecked.  Raises :class:`JobError` if it cannot be read or is not TOML."""
+    """Returns the values of the file, unchecked.  Raises :class:`JobError` if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -40,41 +34,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise JobError(f"{path.name} is not valid TOML: {error}; mend that line (`elastic train --help` lists the settings)") from None
 
 
-def read_options(arguments: Sequence[str], model: Model) -> dict[str, Any]:
-    """``["--workers.max", "3", "--seed=1"]`` -> ``{"workers.max": 3, "seed": 1}``.  Raises :class:`JobError`.
-
-    Several values make a list (``--optim.betas 0.9 0.95``); ``--reproducible`` and ``--no-reproducible`` need none.
-    """
-    options: dict[str, Any] = {}
-    rest = deque(arguments)
-    while rest:
-        argument = rest.popleft()
-        if not argument.startswith("--") or argument == "--":
-            raise JobError(f"{COMMAND_LINE}: {argument!r} is no option; write '--section.option value', say '--workers.max 3'")
-        name, equals, text = argument[2:].partition("=")
-        values = [text] if equals else []
-        while not equals and rest and not rest[0].startswith("--"):
-            values.append(rest.popleft())
-        setting, value = _option(name.replace("-", "_"), values, model)
-        options[setting] = value
-    return options
-
-
-def _option(name: str, values: Sequence[str], model: Model) -> tuple[str, Any]:
-    positive = name.removeprefix("no_")
-    if not values and _annotation(model, positive) is bool:
-        return positive, name == positive
-    annotation = _annotation(model, name)
-    if annotation is None:
-        raise JobError(f"{COMMAND_LINE}: {unknown(name, model, prefix='--')}")
-    if not values:
-        raise JobError(f"{COMMAND_LINE}: --{name} has no value; write '--{name} value'")
-    read = values if annotation is str else [_read(value, annotation) for value in values]
-    return name, read[0] if len(read) == 1 else read
-
-
 def merge(values: dict[str, Any], options: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """``values`` with ``options`` put over them."""
+    """Returns ``values`` with ``options`` in place of theirs.  ``file`` is the name of the file that ``values`` come from."""
     merged = dict(values)
     for setting, value in options.items():
         node = merged
@@ -90,13 +51,13 @@ def merge(values: dict[str, Any], options: Mapping[str, Any], file: str) -> dict
 
 
 def sentences(error: ValidationError, model: Model, where: Where) -> list[str]:
-    """What is wrong, one sentence a setting, in the order of the settings."""
+    """Returns one sentence for each setting that is wrong, in the order of the settings."""
     found: dict[str, tuple[Any, list[str]]] = {}
     for problem in error.errors(include_url=False):
         setting = _setting(model, problem["loc"])
-        if problem["type"] == "missing" and setting.endswith("]"):  # of a tuple: its values count
+        if problem["type"] == "missing" and setting.endswith("]"):  # a list has too few values
             setting = setting.rpartition("[")[0]
-            text = f"{setting} = {list(problem['input'])!r} must have {len(get_args(_annotation(model, setting)))} values"
+            text = f"{setting} = {list(problem['input'])!r} must have {len(get_args(annotation_of(model, setting)))} values"
         elif problem["type"] == "extra_forbidden":
             text = unknown(setting, model)
         elif setting == "":
@@ -108,17 +69,20 @@ def sentences(error: ValidationError, model: Model, where: Where) -> list[str]:
     return [f"{where(setting)}: {line}" for setting, (_, said) in found.items() for line in _joined(said)]
 
 
-def unknown(setting: str, model: Model, prefix: str = "") -> str:
-    """The sentence for a setting that does not exist, naming the nearest that does."""
+def unknown(setting: str, model: Model, prefix: str = "", also: Iterable[str] = ()) -> str:
+    """Returns the sentence for a setting that does not exist.  It names the nearest setting, or the nearest of ``also``."""
     wanted = re.sub(r"\[\d+\]", "[]", setting)
-    known = [*leaves(model), *(name for name, field in model.model_fields.items() if _section(field.annotation))]
+    known = [*leaves(model), *(name for name, field in model.model_fields.items() if section_of(field.annotation)), *also]
     near = nearest(wanted, [name for name in known if ("[]" in name) == ("[]" in wanted)])
     hint = f"did you mean '{prefix}{near}'?" if near else "see 'elastic train --help' for all settings"
     return f"unknown setting '{prefix}{setting}'; {hint}"
 
 
 def nearest(setting: str, known: Sequence[str]) -> str | None:
-    """The known setting most like ``setting``: the right one in a wrong place, a misspelt one, a misspelt last part."""
+    """Returns the known setting that is most like ``setting``.
+
+    One with the same last part comes first (the right name in a wrong section), then one spelt like it, then one whose last part is.
+    """
     last = setting.rpartition(".")[2]
     by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
     if last in by_last:
@@ -130,73 +94,44 @@ def nearest(setting: str, known: Sequence[str]) -> str | None:
     return None
 
 
-def leaves(model: Model, prefix: str = "") -> Iterator[str]:
-    """Every setting by its full name: ``seed``, ``workers.min`` …; those of a list's items as ``faults[].step``."""
+def leaves(model: Model, prefix: str = "") -> dict[str, FieldInfo]:
+    """Returns every setting by its full name: ``seed``, ``workers.min`` and, for the items of a list, ``faults[].step``."""
+    found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        section, part = _section(field.annotation), _part(field.annotation)
+        section, part = section_of(field.annotation), part_of(field.annotation)
         if section is None:
-            yield f"{prefix}{name}"
+            found[f"{prefix}{name}"] = field
         if part is not None:
-            yield from leaves(part, f"{prefix}{name}." if section else f"{prefix}{name}[].")
+            found |= leaves(part, f"{prefix}{name}." if section else f"{prefix}{name}[].")
+    return found
 
 
-def print_help(model: Model, prog: str) -> None:
-    """Every setting with its meaning and default, from the declarations."""
-    import tyro  # slow to import, and only help needs it
-
-    required: dict[str, Any] = {name: "..." for name, field in model.model_fields.items() if field.is_required()}
-    try:
-        tyro.cli(model, args=["--help"], prog=prog, default=model.model_construct(None, **required))
-    except SystemExit:
-        return
-
-
-def _read(text: str, annotation: Any) -> Any:
-    """As TOML reads it; and what TOML does not take for a number (``.5``, ``007``) or a truth (``yes``), but everybody else does."""
-    value = _literal(text)
-    if annotation is bool:
-        return FLAGS.get(str(value).lower(), value)
-    if isinstance(value, str) and annotation is not Any:
-        for kind in (int, float):
-            with suppress(ValueError):
-                return kind(text)
-    return value
-
-
-def _literal(text: str) -> Any:
-    """As TOML reads it, else the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _section(annotation: Any) -> Model | None:
-    """The model that a ``[section]`` fills, or None for another type."""
+def section_of(annotation: Any) -> Model | None:
+    """Returns the model that a ``[section]`` fills, or None if the type is no section."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def _part(annotation: Any) -> Model | None:
-    """The model of a section, or of the items of a list of sections."""
-    return next(filter(None, map(_section, (annotation, *get_args(annotation)))), None)
+def part_of(annotation: Any) -> Model | None:
+    """Returns the model of a section, or of the items of a list of sections, or None."""
+    return next(filter(None, map(section_of, (annotation, *get_args(annotation)))), None)
 
 
-def _annotation(model: Model, setting: str) -> Any:
-    """The type of ``setting``; ``Any`` inside a free table such as ``model_args``; None if there is no such setting."""
+def annotation_of(model: Model, setting: str) -> Any:
+    """Returns the type of ``setting``: ``Any`` for a key of a free table such as ``model_args``, None if there is no such setting."""
     first, _, rest = setting.partition(".")
     if first not in model.model_fields:
         return None
     annotation = model.model_fields[first].annotation
     if not rest:
         return annotation
-    section = _section(annotation)
+    section = section_of(annotation)
     if section is not None:
-        return _annotation(section, rest)
+        return annotation_of(section, rest)
     return Any if _is_table(annotation) else None
 
 
 def _setting(model: Model, loc: tuple[int | str, ...]) -> str:
-    """Pydantic's location as the user would write it, without the tags of unions."""
+    """Returns pydantic's location as the user writes it, without the tags of unions."""
     name = ""
     part: Model | None = model
     for depth, step in enumerate(loc):
@@ -209,12 +144,12 @@ def _setting(model: Model, loc: tuple[int | str, ...]) -> str:
         annotation = part.model_fields[step].annotation if step in part.model_fields else None
         if _is_table(annotation):  # below it, keys and tags alternate
             return name + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in loc[depth + 1 :: 2])
-        part = _part(annotation)
+        part = part_of(annotation)
     return name
 
 
 def _is_table(annotation: Any) -> bool:
-    """A free table, such as ``model_args``."""
+    """Tells whether this is a free table, such as ``model_args``."""
     return get_origin(annotation) is dict
 
 
@@ -224,7 +159,7 @@ def _missing(setting: str) -> str:
 
 
 def _expected(problem: Any) -> str:
-    """``must be …``, the same words for the same demand."""
+    """Returns the demand that the value does not meet: ``must be …``."""
     kind, context = problem["type"], problem.get("ctx", {})
     match kind.partition("_")[0], kind:
         case _, "greater_than_equal":
@@ -262,7 +197,7 @@ def _expected(problem: Any) -> str:
 
 
 def _joined(said: Sequence[str]) -> list[str]:
-    """The alternatives of one setting as one sentence; the lines of a check over several settings as one each."""
+    """Returns the alternatives of one setting as one sentence.  A check over several settings has a sentence on each of its lines."""
     first, *others = dict.fromkeys(said)
     alternatives = [text.partition(" must be ")[2] or text for text in others]
     return ", or ".join([first, *alternatives]).splitlines()

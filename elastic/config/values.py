@@ -1,20 +1,61 @@
-"""What the value of one setting may be: each refuses what cannot work, in words that follow the setting and its value."""
+"""The types of settings.  Each refuses a value that cannot work, in words that follow the name of the setting and its value.
+
+Each setting also says what another value would do to a run that has begun: ``Free[Positive]``, ``Branch[Number]``, ``Refused[Code]``.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal
+from enum import StrEnum
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic.fields import FieldInfo
 
 from elastic.errors import CodeError
 from elastic.imports import split
-from storage.urls import folder_of
+from storage.objects.urls import folder_of
 
 NAME_LETTERS = 200
-"""Of a run, which with a few more is the name of files and segments: 255 bytes at most."""
+"""Longest name of a run.  Names of files and shared memory consist of it and some more, and may have 255 bytes."""
+
+T = TypeVar("T")
+
+
+class Change(StrEnum):
+    """What becomes of a run that has begun, when it is started again with another value of a setting."""
+
+    FREE = "free"
+    """The run goes on: the setting does not define its trajectory."""
+    BRANCH = "branch"
+    """The setting defines the trajectory from here on: another value would begin a new branch."""
+    REFUSED = "refused"
+    """The state of the run does not fit another value, or the value says which run it is."""
+
+
+Free = Annotated[T, Change.FREE]
+Branch = Annotated[T, Change.BRANCH]
+Refused = Annotated[T, Change.REFUSED]
+
+
+def change_of(field: FieldInfo) -> Change | None:
+    """Returns the class that the setting was declared with; None for a section, whose settings have one each."""
+    return next((each for each in field.metadata if isinstance(each, Change)), None)
+
+
+def free_settings(model: type[BaseModel]) -> dict[str, Any]:
+    """Returns the settings of ``model`` that are free, in the form that pydantic's ``exclude`` takes; a wholly free section is True."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if change_of(field) is Change.FREE:
+            found[name] = True
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            free = free_settings(field.annotation)
+            whole = all(free.get(each) is True for each in field.annotation.model_fields)
+            found |= {name: whole or free} if free else {}
+    return found
 
 
 def _code(path: str) -> str:
@@ -40,7 +81,7 @@ def interface_name(name: str) -> str:
 
 
 def _whole(value: object) -> object:
-    """``true`` is no number, nor is text; a command line's number is one by now."""
+    """Refuses ``true`` and text, which pydantic would take for a number.  The command line has read its numbers before."""
     if isinstance(value, bool | str):
         raise ValueError("must be a whole number")
     return value
@@ -53,7 +94,7 @@ def _number(value: object) -> object:
 
 
 def place(url: str) -> str:
-    """Workers run in other folders: a path is made absolute where the job is read."""
+    """Makes a path absolute, since workers run in other folders.  A URL stays as it is."""
     if not url.strip():
         raise ValueError("must be a folder, or a URL such as s3://bucket/prefix")
     folder = folder_of(url)

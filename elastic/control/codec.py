@@ -4,43 +4,53 @@ A dataclass becomes an object with its name under ``$``; tuples become arrays; f
 comes back is bit for bit what went in (JSON readers round, and know neither infinity nor NaN).  Reading follows the types that the
 dataclasses declare, and refuses by name what it does not know: a journal of another version is an error, not a guess.
 
-A record holds an event and the decision: the state, actions and reason, and the fields of ``RunState`` that it ``changed``; before
-them, what unrecorded events had changed ``meanwhile``, so that everything a decision was made from is in the journal.  Recovery folds
-these; it does not decide again, so a journal stays readable when the rules have changed since.
+A record holds an event and the decision: the state, the actions, the reason, and what ``changed`` in :class:`RunState`, as a delta
+(``deltas.py``).  Before them come what unrecorded events had changed ``meanwhile``, so that everything a decision was made from is in the
+journal, and the ``commits`` that the event brought.  A commit is written once; elsewhere only its step and generation stand for it.
+Recovery reads these; it does not decide again, so a journal stays readable when the rules have changed since.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from elastic.control import old_journals
 from elastic.control.decision import Transition
+from elastic.control.deltas import SAME, delta, patched
 from elastic.control.rules import Rules
-from elastic.control.states import RunState
-from elastic.protocol.events import Beat, Capacity, Event, Renewed, Tick
+from elastic.control.run import RunState
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Beat, Capacity, Event, Fenced, Renewed, StepDone, Tick
 
-FORMAT = 2
-READABLE = (1, FORMAT)
-"""In format 1 ``changed`` counts from the record before: what unrecorded events had changed is in it where the decision left it so."""
+FORMAT = 3
+READABLE = (*old_journals.FORMATS, FORMAT)
 
 RETIRED = {"state_bytes", "copy_rule"}
-"""Fields that older versions wrote and no decision is made from any more."""
+"""Fields that older versions wrote and that no decision is made from any more."""
+COMMIT = "Commit"
+"""The name that stands for a commit which is written elsewhere."""
 
 Json = Any
+Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
+"""A snapshot, and the records after it."""
 
 
 class UnknownFormat(ValueError):
     """The journal was written by a version that this one does not understand."""
 
 
-# ---- records
+# ---- writing
 
 
 def snapshot(run: RunState, code: str = "", rules: Rules | None = None) -> dict[str, Json]:
-    """What a segment of the journal begins with: all that was known.  ``code``: version that wrote it; ``rules``: what it decides by."""
+    """Returns what a segment of the journal begins with: all that was known.
+
+    ``code`` is the version that wrote it; ``rules`` is what it decides by.
+    """
     return {"format": FORMAT, "code": code, "rules": encode(rules), "run": encode(run)}
 
 
@@ -54,55 +64,151 @@ def worth_recording(event: Event, before: RunState, transition: Transition) -> b
 def record(
     number: int, at: float, event: Event, before: RunState, transition: Transition, recorded: RunState | None = None
 ) -> dict[str, Json]:
-    """One decision, made from ``before``.  ``recorded``: the run as the record before left it, where unrecorded ones came between."""
-    meanwhile = changes(recorded, before) if recorded is not None else {}
+    """Returns the record of one decision, made from ``before``.
+
+    ``recorded`` is the run as the record before left it, where unrecorded events came between.
+    """
+    known = recorded or before
+    told = _commits(known)
+    event, brought = _with_news(event, before)
+    commits = [each for each in brought if told.get((each.step, each.generation)) != each]
+    told.update({(each.step, each.generation): each for each in commits})
+    meanwhile = changes(known, before, told)
     return {
         "n": number,
         "at": at,
-        "event": encode(event),
+        **({"commits": encode(tuple(commits))} if commits else {}),
+        "event": encode(event, told),
         **({"meanwhile": meanwhile} if meanwhile else {}),
         "state": type(transition.run.state).__name__,
-        "changed": changes(before, transition.run),
-        "actions": encode(transition.actions),
+        "changed": changes(before, transition.run, told),
+        "actions": encode(transition.actions, told),
         "reason": transition.reason,
     }
 
 
-def changes(before: RunState, after: RunState) -> dict[str, Json]:
-    """The fields of ``after`` that differ, encoded."""
-    pairs = ((each.name, getattr(before, each.name), getattr(after, each.name)) for each in fields(RunState))
-    return {name: encode(new) for name, old, new in pairs if new is not old and new != old}
+Commits = Mapping[tuple[int, int], Outcome]
+"""The commits that are written already, by step and generation."""
+
+
+def _commits(run: RunState) -> dict[tuple[int, int], Outcome]:
+    """Returns the commits that a reader who knows ``run`` can look up."""
+    there = (run.history.settled.outcome if run.history.settled else None, run.history.last)
+    return {(each.step, each.generation): each for each in there if each is not None}
+
+
+def _with_news(event: Event, before: RunState) -> tuple[Event, tuple[Outcome, ...]]:
+    """Returns the event with only those commits that tell anything new, and these commits.
+
+    Every member's answer to a fence brings the last commits that it has seen, which are the same for all.
+    """
+    if isinstance(event, StepDone):
+        return event, (event.outcome,)
+    if not isinstance(event, Fenced):
+        return event, ()
+    news = tuple(each for each in event.outcomes if each.generation == event.generation and before.history.is_news(each))
+    return replace(event, outcomes=news, seen=event.newest_seen), news
+
+
+def changes(before: RunState, after: RunState, told: Commits | None = None) -> dict[str, Json]:
+    """Returns a delta for each field of ``after`` that differs."""
+    change = delta(before, after, partial(encode, told=told), whole=(Outcome,))
+    return {} if change is SAME else dict(change["~"])
+
+
+# ---- reading
 
 
 def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) -> RunState:
-    """The run as the last of ``records`` left it; they follow ``snapshot`` without a gap."""
-    if snapshot["format"] not in READABLE:
-        raise UnknownFormat(f"the journal has format {snapshot['format']}, this version reads {' and '.join(map(str, READABLE))}")
+    """Returns the run as the last of ``records`` left it; they follow ``snapshot`` without a gap."""
+    snapshot, records = modern(snapshot, tuple(records))
     for each in records:
         snapshot = after(snapshot, each)
     return decode_run(snapshot["run"])
 
 
+def modern(snapshot: Mapping[str, Json], records: Sequence[Mapping[str, Json]]) -> Segment:
+    """Returns a segment in today's format, whichever it was written in: nobody else knows of older ones.
+
+    Raises :class:`UnknownFormat`.
+    """
+    if snapshot["format"] not in READABLE:
+        *some, last = map(str, READABLE)
+        raise UnknownFormat(f"the journal has format {snapshot['format']}, this version reads {', '.join(some)} and {last}")
+    if snapshot["format"] == FORMAT:
+        return snapshot, records
+    try:
+        return old_journals.converted(snapshot, records, RETIRED, FORMAT)
+    except KeyError as error:
+        raise UnknownFormat(f"RunState of the journal has unknown fields: {error.args[0]}") from None
+
+
 def after(snapshot: Mapping[str, Json], record: Mapping[str, Json]) -> dict[str, Json]:
-    """What the next segment begins with."""
-    return {**snapshot, "run": {**snapshot["run"], **record.get("meanwhile", {}), **record["changed"]}}
+    """Returns what the next segment begins with: ``snapshot`` and ``record`` are of today's format."""
+    record = written_out(record, snapshot["run"])
+    return {**snapshot, "run": patched(before(snapshot["run"], record), {"~": record["changed"]})}
+
+
+def before(run: Json, record: Mapping[str, Json]) -> Json:
+    """Returns what the decision of ``record``, which is written out, was made from; ``run`` is what the record before left."""
+    return patched(run, {"~": record["meanwhile"]}) if "meanwhile" in record else run
+
+
+def field_after(segment: Segment, part: str, name: str) -> Json:
+    """Returns the field ``name`` of the run's value ``part`` as the last record of a segment of today's format leaves it."""
+    snapshot, records = segment
+    value = snapshot["run"][part].get(name, ())
+    for record in records:
+        for changed in (record.get("meanwhile", {}), record["changed"]):
+            fields_ = changed.get(part, {"~": {}})["~"]
+            value = patched(value, fields_[name]) if name in fields_ else value
+    return value
+
+
+def written_out(record: Mapping[str, Json], run: Json) -> Mapping[str, Json]:
+    """Returns the record with each commit in full wherever its step and generation stand for it.
+
+    ``run`` is what the record before left.
+    """
+    settled = run["history"].get("settled")
+    there = [settled and settled["outcome"], run["history"].get("last"), *record.get("commits", ())]
+    told = {(each["step"], each["generation"]): each for each in there if each}
+    parts = {name: record[name] for name in ("event", "meanwhile", "changed", "actions") if name in record}
+    return {**record, **{name: _in_full(each, told) for name, each in parts.items()}}
+
+
+def _in_full(json: Json, told: Mapping[tuple[int, int], Json]) -> Json:
+    if isinstance(json, list):
+        return [_in_full(each, told) for each in json]
+    if not isinstance(json, Mapping):
+        return json
+    if json.get("$") != COMMIT:
+        return {key: _in_full(each, told) for key, each in json.items()}
+    if (json["step"], json["generation"]) not in told:
+        raise UnknownFormat(f"the journal refers to the commit of step {json['step']} of generation {json['generation']}, and lacks it")
+    return told[json["step"], json["generation"]]
 
 
 # ---- values
 
 
-def encode(value: object) -> Json:
-    """As JSON; raises :class:`TypeError` for what has no place in a journal."""
+def encode(value: object, told: Commits | None = None) -> Json:
+    """Returns ``value`` as JSON; raises :class:`TypeError` for what has no place in a journal.
+
+    For a commit that is in ``told`` its step and generation are enough.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value.hex()
     if isinstance(value, tuple):
-        return [encode(each) for each in value]
+        return [encode(each, told) for each in value]
     if isinstance(value, dict):
-        return {key: encode(each) for key, each in value.items()}
+        return {key: encode(each, told) for key, each in value.items()}
+    if told and isinstance(value, Outcome) and told.get((value.step, value.generation)) == value:
+        return {"$": COMMIT, "step": value.step, "generation": value.generation}
     if is_dataclass(value) and not isinstance(value, type):
-        return {"$": type(value).__name__, **{name: encode(getattr(value, name)) for name in _hints(type(value))}}
+        return {"$": type(value).__name__, **{name: encode(getattr(value, name), told) for name in _hints(type(value))}}
     raise TypeError(f"{type(value).__name__} has no form in the journal: {value!r}")
 
 
@@ -117,7 +223,7 @@ def decode_run(json: Json) -> RunState:
 
 
 def decode(hint: Any, json: Json) -> Any:
-    """The value of type ``hint`` that :func:`encode` made ``json`` of."""
+    """Returns the value of type ``hint`` that :func:`encode` made ``json`` of."""
     kind = get_origin(hint)
     if kind in (Union, types.UnionType):
         return _decode_union(get_args(hint), json)

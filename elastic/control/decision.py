@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic.control.rules import Rules
-from elastic.control.states import ALLOWED, RunState, State
+from elastic.control.run import RunState, evolve
 from elastic.ids import WorkerId
 from elastic.protocol.actions import Action, Form, Go, Settle, StartWorkers
 from elastic.protocol.plan import Plan
 
-T = TypeVar("T")
 CROWD = 12
-"""So many are named one by one."""
+"""At most this many workers are named one by one; more would fill the line."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """The decision: ``actions`` are performed in order, after the record is durable where ``durable`` says so.
+    """The result of ``advance``: the run afterwards, and what to do in this order.
 
-    ``reason`` is the sentence that goes with it, "" when there is nothing to say; "refused: ..." when the event changed nothing.
+    Where ``durable`` says so, the actions are performed only once the record of the decision is durable.
     """
 
     run: RunState
     actions: tuple[Action, ...]
     reason: str
+    """The sentence that goes with it, "" when there is nothing to say; "refused: ..." when the event changed nothing."""
     durable: bool = False
     """It begins a generation or lets it step, settles the outcome of a step, names workers, says that a checkpoint counts, takes over from
     another coordinator, or ends the run."""
 
 
 class Decision:
-    """Private to one call; only ``run``, a value, gets out."""
+    """It is private to one call; only ``run``, a value, gets out."""
 
     def __init__(self, run: RunState, now: float, rules: Rules) -> None:
         self.run, self.now, self.rules = run, now, rules
@@ -41,28 +41,22 @@ class Decision:
         self.reasons: list[str] = []
         self.refused = False
         self.durable = False
-        """What becomes known may not be forgotten: neither by this coordinator's disk nor by the next one."""
+        """What becomes known may not be forgotten, neither by this coordinator's disk nor by the next one."""
 
     @property
     def plan(self) -> Plan:
-        """Of the present generation."""
+        """The plan of the present generation."""
         plan = self.run.plan
         assert plan is not None, f"{type(self.run.state).__name__} has no plan"
         return plan
 
-    def know(self, **changes: Any) -> None:
-        """Replace fields of the run."""
-        self.run = evolved(self.run, changes)
-
-    def to(self, state: State) -> None:
-        """Move along an edge of the table: the only line by which the run changes state."""
-        before = type(self.run.state)
-        assert type(state) in ALLOWED[before], f"no edge from {before.__name__} to {type(state).__name__}"
-        self.run = evolved(self.run, {"state": state})
+    def know(self, part: str = "", /, **changes: Any) -> None:
+        """Replaces fields of the run, or of its value ``part``: ``know("history", fruitless=0)``."""
+        self.run = evolve(self.run, **({part: evolve(getattr(self.run, part), **changes)} if part else changes))
 
     def amend(self, **changes: Any) -> None:
-        """Replace fields of the state, which stays what it is."""
-        self.run = evolved(self.run, {"state": evolved(self.run.state, changes)})
+        """Replaces fields of the state, which stays what it is; only ``edges.py`` enters another one."""
+        self.know("state", **changes)
 
     def do(self, action: Action) -> None:
         self.actions.append(action)
@@ -80,16 +74,8 @@ class Decision:
         return Transition(self.run, tuple(self.actions), "; ".join(self.reasons), self.durable)
 
 
-def evolved(value: T, changes: dict[str, Any]) -> T:
-    """``dataclasses.replace``, for a value of many fields five times as fast: most of a decision's time was that."""
-    assert changes.keys() <= value.__dict__.keys(), f"{type(value).__name__} has no {', '.join(changes.keys() - value.__dict__.keys())}"
-    new: T = object.__new__(type(value))
-    new.__dict__.update(value.__dict__, **changes)
-    return new
-
-
 def names(workers: Sequence[WorkerId]) -> str:
-    """``w1, w2 and w3``; of a crowd the first few and their number."""
+    """Returns ``w1, w2 and w3``; of a crowd, the first few and the number of the others."""
     if len(workers) > CROWD:
         return f"{', '.join(workers[:CROWD])} and {len(workers) - CROWD} others"
     if len(workers) < 2:
@@ -98,5 +84,5 @@ def names(workers: Sequence[WorkerId]) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """``1 worker``, ``2 workers``."""
+    """Returns ``1 worker``, ``2 workers``."""
     return f"{number} {thing}{'' if number == 1 else 's'}"

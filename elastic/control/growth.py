@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, fsum, log, sqrt
 
-from elastic.control.states import RunState, Worker
+from elastic.control.rules import Rules
+from elastic.control.run import RunState, Worker
 from elastic.ids import WorkerId
 
 UNKNOWN_S = 3600.0
@@ -36,7 +37,7 @@ class Verdict:
 
 def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[WorkerId], now: float) -> Verdict:
     """Host by host: what comes together goes together, and costs its pauses once."""
-    costs_s, usual_s = PAUSES * run.reform_s + run.watch.step_s, _usual_s(run)
+    costs_s, usual_s = PAUSES * run.watch.reform_s + run.watch.step_s, _usual_s(run)
     hosts: dict[str, list[WorkerId]] = {}
     for worker in newcomers:
         hosts.setdefault(host_of(run.workers[worker]), []).append(worker)
@@ -44,12 +45,19 @@ def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[Worker
     why = {True: "", False: ""}
     for host, group in hosts.items():
         age_s = now - max(run.workers[worker].joined_at for worker in group)
-        stay_s = max(run.stays.get(host, usual_s), age_s)  # what has stayed for so long will for as long again
+        stay_s = max(run.cluster.stays.get(host, usual_s), age_s)  # what has stayed for so long will for as long again
         brings_s = stay_s * len(group) / (len(members) + len(group))
         pays = brings_s >= costs_s
         sorts[pays] += group
         why[pays] = why[pays] or f"a stay of {stay_s:.0f} s brings {brings_s:.1f} s, coming and going cost {costs_s:.1f} s"
     return Verdict(tuple(sorts[True]), tuple(sorts[False]), why[True], why[False])
+
+
+def expects_more(run: RunState, there: Sequence[WorkerId], now: float, rules: Rules) -> bool:
+    """Are others about to join that will be needed, and did the last newcomer join just now?"""
+    newest_s = now - max((run.workers[worker].joined_at for worker in there), default=now)
+    needed = len(there) < rules.max_workers
+    return needed and bool(run.members.starting) and newest_s < rules.grow_debounce_s
 
 
 def after_leaving(stays: Mapping[str, float], host: str, stayed_s: float) -> dict[str, float]:
@@ -67,6 +75,6 @@ def host_of(worker: Worker) -> str:
 
 def _usual_s(run: RunState) -> float:
     """Of a host of which nothing is known: the geometric mean of all, of those too that are there and have never gone."""
-    steady = {host_of(worker) for worker in run.workers.values()} - run.stays.keys()
-    stays = [UNKNOWN_S] * max(len(steady), 1) + list(run.stays.values())
+    steady = {host_of(worker) for worker in run.workers.values()} - run.cluster.stays.keys()
+    stays = [UNKNOWN_S] * max(len(steady), 1) + list(run.cluster.stays.values())
     return exp(fsum(map(log, stays)) / len(stays))

@@ -53,7 +53,11 @@ class Watch:
     """Recent time of a step: half of it the last one's, a quarter the one's before, ..."""
     seen: dict[WorkerId, Seen] = field(default_factory=dict)
     beats: dict[NodeId, Heard] = field(default_factory=dict)
-    """Of keepers that were heard since they came up, and since this coordinator did."""
+    """The keepers that were heard since they came up, and since this coordinator did."""
+    lease_until: float = 0.0
+    """When the last lease on the generation has run out: silent members have stopped of their own accord."""
+    reform_s: float = 0.0
+    """Recent time from a plan to ``Go``: half of it is the last one's."""
 
 
 @dataclass(frozen=True)

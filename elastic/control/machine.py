@@ -11,12 +11,24 @@ permit.  So nothing depends on which event it was that completed the picture, or
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, copy_inventory, forming, membership, running, settling, stopping, takeover
+from elastic.control import (
+    admission,
+    commits,
+    copy_inventory,
+    edges,
+    finishing,
+    forming,
+    membership,
+    running,
+    saves,
+    stopping,
+    takeover,
+    waiting,
+)
 from elastic.control.decision import Decision, Transition
 from elastic.control.liveness import heard, observe
-from elastic.control.refusals import refusal
 from elastic.control.rules import Rules
-from elastic.control.states import Finishing, Forming, Running, RunState, Stopping, Waiting
+from elastic.control.run import Finishing, Forming, Running, RunState, Stopping, Waiting
 from elastic.protocol.actions import Exit
 from elastic.protocol.events import (
     Attached,
@@ -52,7 +64,7 @@ __all__ = ["Transition", "advance"]
 def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition:
     """The only place where the run changes state.  ``now``: seconds of any clock that only grows."""
     decision = Decision(run, now, rules)
-    if why := refusal(run, event, now):
+    if why := admission.refusal(run, event, now):
         decision.refuse(why)
         if run.over and isinstance(event, Joined):
             decision.do(Exit((event.worker,)))
@@ -70,15 +82,15 @@ def _take(decision: Decision, event: Event) -> None:
     """What ``event`` tells."""
     match event:
         case Joined():
-            membership.joined(decision, event)
+            admission.joined(decision, event)
         case Lost():
             _lost(decision, event)
         case StartFailed():
             membership.start_failed(decision, event)
         case NodeFound():
-            membership.node_found(decision, event.node)
+            admission.node_found(decision, event.node)
         case NodeRefused():
-            membership.node_refused(decision, event)
+            admission.node_refused(decision, event)
         case KeeperUp():
             _keeper_up(decision, event)
         case KeeperLost():
@@ -92,7 +104,7 @@ def _take(decision: Decision, event: Event) -> None:
         case Ready():
             forming.ready(decision, event)
         case StepDone():
-            running.step_done(decision, event)
+            commits.step_done(decision, event)
         case Renewed():
             _renewed(decision, event)
         case Beat():
@@ -100,13 +112,13 @@ def _take(decision: Decision, event: Event) -> None:
         case Broken():
             stopping.broken(decision, event)
         case Fenced():
-            running.fenced(decision, event)
+            stopping.fenced(decision, event)
         case ShardSaved():
-            checkpoints.shard_saved(decision, event)
+            saves.shard_saved(decision, event)
         case Saved():
-            checkpoints.saved(decision, event)
+            saves.saved(decision, event)
         case SaveFailed():
-            checkpoints.save_failed(decision, event)
+            saves.save_failed(decision, event)
         case StopRequested():
             stopping.stop_requested(decision, event)
         case Recovered():
@@ -121,26 +133,26 @@ def _take(decision: Decision, event: Event) -> None:
 
 def _go_on(decision: Decision) -> None:
     """What knowledge and time now permit."""
-    if decision.run.saves:
-        checkpoints.ask_for_manifests(decision)
+    if decision.run.saves.pending:
+        saves.ask_for_manifests(decision)
     match decision.run.state:
         case Waiting() as state:
-            settling.waiting(decision, state)
+            waiting.go_on(decision, state)
         case Forming() as state:
-            forming.forming(decision, state)
+            forming.go_on(decision, state)
         case Running() as state:
-            running.running(decision, state)
+            running.go_on(decision, state)
         case Stopping() as state:
-            settling.stopping(decision, state)
+            stopping.go_on(decision, state)
         case Finishing() as state:
-            settling.finishing(decision, state)
+            finishing.go_on(decision, state)
     if not decision.run.over:
         membership.start_workers(decision)
 
 
 def _lost(decision: Decision, event: Lost) -> None:
     run, state = decision.run, decision.run.state
-    if event.worker in run.starting:
+    if event.worker in run.members.starting:
         return membership.start_failed(decision, StartFailed(event.worker, event.reason))
     expelled = isinstance(state, Stopping) and event.worker in state.expelled
     if event.worker not in run.workers and not expelled:
@@ -150,7 +162,7 @@ def _lost(decision: Decision, event: Lost) -> None:
 
 
 def _keeper_up(decision: Decision, event: KeeperUp) -> None:
-    new = event.node not in decision.run.keepers
+    new = event.node not in decision.run.cluster.keepers
     membership.keeper_up(decision, event)
     state = decision.run.state
     if new:
@@ -164,20 +176,21 @@ def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
     decision.say(f"the keeper of node {event.node[:8]} is lost ({event.reason})")
     state = decision.run.state
     if isinstance(state, Forming) and state.plan.store_node == event.node:
-        stopping.stop(decision, "it hosts the store of the world that forms")
+        edges.stop(decision, "it hosts the store of the world that forms")
     elif isinstance(state, Forming) and any(event.node == node for node, _ in state.plan.hosts):
-        stopping.stop(decision, "the world that forms takes copies from it")
+        edges.stop(decision, "the world that forms takes copies from it")
     elif isinstance(state, Running):
         copy_inventory.pair(decision, state.plan)
 
 
 def _renewed(decision: Decision, event: Renewed) -> None:
     """It was granted, so it counts, even if the generation was fenced between the grant and this."""
-    decision.know(lease_until=max(decision.run.lease_until, decision.now + decision.rules.lease_over_s))
+    lease_until = max(decision.run.watch.lease_until, decision.now + decision.rules.lease_over_s)
+    decision.know("watch", lease_until=lease_until)
 
 
 def _beat(decision: Decision, event: Beat) -> None:
-    if event.node in decision.run.keepers:
+    if event.node in decision.run.cluster.keepers:
         decision.know(watch=heard(decision.run.watch, event.node, decision.now, decision.rules.silence_s))
     plan = decision.run.plan
     if plan is not None:

@@ -13,12 +13,13 @@ from functools import cache, partial
 
 from elastic.control import copy_inventory
 from elastic.control.rules import Rules
-from elastic.control.states import RunState, Worker
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.control.run import RunState, Worker
+from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, choose
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
 from elastic.protocol import lineage
 from elastic.protocol.plan import Plan
+from storage.slices import Tensor
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,18 @@ def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
     """Workers that could be members, those of the last world first, in their order."""
     kind = kind_of(run) if rules.reproducible else ""
     fit = {worker: None for worker, known in run.workers.items() if _fit(run, known, kind)}
-    seated = dict.fromkeys(worker for worker in run.seats if worker in fit)
+    seated = dict.fromkeys(worker for worker in run.members.seats if worker in fit)
     return (*seated, *(worker for worker in fit if worker not in seated))
 
 
 def kind_of(run: RunState) -> str:
     """The kind that all members must have: the first world's; before there was one, the most common, of equals the first to come."""
-    kinds = Counter(worker.kind for worker in run.workers.values() if not worker.unfit) if not run.kind else Counter[str]()
-    return run.kind or max(kinds, key=kinds.__getitem__, default="")
+    kinds = Counter(worker.kind for worker in run.workers.values() if not worker.unfit) if not run.members.kind else Counter[str]()
+    return run.members.kind or max(kinds, key=kinds.__getitem__, default="")
 
 
 def _fit(run: RunState, worker: Worker, kind: str) -> bool:
-    return not worker.unfit and kind in ("", worker.kind) and run.nodes.get(worker.node, True)
+    return not worker.unfit and kind in ("", worker.kind) and run.cluster.nodes.get(worker.node, True)
 
 
 def layout_of(workers: int, rules: Rules) -> Layout | None:
@@ -58,9 +59,9 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     """The plan of the next generation; None while too few workers, or no keeper to host its store, are there."""
     there = candidates(run, rules)
     layout = layout_of(len(there), rules)
-    if layout is None or not run.keepers:
+    if layout is None or not run.cluster.keepers:
         return None
-    kept = copy_inventory.copies(run)
+    kept = copy_inventory.listed(run)
     members = _choose_members(run, there, layout.world, kept)
     source = newest_source(run, members, kept)
     store = _store_node(run, members)
@@ -70,7 +71,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     named = {holding.keeper for holding in source.holders} - {LIVE}
     return Plan(
         run.incarnation,
-        max(run.generation, run.unread) + 1,
+        run.next_generation,
         layout,
         members,
         source.version,
@@ -78,10 +79,10 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         source.holders,
         store_node=store,
         nodes=nodes,
-        hosts=tuple((keeper, run.hosts[keeper].address) for keeper in sorted(named)),
+        hosts=tuple((keeper, run.copies.hosts[keeper].address) for keeper in sorted(named)),
         copy_every=rules.copy_every,
         buddy_every=rules.buddy_every if paired else 0,
-        protected=newest_covered(kept, run.rows) or copied,
+        protected=newest_covered(kept, run.members.classes) or copied,
         buddied=buddied,
         lineage=copy_inventory.line_of(run, source.version),
     )
@@ -89,20 +90,20 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
 
 def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
     """All that ``members`` hold of versions on the lineage."""
-    on_line = cache(partial(lineage.contains, run.lineage))
+    on_line = cache(partial(lineage.contains, run.history.lineage))
     held: list[Holding] = []
     for member in sorted(members):
         alive = [each for each in run.workers[member].holdings if on_line(each.version)]
-        held += sorted(set(alive), key=lambda each: (each.version, each.shard_count, each.shard_index)) if len(alive) > 1 else alive
+        held += sorted(set(alive), key=lambda each: (each.version, each.cell)) if len(alive) > 1 else alive
     return held
 
 
 def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Holding] = ()) -> Source:
     """The newest version that ``members`` can begin from, also of the copies ``kept``; of several places that have it the nearest."""
     held = held_by(run, members)
-    live = newest_covered(held, run.rows)
-    host = newest_covered([*held, *kept], run.rows) if kept else live
-    stored = run.saved[-1] if run.saved else None
+    live = newest_covered(held, run.members.classes)
+    host = newest_covered([*held, *kept], run.members.classes) if kept else live
+    stored = run.history.saved[-1] if run.history.saved else None
     version = max((each for each in (live, host, stored) if each is not None), default=None)
     if version is None:
         return Source(Version(0, 0), "init", ())
@@ -116,18 +117,18 @@ def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept
     members = list(there)
     while len(members) > world:
         held = held_by(run, members)
-        newest = newest_covered(held, run.rows)
-        if kept and newest != (with_copies := newest_covered([*held, *kept], run.rows)):
+        newest = newest_covered(held, run.members.classes)
+        if kept and newest != (with_copies := newest_covered([*held, *kept], run.members.classes)):
             held, newest = [*held, *kept], with_copies
-        copies = Counter((each.shard_count, each.shard_index) for each in held if each.version == newest)
-        own: dict[WorkerId, list[tuple[int, int]]] = {worker: [] for worker in members}
+        copies = Counter(each.cell for each in held if each.version == newest)
+        own: dict[WorkerId, list[Cell]] = {worker: [] for worker in members}
         for each in held:
             if each.version == newest and each.keeper == LIVE:
-                own[each.worker].append((each.shard_count, each.shard_index))
+                own[each.worker].append(each.cell)
         ranked = sorted(reversed(members), key=lambda worker: len(own[worker]))
         surplus, left_out = len(members) - world, set[WorkerId]()
         for worker in ranked:
-            if len(left_out) < surplus and (newest is None or _spared(copies, own[worker], newest, run.rows)):
+            if len(left_out) < surplus and (newest is None or _spared(copies, own[worker], newest, run.members.classes)):
                 left_out.add(worker)
                 copies.subtract(own[worker])
         left_out = left_out or {ranked[0]}
@@ -135,16 +136,16 @@ def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept
     return tuple(members)
 
 
-def _spared(copies: Counter[tuple[int, int]], own: Sequence[tuple[int, int]], version: Version, rows: tuple[int, ...]) -> bool:
-    """Are the shards of ``version``, so many copies of each, still all rows without one worker's ``own``?"""
-    if all(copies[shard] > 1 for shard in own):
+def _spared(copies: Counter[Cell], own: Sequence[Cell], version: Version, classes: tuple[Tensor, ...]) -> bool:
+    """Are the cells of ``version``, of each so many copies, still the whole state without one worker's ``own``?"""
+    if all(copies[cell] > 1 for cell in own):
         return True
-    left = [shard for shard in copies if copies[shard] > own.count(shard)]
-    return covered([Holding(WorkerId(""), version, *shard) for shard in left], rows)
+    left = [cell for cell in copies if copies[cell] > own.count(cell)]
+    return covered([Holding(WorkerId(""), version, cell) for cell in left], classes)
 
 
 def _store_node(run: RunState, members: tuple[WorkerId, ...]) -> NodeId:
     """A keeper's node: one that was blamed least, if possible a member's."""
-    keepers = frozenset(run.keepers)
+    keepers = frozenset(run.cluster.keepers)
     near = dict.fromkeys(node for member in members if (node := run.workers[member].node) in keepers)
-    return min((*near, *run.keepers), key=run.blamed.count)
+    return min((*near, *run.cluster.keepers), key=run.cluster.blamed.count)

@@ -1,61 +1,109 @@
-"""How a world is brought to an end.
+"""Stopping: how a world is brought to an end, and what becomes of its last step.
 
-A stop is *planned* when the members agree on a boundary in a commit: nothing is lost.  Otherwise it is a fence, an outcome, and
-only then an abort.  Same state, same answers: a planned stop that meets a loss becomes the other kind.
+A stop is *planned* when the members agree on a boundary in a commit: nothing is lost.  Otherwise the members are fenced, then the outcome
+of the broken step is decided, and only then is anything aborted.  Both give the same answers, so a planned stop that meets a loss becomes
+the other kind.
+
+Nothing is aborted before every member has answered or is certainly out.  Then the outcome is decided once, from all evidence, and what each
+survivor holds is known without asking again.
 """
 
 from __future__ import annotations
 
-from elastic.control import checkpoints, copy_inventory, membership
-from elastic.control.decision import Decision, count, names
-from elastic.control.liveness import Stall, silence, stall
-from elastic.control.states import NEVER, Finishing, JobFailure, Running, Stopping, Waiting
+from elastic.control import commits, copy_inventory, edges, membership, saves
+from elastic.control.decision import Decision, names
+from elastic.control.liveness import Stall, silence, silent, stall
+from elastic.control.outcome import Settlement, newest, settle
+from elastic.control.run import Answer, Failed, Finished, Finishing, Forming, JobFailure, Running, RunState, Stopping, Waiting
 from elastic.ids import NodeId, WorkerId
-from elastic.protocol.actions import Fence, Pause
-from elastic.protocol.events import Broken, StopRequested
+from elastic.protocol.actions import Fence, Pause, Settle
+from elastic.protocol.events import Broken, Fenced, StopRequested
 from elastic.protocol.plan import Plan
 
+LONGER = 1.5
+"""A node that does not answer the fence, as others have, is given up after this many times ``silence_s`` without a beat."""
 
-def pause(decision: Decision, cause: str, *, save: bool) -> None:
-    """A planned stop."""
-    plan = decision.plan
-    decision.to(Stopping(plan, cause, True, plan.members, NEVER, save=save))
-    decision.do(Pause(plan.generation, plan.members, save))
-    decision.say(f"{cause}: generation {plan.generation} pauses at the next boundary")
+# ---- why a world stops
 
 
-def stop(decision: Decision, cause: str, *, expelled: tuple[WorkerId, ...] = (), job_error: str = "") -> None:
-    """An unplanned stop: fence first."""
-    plan = decision.plan
-    pending = tuple(worker for worker in plan.members if worker in decision.run.workers)
-    present = decision.run.workers.keys() | frozenset(expelled)
-    lost = tuple(worker for worker in plan.members if worker not in present)
-    deadline = decision.now + decision.rules.fence_s
-    decision.to(Stopping(plan, cause, False, pending, deadline, lost=lost, expelled=expelled, job_error=job_error))
-    if pending:
-        decision.do(Fence(plan.generation, pending))
-    decision.say(f"{cause}: stop generation {plan.generation} of {count(len(plan.members), 'worker')}")
-    copy_inventory.ask(decision)
+def stop_requested(decision: Decision, event: StopRequested) -> None:
+    """A clean stop with a save, at the next occasion; a run that waits or steps goes on to say so itself."""
+    decision.know(stop=event.reason or "asked for")
+    state = decision.run.state
+    if isinstance(state, Stopping) and state.planned and state.pending and not state.save:
+        decision.amend(save=True)
+        decision.do(Pause(state.plan.generation, state.plan.members, save=True))
+    if not isinstance(state, Waiting | Running):
+        decision.say(f"stop asked for ({event.reason})")
+
+
+def broken(decision: Decision, event: Broken) -> None:
+    """A member stands still.  It still has to answer the fence: what it saw of the last commit counts."""
+    state = decision.run.state
+    job_error = _note_failure(decision, event) if event.cause in ("job", "device") else ""
+    what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
+    if event.cause == "device":
+        membership.unfit(decision, event.worker, what)
+    if event.cause == "damaged" and event.version is not None:
+        saves.damaged(decision, event.version, f"{event.worker}: {event.detail}")
+    if event.cause == "copy":
+        copy_inventory.unreadable(decision, NodeId(event.signature))
+    cause = f"{event.worker} cannot go on ({event.cause}: {what})"
+    if isinstance(state, Stopping):
+        decision.amend(job_error=state.job_error or job_error)
+        decision.say(cause)
+        if state.planned:
+            give_up_the_boundary(decision)
+    else:
+        edges.stop(decision, cause, job_error=job_error)
+
+
+def _note_failure(decision: Decision, event: Broken) -> str:
+    """Returns the user's traceback when the job is at fault: the same error came back at the same step, on another worker.
+
+    A device's error may be the job's too: an index out of range breaks one device after the other.  The members move up by one seat, so
+    that another one runs the microbatch the next time.  A single worker tries twice.
+    """
+    failures, seats, members = decision.run.history.failures, decision.run.members.seats, decision.plan.members
+    same = [each for each in failures if (each.signature, each.step) == (event.signature, event.step)]
+    again = any(each.generation < event.generation and (each.worker != event.worker or len(members) == 1) for each in same)
+    if not any(each.generation == event.generation for each in failures):
+        decision.know("members", seats=(*seats[1:], *seats[:1]))
+    failure = JobFailure(event.signature, event.step, event.worker, event.generation)
+    decision.know("history", failures=(*failures, *((failure,) if failure not in failures else ())))
+    return event.detail or event.signature if again else ""
+
+
+def stands_still(decision: Decision, plan: Plan) -> Stall | None:
+    """Returns how the world of ``plan`` stands still and why, as far as that is known; None while it moves."""
+    watch, rules = decision.run.watch, decision.rules
+    return silence(watch, plan.nodes, decision.now, rules.silence_s) or stall(watch, plan.members, decision.now, rules.stall_s)
+
+
+def unblock(decision: Decision, stalled: Stall) -> None:
+    """Ends a world that stands still: without the culprit where that is known, otherwise the fence will tell."""
+    state = decision.run.state
+    culprit = (stalled.culprit,) if stalled.culprit else ()
+    if not isinstance(state, Stopping):
+        return expel(decision, culprit, stalled.sentence) if culprit else edges.stop(decision, stalled.sentence)
+    membership.expel(decision, culprit, stalled.sentence, examine=True)
+    pending = tuple(worker for worker in state.pending if worker not in culprit)
+    decision.amend(pending=pending, expelled=(*state.expelled, *culprit))
+    decision.say(stalled.sentence)
+    give_up_the_boundary(decision)
 
 
 def expel(decision: Decision, workers: tuple[WorkerId, ...], cause: str) -> None:
-    """End ``workers``, who stand still, and with them the generation."""
+    """Ends ``workers``, which stand still, and with them the generation."""
     membership.expel(decision, workers, cause, examine=True)
-    stop(decision, f"{cause}: expel {names(workers)}", expelled=workers)
-
-
-def give_up_the_boundary(decision: Decision) -> None:
-    """The members cannot agree on it any more: the stop is no longer a planned one."""
-    decision.amend(planned=False, deadline=decision.now + decision.rules.fence_s)
-    state = decision.run.state
-    if isinstance(state, Stopping) and state.pending:
-        decision.do(Fence(state.plan.generation, state.pending))
-        copy_inventory.ask(decision)
-        decision.say(f"generation {state.plan.generation} stops at once")
+    edges.stop(decision, f"{cause}: expel {names(workers)}", expelled=workers)
 
 
 def members_lost(decision: Decision, workers: tuple[WorkerId, ...], sentence: str, *, certain: bool = True) -> None:
-    """``workers`` are gone, and no part of the run any more.  Where that is not certain, they count as expelled: they may act on leases."""
+    """``workers`` are gone and no part of the run any more.
+
+    Where that is not certain they count as expelled: they may still act on their leases.
+    """
     state, plan = decision.run.state, decision.run.plan
     gone = frozenset(workers).intersection(plan.members) if plan is not None else frozenset()
     members = tuple(worker for worker in workers if worker in gone)
@@ -71,71 +119,154 @@ def members_lost(decision: Decision, workers: tuple[WorkerId, ...], sentence: st
         if state.planned and pending:
             give_up_the_boundary(decision)
     else:
-        stop(decision, sentence, expelled=() if certain else members)
+        edges.stop(decision, sentence, expelled=() if certain else members)
 
 
-def stands_still(decision: Decision, plan: Plan) -> Stall | None:
-    """The world of ``plan``: and why, as far as that is known."""
-    watch, rules = decision.run.watch, decision.rules
-    return silence(watch, plan.nodes, decision.now, rules.silence_s) or stall(watch, plan.members, decision.now, rules.stall_s)
-
-
-def unblock(decision: Decision, stalled: Stall) -> None:
-    """The world stands still.  If it is known because of whom, without that one; else the fence will tell."""
+def give_up_the_boundary(decision: Decision) -> None:
+    """The members cannot agree on the boundary any more: the stop is no longer a planned one."""
+    decision.amend(planned=False, deadline=decision.now + decision.rules.fence_s)
     state = decision.run.state
-    culprit = (stalled.culprit,) if stalled.culprit else ()
-    if not isinstance(state, Stopping):
-        return expel(decision, culprit, stalled.sentence) if culprit else stop(decision, stalled.sentence)
-    membership.expel(decision, culprit, stalled.sentence, examine=True)
-    pending = tuple(worker for worker in state.pending if worker not in culprit)
-    decision.amend(pending=pending, expelled=(*state.expelled, *culprit))
-    decision.say(stalled.sentence)
-    give_up_the_boundary(decision)
+    if isinstance(state, Stopping) and state.pending:
+        decision.do(Fence(state.plan.generation, state.pending))
+        copy_inventory.ask(decision)
+        decision.say(f"generation {state.plan.generation} stops at once")
 
 
-def broken(decision: Decision, event: Broken) -> None:
-    """A member stands still.  It still has to answer the fence: what it saw of the last commit counts."""
+# ---- the answers
+
+
+def fenced(decision: Decision, event: Fenced) -> None:
+    """The member applies nothing more in this generation: what it holds is certain now."""
     state = decision.run.state
-    job_error = _note_failure(decision, event) if event.cause in ("job", "device") else ""
-    what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
-    if event.cause == "device":
-        membership.unfit(decision, event.worker, what)
-    if event.cause == "damaged" and event.version is not None:
-        checkpoints.damaged(decision, event.version, f"{event.worker}: {event.detail}")
-    if event.cause == "copy":
-        copy_inventory.unreadable(decision, NodeId(event.signature))
-    cause = f"{event.worker} cannot go on ({event.cause}: {what})"
-    if isinstance(state, Stopping):
-        decision.amend(job_error=state.job_error or job_error)
-        decision.say(cause)
-        if state.planned:
-            give_up_the_boundary(decision)
-    else:
-        stop(decision, cause, job_error=job_error)
+    if isinstance(state, Finishing):
+        return
+    if isinstance(state, Forming | Running):
+        edges.stop(decision, f"{event.worker} takes no more part")
+        return fenced(decision, event)
+    assert isinstance(state, Stopping)
+    if event.generation < state.plan.generation:  # it was left out of this one
+        return membership.hold(decision, {event.worker: event.held})
+    if event.worker not in decision.run.workers:  # it died with its answer on the way: what it saw counts, what it held is gone
+        return commits.all_committed(decision, event.outcomes)
+    if event.worker not in state.pending:
+        return decision.refuse(f"{event.worker} has answered already")
+    commits.all_committed(decision, event.outcomes)
+    membership.hold(decision, {event.worker: event.held})
+    pending = tuple(worker for worker in state.pending if worker != event.worker)
+    answer = Answer(event.worker, event.held, event.prepared, event.newest_seen)
+    decision.amend(pending=pending, answers=(*state.answers, answer))
+    if state.save and not pending:
+        decision.amend(deadline=decision.now + decision.rules.stop_s)
 
 
-def _note_failure(decision: Decision, event: Broken) -> str:
-    """The user's own words when the job is at fault: the same error came back at the same step, on another worker.
+def go_on(decision: Decision, state: Stopping) -> None:
+    if state.planned and decision.run.step >= decision.rules.target_step:
+        return edges.finish(decision, state.plan)
+    if state.planned and state.pending:
+        stalled = stands_still(decision, state.plan)
+        return unblock(decision, stalled) if stalled else None
+    if state.pending and decision.now >= state.deadline:
+        state = _expel_the_silent(decision, state)
+    elif state.pending:
+        state = _expel_silent_nodes(decision, state)
+    if state.pending or not _certain(decision, state) or _awaits_save(decision, state):
+        return
+    _settle(decision, state)
+    _next(decision, state)
 
-    A device's error may be the job's too: an index out of range breaks one device after the other.  The members move up by one seat, so
-    that the microbatch is run by another one next time.  A single worker tries twice.
+
+def _certain(decision: Decision, state: Stopping) -> bool:
+    """Can neither this generation commit any more, nor one that nobody knows of?
+
+    Where nobody can be reached, that is certain only once every lease has run out.
     """
-    run, members = decision.run, decision.plan.members
-    same = [each for each in run.failures if (each.signature, each.step) == (event.signature, event.step)]
-    again = any(each.generation < event.generation and (each.worker != event.worker or len(members) == 1) for each in same)
-    if not any(each.generation == event.generation for each in run.failures):
-        decision.know(seats=(*run.seats[1:], *run.seats[:1]))
-    failure = JobFailure(event.signature, event.step, event.worker, event.generation)
-    decision.know(failures=(*run.failures, *((failure,) if failure not in run.failures else ())))
-    return event.detail or event.signature if again else ""
+    run = decision.run
+    return decision.now >= run.takeover.blind_until and (bool(state.answers or state.lost) or decision.now >= run.watch.lease_until)
 
 
-def stop_requested(decision: Decision, event: StopRequested) -> None:
-    """A clean stop with a save, at the next occasion; a run that waits or steps goes on to say so itself."""
-    decision.know(stop=event.reason or "asked for")
-    state = decision.run.state
-    if isinstance(state, Stopping) and state.planned and state.pending and not state.save:
-        decision.amend(save=True)
-        decision.do(Pause(state.plan.generation, state.plan.members, save=True))
-    if not isinstance(state, Waiting | Running):
-        decision.say(f"stop asked for ({event.reason})")
+def _expel_the_silent(decision: Decision, state: Stopping) -> Stopping:
+    """Nobody who has not answered by the deadline is waited for, unless nothing at all was heard of the generation."""
+    pending, generation = state.pending, state.plan.generation
+    if not _certain(decision, state):
+        decision.amend(deadline=decision.now + decision.rules.fence_s)
+        decision.do(Fence(generation, pending))
+        decision.say(f"nobody of generation {generation} answers: ask again until the leases have run out")
+    else:
+        why = f"no answer to the fence of generation {generation} within {decision.rules.fence_s:g} s"
+        membership.expel(decision, pending, why, examine=True)
+        copy_inventory.ask(decision)
+        decision.amend(pending=(), expelled=(*state.expelled, *pending))
+        decision.say(f"{why}: expel {names(pending)}")
+    assert isinstance(decision.run.state, Stopping)
+    return decision.run.state
+
+
+def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
+    """Gives up nodes of which neither the keeper nor a member is heard, once only their answers to the fence are missing."""
+    run, silence_s = decision.run, decision.rules.silence_s
+    gone = silent(run.watch, state.plan.nodes, decision.now, LONGER * silence_s, silence_s)
+    if not _certain(decision, state) or any(run.workers[worker].node not in gone for worker in state.pending):
+        return state
+    answered = frozenset(answer.worker for answer in state.answers)
+    there = tuple(worker for worker, known in run.workers.items() if known.node in gone and worker not in answered)
+    why = f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {LONGER * silence_s:g} s, nor an answer to the fence"
+    membership.expel(decision, there, why)
+    decision.amend(pending=(), expelled=(*state.expelled, *state.pending))
+    decision.say(f"{why}: expel {names(there)}")
+    assert isinstance(decision.run.state, Stopping)
+    return decision.run.state
+
+
+def _awaits_save(decision: Decision, state: Stopping) -> bool:
+    on_its_way = decision.run.saves.find(decision.run.version) is not None
+    return state.planned and state.save and on_its_way and decision.now < state.deadline
+
+
+# ---- the outcome, and what comes next
+
+
+def _settle(decision: Decision, state: Stopping) -> None:
+    run, plan = decision.run, state.plan
+    answers = [answer for answer in state.answers if answer.worker in run.workers]
+    settlement = settle(plan, answers, newest((run.history.last,), plan.generation))
+    survivors = tuple(answer.worker for answer in answers)
+    membership.hold(decision, settlement.holdings)
+    if survivors:
+        decision.do(Settle(plan.generation, survivors, settlement.outcome))
+        decision.know("history", settled=Settle(plan.generation, survivors, settlement.outcome))
+    _say_outcome(decision, settlement, {answer.prepared for answer in answers if answer.prepared})
+    unusable = tuple(worker for worker in survivors if run.workers[worker].unfit)
+    membership.expel(decision, unusable, "its process is unusable")
+    decision.know("copies", unreported=0 if survivors else plan.generation)
+    if run.version.generation != plan.generation or (not state.planned and _as_far_as_another(run, plan.generation)):
+        decision.know("history", fruitless=run.history.fruitless + 1)
+
+
+def _as_far_as_another(run: RunState, generation: int) -> bool:
+    """Has it repeated all that was given up, and come no further than the generation that committed it first?"""
+    return run.step >= run.history.furthest.step and run.history.furthest.generation != generation
+
+
+def _say_outcome(decision: Decision, settlement: Settlement, prepared: set[int]) -> None:
+    if settlement.outcome is not None:
+        decision.say(f"step {settlement.outcome.step} was committed: it is applied by {names(settlement.applied_by)} too")
+    elif prepared:
+        decision.say(f"nobody saw step {max(prepared)} committed: it is dropped")
+
+
+def _next(decision: Decision, state: Stopping) -> None:
+    run, rules = decision.run, decision.rules
+    failures, fruitless = run.history.failures, run.history.fruitless
+    if state.job_error:
+        step = failures[-1].step
+        who = names(tuple(dict.fromkeys(failure.worker for failure in failures if failure.step == step)))
+        edges.end(decision, Failed(f"job error: {failures[-1].signature} at step {step}, again on {who}", state.job_error))
+    elif saves.target_is_saved(run, rules):
+        edges.end(decision, Finished(), f"finished at step {run.history.saved[-1].step}")
+    elif run.stop:
+        edges.end_as_asked(decision)
+    elif fruitless > rules.max_fruitless:
+        budget = f"{fruitless} generations in a row ended without a commit of a new step, {rules.max_fruitless} may"
+        edges.end(decision, Failed(f"{budget}; the last one: {state.cause}"))
+    else:
+        edges.form(decision)

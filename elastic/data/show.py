@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from elastic.data.tokenizer import Encoder, open_encoder
 from elastic.errors import DataError
-from storage.datasets import Coding, Description
+from storage.datasets import Coding, Description, TokenFiles
 from storage.errors import Missing
 from storage.objects import ObjectStore
-from storage.tokens import TokenFiles
 
 SHOWN_TOKENS = 64
 

@@ -13,9 +13,9 @@ import torch
 
 from elastic.data.sources import text_files
 from elastic.errors import DataError
+from storage.datasets import TokenFiles
 from storage.errors import BadFormat, Damaged, Missing
 from storage.objects import ObjectStore
-from storage.tokens import TokenFiles
 
 
 class TokenDataset:

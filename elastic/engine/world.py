@@ -36,6 +36,7 @@ from elastic.engine import sockets, streams
 from elastic.engine.sockets import Endpoint, Service, Waking
 from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
+from elastic.plan.placement import data_rank, data_ranks
 
 LEAD = 8
 """Calls of ``keep_up`` that the host may be ahead of the device."""
@@ -119,8 +120,8 @@ class World:
             undo.callback(_forget_groups, device)  # whatever fails: this process must be able to form the next world
             _init_default_group(store, rank, layout.world, device, form_s)
             met()
-            shard = _group(layout.shard_ranks(rank), layout)
-            replicate = _group(layout.replicate_ranks(rank), layout) if replicas else None
+            shard = _group(layout.ranks_along("dp_shard", rank), layout)
+            replicate = _group(layout.ranks_along("dp_replicate", rank), layout) if replicas else None
             listening = sockets.listening() - before
             peers = _exchange_endpoints(store, rank, layout.world, listening) if device.type == "cpu" else frozenset[Endpoint]()
             world = cls(generation, layout, rank, device, shard, replicate, store, frozenset(p for _, p in listening), peers)
@@ -139,11 +140,22 @@ class World:
         """Rank 0 of a world in which nobody else is: collectives end at once and bring nothing that means anything (torch's fake
         backend).  For what depends on shapes only."""
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world)
-        return cls(0, layout, 0, device, _group(layout.shard_ranks(0), layout), None, FakeStore(), frozenset(), frozenset())
+        return cls(0, layout, 0, device, _group(layout.ranks_along("dp_shard", 0), layout), None, FakeStore(), frozenset(), frozenset())
 
     @property
     def size(self) -> int:
+        """The number of members."""
         return self.layout.world
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this member's model group, among those that run microbatches."""
+        return data_rank(self.layout, self.rank)
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of model groups."""
+        return data_ranks(self.layout)
 
     @property
     def shard_mesh(self) -> DeviceMesh:

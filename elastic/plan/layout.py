@@ -1,7 +1,6 @@
 """Layouts: the degrees of the axes, where a world rank sits in them, and what n workers become.
 
-Replicas are the outer axis, shards the inner one, so that the shards of one replica are neighbours:
-``world_rank = replicate_index * dp_shard + shard_index``.
+Axes are ordered as in ``axes.py``: replicas are outside of shards, so that the shards of one replica have neighbouring world ranks.
 
 A :class:`LayoutRule` says which degrees may be used.  The shard degree has a floor: every worker that leaves makes the shards of
 the others larger, up to what their memory holds.  Below it there is no layout, and the run waits instead of running out of memory.
@@ -9,39 +8,51 @@ the others larger, up to what their memory holds.  Below it there is no layout, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from elastic.plan.axes import AXES
 
 USES = ("all", "fit")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``dp_replicate`` copies of the state, each split over ``dp_shard`` workers."""
+    """The degree of each axis.  ``more``: (axis, degree) of axes beside the two data axes."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    more: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def degrees(self) -> tuple[tuple[str, int], ...]:
+        """(axis, degree) of every axis, the outermost first.  Raises ValueError for an axis that is not in the table."""
+        known = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, **dict(self.more)}
+        if unknown := known.keys() - AXES.keys():
+            raise ValueError(f"a layout has the axes {', '.join(sorted(unknown))}, which plan/axes.py does not know")
+        return tuple((name, known[name]) for name in AXES if name in known)
 
     @property
     def world(self) -> int:
-        """Number of members."""
-        return self.dp_replicate * self.dp_shard
+        """The number of members."""
+        return math.prod(degree for _, degree in self.degrees)
 
-    def coordinates(self, world_rank: int) -> tuple[int, int]:
-        """(replicate index, shard index) of a member."""
-        return divmod(world_rank, self.dp_shard)
+    def coordinates(self, world_rank: int) -> dict[str, int]:
+        """Return where a member sits along each axis."""
+        found = {}
+        for name, degree in reversed(self.degrees):
+            world_rank, found[name] = divmod(world_rank, degree)
+        return dict(reversed(found.items()))
 
-    def shard_ranks(self, world_rank: int) -> range:
-        """Members that hold one replica together with ``world_rank``."""
-        first = world_rank - world_rank % self.dp_shard
-        return range(first, first + self.dp_shard)
-
-    def replicate_ranks(self, world_rank: int) -> range:
-        """Members that hold the same shard as ``world_rank``."""
-        return range(world_rank % self.dp_shard, self.world, self.dp_shard)
+    def ranks_along(self, axis: str, world_rank: int) -> range:
+        """Return the members that differ from ``world_rank`` along ``axis`` alone, itself included."""
+        inner = math.prod(degree for _, degree in self.degrees[[name for name, _ in self.degrees].index(axis) + 1 :])
+        first = world_rank - self.coordinates(world_rank)[axis] * inner
+        return range(first, first + inner * dict(self.degrees)[axis], inner)
 
     def __str__(self) -> str:
-        return f"{self.dp_replicate}×{self.dp_shard}"
+        return "×".join([f"{self.dp_replicate}×{self.dp_shard}", *(f"{degree} {name}" for name, degree in self.more)])
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Quarantine:
 
 
 @dataclass(frozen=True)
-class TakeStock:
+class ListCopies:
     """Ask these keepers which copies they have complete; each answers ``Kept`` of ``generation``."""
 
     generation: int
@@ -120,4 +120,4 @@ class Exit:
     workers: tuple[WorkerId, ...]
 
 
-Action = StartWorkers | Form | Go | Pause | Fence | Settle | Kill | CommitManifest | Quarantine | TakeStock | Release | Pair | Exit
+Action = StartWorkers | Form | Go | Pause | Fence | Settle | Kill | CommitManifest | Quarantine | ListCopies | Release | Pair | Exit

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic.plan.batch import microbatch_of, rounds
+from elastic.plan.layout import Layout
+from elastic.plan.placement import data_ranks, reporters
 
 GO_ON, PAUSE, SAVE_AND_PAUSE = 0, 1, 2
 """What a member asks for at the boundary after this step; the greatest of all members counts."""
@@ -96,11 +98,17 @@ class CommitShape:
     generation: int
     microbatches: int
     microbatch: int
-    world: int
+    layout: Layout
+
+    @property
+    def world(self) -> int:
+        """The number of members, each of which sends a record."""
+        return self.layout.world
 
     @property
     def rounds(self) -> int:
-        return rounds(self.microbatches, self.world)
+        """The number of rounds, of each of which a record has the loss, the tokens and the samples."""
+        return rounds(self.microbatches, data_ranks(self.layout))
 
     @property
     def fields(self) -> int:
@@ -121,18 +129,18 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
     if len(gathered) != size * shape.world:
         raise BadRecord(f"{len(gathered)} bytes of commit records instead of {size * shape.world}")
     records = [_record(shape, step, rank, gathered[rank * size : (rank + 1) * size]) for rank in range(shape.world)]
-    parts = {}
-    for rank, record in enumerate(records):
+    parts, speakers = {}, reporters(shape.layout)
+    for data_rank, world_rank in enumerate(speakers):
         for round_ in range(shape.rounds):
-            index = microbatch_of(round_, rank, shape.world, shape.microbatches)
+            index = microbatch_of(round_, data_rank, len(speakers), shape.microbatches)
             if index is not None:
                 first = HEADER + round_ * (2 + shape.microbatch)
-                parts[index] = record[first : first + 2 + shape.microbatch]
+                parts[index] = records[world_rank][first : first + 2 + shape.microbatch]
     ordered = [parts[i] for i in range(shape.microbatches)]
     return Outcome(
         step=step,
         generation=shape.generation,
-        squared_norm=records[0][7],
+        squared_norm=records[speakers[0]][7],
         losses=tuple(part[0] for part in ordered),
         counts=tuple(int(part[1]) for part in ordered),
         samples=tuple(tuple(int(i) for i in part[2:]) for part in ordered),

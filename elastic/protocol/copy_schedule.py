@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from elastic.ids import Version, WorkerId
+from elastic.ids import Cell, Version, WorkerId
+from elastic.plan.placement import cell_of
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.plan import Plan
 
@@ -34,11 +35,10 @@ def age(version: Version) -> tuple[int, int]:
 
 
 class Copy(NamedTuple):
-    """What a slot's header says: shard ``shard_index`` of ``shard_count`` at ``version``."""
+    """What a slot's header says: the part of the state that ``cell`` names, at ``version``."""
 
     version: Version
-    shard_count: int
-    shard_index: int
+    cell: Cell
 
     @property
     def age(self) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class Copies:
     """
 
     plan: Plan
-    shard: tuple[int, int]
+    cell: Cell
     copied: Copy | None = None
     buddied: Copy | None = None
     begun: Copy | None = None
@@ -77,9 +77,9 @@ class Copies:
 
         copied, buddied = (still(before.copied), still(before.buddied)) if before else (None, None)
         copied, buddied = known(plan.protected, copied), known(plan.buddied, buddied)
-        shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(worker))[1])
-        first = Copy(plan.version, *shard) if plan.copy_every else None
-        return Copies(plan, shard, copied, buddied, first, first if plan.buddy_every else None)
+        cell = cell_of(plan.layout, plan.world_rank(worker))
+        first = Copy(plan.version, cell) if plan.copy_every else None
+        return Copies(plan, cell, copied, buddied, first, first if plan.buddy_every else None)
 
     def after(self, outcome: Outcome) -> Copies:
         """Having seen the commit ``outcome``: its version is copied if it is ``begun`` now, and goes to the buddy if it is ``sent``."""
@@ -94,7 +94,7 @@ class Copies:
     def _of(self, step: int) -> Copy | None:
         """This member's part of ``step``."""
         version = version_at(self.plan, step)
-        return Copy(version, *self.shard) if version is not None else None
+        return Copy(version, self.cell) if version is not None else None
 
     def slot(self, slots: Sequence[Copy | None]) -> int | None:
         """Where the copy of ``begun`` goes: an empty or torn slot (None), else the oldest that is not protected.  None: it is there."""

@@ -12,20 +12,21 @@ from elastic.plan.transfer import Holding
 from elastic.protocol.builds import Build
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.plan import Plan
+from storage.slices import Tensor
 
 
 @dataclass(frozen=True)
 class Joined:
     """A worker's process is up, its imports are done, and it can be given a plan.
 
-    ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``rows`` are the distinct
-    dim-0 lengths of the state's tensors: all that coverage of dim-0 shards depends on.  ``build``: what must be the same everywhere.
+    ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes``: one tensor of the state
+    for each class that all axes cut alike, which is all that coverage depends on.  ``build``: what must be the same everywhere.
     """
 
     worker: WorkerId
     node: NodeId
     kind: str
-    rows: tuple[int, ...]
+    classes: tuple[Tensor, ...]
     build: Build = field(default_factory=Build)
 
 
@@ -91,7 +92,7 @@ class KeeperLost:
 
 @dataclass(frozen=True)
 class Kept:
-    """The copies that a keeper has complete: answer to ``TakeStock`` of ``generation``.  A torn one is not among them.
+    """The copies that a keeper has complete: answer to ``ListCopies`` of ``generation``.  A torn one is not among them.
 
     Of its own node's workers, dead or alive, and of those whose buddy it is; each names this keeper.
     """
@@ -211,6 +212,14 @@ class Fenced:
     held: tuple[Holding, ...]
     prepared: int | None
     outcomes: tuple[Outcome, ...] = ()
+    seen: Version | None = None
+    """The newest commit among ``outcomes``, as the journal keeps it where it leaves out those that were known."""
+
+    @property
+    def newest_seen(self) -> Version | None:
+        """The newest commit of its generation that the worker has seen."""
+        steps = [each.step for each in self.outcomes if each.generation == self.generation]
+        return self.seen or (Version(max(steps), self.generation) if steps else None)
 
 
 @dataclass(frozen=True)

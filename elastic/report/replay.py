@@ -1,12 +1,11 @@
 """What happened and why, from the journal alone; and whether this version would decide the same.
 
-A journal is a row of segments, each a snapshot and the records after it (``storage/journal.py``).  ``tell`` shows each record: time, event,
+A journal is a row of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows each record: time, event,
 edge, actions, reason.  ``differences`` calls ``advance`` from what was known before each record, with the recorded time and rules: states
 and actions must be the same, so a kept journal is a regression test of every decision in it.  Sentences are compared only with what
 the same version and the same rules would say: another version may word them better.
 
 Beats, ticks, renewals and capacities are recorded only where something came of them; the next record says what they had changed by then.
-Records of format 1 say only what of that the decision left, so there those fields are taken from what it changed.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from elastic.control.rules import Rules
 Json = Mapping[str, Any]
 Segment = tuple[Json, Sequence[Json]]
 
-QUIET = ("watch", "slots", "lease_until")
-"""The fields of ``RunState`` that unrecorded events change, in format 1."""
 SHOWN_MEMBERS = 8
 
 
@@ -48,6 +45,7 @@ def tell(segments: Iterable[Segment]) -> Iterator[str]:
     """A line a record; commits to which nothing else happened are one line."""
     before, state, commits = 0.0, "", list[Json]()
     for snapshot, records in segments:
+        snapshot, records = codec.modern(snapshot, records)
         state = state or snapshot["run"]["state"]["$"]
         for record in records:
             if record["event"]["$"] == "StepDone" and not record["actions"] and record["state"] == state:
@@ -136,6 +134,7 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
     Raises :class:`ValueError` without any, :class:`~elastic.control.codec.UnknownFormat` for a journal that this version cannot read.
     """
     for snapshot, records in segments:
+        snapshot, records = codec.modern(snapshot, records)
         recorded = snapshot.get("rules")
         by = codec.decode(Rules, recorded) if recorded else rules
         if by is None:
@@ -144,11 +143,9 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
 
 
 def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Difference]:
-    known = dict(snapshot["run"])
-    codec.fold(snapshot, ())  # refuses a format that is not ours
     for record in records:
-        known.update(record.get("meanwhile", {}))
-        before = {**known, **_quiet(known, record)} if snapshot["format"] == 1 else known
+        record = codec.written_out(record, snapshot["run"])
+        before = codec.before(snapshot["run"], record)
         decided = advance(codec.decode_run(before), codec.decode_event(record["event"]), record["at"], rules)
         state = type(decided.run.state).__name__
         if state != record["state"]:
@@ -159,7 +156,7 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, senten
             yield Difference(record["n"], "actions", wanted, ours)
         if sentences and decided.reason != record["reason"]:
             yield Difference(record["n"], "reason", repr(record["reason"]), repr(decided.reason))
-        known.update(record["changed"])
+        snapshot = codec.after(snapshot, record)
 
 
 def _in_the_words_of(recorded: Any, ours: Any) -> Any:
@@ -169,10 +166,3 @@ def _in_the_words_of(recorded: Any, ours: Any) -> Any:
     if isinstance(recorded, list) and isinstance(ours, list) and len(recorded) == len(ours):
         return [_in_the_words_of(*pair) for pair in zip(recorded, ours, strict=True)]
     return ours
-
-
-def _quiet(known: Json, record: Json) -> dict[str, Any]:
-    """What a record of format 1 tells of the quiet fields before its decision; the room that was there, less who was started, is left."""
-    started = sum(len(action["workers"]) for action in record["actions"] if action["$"] == "StartWorkers")
-    quiet = {name: value for name, value in record["changed"].items() if name in QUIET}
-    return {**quiet, "slots": {**known, **quiet}["slots"] + started}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elastic.control.states import RunState
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.control.run import RunState
+from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.protocol.builds import Build
 from elastic.protocol.events import Beat, Capacity, KeeperLost, KeeperUp, Kept, Lost, NodeFound, NodeRefused, StartFailed
 from elastic.protocol.plan import Plan
@@ -52,15 +52,15 @@ class Bucket:
     """Object storage: which shards are in, which versions have a manifest, which of those cannot be read."""
 
     def __init__(self) -> None:
-        self.shards: dict[Version, dict[int, set[tuple[int, int]]]] = {}
+        self.shards: dict[Version, dict[int, set[Cell]]] = {}
         """Of each version, by the generation that wrote them: their layouts differ."""
         self.manifests: set[Version] = set()
         self.damaged: set[Version] = set()
 
-    def written(self, version: Version, shard: tuple[int, int], generation: int) -> None:
-        self.shards.setdefault(version, {}).setdefault(generation, set()).add(shard)
+    def written(self, version: Version, cell: Cell, generation: int) -> None:
+        self.shards.setdefault(version, {}).setdefault(generation, set()).add(cell)
 
-    def by(self, version: Version, generation: int) -> frozenset[tuple[int, int]]:
+    def by(self, version: Version, generation: int) -> frozenset[Cell]:
         """The shards that ``generation`` wrote, or the one that committed the version (0)."""
         return frozenset(self.shards.get(version, {}).get(generation or version.generation, ()))
 
@@ -291,11 +291,11 @@ class Cluster:
         """Whether ``worker`` gets its shard of the plan's version: "ok", "gone", "down" or "damaged"."""
         if plan.version == Version(0, 0):
             return "ok"
-        if (plan.version, *worker.shard) in worker.held:
+        if (plan.version, worker.cell) in worker.held:
             return "ok"
         holders = [self.workers[h.worker] for h in plan.holders if not h.keeper]
-        near = frozenset(slot[1:] for w in holders if w.alive for slot in w.held if slot[0] == plan.version)
-        near |= frozenset((h.shard_count, h.shard_index) for h in plan.holders if h.keeper and h in held_at(self, h.keeper))
+        near = frozenset(slot[1] for w in holders if w.alive for slot in w.held if slot[0] == plan.version)
+        near |= frozenset(h.cell for h in plan.holders if h.keeper and h in held_at(self, h.keeper))
         if not self.peers_cut(plan.members) and covers(near, self.sim.scenario.rows):
             return "ok"
         if plan.version not in self.bucket.manifests:

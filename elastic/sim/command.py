@@ -1,4 +1,7 @@
-"""``elastic simulate``: many seeds over several processes, what they covered, and of a violation the smallest schedule."""
+"""``elastic simulate``: runs many seeds in several processes, and says what they covered.
+
+If a seed breaks a promise, its schedule is made as small as possible and printed as a script.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ from elastic.sim.trace import scenario_of
 from elastic.sim.violation import Violation
 
 JUDGED_FROM = 20_000
-"""So many seeds must cover every pair; of fewer it is only said what they did not."""
+"""Number of seeds that must cover every pair of a state and an event.  With fewer, what is missing is only printed."""
 SHOWN = 20
+"""Number of missing pairs that are printed."""
 
 Say = Callable[[str], None]
 
 
 def seeds_of(text: str) -> range:
-    """``1000``: the first so many; ``5000..6000``: from the one up to the other, which is left out."""
+    """Returns the seeds that a text means: ``1000`` the first 1000, ``5000..6000`` those from 5000 to 5999.  Raises :class:`ValueError`."""
     first, dots, last = text.partition("..")
     try:
         seeds = range(int(first), int(last)) if dots else range(int(first))
@@ -35,7 +39,7 @@ def seeds_of(text: str) -> range:
 
 
 def simulate_seeds(seeds: range, jobs: int, say: Say) -> int:
-    """The exit code: 0, or 1 when a promise was broken or a pair that can meet never met."""
+    """Runs the seeds, and returns the exit code: 1 if a promise was broken or a possible pair never met, else 0."""
     began = time.monotonic()
     coverage, broken = run_in_processes(seeds, jobs)
     say(coverage_table(coverage))
@@ -48,6 +52,7 @@ def simulate_seeds(seeds: range, jobs: int, say: Say) -> int:
 
 
 def _uncovered(coverage: Coverage, say: Say) -> bool:
+    """Prints the possible pairs that never met, and tells whether there should have been none."""
     absent = missing(coverage)
     if absent:
         shown = ", ".join(absent[:SHOWN]) + (" ..." if len(absent) > SHOWN else "")
@@ -58,13 +63,13 @@ def _uncovered(coverage: Coverage, say: Say) -> bool:
 
 
 def simulate_script(script: Path, seeds: range, say: Say) -> int:
-    """Each seed's cluster with the faults of ``script`` instead of its own."""
+    """Runs the cluster of each seed with the faults of ``script`` in place of its own.  Returns the exit code."""
     faults = from_json(script.read_text(encoding="utf-8"))
     return max(_one(seed, replace(Scenario.drawn(seed), faults=faults), say) for seed in seeds)
 
 
 def simulate_trace(trace: Path, seeds: range, pace: float, say: Say) -> int:
-    """A run on the machines of a spot trace."""
+    """Runs each seed on the machines of a spot trace, ``pace`` times as fast as it was recorded.  Returns the exit code."""
     return max(_one(seed, scenario_of(trace.read_text(encoding="utf-8"), pace), say) for seed in seeds)
 
 
@@ -75,7 +80,7 @@ def _one(seed: int, scenario: Scenario, say: Say) -> int:
 
 
 def explain(seed: int, say: Say) -> None:
-    """The violation of ``seed`` by as few faults as show one, as a script."""
+    """Prints a violation that ``seed`` shows with as few faults as possible, and these faults as a script."""
     scenario = Scenario.drawn(seed)
     faults = minimised(scenario.faults, lambda part: not tried(seed, replace(scenario, faults=part))[1])
     say(tried(seed, replace(scenario, faults=faults))[0])
@@ -84,7 +89,7 @@ def explain(seed: int, say: Say) -> None:
 
 
 def tried(seed: int, scenario: Scenario) -> tuple[str, bool]:
-    """How it ended, or which promise was broken; and whether all were kept."""
+    """Simulates one seed.  Returns how it ended or which promise was broken, and whether all were kept."""
     try:
         report = simulate(seed, scenario)
     except Violation as violation:

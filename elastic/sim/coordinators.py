@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from elastic.control import codec
 from elastic.control.machine import Transition
 from elastic.control.rules import Rules
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.control.takeover import STOOD_S
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import actions as do
@@ -118,7 +118,7 @@ class Coordinator:
             self.perform(action)
         if transition.run.state is not before.state:
             sim.strikes.entered(type(transition.run.state).__name__)
-        if transition.run.last is not before.last:
+        if transition.run.history.last is not before.history.last:
             sim.strikes.recovered()
         if (stood_s := sim.clock.now - self._decided_at) > STOOD_S:
             self.receive(Tick(stood_s))
@@ -187,7 +187,8 @@ class Coordinator:
             self.sim.oracle.granted(worker, asked_at)
             self.receive(Renewed(worker.name, generation))
         safe = self.journal.safe
-        self._tell(worker, worker.renewed, generation, asked_at, granted, safe.recorded_step if safe.generation == generation else 0)
+        recorded_step = safe.history.recorded_step if safe.generation == generation else 0
+        self._tell(worker, worker.renewed, generation, asked_at, granted, recorded_step)
 
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
         if not self.reaches(worker.node) or (self.cut and self.sim.rng.random() < 0.5):
@@ -215,7 +216,7 @@ class Coordinator:
                 cluster.kill(action.workers)
             case do.CommitManifest():
                 self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._commit_manifest, action)
-            case do.TakeStock():
+            case do.ListCopies():
                 cluster.order(self.incarnation, action.keepers, cluster.take_stock, action.generation)
             case do.Release():
                 cluster.order(self.incarnation, action.keepers, cluster.release, action.copied, action.buddied)
@@ -359,11 +360,11 @@ class Coordinators:
     def resume(self) -> None:
         """The same command after a stop: it knows what the newest manifest says, and which numbers were used."""
         sim, run = self.sim, self.present.run
-        version = run.saved[-1] if run.saved else Version(0, 0)
-        known = lineage.cut(run.lineage, version)
+        version = run.history.saved[-1] if run.history.saved else Version(0, 0)
+        known = lineage.cut(run.history.lineage, version)
         incarnation = self.claimed = self.claimed + 1
         begun = RunState.begin(
-            incarnation, sim.clock.now + self.ahead_s, run.saved, known, max(run.generation, run.unread), run.next_worker
+            incarnation, sim.clock.now + self.ahead_s, run.history.saved, known, run.next_generation - 1, run.members.next_worker
         )
         self._begin(begun, incarnation)
         sim.oracle.resumed()

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from elastic.ids import NodeId, Version
+from elastic.ids import Cell, NodeId, Version
 from elastic.plan.transfer import Holding
-from elastic.protocol.actions import Action, Release, TakeStock
+from elastic.protocol.actions import Action, ListCopies, Release
 from elastic.protocol.events import Event, KeeperLost, Kept, Recovered
 from elastic.protocol.plan import Plan
 from elastic.sim.memory import Memory, Slot, held_at, whole
@@ -19,7 +19,7 @@ from elastic.sim.truth import covers
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
-    from elastic.control.states import RunState
+    from elastic.control.run import RunState
     from elastic.sim.simulation import Simulation
     from elastic.sim.worker import Worker
 
@@ -64,7 +64,7 @@ class CopiesOracle:
             worker = self.sim.cluster.workers[each.worker]
             slots = [*worker.memory.slots, *shelf.left.get(each.worker, ()), *shelf.guests.get(each.worker, ())]
             headers = [slot.copy for slot in slots if slot is not None and slot.complete]
-            if (each.version, each.shard_count, each.shard_index) not in headers:
+            if (each.version, each.cell) not in headers:
                 raise Violation(f"the keeper of {node} says to hold {each}, and there is no such copy, or it is torn")
 
     # -- what the coordinator is told and decides --------------------------------------------------------------------
@@ -73,7 +73,7 @@ class CopiesOracle:
         match event:
             case Recovered():
                 self.forget()  # but for what the journal says
-                self.heard[before.stock] = {node: host.kept for node, host in before.hosts.items() if host.kept}
+                self.heard[before.copies.asked] = {node: host.kept for node, host in before.copies.hosts.items() if host.kept}
             case KeeperLost():
                 for said in self.heard.values():
                     said.pop(event.node, None)
@@ -87,7 +87,7 @@ class CopiesOracle:
 
     def judge(self, before: RunState, action: Action) -> None:
         match action:
-            case TakeStock() if action.generation not in self.asked or set(action.keepers) >= set(before.keepers):
+            case ListCopies() if action.generation not in self.asked or set(action.keepers) >= set(before.cluster.keepers):
                 self.asked[action.generation] = self.sim.coordinators.present.counts_from
             case Release():
                 self._judge_release(before, action)
@@ -112,10 +112,10 @@ class CopiesOracle:
         held = [holding for kept in self.heard[generation].values() for holding in kept]
         return max((each.version.step for each in held if each.version.generation == generation), default=0)
 
-    def known(self, before: RunState, keepers: tuple[NodeId, ...]) -> set[tuple[Version, int, int]]:
+    def known(self, before: RunState, keepers: tuple[NodeId, ...]) -> set[tuple[Version, Cell]]:
         """All that ``keepers`` hold, and have said in time; where they still had time to answer, all that they hold."""
-        cluster, generation, held = self.sim.cluster, before.generation, set[tuple[Version, int, int]]()
-        if not self.sim.rules.copy_every or not before.seats:
+        cluster, generation, held = self.sim.cluster, before.generation, set[tuple[Version, Cell]]()
+        if not self.sim.rules.copy_every or not before.members.seats:
             return held
         in_time = self.sim.coordinators.present.now < self.asked.get(generation, float("inf")) + self.sim.rules.fence_s
         for node in keepers:
@@ -125,7 +125,7 @@ class CopiesOracle:
                 truth = tuple(each for each in truth if each in said)
             elif not in_time:
                 continue
-            held |= {(each.version, each.shard_count, each.shard_index) for each in truth}
+            held |= {(each.version, each.cell) for each in truth}
         return held
 
     def judge_plan(self, before: RunState, after: RunState, plan: Plan) -> None:
@@ -135,15 +135,15 @@ class CopiesOracle:
         kept = [each for each in plan.holders if each.keeper]
         if kept and plan.tier in ("init", "live"):
             raise Violation(f"tier {plan.tier}, and {kept[0]} is a copy")
-        if lost := {each.keeper for each in kept} - set(after.keepers):
+        if lost := {each.keeper for each in kept} - set(after.cluster.keepers):
             raise Violation(f"generation {plan.generation} takes copies from {sorted(lost)}, and no such keeper is there")
         if wrong := [each for each in kept if each not in self.heard[before.generation].get(each.keeper, ())]:
             raise Violation(f"generation {plan.generation}: nobody has said {wrong[0]}")
-        shards: dict[Version, set[tuple[int, int]]] = defaultdict(set)
+        cells: dict[Version, set[Cell]] = defaultdict(set)
         for node, said in self.heard[before.generation].items():
-            for each in set(said) & set(held_at(self.sim.cluster, node)) if node in after.keepers else ():
-                shards[each.version].add((each.shard_count, each.shard_index))
-        whole_there = [v for v, found in shards.items() if v <= plan.version and covers(frozenset(found), self.sim.scenario.rows)]
+            for each in set(said) & set(held_at(self.sim.cluster, node)) if node in after.cluster.keepers else ():
+                cells[each.version].add(each.cell)
+        whole_there = [v for v, found in cells.items() if v <= plan.version and covers(frozenset(found), self.sim.scenario.rows)]
         newest = max((version for version in whole_there if self.sim.oracle.on_lineage(version)), default=None)
         if newest is not None and (plan.protected is None or plan.protected < newest):
             raise Violation(f"generation {plan.generation} protects {plan.protected}, and keepers have all of {newest}")

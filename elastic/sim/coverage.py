@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import get_args
 
-from elastic.control.states import State
+from elastic.control.run import State
 from elastic.protocol.events import Event
 from elastic.sim import faults
 from elastic.sim.faults import Kind

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.ids import NodeId
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Journal:
         self.sim, self.coordinator = sim, coordinator
         self.run = self.safe = run
         self.records = 0
-        self._lists = [run.keepers]
+        self._lists = [run.cluster.keepers]
         """Every list of keepers since ``safe``."""
         self._known_at = sim.clock.now
         """When it last knew that no other had followed it, where it cannot know now."""
@@ -43,8 +43,8 @@ class Journal:
 
     def append(self, run: RunState) -> None:
         self.run, self.records = run, self.records + 1
-        if run.keepers != self._lists[-1]:
-            self._lists.append(run.keepers)
+        if run.cluster.keepers != self._lists[-1]:
+            self._lists.append(run.cluster.keepers)
         self._send(lossy=True)
         self._by_keepers()
 
@@ -56,7 +56,7 @@ class Journal:
     # -- the keepers ------------------------------------------------------------------------------------------------
 
     def _send(self, *, lossy: bool) -> None:
-        for node in self.run.keepers:
+        for node in self.run.cluster.keepers:
             keeper = self._answering(node)
             if keeper is not None and keeper.heeds <= self.coordinator.incarnation and not (lossy and self.sim.rng.random() < 0.3):
                 keeper.tail = (self.coordinator.incarnation, self.records, self.run)
@@ -79,7 +79,7 @@ class Journal:
         return mine and self._answering(keeper.name) is not None and keeper.heeds <= self.coordinator.incarnation
 
     def _all_safe(self) -> None:
-        self.safe, self._lists = self.run, [self.run.keepers]
+        self.safe, self._lists = self.run, [self.run.cluster.keepers]
 
     # -- the bucket, and the mandate ----------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Journal:
             copies.append((self.coordinator.incarnation, self.records, self.run))
         run = max(copies, key=lambda copy: copy[:2])[2]
         attached = {node.name for node in nodes if node.tail is not None}
-        return run, disk or _half(attached, run.keepers)
+        return run, disk or _half(attached, run.cluster.keepers)
 
 
 def _half(attached: Iterable[NodeId], keepers: tuple[NodeId, ...]) -> bool:

@@ -111,7 +111,7 @@ class Memory:
         """Is it of this generation: cut as it is cut now, of what it began from or of a later step?"""
         assert self.copies is not None
         plan = self.copies.plan
-        return copy[1:] == self.copies.shard and (copy.version == plan.version or copy.version.generation == plan.generation)
+        return copy.cell == self.copies.cell and (copy.version == plan.version or copy.version.generation == plan.generation)
 
     # -- to the buddy ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 The oracle keeps the truth apart from the coordinator's knowledge: ``parent`` is what was really applied on top of what;
 ``evidence``, ``answered``, ``lost``, ``expelled`` are what the coordinator was really told.  It shares no code with the machine it
-judges: coverage of shards, for one, is found row by row.
+judges: coverage of cells, for one, is found row by row.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from elastic.control.states import Failed, Finished, Forming, Stopped, Waiting
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.control.run import Failed, Finished, Forming, Stopped, Waiting
+from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.protocol.actions import Action, Form, Go, Kill, Quarantine, Settle, StartWorkers
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
@@ -35,12 +35,12 @@ from elastic.protocol.events import (
 )
 from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
-from elastic.sim.truth import a_budget_is_spent, base_of, covers, expanded
+from elastic.sim.truth import a_budget_is_spent, base_of, covers, expanded, shard_of
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
     from elastic.control.machine import Transition
-    from elastic.control.states import RunState
+    from elastic.control.run import RunState
     from elastic.sim.coordinators import Coordinator
     from elastic.sim.simulation import Simulation
     from elastic.sim.worker import Worker
@@ -196,14 +196,15 @@ class Oracle:
                 self.here.clear()  # what was said to the one before is said again, or lost
                 if before.plan is not None and before.generation not in self.settlements:
                     self.settled.discard(before.generation)  # that it was left is forgotten
-                self.counting |= self.sim.cluster.bucket.damaged & set(before.saved)  # that they were put away, too: it is found again
+                # That they were put away is forgotten too: it is found again.
+                self.counting |= self.sim.cluster.bucket.damaged & set(before.history.saved)
                 if not event.whole:
                     self._forget_the_unread(before)
                 gone = self.joined - set(event.workers)
                 dead = {worker for worker in gone & before.workers.keys() if before.workers[worker].node in event.keepers}
                 self.lost |= dead - self.expelled  # its node would have it, if it lived: what it said before it died is a fact
                 self.expelled |= gone - self.lost
-                ours = {*before.workers, *before.starting}
+                ours = {*before.workers, *before.members.starting}
                 self.expelled -= ours.intersection(event.workers)  # if one was to be killed, nothing that counts came of it
             case Attached() if (
                 event.worker in before.workers  # else nobody listens to it
@@ -233,12 +234,12 @@ class Oracle:
         self.unread |= {generation: plan for generation, plan in self.plans.items() if generation > run.generation}
         self.plans = {generation: plan for generation, plan in self.plans.items() if generation <= run.generation}
         self.plan = self.plans.get(run.generation) if run.generation else None
-        self.counting = set(run.saved)  # also what was found damaged meanwhile, where the bucket was not told either
+        self.counting = set(run.history.saved)  # also what was found damaged meanwhile, where the bucket was not told either
         if run.plan is not None:
             self._forget_what_was_said(run.generation, run)
 
     def _forget_what_was_said(self, generation: int, run: RunState) -> None:
-        known = {step for step, by in enumerate(expanded(run.lineage), 1) if by == generation}
+        known = {step for step, by in enumerate(expanded(run.history.lineage), 1) if by == generation}
         self.evidence[generation] = {step: o for step, o in self.evidence[generation].items() if step in known}
         self.settlements.pop(generation, None)
         self.settled.discard(generation)
@@ -336,34 +337,34 @@ class Oracle:
         self.copies.judge_plan(before, after, plan)
         if not self.on_lineage(version):
             raise Violation(f"generation {plan.generation} starts from {version}, which was given up")
-        claimed = frozenset((h.shard_count, h.shard_index) for h in plan.holders if h.version == version)
+        claimed = frozenset(h.cell for h in plan.holders if h.version == version)
         if not (version == ORIGIN or version in self.counting or covers(claimed, self.sim.scenario.rows)):
             raise Violation(f"generation {plan.generation} starts from {version}, which nobody holds whole")
-        for better in self._held_whole(before, after.keepers):
+        for better in self._held_whole(before, after.cluster.keepers):
             if better.step > version.step:
                 raise Violation(f"{better} is given up for {version} although every slice of it is held")
-        lineage, truth = expanded(after.lineage), self.chain(version)
+        lineage, truth = expanded(after.history.lineage), self.chain(version)
         if lineage != truth:
             raise Violation(f"the coordinator's lineage {lineage} is not what happened, {truth}")
-        given_up = len(expanded(before.lineage)) > version.step
+        given_up = len(expanded(before.history.lineage)) > version.step
         if given_up and "abandon" not in reason:
             raise Violation(f"steps after {version} are abandoned and the reason does not say so: {reason!r}")
         self.occasions["steps are abandoned"] += given_up
         self.occasions[f"a world starts from tier {plan.tier}"] += 1
-        self.occasions["shards are cut anew"] += any(count != plan.layout.dp_shard for count, _ in claimed)
+        self.occasions["shards are cut anew"] += any(shard_of(cell)[0] != plan.layout.dp_shard for cell in claimed)
 
     def _held_whole(self, before: RunState, keepers: tuple[NodeId, ...]) -> list[Version]:
         """Versions of the lineage that living, not expelled workers hold whole once told of the settlement, with copies; or the bucket."""
-        shards: dict[Version, set[tuple[int, int]]] = defaultdict(set)
-        for version, *shard in self.copies.known(before, keepers):
-            shards[version].add((shard[0], shard[1]))
+        cells: dict[Version, set[Cell]] = defaultdict(set)
+        for version, cell in self.copies.known(before, keepers):
+            cells[version].add(cell)
         for name in self.joined - self.lost - self.expelled:
             worker = self.sim.cluster.workers[name]
             if worker.alive:
-                for version, *shard in worker.held_after(self.settle):
-                    shards[version].add((shard[0], shard[1]))
+                for version, cell in worker.held_after(self.settle):
+                    cells[version].add(cell)
         rows = self.sim.scenario.rows
-        whole = [v for v, s in shards.items() if covers(frozenset(s), rows)]
+        whole = [v for v, found in cells.items() if covers(frozenset(found), rows)]
         return [v for v in (*whole, *self.counting) if self.on_lineage(v)]
 
     def resumed(self) -> None:
@@ -404,7 +405,7 @@ class Oracle:
         """Of each step of a finished run the coordinator was told what it consumed, unless nobody who knew could speak any more."""
         if not isinstance(run.state, Finished):
             return
-        for step, generation in enumerate(expanded(run.lineage), 1):
+        for step, generation in enumerate(expanded(run.history.lineage), 1):
             if (step, generation) not in self.told:
                 self.occasions["what a step consumed is known from the bucket only"] += 1
                 if step <= self.answered_at[generation] or generation == run.generation:
@@ -413,7 +414,7 @@ class Oracle:
     def _judge_end(self, after: RunState, reason: str) -> None:
         match after.state:
             case Finished():
-                generations = expanded(after.lineage)
+                generations = expanded(after.history.lineage)
                 target = self.sim.rules.target_step
                 final = Version(target, generations[-1])
                 if generations != (truth := self.chain(final)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from elastic.control.rules import Rules
 from elastic.plan.layout import LayoutRule
 from elastic.sim.faults import STATES, Fault, Kind, Point, draw
+from storage.slices import Tensor
 
 ROWS = ((8,), (7, 3), (12, 5, 1))
 """Dim-0 lengths of the model's tensors: even, uneven and empty shards."""
@@ -60,6 +61,11 @@ class Scenario:
     """Step whose samples never come: whoever reads them hangs."""
     patience_s: float = 150.0
     """Every run must have ended so long after its last fault did."""
+
+    @property
+    def classes(self) -> tuple[Tensor, ...]:
+        """The model's tensors, as a worker tells of them."""
+        return tuple(Tensor(f"t{number}", "parameter", "F32", (length,)) for number, length in enumerate(self.rows))
 
     @staticmethod
     def drawn(seed: int) -> Scenario:

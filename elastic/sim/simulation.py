@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.control import machine
-from elastic.control.states import Stopped
+from elastic.control.run import Stopped
 from elastic.protocol.events import Event, StopRequested
 from elastic.protocol.plan import Plan
 from elastic.sim.clock import Clock

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from elastic.ids import Version
+from elastic.ids import Cell, Version
 from elastic.protocol.events import Fenced
 from elastic.protocol.plan import Plan
 from elastic.sim.violation import Violation
@@ -19,9 +19,18 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=4096)
-def covers(shards: frozenset[tuple[int, int]], rows: tuple[int, ...]) -> bool:
-    """Whether shards (count, index) together hold every row, looked at one by one (torch's chunk rule)."""
+def covers(cells: frozenset[Cell], rows: tuple[int, ...]) -> bool:
+    """Return whether ``cells`` together hold every row, looked at one by one (torch's chunk rule)."""
+    shards = [shard_of(cell) for cell in cells]
+    if not shards:
+        return False
     return all(any(row // -(-length // count) == index for count, index in shards) for length in rows for row in range(length))
+
+
+def shard_of(cell: Cell) -> tuple[int, int]:
+    """Return the number of shards and which of them ``cell`` is, read from its text: worlds here are cut along one axis."""
+    index, _, count = cell.removeprefix("dp_shard ").partition("/") if cell else ("0", "/", "1")
+    return int(count), int(index)
 
 
 def base_of(plan: Plan, step: int) -> Version:
@@ -79,7 +88,7 @@ def check_answer(worker: Worker, answer: Fenced) -> None:
     """It says that it holds exactly what it holds, and says so when no update can change it."""
     if worker.member.applying:
         raise Violation(f"{worker.name} answers the fence of generation {answer.generation} in the midst of an update")
-    claimed = {(each.version, each.shard_count, each.shard_index) for each in answer.held}
+    claimed = {(each.version, each.cell) for each in answer.held}
     if claimed != worker.held:
         raise Violation(f"{worker.name} answers that it holds {sorted(claimed)}, and holds {sorted(worker.held)}")
 
@@ -87,12 +96,12 @@ def check_answer(worker: Worker, answer: Fenced) -> None:
 def check_plan(worker: Worker, plan: Plan) -> None:
     """What the plan says ``worker`` holds, it holds."""
     for holding in plan.holders:
-        slot = (holding.version, holding.shard_count, holding.shard_index)
+        slot = (holding.version, holding.cell)
         if holding.worker == worker.name and not holding.keeper and slot not in worker.held:
             raise Violation(f"generation {plan.generation}: {worker.name} is said to hold {slot}, and holds {sorted(worker.held)}")
 
 
-def check_manifest(version: Version, shards: frozenset[tuple[int, int]], rows: tuple[int, ...]) -> None:
+def check_manifest(version: Version, cells: frozenset[Cell], rows: tuple[int, ...]) -> None:
     """It speaks of a whole state."""
-    if not covers(shards, rows):
-        raise Violation(f"manifest of {version} with shards {sorted(shards)} only")
+    if not covers(cells, rows):
+        raise Violation(f"manifest of {version} with cells {sorted(cells)} only")

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from elastic.control.saving import begins
+from elastic.control.saves import begins
 from elastic.errors import FencedOff
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
 from elastic.protocol.commit_record import Outcome
@@ -48,17 +49,17 @@ class Phase(StrEnum):
 
 
 class Worker(Process):
-    """``held`` is the truth about what its memory holds: (version, shard count, shard index)."""
+    """``held`` is the truth about what its memory holds: (version, cell)."""
 
     def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
         super().__init__(sim, name, node)
         self.member = Member(name, sim.rules.lease_s)
         self.joined = False
         self.phase = Phase.IDLE
-        self.held: set[tuple[Version, int, int]] = set()
-        self.garbage: set[tuple[Version, int, int]] = set()
+        self.held: set[tuple[Version, Cell]] = set()
+        self.garbage: set[tuple[Version, Cell]] = set()
         """The part of ``held`` that came out of a collective which somebody had aborted."""
-        self.shard = (1, 0)
+        self.cell = Cell("")
         self.answered = 0
         """The generation whose fence it has answered last."""
         self.newest: tuple[int, int] | None = None
@@ -85,7 +86,7 @@ class Worker(Process):
 
     @property
     def introduction(self) -> Joined:
-        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.rows, self.sim.cluster.build_of(self.node))
+        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.classes, self.sim.cluster.build_of(self.node))
 
     def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
         """From a coordinator, or its answer to a question."""
@@ -120,7 +121,7 @@ class Worker(Process):
         check_plan(self, plan)
         self.world, self.phase = self.sim.world(plan), Phase.FORMING
         self._planned_at = self.sim.clock.now
-        self.shard = (plan.layout.dp_shard, plan.layout.coordinates(plan.world_rank(self.name))[1])
+        self.cell = cell_of(plan.layout, plan.world_rank(self.name))
         self._count(plan.version.step + 1, 0, 0)
         self.work(0.05 * self.sim.rng.random(), Point.FORMING, self._arrive, plan.generation)
 
@@ -155,7 +156,7 @@ class Worker(Process):
     def _whole(self, *, garbage: bool = False) -> None:
         """Its shard of the plan's version, in the plan's layout, is in its memory, or looks as if it were."""
         assert self.world is not None
-        slot = (self.world.plan.version, *self.shard)
+        slot = (self.world.plan.version, self.cell)
         if not self._may(self.member.healed, self.now, Holding(self.name, *slot)):
             return
         self.held.add(slot)
@@ -180,7 +181,7 @@ class Worker(Process):
             return
         assert self.world is not None
         version = self.world.plan.version
-        self.held = {(version, *self.shard)}
+        self.held = {(version, self.cell)}
         check_start(self)
         self._renew()  # at once: its Ready, from which the lease counts, may be long ago
         if version.step >= self.sim.rules.target_step:
@@ -193,7 +194,7 @@ class Worker(Process):
     @property
     def version(self) -> Version | None:
         """The newest version it holds whole in the layout of its world."""
-        return max((v for v, *shard in self.held if tuple(shard) == self.shard), default=None)
+        return max((version for version, cell in self.held if cell == self.cell), default=None)
 
     def _start_step(self) -> None:
         version = self.version
@@ -243,7 +244,7 @@ class Worker(Process):
         version = Version(outcome.step, outcome.generation)
         self.member.applied(outcome)
         self.newest = (outcome.step, outcome.generation)
-        self.held = {(version, *self.shard)}
+        self.held = {(version, self.cell)}
         self.phase = Phase.DONE
         self.memory.committed(outcome, fenced=fenced)
         self._count(outcome.step + 1, 0, 0)
@@ -365,12 +366,12 @@ class Worker(Process):
             self.post(broken)
             self.later(4.0, self._complain, broken)
 
-    def held_after(self, settle: Settle | None) -> set[tuple[Version, int, int]]:
+    def held_after(self, settle: Settle | None) -> set[tuple[Version, Cell]]:
         """What it will hold once ``settle`` has reached it."""
         told = settle is not None and self.name in settle.members and self._generation() == settle.generation
         if settle is None or settle.outcome is None or not told or self.member.prepared != settle.outcome.step:
             return self.held
-        return {(Version(settle.outcome.step, settle.generation), *self.shard)}
+        return {(Version(settle.outcome.step, settle.generation), self.cell)}
 
     def _generation(self) -> int:
         return 0 if self.world is None else self.world.generation
@@ -383,12 +384,12 @@ class Worker(Process):
         if self.sim.strikes.passes(self, Point.SAVE) is Kind.EXCEPTION:
             self.report(SaveFailed(version, "ValueError: flaky", self._generation()))
             return
-        self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.shard, self._generation())
+        self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.cell, self._generation())
 
-    def _shard_written(self, version: Version, shard: tuple[int, int], generation: int) -> None:
+    def _shard_written(self, version: Version, cell: Cell, generation: int) -> None:
         if self.sim.cluster.bucket_fails():
-            self.sim.clock.after(1.0, self.receive, self._shard_written, version, shard, generation)
+            self.sim.clock.after(1.0, self.receive, self._shard_written, version, cell, generation)
             return
-        self.sim.cluster.bucket.written(version, shard, generation)
+        self.sim.cluster.bucket.written(version, cell, generation)
         self.saved.add((version, generation))
         self.post(ShardSaved(self.name, version, generation))

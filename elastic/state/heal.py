@@ -20,15 +20,17 @@ from elastic.engine.world import World
 from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
 from elastic.imports import load
+from elastic.plan.placement import held
 from elastic.plan.transfer import Move, missing, moves
 from elastic.protocol.plan import Plan
+from elastic.state.shard import DTYPES, Shard, place_of
 from elastic.state.sources.hosts import Access, read, reads
 from elastic.state.staging import STREAMS, StagingStream
-from elastic.train.model import BUFFERS, DTYPES, Shard, State
+from elastic.train.model import BUFFERS, State
 from elastic.train.step import Session
 from storage.background import begin
 from storage.checkpoints import Checkpoints
-from storage.slices import Slice, Tensor, shard_slice
+from storage.slices import Slice, Tensor
 
 MESSAGE = 2**28
 """Bytes of one message, which both sides stage on their device, beside the shard that is there and the one that is to be."""
@@ -47,7 +49,7 @@ class Healing:
         self.moves: tuple[Move, ...] = ()
         self._reading: Future[int] | None = None
         if plan.tier != "init":
-            self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket")
+            self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket", of=worker)
         if reads(self.moves, worker):
             streams = [
                 StagingStream(state.world.device, i) for i in range(STREAMS)
@@ -62,18 +64,18 @@ class Healing:
                 open_.enter_context(staging_stream)
             return read(state.shard, state.tensors, self.plan, access, self.moves, streams, self.leave_if_over)
 
-    def finish(self, held: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> None:
-        """Fill the rest of the shard.  ``held``: what this worker still has, any version, any layout.  ``hook`` is called half way."""
+    def finish(self, there: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> None:
+        """Fill the rest of the shard.  ``there``: what this worker still has, any version, any layout.  ``hook`` is called half way."""
         state, plan, counters = self.state, self.plan, self.session.counters
         if plan.tier == "init":
             initialise(state, hook)
             return
-        counters["healed_live_bytes"] += from_members(state, plan, self.worker, held, self.moves, hook)
+        counters["healed_live_bytes"] += from_members(state, plan, self.worker, there, self.moves, hook)
         if self._reading is not None:
             counters["healed_host_bytes"] += self._reading.result()
         if plan.tier == "bucket":
-            wanted = (shard_slice(tensor, state.shard.count, state.shard.index) for tensor in state.tensors)
-            counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, missing(state.tensors, plan.holders, wanted), hook)
+            left = missing(state.tensors, plan.holders, state.shard.cell)
+            counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, left, hook)
 
 
 @torch.no_grad()
@@ -86,9 +88,9 @@ def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
         model.init_weights()
         sources = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor in state.tensors:
-        value = state.shard.values[tensor.kind, tensor.name]
         if tensor.kind not in ("parameter", *BUFFERS):
-            value.zero_()
+            if (value := state.shard.values.get((tensor.kind, tensor.name))) is not None:
+                value.zero_()
             continue
         whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=state.world.device)
         if state.world.rank == 0:
@@ -96,17 +98,18 @@ def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
             whole.copy_(sources[tensor.name])
         dist.broadcast(whole, src=0)
         hook()
-        part = shard_slice(tensor, state.shard.count, state.shard.index)
-        value.copy_(whole[part.start[0] : part.stop[0]] if tensor.shape else whole)
+        for box in held(tensor, state.shard.cell).boxes:
+            part = tuple(slice(a, b) for a, b in zip(box.slice.start, box.slice.stop, strict=True))
+            state.shard.part(tensor, box.slice).copy_(whole[part])
 
 
 @torch.no_grad()
 def from_members(
-    state: State, plan: Plan, worker: WorkerId, held: list[Shard], todo: Sequence[Move], hook: Callable[[], None] = nothing
+    state: State, plan: Plan, worker: WorkerId, there: list[Shard], todo: Sequence[Move], hook: Callable[[], None] = nothing
 ) -> int:
     """Exchange with the other members what ``todo`` takes from live memory; returns the bytes received."""
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
-    sources = [shard for shard in held if shard.version == plan.version]
+    sources = [shard for shard in there if shard.version == plan.version]
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
     for move in todo:
@@ -126,7 +129,7 @@ def from_members(
 def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
     """The memory of ``wanted`` in whichever of the shards contains it."""
     for shard in sources:
-        if shard_slice(tensor, shard.count, shard.index).intersect(wanted) == wanted or not tensor.shape:
+        if place_of(tensor, shard.cell, wanted) is not None:
             return shard.part(tensor, wanted)
     raise StateMissing(f"the plan takes {wanted} from this worker, which does not hold it")
 

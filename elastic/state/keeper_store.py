@@ -15,7 +15,7 @@ from contextlib import closing
 from typing import Any
 
 from elastic.errors import WireError
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.copy_budget import BUDDY_SLOTS
 from elastic.plan.transfer import Holding
 from elastic.protocol.copy_schedule import Copy, age
@@ -68,8 +68,8 @@ class KeeperStore:
         with self._lock:
             regions = [*self._own.items(), *self._others.items()]
             copies = {(worker, copy) for worker, region in regions for copy in region.all_held() if copy}
-        found = (Holding(worker, copy.version, copy.shard_count, copy.shard_index, self.node) for worker, copy in copies)
-        return tuple(sorted(found, key=lambda each: (each.worker, each.version, each.shard_count, each.shard_index)))
+        found = (Holding(worker, copy.version, copy.cell, self.node) for worker, copy in copies)
+        return tuple(sorted(found, key=lambda each: (each.worker, each.version, each.cell)))
 
     def release(self, copied: Version, buddied: Version) -> None:
         """Versions up to ``copied`` are complete on all keepers of the present world, up to ``buddied`` at their buddies too."""
@@ -221,13 +221,12 @@ def request(worker: WorkerId, copy: Copy) -> dict[str, Any]:
         "worker": worker,
         "step": copy.version.step,
         "generation": copy.version.generation,
-        "count": copy.shard_count,
-        "index": copy.shard_index,
+        "cell": copy.cell,
     }
 
 
 def _wanted(head: dict[str, Any]) -> Copy:
-    return Copy(Version(head["step"], head["generation"]), head["count"], head["index"])
+    return Copy(Version(head["step"], head["generation"]), Cell(head["cell"]))
 
 
 def _outlived(region: Region, by: tuple[int, int]) -> bool:

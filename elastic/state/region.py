@@ -17,18 +17,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.errors import StateMissing
+from elastic.ids import Cell
+from elastic.plan.placement import CELL_BYTES, held
 from elastic.protocol.copy_schedule import Copy
-from storage.slices import Tensor, Version, nbytes, shard_slice
+from storage.slices import Tensor, Version, nbytes
 
 NAME = "elastic-copies"
 """Of the anonymous file."""
-MAGIC = 0x656C617374696333
+MAGIC = 0x656C617374696334
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
 COPIES = ("send", "safe")
 """``send``: what the keeper is to bring to its buddy; ``safe``: what is complete at every member's buddy, this worker's part of it."""
 BLOCK = 2**18
 """Bytes of one digest."""
+WORD = 8
+CELL = tuple(f"cell{word}" for word in range(CELL_BYTES // WORD))
+"""The words in which a header has the text of a cell, filled up with zeros."""
 HEADER = (
     "magic",
     "slots",
@@ -38,7 +43,7 @@ HEADER = (
     "brought_us",
     "asked",
     "brought",
-    *(f"{name}_{part}" for name in COPIES for part in ("step", "generation", "count", "index")),
+    *(f"{name}_{part}" for name in COPIES for part in ("step", "generation", *CELL)),
 )
 """``keeper``: the process that has it open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us``: how long
 its node's link is busy when all workers there have a copy brought to the buddy, in microseconds; 0: that was never seen.  ``asked``: how
@@ -47,8 +52,7 @@ TAKEN = 2**26
 """Bytes that are taken from the system at once: who maps or unmaps memory in this process waits meanwhile, 20 ms."""
 POPULATE_WRITE = 23
 """For ``madvise``, Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
-SLOT = ("complete", "step", "generation", "count", "index", "bytes")
-WORD = 8
+SLOT = ("complete", "step", "generation", "bytes", *CELL)
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -69,18 +73,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Frame:
-    """How shard ``index`` of ``count`` lies in a slot: the same for whoever works it out."""
+    """How the part of the state that a cell names lies in a slot: the same for whoever works it out."""
 
     places: dict[Tensor, Place]
     bytes: int
     blocks: int
 
 
-def frame(tensors: Iterable[Tensor], count: int, index: int) -> Frame:
-    """In the order of ``tensors``, each aligned."""
+def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
+    """Lay out what ``cell`` has of each tensor, as it lies in the member's memory, in the order of ``tensors`` and aligned."""
     places, end, blocks = {}, 0, 0
     for tensor in tensors:
-        place = Place(end, nbytes(tensor, shard_slice(tensor, count, index)), blocks)
+        place = Place(end, sum(nbytes(tensor, box.slice) for box in held(tensor, cell).boxes), blocks)
         places[tensor] = place
         blocks += place.blocks
         end += -(-place.bytes // ALIGNED) * ALIGNED
@@ -113,7 +117,7 @@ class Region:
         os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks))
         with mmap.mmap(descriptor, PAGE) as first:
             words = memoryview(first).cast("q")
-            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, 0, 0, 0, 0, *[-1] * 4 * len(COPIES))).cast("q")
+            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, *[0] * 4, *[-1] * (len(HEADER) - 8))).cast("q")
             words.release()
         return cls(descriptor)
 
@@ -130,15 +134,16 @@ class Region:
 
     def copy(self, field: str) -> Copy | None:
         """One of :data:`COPIES`."""
-        step, generation, count, index = (self[f"{field}_{part}"] for part in ("step", "generation", "count", "index"))
-        return Copy(Version(step, generation), count, index) if step >= 0 else None
+        step, generation, *cell = (self[f"{field}_{part}"] for part in ("step", "generation", *CELL))
+        return Copy(Version(step, generation), _cell(cell)) if step >= 0 else None
 
     def set_copy(self, field: str, copy: Copy | None) -> None:
         """The step last: until then nobody takes the words for a copy."""
         self[f"{field}_step"] = -1
         if copy is not None:
-            self[f"{field}_generation"], self[f"{field}_count"] = copy.version.generation, copy.shard_count
-            self[f"{field}_index"], self[f"{field}_step"] = copy.shard_index, copy.version.step
+            for part, word in zip(CELL, _words(copy.cell), strict=True):
+                self[f"{field}_{part}"] = word
+            self[f"{field}_generation"], self[f"{field}_step"] = copy.version.generation, copy.version.step
 
     def send(self, copy: Copy | None) -> None:
         """From now on the keeper is to see to it that its buddy has ``copy``, whatever it brought before."""
@@ -152,8 +157,8 @@ class Region:
 
     def held(self, slot: int) -> Copy | None:
         """What the slot holds complete."""
-        complete, step, generation, count, index, _ = self.header(slot)
-        return Copy(Version(step, generation), count, index) if complete else None
+        complete, step, generation, _, *cell = self.header(slot)
+        return Copy(Version(step, generation), _cell(cell)) if complete else None
 
     def all_held(self) -> list[Copy | None]:
         """By slot."""
@@ -174,7 +179,7 @@ class Region:
     def finish(self, slot: int, copy: Copy, size: int) -> None:
         """It holds ``copy``, ``size`` bytes."""
         words = self.header(slot)
-        fields = (copy.version.step, copy.version.generation, copy.shard_count, copy.shard_index, size)
+        fields = (copy.version.step, copy.version.generation, size, *_words(copy.cell))
         words[1:] = memoryview(_packed(*fields)).cast("q")
         words[0] = 1
 
@@ -199,6 +204,16 @@ class Region:
     def data(self, slot: int) -> memoryview:
         first = self.data_at(slot)
         return self.memory[first : first + self.slot_bytes]
+
+
+def _words(cell: Cell) -> tuple[int, ...]:
+    """The text of a cell as words of a header."""
+    text = cell.encode().ljust(CELL_BYTES, b"\0")
+    return tuple(int.from_bytes(text[at : at + WORD], "little", signed=True) for at in range(0, CELL_BYTES, WORD))
+
+
+def _cell(words: Iterable[int]) -> Cell:
+    return Cell(_packed(*words).rstrip(b"\0").decode(errors="replace"))
 
 
 def _packed(*words: int) -> bytes:

@@ -25,7 +25,7 @@ from elastic.protocol.copy_schedule import Copies, Copy
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
 from elastic.state.region import Frame, Region, frame
-from elastic.train.model import Shard
+from elastic.state.shard import Shard
 from storage.background import begin
 from storage.slices import Tensor
 
@@ -62,7 +62,7 @@ class Snapshots:
     def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
         """A world begins; ``shard``: this member's, at the plan's version."""
         self._wait()
-        self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.count, shard.index)
+        self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.cell)
         self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
@@ -113,6 +113,8 @@ class Snapshots:
         """Of ``shard``, for ``slot``."""
         data = self.region.data_at(slot)
         for tensor, place in self._frame.places.items():
+            if not place.bytes:  # this member has nothing of it, perhaps not even a tensor
+                continue
             value = shard.values[tensor.kind, tensor.name]
             room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
             yield value, room, slice(place.first_block, place.first_block + place.blocks)

@@ -17,13 +17,14 @@ import torch
 
 from elastic.engine.world import World
 from elastic.ids import Version, WorkerId
+from elastic.plan.placement import written_by
 from elastic.protocol.events import SaveFailed, ShardSaved
 from elastic.runs import SavedShard
 from elastic.train.faults import Faults
 from elastic.train.model import State
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import StorageError
-from storage.slices import WHOLE, Slice, Tensor, shard_slice
+from storage.slices import Slice, Tensor
 
 KEPT_REPORTS = 4
 Report = Callable[..., None]
@@ -42,18 +43,11 @@ class Snapshot:
 
 
 def snapshot(state: State) -> Snapshot:
-    """Copy the slices that this member writes: its shard's, shared out over the replicas tensor by tensor."""
-    layout, world = state.world.layout, state.world
-    replica, index = layout.coordinates(world.rank)
-    parts = []
-    for number, tensor in enumerate(state.tensors):
-        once = tensor.kind in WHOLE and index != 0
-        if number % layout.dp_replicate != replica or once:
-            continue
-        part = shard_slice(tensor, state.shard.count, state.shard.index)
-        if part.count:
-            value = state.shard.values[tensor.kind, tensor.name]
-            parts.append((tensor, part, value.detach().to("cpu", copy=True).contiguous()))
+    """Copy the slices that this member writes."""
+    world, parts = state.world, []
+    for tensor, box in written_by(state.tensors, world.layout, world.rank):
+        value = state.shard.part(tensor, box.slice)
+        parts.append((tensor, box.slice, value.detach().to("cpu", copy=True).contiguous()))
     return Snapshot(state.shard.version, f"shard-{world.rank:05d}-of-{world.size:05d}", parts, state.tensors)
 
 

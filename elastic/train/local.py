@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from elastic.control.saving import due
-from elastic.control.states import RunState
+from elastic.control.run import RunState
+from elastic.control.saves import due
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import PlatformGaveUp
@@ -28,10 +28,11 @@ from elastic.protocol.plan import Plan
 from elastic.report.story import Line, Story
 from elastic.runs import Run, SavedShard
 from elastic.state.heal import Healing
+from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.checkpoint import Saver
 from elastic.train.counters import Counters
-from elastic.train.model import Shard, State
+from elastic.train.model import State
 from elastic.train.session import make_session, prepare_process
 from elastic.train.step import Session, run_step
 from storage.errors import Damaged
@@ -60,7 +61,7 @@ class _Local:
 
     def __init__(self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None]) -> None:
         self.run, self.session, self.world, self.show = run, session, world, show
-        self.incarnation, self.lineage, self.saved = start.incarnation, start.lineage, list(start.saved)
+        self.incarnation, self.lineage, self.saved = start.incarnation, start.history.lineage, list(start.history.saved)
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
         self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps)
@@ -71,7 +72,7 @@ class _Local:
         state = self._healed()
         self._begin(state.shard)
         step = state.shard.version.step
-        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, 1)
+        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, self.plan.layout)
         try:
             while step < job.steps:
                 outcome = run_step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON)
@@ -94,7 +95,7 @@ class _Local:
         with self.apply_fence as member:
             member.form(self.plan)
             member.enter(self.plan)
-            member.healed(0.0, Holding(WORKER, shard.version, shard.count, shard.index), shard)
+            member.healed(0.0, Holding(WORKER, shard.version, shard.cell), shard)
             member.go(self.plan.generation)
 
     def _healed(self) -> State:

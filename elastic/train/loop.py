@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic.control.saving import begins, due
+from elastic.control.saves import begins, due
 from elastic.engine.parallelize import scheme_of
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
@@ -267,7 +267,7 @@ class Trainer:
         world.finish()
         now, shard = time.monotonic(), state.shard
         with self.apply_fence as member:
-            member.healed(now, Holding(self.worker, shard.version, shard.count, shard.index), shard)
+            member.healed(now, Holding(self.worker, shard.version, shard.cell), shard)
         self.session.counters["step"] = plan.version.step
         print(
             f"{self.worker}: generation {plan.generation}: met in {met - began:.3f} s, model in {built - met:.3f} s, "
@@ -314,7 +314,7 @@ class Trainer:
     def _train(self, plan: Plan, state: State) -> None:
         """Step until the target or an agreed boundary."""
         job, world, step = self.session.job, state.world, plan.version.step
-        shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, world.size)
+        shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, plan.layout)
         snapshots = self.session.snapshots
         if snapshots is not None:
             snapshots.enter(plan, self.worker, state.shard)

@@ -1,11 +1,9 @@
 """The state of a job in one generation: the wrapped model, the optimizer, and every tensor of both by name.
 
-``State`` is what computes; ``Shard`` is the same memory seen as slices, which is all that healing and saving know about.
+``State`` is what computes; its ``Shard`` is the same memory seen as slices, which is all that healing and saving know about.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,45 +15,15 @@ from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.imports import failure, load
 from elastic.job import Job
+from elastic.plan.placement import cell_of, held
+from elastic.state.shard import DTYPE_NAMES, DTYPES, Key, Shard
 from storage.errors import Unavailable
-from storage.slices import WHOLE, Slice, Tensor, Version, nbytes, shard_slice
+from storage.slices import Tensor, Version, nbytes
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 UPDATES = Tensor("updates", "scalar", "F32", ())
 
 BUFFERS = ("buffer", "constant")
 """Kinds of them: those that the model saves, and those that it does not."""
-
-Key = tuple[str, str]
-"""(kind, name) of a tensor."""
-
-
-@dataclass
-class Shard:
-    """One shard of the whole state, in this process's memory: shard ``index`` of ``count`` at ``version``."""
-
-    version: Version
-    count: int
-    index: int
-    values: dict[Key, torch.Tensor]
-
-    def part(self, tensor: Tensor, wanted: Slice) -> torch.Tensor:
-        """The memory of ``wanted``, which lies inside this shard of ``tensor``."""
-        value = self.values[tensor.kind, tensor.name]
-        held = shard_slice(tensor, self.count, self.index)
-        if wanted == held:
-            return value
-        return value[wanted.start[0] - held.start[0] : wanted.stop[0] - held.start[0]]
 
 
 def build_model(job: Job) -> nn.Module:
@@ -105,11 +73,6 @@ def bytes_of(tensors: tuple[Tensor, ...]) -> int:
     return sum(nbytes(tensor, tensor.whole()) for tensor in tensors)
 
 
-def rows_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """The distinct dim-0 lengths of the tensors that are split: what coverage by shards depends on."""
-    return tuple(sorted({t.shape[0] for t in tensors if t.shape and t.kind not in WHOLE}))
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The shard of a sharded tensor that is here."""
     assert isinstance(tensor, DTensor)
@@ -128,10 +91,11 @@ class State:
         self.model, self.sync = parallelize(blueprint, world, job)
         local = {name: _local(parameter).detach() for name, parameter in self.model.named_parameters()}
         self.trained = {name: local[name].requires_grad_() for name, p in self.model.named_parameters() if p.requires_grad}
-        count, index = world.layout.dp_shard, world.layout.coordinates(world.rank)[1]
-        boxes = {tensor.name: (shard_slice(tensor, count, index),) for tensor in self.tensors if tensor.kind == "parameter"}
+        cell = cell_of(world.layout, world.rank)
+        parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
+        boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
         self.optimizer = Optimizer(job, self.trained, boxes, decayed)
-        self.shard = Shard(version, count, index, self._values(local))
+        self.shard = Shard(version, cell, self._values(local))
 
     def _values(self, local: dict[str, torch.Tensor]) -> dict[Key, torch.Tensor]:
         buffers = dict(self.model.named_buffers())

@@ -16,6 +16,7 @@ from elastic.errors import ModelError
 from elastic.job import Job
 from elastic.plan.copy_budget import Spread, amount, explained
 from elastic.plan.layout import table
+from elastic.plan.placement import number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import Run
 from elastic.train.counters import Counters
@@ -23,7 +24,7 @@ from elastic.train.machine.interface import link_here
 from elastic.train.model import build_model, bytes_of, tensors_of
 from elastic.train.session import build_of, make_session
 from storage.objects import ObjectStore
-from storage.selftest import check
+from storage.objects.selftest import check
 
 SLOW = 5e8
 """Bytes of state a second: what a forming world may have to make do with, from a bucket or from ``init_weights`` on one core."""
@@ -58,8 +59,8 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
 def _copying(job: Job, state_bytes: int) -> str:
     rules = job.rules()
     layouts = [layout for n, layout in table(rules.layout, rules.max_workers) if layout is not None and n >= rules.min_workers]
-    shards = min((layout.dp_shard for layout in layouts), default=1)
-    spread = Spread(state_bytes, shards, max((layout.dp_replicate for layout in layouts), default=1))
+    shards = min((number_of_cells(layout) for layout in layouts), default=1)
+    spread = Spread(state_bytes, shards, max((layout.world // number_of_cells(layout) for layout in layouts), default=1))
     link = link_here(job.network.interface)
     return explained(spread, rules.copy_every, rules.buddy_every, job.copy_rule(), link, job.copies.price_per_gb)
 

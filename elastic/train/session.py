@@ -12,11 +12,13 @@ import torch
 import elastic
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
+from elastic.engine.optim.base import rule_of
 from elastic.errors import DataError, ElasticError, JobError, NoRoomYet
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
 from elastic.plan.copy_budget import no_room, slots_a_worker, slots_for
 from elastic.plan.layout import table
+from elastic.plan.placement import distinct_cells, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
@@ -89,6 +91,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
             f"prepare more text, or lower seq_len or global_batch"
         )
+    rule_of(job)  # refused here if it is none; and its module is loaded, which the digest of the job's code reads
     cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
     return Session(job, load(job.loss, "loss"), cursor, loader, counters, Faults(job.faults))
@@ -103,7 +106,8 @@ def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, 
     if job.copies.copy_every == 0:
         return None
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
-    largest = frame(tensors, min(layout.dp_shard for layout in layouts), 0)
+    fewest = distinct_cells(min(layouts, key=number_of_cells))
+    largest = max((frame(tensors, cell) for cell in fewest), key=lambda each: each.bytes)
     buddies = bool(job.copies.buddy_every)
     slots = slots_a_worker(buddies)
     with alone():

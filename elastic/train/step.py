@@ -83,19 +83,19 @@ def compute(session: Session, state: State, step: int) -> Share:
     """Forward and backward of this member's rounds; gradients are reduced as they come."""
     share, world, job = Share([], [], []), state.world, session.job
     state.model.train()
-    buffers = state.buffer_marks()
+    buffers, data_ranks = state.buffer_marks(), world.data_ranks
     session.counters.at("reads data")
-    for round_, index, ids, batch in session.loader.microbatches(step, world.rank, world.size):
+    for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, data_ranks):
         session.counters.at("computes")
         session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
-        state.sync.round.active = active(round_, world.size, job.microbatches)
-        state.sync.round.last = round_ + 1 == rounds(job.microbatches, world.size)
+        state.sync.round.active = active(round_, data_ranks, job.microbatches)
+        state.sync.round.last = round_ + 1 == rounds(job.microbatches, data_ranks)
         if state.sync.keeps_sums or round_ == 0:
             state.forget_grads()
         if batch is None:
             batch = session.loader.read(session.cursor.microbatch_ids(step, 0, job.microbatch))
         if round_ == 0:
-            for later in range(rounds(job.microbatches, world.size)):
+            for later in range(rounds(job.microbatches, data_ranks)):
                 for name, value in batch.items():
                     world.reserve(f"{name} {later}", value)
         session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"

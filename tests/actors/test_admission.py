@@ -175,12 +175,12 @@ def test_without_reproducible_another_kind_trains_and_its_steps_are_marked(folde
     with joined(folder, torch_of_another_build(folder)):
         run = trial(job, hash_it=False)
     assert run.result.state == "Finished", run.result
-    records = Run.open(job).records()
-    assert {outcome.generation for outcome in ledger(records).values()} == mixed(records) == {1}
+    segments = Run.open(job).segments()
+    assert {outcome.generation for outcome in ledger(segments).values()} == mixed(segments) == {1}
     assert any("its steps are marked as mixed" in line.text for line in run.lines if isinstance(line, Sentence))
     alone = job_of(folder, least=1, steps=2, reproducible=False, name="alone")
     assert trial(alone, hash_it=False).result.state == "Finished"
-    assert mixed(Run.open(alone).records()) == frozenset()
+    assert mixed(Run.open(alone).segments()) == frozenset()
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from elastic.data.prepare import prepare
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.runs import Run
-from storage.s3 import S3
+from storage.objects.s3 import S3
 from tests.data.texts import write_texts
 from tests.support.buckets import allow
 from tests.support.chaos import Witness, alone, assert_nothing_left, assert_survived, trial
@@ -108,7 +108,7 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
     assert second.hash == reference.hash
     assert second.losses == reference.losses
     # 3: the work: nothing but the step in flight was done twice
-    assert sorted(ledger(Run.open(job).records())) == list(range(1, STEPS + 1))
+    assert sorted(ledger(Run.open(job).segments())) == list(range(1, STEPS + 1))
     work = first.witness.total("microbatches_run") + second.witness.total("microbatches_run")
     assert STEPS * job.microbatches <= work + job.microbatches and work <= (STEPS + 2) * job.microbatches
     assert second.witness.total("microbatches_run") <= (STEPS - stopped_at + 1) * job.microbatches

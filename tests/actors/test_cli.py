@@ -144,7 +144,42 @@ def test_every_command_takes_the_jobs_settings(tmp_path: Path, capsys: Shown, mo
         main(["data", "show", job, *other])
 
 
-@pytest.mark.parametrize("command", ["", "status", "attach", "stop", "clean", "logs", "replay", "chaos", "simulate", "data", "checkpoint"])
+def test_an_option_of_a_setting_takes_no_word_that_is_not_its_own(tmp_path: Path, capsys: Shown) -> None:
+    """Workers may be named before and after it, and a setting may come before the job file."""
+    job, option = written(tmp_path), ["--checkpoint.save-every", "100"]
+    for line in ([job, *option, "w1", "w2"], [job, "w1", *option, "w2"], [*option, job, "w1", "w2"]):
+        assert main(["logs", *line]) == 1
+        assert sentence(capsys).startswith("no logs of w1, w2 in")
+    assert main(["stop", job, *option, "w1"]) == 1
+    assert sentence(capsys) == "elastic: command line: 'w1' is no option; write '--section.option value', say '--workers.max 3'"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("stop JOB --address X", "'elastic stop' has no option '--address', unlike 'elastic train'; leave it out"),
+        ("clean JOB --once", "'elastic clean' has no option '--once', unlike 'elastic status'; leave it out"),
+        ("status JOB --onse", "unknown setting '--onse'; did you mean '--once'?"),
+        ("train --locla JOB", "unknown setting '--locla'; did you mean '--local'?"),
+        ("stop JOB --workers.spars 3", "unknown setting '--workers.spars'; did you mean '--workers.spares'?"),
+        ("logs JOB --nmae b w1", "unknown setting '--nmae'; did you mean '--name'?"),
+        ("attach JOB --name", "--name has no value; write '--name value'"),
+        ("chaos JOB --sed 3", "unknown setting '--sed'; did you mean '--seed'?"),
+    ],
+)
+def test_an_option_that_a_command_does_not_have(tmp_path: Path, capsys: Shown, line: str, said: str) -> None:
+    assert main(line.replace("JOB", written(tmp_path)).split()) == 1
+    assert sentence(capsys) == f"elastic: command line: {said}"
+
+
+def test_settings_prints_the_page_of_the_guide(capsys: Shown) -> None:
+    assert main(["settings"]) == 0
+    assert "| `workers.max` | integer ≥ 1 | `2` |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", ["", "train", "settings", "status", "attach", "stop", "clean", "logs", "replay", "chaos", "simulate", "data", "checkpoint"]
+)
 def test_every_command_has_help(command: str, capsys: Shown) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*filter(None, [command]), "--help"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local
 from storage.journal import owners
-from storage.tails import DEPOSED
+from storage.journal.replicas import DEPOSED, WRITER
 from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml
@@ -108,8 +109,8 @@ class Killer:
             self.committed = min((after - before[worker] for worker, after in self.steps(witness).items()), default=0)
 
     def lose(self, view: View) -> None:
-        for path in log_folder(view.token).glob("journal-*.jsonl"):
-            path.unlink()
+        for path in log_folder(view.token).glob(f"{WRITER}*"):
+            shutil.rmtree(path)
 
     @staticmethod
     def steps(witness: Witness) -> dict[str, int]:

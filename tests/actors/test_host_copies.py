@@ -94,7 +94,7 @@ def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: An
         room.close()
     worlds = formed(Run.open(chaos.job).records())
     assert (chaos.result.state, chaos.hash) == ("Finished", script_reference.hash)
-    assert samples(ledger(Run.open(chaos.job).records())) == samples(script_reference.ledger)
+    assert samples(ledger(Run.open(chaos.job).segments())) == samples(script_reference.ledger)
     assert [world.tier for world in worlds[1:3]] == (["host", "bucket"] if bent else ["host"]), worlds
     told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "digests differ" in line.text]
     assert bool(told) == bent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,17 @@ from actors.coordinator_lease import CoordinatorLease
 from actors.journal_replicas import JournalReplicas
 from elastic.control import codec
 from elastic.control.decision import Transition
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.ids import NodeId
 from elastic.protocol.events import Tick
 from elastic.runs import Run
 from storage import journal
 from storage.errors import Deposed, Unavailable
+from storage.journal.replicas import DEPOSED, Tail
 from storage.objects import Data, ObjectStore
-from storage.tails import DEPOSED, Tail
+from tests.control.play import but
 from tests.support.patience import PATIENCE_S
+from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
 IN_BUCKET = "1 of 3 keepers took a copy of the journal, which is in the bucket"
@@ -42,7 +43,7 @@ class Shelf:
         return DEPOSED if incarnation < self.incarnation else self.tail.extend(incarnation, begin, at, data)
 
 
-class Store(ObjectStore):
+class Store(Forwarding):
     """One that is down when told to."""
 
     up = True
@@ -59,12 +60,12 @@ class Desk:
     def __init__(self, folder: Path, mandate_s: float = 600.0) -> None:
         job = toy_job(f"memory://{folder.name}", name="copies")
         opened = ObjectStore.open(job.bucket)
-        self.run = Run(job, Store(opened.filesystem, opened.root))
+        self.run = Run(job, Store(opened))
         self.lease = CoordinatorLease(self.run, self.run.claim("here", "one", "a"), mandate_s, time.monotonic())
         self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
         ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up
-        self.known = replace(RunState.begin(1, 0.0), keepers=tuple(self.keepers))
-        self.journal = self.run.journal(folder / "journal.jsonl", codec.snapshot(self.known))
+        self.known = but(RunState.begin(1, 0.0), "cluster", keepers=tuple(self.keepers))
+        self.journal = self.run.journal(folder / "journal", codec.snapshot(self.known))
         self.replicas = JournalReplicas(self.journal, self.lease, self.keepers, self.known)
         self.said: list[str] = []
 
@@ -89,7 +90,7 @@ class Desk:
 
     def _append(self, *, durable: bool, **changes: Any) -> None:
         before = self.known
-        self.known = replace(before, next_worker=before.next_worker + 1, **changes)
+        self.known = but(but(before, "members", next_worker=before.members.next_worker + 1), "cluster", **changes)
         record = codec.record(self.journal.next, 0.0, Tick(), before, Transition(self.known, (), "", durable))
         self.journal.append(record, lambda: codec.snapshot(self.known), durable=durable)
         self.replicas.note(self.known)

@@ -20,6 +20,7 @@ from elastic.ids import NodeId, WorkerId
 from storage.objects import Data, ObjectStore
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import state
+from tests.support.stores import Forwarding
 
 STUCK = """
 import ctypes, faulthandler, signal, sys, threading
@@ -133,14 +134,13 @@ def test_nobody_waits_for_a_slow_bucket(tmp_path: Path) -> None:
     """Who watches processes goes on at once; all is kept when the keeper closes."""
     asked, slow = threading.Event(), threading.Event()
 
-    class Slow(ObjectStore):
+    class Slow(Forwarding):
         def put(self, key: str, data: Data) -> None:
             asked.set()
             assert slow.wait(PATIENCE_S)
-            folder.put(key, data)
+            super().put(key, data)
 
-    folder = ObjectStore.open(str(tmp_path))
-    store = Slow(folder.filesystem, folder.root)
+    store = Slow(ObjectStore.open(str(tmp_path)))
     logs = Logs(store, "run/logs/1", "run-0001-abcdef", NodeId("n1"))
     for worker in ("w1", "w2"):
         logs.keep(WorkerId(worker), "killed by signal 9 (SIGKILL)")

@@ -22,7 +22,7 @@ from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.sim.faults import Fault, Kind
 from storage.objects import ObjectStore
-from storage.s3 import S3
+from storage.objects.s3 import S3
 from tests.support.buckets import allow, enter
 from tests.support.chaos import Trial, Witness, alone, assert_survived, formed, trial
 from tests.support.door import Door, Way

@@ -9,7 +9,7 @@ import pytest
 
 from actors.coordinator import Coordinator
 from elastic.control.decision import Transition
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.control.takeover import STOOD_S
 from elastic.protocol import events as ev
 from elastic.protocol.actions import StartWorkers
@@ -43,4 +43,4 @@ def test_who_stood_still_says_so_after_it_acted(record_s: float) -> None:
     asked_for, (acted,) = told[0], [each for each in told if isinstance(each, StartWorkers)]
     assert isinstance(asked_for, ev.Capacity) and told.index(acted) == 1
     started = dict.fromkeys(acted.workers, 100.0 + (record_s if record_s > STOOD_S else 0.0))
-    assert coordinator.state.starting == started, "from when they were really asked for"
+    assert coordinator.state.members.starting == started, "from when they were really asked for"

@@ -1,7 +1,7 @@
 """``ray job submit``: a user's project outside of our tree, on nodes that have never heard of Elastic.
 
-The commands are those of the README, word for word.  The nodes' Python has no Elastic; each node keeps what Ray brings it in a folder
-of its own; the user's loss writes down in which process, on which node and with which code it ran.
+The commands are those of the guide (clusters.md), word for word.  The nodes' Python has no Elastic.  Each node keeps what Ray brings it in
+a folder of its own.  The user's loss writes down in which process, on which node and with which code it ran.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def loss(model, batch):
 
 
 def documented() -> list[str]:
-    """The README's lines that begin with ``ray job submit``: train, then stop, from a project; then from our own checkout."""
-    return re.findall(r"^ray job submit .*", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    """The lines of the guide that begin with ``ray job submit``: train, then stop, from a project; then from our own checkout."""
+    return re.findall(r"^ray job submit .*", (ROOT / "examples" / "guide" / "clusters.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
         assert_all_given_back(nodes, "mine", deadline_s=160)
     finally:
         witness.close()
-    steps = ledger(Run.open(job).records())
+    steps = ledger(Run.open(job).segments())
     assert 1 <= act.stopped_at <= act.killed_at <= act.added_at < STEPS
     result = Result("Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name)
     chaos = Trial(job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
@@ -285,7 +285,7 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R21, R19, R7: ``python -m elastic`` from a copy of this repository; submitted twice it attaches; its drivers are SIGKILLed; then it
-    is stopped by the README's line."""
+    is stopped by the guide's line."""
     checkout = tmp_path / "project"
     left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, checkout, ignore=left_out)
@@ -347,7 +347,7 @@ def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
         assert_all_given_back(others, "again")  # 6
         ray.shutdown()
     # 2, R14: the bits, and each step once: of what the manifest says the journal is in the bucket too
-    steps = ledger(Run.open(job).records())
+    steps = ledger(Run.open(job).segments())
     assert exported_hash(job) == expected.hash
     assert {step: (outcome.loss, outcome.samples) for step, outcome in steps.items()} == {
         step: (expected.losses[step - 1], expected.ledger[step].samples) for step in range(1, job.steps + 1)

@@ -19,24 +19,34 @@ class Row:
     others: tuple[str, ...] = ()
 
 
+DOCUMENTS = ("storage.background", "storage.documents", "storage.errors")
 NAMES = ("elastic.ids", "elastic.errors", "elastic.imports", "storage.slices")
 
 IMPORTS = {
-    "storage": Row(("storage.*",), ("blake3", "fsspec", "numpy", "pyarrow", "safetensors")),
-    "storage.s3": Row(("storage.*",), ("fsspec", "s3fs")),
-    "storage.s3_errors": Row(("storage.*",), ("aiohttp", "botocore")),
+    "storage": Row(("storage.errors",), ("blake3",)),
     "storage.slices": Row(),
-    "storage.urls": Row((), ("fsspec",)),
+    "storage.objects": Row(("storage.objects.*", "storage.background", "storage.errors")),
+    "storage.objects.fsspec": Row(("storage.objects.*", "storage.background", "storage.errors"), ("fsspec",)),
+    "storage.objects.s3": Row(("storage.objects.*", "storage.errors"), ("fsspec", "s3fs")),
+    "storage.objects.s3_errors": Row(("storage.objects.remote",), ("aiohttp", "botocore")),
+    "storage.objects.urls": Row((), ("fsspec",)),
+    "storage.checkpoints": Row(
+        ("storage.checkpoints.*", "storage.objects.*", "storage.slices", *DOCUMENTS), ("blake3", "numpy", "pyarrow")
+    ),
+    "storage.journal": Row(("storage.journal.*", "storage.objects.*", *DOCUMENTS)),
+    "storage.datasets": Row(("storage.datasets.*", "storage.objects.*", *DOCUMENTS), ("blake3", "numpy", "pyarrow")),
     "elastic.ids": Row(("storage.slices",)),
     "elastic.errors": Row(),
     "elastic.imports": Row(("elastic.errors",)),
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
-    "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors")),
-    "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
-    "elastic.sim": Row(("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors")),
+    "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")),
+    "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")),
+    "elastic.sim": Row(
+        ("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")
+    ),
     "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
     "elastic.config": Row(
-        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.urls"), ("pydantic", "tyro")
+        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic",)
     ),
     "elastic.job": Row(
         (
@@ -61,7 +71,7 @@ IMPORTS = {
         ),
         ("torch",),
     ),
-    "elastic.state.region": Row(("elastic.protocol.copy_schedule", *NAMES)),
+    "elastic.state.region": Row(("elastic.protocol.copy_schedule", "elastic.plan.placement", *NAMES)),
     "elastic.state.wire": Row(("elastic.errors",)),
     "elastic.state.keeper_store": Row(("elastic.state.*", "elastic.protocol.copy_schedule", "elastic.plan.*", *NAMES)),
     "elastic.data": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "pyarrow")),

@@ -16,18 +16,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from elastic.control import saving
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
-from elastic.control.states import Finished, Finishing, Forming, Host, Running, RunState, Stopped, Stopping, Waiting, Worker
+from elastic.control.run import Answer, Finished, Finishing, Forming, Host, Running, RunState, Stopped, Stopping, Waiting, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
 from elastic.protocol.plan import Plan
-from tests.control.play import outcome
+from tests.control.play import but, outcome
+from tests.support.cells import cell, classes
 
-ROWS = (4096, 32768, 128256)
+CLASSES = classes((4096, 32768, 128256))
 PER_NODE = 8
 RESULT = Path(__file__).parent / "results" / "decisions.json"
 FEW = 3
@@ -72,15 +72,16 @@ class Timed:
         between = {node: True for node in self.nodes[FEW:-FEW]}
         for node in (*self.nodes[:FEW], *self.nodes[-FEW:]):
             self.tell(ev.NodeFound(node), ev.KeeperUp(node))
-        keepers, hosts = tuple(sorted((*self.run.keepers, *between))), {node: Host(f"{node}:7") for node in between}
-        self.run = replace(self.run, nodes={**self.run.nodes, **between}, keepers=keepers, hosts={**hosts, **self.run.hosts})
+        keepers, hosts = tuple(sorted((*self.run.cluster.keepers, *between))), {node: Host(f"{node}:7") for node in between}
+        self.run = but(self.run, "cluster", nodes={**self.run.cluster.nodes, **between}, keepers=keepers)
+        self.run = but(self.run, "copies", hosts={**hosts, **self.run.copies.hosts})
         self.tell(ev.Capacity(len(self.names)))
         nodes = {name: self.nodes[i // PER_NODE] for i, name in enumerate(self.names)}
-        self.tell(*(ev.Joined(name, nodes[name], "cuda", ROWS) for name in self.names[:FEW]))
+        self.tell(*(ev.Joined(name, nodes[name], "cuda", CLASSES) for name in self.names[:FEW]))
         there = {name: Worker(nodes[name], "cuda", self.now) for name in self.names[FEW:-FEW]}
-        waited_for = {name: at for name, at in self.run.starting.items() if name not in there}
-        self.run = replace(self.run, workers={**self.run.workers, **there}, starting=waited_for)
-        self.tell(*(ev.Joined(name, nodes[name], "cuda", ROWS) for name in self.names[-FEW:]))
+        waited_for = {name: at for name, at in self.run.members.starting.items() if name not in there}
+        self.run = but(self.run, "members", workers={**self.run.workers, **there}, starting=waited_for)
+        self.tell(*(ev.Joined(name, nodes[name], "cuda", CLASSES) for name in self.names[-FEW:]))
         self.wait(self.rules.grow_debounce_s)
 
     def form(self) -> None:
@@ -102,9 +103,9 @@ class Timed:
     def save(self, version: Version) -> None:
         members = self.plan.members
         self.tell(*(ev.ShardSaved(name, version) for name in members[:FEW]))
-        known = saving.find(self.run.saves, version)
+        known = self.run.saves.find(version)
         assert known is not None
-        self.run = replace(self.run, saves=saving.put(self.run.saves, replace(known, reported=members[:-FEW])))
+        self.run = replace(self.run, saves=self.run.saves.put(replace(known, reported=members[:-FEW])))
         self.tell(*(ev.ShardSaved(name, version) for name in members[-FEW:]), ev.SaveFailed(version, "the store does not answer"))
         self.wait(self.rules.fence_s)
         self.tell(ev.Saved(version, "digest"))
@@ -121,18 +122,18 @@ class Timed:
         """All keepers that are asked: each has copies of its own eight workers' shards, and of another node's."""
         shards: dict[NodeId, list[tuple[WorkerId, int]]] = defaultdict(list)
         for rank, (name, node) in enumerate(zip(plan.members, plan.nodes, strict=True)):
-            shards[node].append((name, plan.layout.coordinates(rank)[1]))
+            shards[node].append((name, plan.layout.coordinates(rank)["dp_shard"]))
             shards[self.nodes[(self.nodes.index(node) + 1) % len(self.nodes)] if rank % PER_NODE == 0 else node] += shards[node][-1:]
         held = {
-            node: tuple(Holding(name, version, plan.layout.dp_shard, index, node) for name, index in found for version in versions)
+            node: tuple(Holding(name, version, cell(plan.layout.dp_shard, index), node) for name, index in found for version in versions)
             for node, found in shards.items()
         }
-        asked = self.run.stock
+        asked = self.run.copies.asked
         assert asked == plan.generation
         some = [*self.nodes[:FEW], *self.nodes[-FEW:]]
         self.tell(*(ev.Kept(node, asked, held[node]) for node in some[:FEW]))
-        hosts = {node: replace(host, kept=held[node], asked=asked) for node, host in self.run.hosts.items() if node not in some}
-        self.run = replace(self.run, hosts={**self.run.hosts, **hosts})
+        hosts = {node: replace(host, kept=held[node], asked=asked) for node, host in self.run.copies.hosts.items() if node not in some}
+        self.run = but(self.run, "copies", hosts={**self.run.copies.hosts, **hosts})
         self.tell(*(ev.Kept(node, asked, held[node]) for node in some[FEW:]))
 
     def answer(self, version: Version) -> None:
@@ -143,18 +144,21 @@ class Timed:
         ranks = {member: rank for rank, member in enumerate(plan.members)}
 
         def fenced(names: Iterable[WorkerId]) -> list[ev.Fenced]:
-            shard = {name: plan.layout.coordinates(ranks[name])[1] for name in names}
-            held = {name: (Holding(name, version, plan.layout.dp_shard, shard[name]),) for name in shard}
+            shard = {name: plan.layout.coordinates(ranks[name])["dp_shard"] for name in names}
+            held = {name: (Holding(name, version, cell(plan.layout.dp_shard, shard[name])),) for name in shard}
             seen = (outcome(version.step, plan.generation),)
             return [ev.Fenced(name, plan.generation, held[name], version.step + 1, seen) for name in shard]
 
         self.tell(ev.Tick(), *fenced(pending[:FEW]))
         assert isinstance(self.run.state, Stopping)
-        answers = (*self.run.state.answers, *fenced(pending[FEW:-FEW]))
+        said = fenced(pending[FEW:-FEW])
+        answers = (*self.run.state.answers, *(Answer(each.worker, each.held, each.prepared, each.newest_seen) for each in said))
         workers = {**self.run.workers}
-        for each in answers:
+        for each in said:
             workers[each.worker] = replace(workers[each.worker], holdings=each.held)
-        self.run = replace(self.run, workers=workers, state=replace(self.run.state, answers=answers, pending=pending[-FEW:]))
+        self.run = replace(
+            but(self.run, "members", workers=workers), state=replace(self.run.state, answers=answers, pending=pending[-FEW:])
+        )
         self.tell(*fenced(pending[-FEW:]))
         assert not isinstance(self.run.state, Stopping), self.run.state
 
@@ -181,7 +185,7 @@ def through_a_failure(workers: int) -> Slowest:
     assert isinstance(timed.run.state, Finishing), timed.run.state
     timed.save(Version(6, 2))
     assert isinstance(timed.run.state, Finished), timed.run.state
-    timed.tell(ev.Tick(), ev.Joined(WorkerId("w0"), timed.nodes[0], "cuda", ROWS))
+    timed.tell(ev.Tick(), ev.Joined(WorkerId("w0"), timed.nodes[0], "cuda", CLASSES))
     return timed.slowest
 
 

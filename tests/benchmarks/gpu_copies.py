@@ -31,12 +31,13 @@ from elastic.state import staging
 from elastic.state.digest import digests
 from elastic.state.heal import nothing
 from elastic.state.region import Region, frame
+from elastic.state.shard import DTYPES, Shard
 from elastic.state.snapshot import Snapshots
 from elastic.state.sources.hosts import Chunk, _fill, _range
 from elastic.state.staging import StagingStream
-from elastic.train.model import DTYPES, Shard, tensors_of
+from elastic.train.model import tensors_of
 from storage.background import begin
-from storage.slices import shard_slice
+from tests.support.cells import cell, shard_slice
 
 SIZES = {
     "3b": {"dim": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "hidden": 8192, "vocab": 128256},
@@ -82,11 +83,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with torch.device("meta"):
         tensors = tensors_of(Llama(**size), ADAMW)
-    shape, values, device = frame(tensors, SHARDS, 0), {}, torch.device("cuda")
+    shape, values, device = frame(tensors, cell(SHARDS, 0)), {}, torch.device("cuda")
     for tensor in tensors:
         place = torch.device("cpu") if tensor.kind == "scalar" else device
         values[tensor.kind, tensor.name] = torch.randn(shard_slice(tensor, SHARDS, 0).shape, device=place).to(DTYPES[tensor.dtype])
-    shard, gigabytes = Shard(AT, SHARDS, 0, values), shape.bytes / 1e9
+    shard, gigabytes = Shard(AT, cell(SHARDS, 0), values), shape.bytes / 1e9
     region = Region.create(2, shape.bytes, shape.blocks)
     region["keeper"] = os.getpid()
     snapshots = Snapshots(region, tensors, device, CopyRule(copies=True, buddies=True))
@@ -95,7 +96,7 @@ def main() -> None:
     snapshots.enter(Plan(1, 2, Layout(1, SHARDS), workers, AT, "init", (), NodeId("n"), copy_every=1), workers[0], shard)
 
     snapshots.settle()
-    copy = partial(snapshots._copy, 0, Copy(AT, SHARDS, 0), shard)
+    copy = partial(snapshots._copy, 0, Copy(AT, cell(SHARDS, 0)), shard)
 
     def alone() -> float:
         began = time.monotonic()
@@ -108,7 +109,7 @@ def main() -> None:
     before, beside, after = (products(work) for work in (lambda: None, lambda: begin(copy, "copies"), lambda: None))
     print(f"products alone {before:.1f} ms, beside a copy {beside:.1f}, alone {after:.1f}", flush=True)
     alone()
-    holding = Holding(workers[0], AT, SHARDS, 0, NodeId("n"))
+    holding = Holding(workers[0], AT, cell(SHARDS, 0), NodeId("n"))
     ranges = [_range(tensor, shard_slice(tensor, SHARDS, 0), holding, shape) for tensor in tensors]
     for name, memory in (("pinned", region), ("another mapping", Region.of_process(os.getpid(), region.descriptor)), ("torch's way", None)):
         there = memory or Region.of_process(os.getpid(), region.descriptor)
@@ -116,7 +117,7 @@ def main() -> None:
         chunks = [(each, sums[each.block : each.block + each.blocks], data[each.offset : each.offset + each.bytes]) for each in ranges]
         times = []
         for _ in range(2):
-            found = Shard(AT, SHARDS, 0, {key: torch.empty_like(value) for key, value in values.items()})
+            found = Shard(AT, cell(SHARDS, 0), {key: torch.empty_like(value) for key, value in values.items()})
             torch.cuda.synchronize()
             began = time.monotonic()
             if memory is None:

@@ -134,8 +134,7 @@ def train(job: Job, strikes: list[int]) -> dict[str, Any]:
     result = launch(job, show=follower)
     if result.state != "Finished":
         raise SystemExit(f"{job.name}: {result}")
-    records = list(Run.open(job).records())
-    committed = ledger(records)
+    committed = ledger(Run.open(job).segments())
     own = [fault for fault in job.faults if committed[fault.step].generation > fault.generation]
     inside = [Strike(fault.step, f"rank {fault.world_rank}", f"itself, in {fault.point}", follower.steps[fault.step].at) for fault in own]
     return {

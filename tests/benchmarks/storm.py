@@ -204,9 +204,9 @@ class Strikes:
 def judge(storm: Storm, reference: Job) -> dict[str, Any]:
     """Everything that must be so, as sentences about what is not (``wrong``), and the figures."""
     job, witness, strikes = storm.job, storm.witness, storm.chaos.performed
-    segments = journal.read(Run.open(job).store, job.name)
+    segments = Run.open(job).segments()
     records = [record for _, each in segments for record in each]
-    worlds, steps = formed(records), ledger(records)
+    worlds, steps = formed(records), ledger(segments)
     work, again = witness.total("microbatches_run"), sum(each.redone for each in worlds)
     bound = (job.steps + again + len(strikes)) * job.microbatches
     ends = Counter(end for victim, signals in _deadly(strikes).items() for end in _end_of(witness, victim, signals))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from elastic.control.machine import Transition, advance
 from elastic.control.rules import Rules
-from elastic.control.states import RunState, State, Stopping
+from elastic.control.run import RunState, State, Stopping, evolve
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
@@ -15,6 +15,7 @@ from elastic.protocol import events as ev
 from elastic.protocol.actions import Action
 from elastic.protocol.commit_record import GO_ON, Outcome
 from elastic.protocol.plan import Plan
+from tests.support.cells import cell, classes
 
 RULES = Rules(
     min_workers=1,
@@ -32,13 +33,18 @@ RULES = Rules(
     grow_debounce_s=2.0,
     reproducible=True,
 )
-ROWS = (7, 3)
+CLASSES = classes((7, 3))
 A = TypeVar("A", bound=Action)
 
 
 def rules(**changes: Any) -> Rules:
     """The usual ones, but."""
     return replace(RULES, **changes)
+
+
+def but(run: RunState, part: str, **changes: Any) -> RunState:
+    """Returns the run with other fields in its value ``part``: ``but(run, "history", saved=())``."""
+    return evolve(run, **{part: evolve(getattr(run, part), **changes)})
 
 
 def outcome(step: int, generation: int, boundary: int = GO_ON) -> Outcome:
@@ -74,7 +80,7 @@ class Play:
         reason = ""
         for number, worker in enumerate(workers, 1):
             self.tell(ev.KeeperUp(NodeId(f"n{number}")))
-            reason = self.tell(ev.Joined(WorkerId(worker), NodeId(f"n{number}"), kind, ROWS))
+            reason = self.tell(ev.Joined(WorkerId(worker), NodeId(f"n{number}"), kind, CLASSES))
         return reason
 
     def lose(self, worker: str, why: str = "its process died") -> str:
@@ -130,8 +136,8 @@ class Play:
 
     def shard(self, worker: str, version: Version) -> Holding:
         """Its shard in the layout of the present generation."""
-        index = self.plan.layout.coordinates(self.plan.world_rank(WorkerId(worker)))[1]
-        return Holding(WorkerId(worker), version, self.plan.layout.dp_shard, index)
+        index = self.plan.layout.coordinates(self.plan.world_rank(WorkerId(worker)))["dp_shard"]
+        return Holding(WorkerId(worker), version, cell(self.plan.layout.dp_shard, index))
 
     def did(self, kind: type[A]) -> list[A]:
         """Actions of that kind that the last event brought."""

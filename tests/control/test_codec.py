@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.control import codec
 from elastic.control.codec import UnknownFormat, decode, decode_event, decode_run, encode, fold
-from elastic.control.states import RunState, State
+from elastic.control.run import RunState, State
 from elastic.ids import Version, WorkerId
 from elastic.protocol.actions import Action
 from elastic.protocol.commit_record import Outcome
@@ -84,8 +84,8 @@ def test_what_a_later_version_wrote_is_refused_by_name() -> None:
         decode_event({**line, "mood": 1, "colour": 2})
     with pytest.raises(UnknownFormat, match="'Here' where Outcome is expected"):
         decode_event({**line, "outcome": encode(Here(WorkerId("w1"), 1))})
-    with pytest.raises(UnknownFormat, match="format 3, this version reads 1 and 2"):
-        fold({"format": 3, "run": {}}, [])
+    with pytest.raises(UnknownFormat, match="format 4, this version reads 1, 2 and 3"):
+        fold({"format": 4, "run": {}}, [])
 
 
 def test_a_field_with_a_default_may_be_missing() -> None:
@@ -117,7 +117,7 @@ def test_folding_the_records_gives_the_run() -> None:
         assert fold(start, records) == play.run
     assert [each["n"] for each in records] == list(range(5))
     assert records[3]["state"] == "Forming" and [each["$"] for each in records[3]["actions"]] == ["Settle", "Form"]
-    assert "workers" not in records[0]["changed"], "only what changed is written"
+    assert "members" not in records[0]["changed"], "only what changed is written"
 
 
 def test_records_without_a_change_may_be_left_out() -> None:

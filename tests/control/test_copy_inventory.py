@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control.states import Forming, Waiting
+from elastic.control.copy_inventory import paces, unbuddied_since, unprotected_since
+from elastic.control.run import Forming, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
-from elastic.protocol.actions import Form, Pair, TakeStock
+from elastic.protocol.actions import Form, ListCopies, Pair
 from elastic.protocol.commit_record import Outcome
-from tests.control.play import Play, outcome, stepping
+from tests.control.play import Play, but, outcome, stepping
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 SHARDS = LayoutRule(dp_replicate=1, dp_shard=None, min_shard=1, use="all")
@@ -34,14 +36,14 @@ def stepped(to: int = 5) -> Play:
 def kept(play: Play, number: int, *steps: int, generation: int = 1) -> str:
     """The keeper of node ``number`` tells of the copies of its worker."""
     node, worker = NodeId(f"n{number}"), WorkerId(f"w{number}")
-    held = tuple(Holding(worker, Version(step, generation), 3, number - 1, node) for step in steps)
-    return play.tell(ev.Kept(node, play.run.stock, held))
+    held = tuple(Holding(worker, Version(step, generation), cell(3, number - 1), node) for step in steps)
+    return play.tell(ev.Kept(node, play.run.copies.asked, held))
 
 
 def broken(play: Play) -> None:
     """w3 dies; the two others are at step 5."""
     play.lose("w3")
-    assert [each.keepers for each in play.did(TakeStock)] == [(NodeId("n1"), NodeId("n2"), NodeId("n3"))]
+    assert [each.keepers for each in play.did(ListCopies)] == [(NodeId("n1"), NodeId("n2"), NodeId("n3"))]
     play.answer("w1", Version(5, 1))
     play.answer("w2", Version(5, 1))
 
@@ -72,23 +74,23 @@ def test_what_cannot_be_read_is_not_counted_on_again_before_a_commit() -> None:
     """Or the next world would break as this one did, for ever."""
     play = stepped()
     play.tell(ev.ShardSaved(WorkerId("w1"), Version(2, 1)))
-    play.run = replace(play.run, saved=(Version(2, 1),))
+    play.run = but(play.run, "history", saved=(Version(2, 1),))
     broken(play)
     for number in (1, 2, 3):
         kept(play, number, 4, 5)
     assert isinstance(play.run.state, Forming) and play.plan.tier == "host"
     play.here("w1", "w2")
     play.broken("w2", "copy", "the copy of w3 on node n3 is damaged", "n3")
-    assert play.run.unreadable == ("n3",)
+    assert play.run.copies.unreadable == ("n3",)
     for worker in ("w1", "w2"):
-        play.tell(ev.Fenced(WorkerId(worker), 2, (Holding(WorkerId(worker), Version(5, 1), 3, int(worker[1]) - 1),), None))
+        play.tell(ev.Fenced(WorkerId(worker), 2, (Holding(WorkerId(worker), Version(5, 1), cell(3, int(worker[1]) - 1)),), None))
     for number in (1, 2, 3):
         kept(play, number, 4, 5)
     assert isinstance(play.run.state, Forming) and (play.plan.tier, play.plan.version) == ("bucket", Version(2, 1)), play.run.state
     play.here("w1", "w2")
     play.ready("w1", "w2")
     play.tell(ev.StepDone(WorkerId("w1"), 3, replace(outcome(3, 3), copied_through=2)))
-    assert play.run.unreadable == ()
+    assert play.run.copies.unreadable == ()
 
 
 def test_without_copies_for_long_it_is_said_and_shown() -> None:
@@ -97,15 +99,15 @@ def test_without_copies_for_long_it_is_said_and_shown() -> None:
     assert [reason for reason in reasons if reason] == [
         "unprotected since step 0: not every member of generation 1 has a later copy in host memory"
     ]
-    assert play.run.unprotected_since == 0
+    assert unprotected_since(play.run) == 0
     play.tell(ev.StepDone(WorkerId("w1"), 1, copied(12, 11)))
-    assert play.run.unprotected_since is None
+    assert unprotected_since(play.run) is None
     later = [play.tell(ev.StepDone(WorkerId("w1"), 1, copied(step, 11))) for step in range(13, 22)]
     assert [reason for reason in later if reason] == [
         "unprotected since step 11: not every member of generation 1 has a later copy in host memory"
     ]
-    assert play.run.unprotected_since == 11, "they came to an end"
-    assert stepping(3, layout=SHARDS).run.unprotected_since is None, "the job wants none"
+    assert unprotected_since(play.run) == 11, "they came to an end"
+    assert unprotected_since(stepping(3, layout=SHARDS).run) is None, "the job wants none"
 
 
 def test_without_copies_on_other_nodes_for_long_it_is_said_and_shown() -> None:
@@ -121,24 +123,24 @@ def test_without_copies_on_other_nodes_for_long_it_is_said_and_shown() -> None:
         return [reason for reason in reasons if reason]
 
     assert told(1, 20, -1) == ["no later copies than of step 0 have reached other nodes: the loss of a node would cost what came after it"]
-    assert (play.run.unbuddied_since, play.run.unprotected_since) == (0, None)
-    assert told(21, 22, 20) == [] and play.run.unbuddied_since is None
-    assert len(told(23, 45, 20)) == 1 and play.run.unbuddied_since == 20
+    assert (unbuddied_since(play.run), unprotected_since(play.run)) == (0, None)
+    assert told(21, 22, 20) == [] and unbuddied_since(play.run) is None
+    assert len(told(23, 45, 20)) == 1 and unbuddied_since(play.run) == 20
     alone = stepping(3, layout=SHARDS, copy_every=1)
     for step in range(1, 30):
         alone.tell(ev.StepDone(WorkerId("w1"), 1, copied(step, step - 1)))
-    assert alone.run.unbuddied_since is None, "the job wants none"
+    assert unbuddied_since(alone.run) is None, "the job wants none"
 
 
 def test_of_copies_that_are_seldom_the_rhythm_counts_that_members_agreed_on() -> None:
     play = stepping(3, layout=SHARDS, copy_every=1)
-    assert play.run.paces == (1, 0)
+    assert paces(play.run) == (1, 0)
     for step in range(1, 30):
         assert not play.tell(ev.StepDone(WorkerId("w1"), 1, replace(copied(step, 0), copy_every=4)))
-    assert (play.run.paces, play.run.unprotected_since) == ((4, 0), None)
+    assert (paces(play.run), unprotected_since(play.run)) == ((4, 0), None)
     for step in range(30, 41):
         play.tell(ev.StepDone(WorkerId("w1"), 1, replace(copied(step, 0), copy_every=4)))
-    assert play.run.unprotected_since == 0
+    assert unprotected_since(play.run) == 0
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

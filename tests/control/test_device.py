@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.states import Failed
+from elastic.control.run import Failed
 from elastic.ids import Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill, Settle
@@ -28,10 +28,10 @@ def test_r1_a_worker_that_lost_its_device_is_replaced() -> None:
     assert play.plan.members == ("w1",) and play.plan.tier == "live"
     assert {each.worker for each in play.plan.holders} == {"w1"}, "what lies on a lost device is held by nobody"
     play.tell(ev.Capacity(1))
-    assert play.run.starting.keys() == {"w3"}
+    assert play.run.members.starting.keys() == {"w3"}
     reformed(play)
     play.step(4)
-    assert play.run.failures == ()
+    assert play.run.history.failures == ()
 
 
 def test_r1_a_commit_that_only_a_lost_device_has_seen_counts() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from elastic.control.decision import Decision
-from elastic.control.states import (
-    ALLOWED,
+from elastic.control.edges import ALLOWED, enter
+from elastic.control.run import (
     TERMINAL,
     Failed,
     Finished,
@@ -158,4 +158,4 @@ def test_what_ends_stays_ended() -> None:
 def test_no_other_edge_can_be_taken() -> None:
     decision = Decision(RunState.begin(1, 0.0), 0.0, RULES)
     with pytest.raises(AssertionError, match="no edge from Waiting to Running"):
-        decision.to(Running(started(1).plan, 0.0))
+        enter(decision, Running(started(1).plan, 0.0))

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control.saving import begins, due
-from elastic.control.states import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
+from elastic.control.run import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
+from elastic.control.saves import begins, due
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle
 from elastic.protocol.commit_record import PAUSE, SAVE_AND_PAUSE
-from tests.control.play import ROWS, Play, outcome, reformed, rules, started, stepping
+from tests.control.play import CLASSES, Play, outcome, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
 W1, W2 = WorkerId("w1"), WorkerId("w2")
@@ -31,9 +31,9 @@ def test_no_save_begins_while_the_one_before_is_on_its_way() -> None:
     play.steps(1, 9)
     said = play.tell(ev.StepDone(W1, 1, replace(outcome(10, 1), behind=True)))
     assert said == "the bucket does not keep up: steps go on, and saves are left out until the one before has been written"
-    assert [each.version.step for each in play.run.saves] == [5]
+    assert [each.version.step for each in play.run.saves.pending] == [5]
     play.steps(11, 15)
-    assert [each.version.step for each in play.run.saves] == [5, 15]
+    assert [each.version.step for each in play.run.saves.pending] == [5, 15]
 
 
 def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
@@ -43,9 +43,9 @@ def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
     assert play.last.actions == ()
     play.tell(ev.ShardSaved(W2, Version(5, 1)))
     assert play.last.actions == (CommitManifest(Version(5, 1), ((1, 5),)),)
-    assert play.run.saved == ()
+    assert play.run.history.saved == ()
     assert play.tell(ev.Saved(Version(5, 1), "digest")) == "the checkpoint of step 5 of generation 1 is in the bucket"
-    assert play.run.saved == (Version(5, 1),)
+    assert play.run.history.saved == (Version(5, 1),)
 
 
 def test_a_part_may_overtake_the_report_of_its_step() -> None:
@@ -69,11 +69,11 @@ def test_a_zombies_manifest_counts_for_nothing() -> None:
     play.lose("w2")
     play.answer("w1", Version(7, 1))
     play.answer("w3", Version(7, 1))
-    assert play.plan.version == Version(0, 0) and play.run.lineage == ()
+    assert play.plan.version == Version(0, 0) and play.run.history.lineage == ()
     before = play.run
     assert play.tell(ev.Saved(Version(7, 1), "digest")) == "refused: the checkpoint of step 7 of generation 1 is not on the lineage"
     assert play.tell(ev.ShardSaved(W1, Version(7, 1))).startswith("refused: nobody waits for a part")
-    assert play.run is before and play.run.saved == ()
+    assert play.run is before and play.run.history.saved == ()
 
 
 def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
@@ -89,7 +89,7 @@ def test_a_save_that_lost_a_writer_is_forgotten() -> None:
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
     play.lose("w2")
     play.answer("w1", Version(5, 1))
-    assert play.run.saves == ()
+    assert play.run.saves.pending == ()
 
 
 def test_a_save_outlives_its_world_when_its_writers_do() -> None:
@@ -115,7 +115,7 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
     assert play.deeds == ["CommitManifest"]
     play.steps(7, 10)
     assert play.tell(ev.SaveFailed(Version(10, 1), "disk full")) == "the checkpoint of step 10 of generation 1 failed (disk full)"
-    assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves] == [Version(5, 1)]
+    assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves.pending] == [Version(5, 1)]
 
 
 def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for() -> None:
@@ -126,7 +126,7 @@ def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for() -
     assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")) == ""
     assert "the checkpoint of step 5 of generation 1 failed (disk full)" in play.step(5)
     assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")).startswith("refused: nobody saves"), "its other writer fails too"
-    assert play.run.saves == ()
+    assert play.run.saves.pending == ()
     play.steps(6, 9)
     play.tell(ev.SaveFailed(Version(10, 1), "disk full"))
     play.step(10)
@@ -161,7 +161,7 @@ def test_losing_a_member_while_finishing_saves_again_from_whoever_holds_it() -> 
     assert play.tell(ev.ShardSaved(W1, Version(6, 1), by=1)).startswith("refused"), "it was on its way: a part in another layout"
     assert play.tell(ev.SaveFailed(Version(6, 1), "disk full", by=1)).startswith("refused"), "nor does a failure of the one before"
     assert play.save(Version(6, 1), "w1", by=2).endswith("finished at step 6")
-    assert play.run.lineage == ((1, 6),), "the version is still generation 1's: nothing was computed again"
+    assert play.run.history.lineage == ((1, 6),), "the version is still generation 1's: nothing was computed again"
 
 
 def test_losing_a_member_after_its_part_is_in_changes_nothing() -> None:
@@ -200,7 +200,7 @@ def test_a_stop_is_clean_saves_and_can_be_resumed() -> None:
     reason = play.save(Version(4, 1), "w1", "w2")
     assert reason == "the checkpoint of step 4 of generation 1 is in the bucket; stopped (Ctrl-C), resumes from step 4"
     assert play.last.actions == (Settle(1, (W1, W2), None), Exit((W1, W2)))
-    resumed = Play(rules(max_workers=2), RunState.begin(2, 0.0, play.run.saved, play.run.lineage, play.run.generation))
+    resumed = Play(rules(max_workers=2), RunState.begin(2, 0.0, play.run.history.saved, play.run.history.lineage, play.run.generation))
     resumed.tell(ev.Capacity(2))
     assert "at step 4 (bucket)" in resumed.join("w1", "w2")
 
@@ -283,7 +283,7 @@ def test_nothing_is_heard_after_the_end() -> None:
     play.save(Version(6, 1), "w1", "w2")
     before = play.run
     assert play.lose("w1") == "refused: the run is over (Finished)"
-    reason = play.tell(ev.Joined(WorkerId("w7"), NodeId("n1"), "cpu", ROWS))
+    reason = play.tell(ev.Joined(WorkerId("w7"), NodeId("n1"), "cpu", CLASSES))
     assert reason == "refused: the run is over (Finished)" and play.last.actions == (Exit((WorkerId("w7"),)),)
     assert play.run is before
 
@@ -319,7 +319,7 @@ def test_r20_a_one_off_recovers() -> None:
         reformed(play)
         assert isinstance(play.run.state, Running), "another step, or another error"
         play.step(step)
-    assert play.run.failures == ()
+    assert play.run.history.failures == ()
 
 
 def test_r20_a_single_worker_tries_twice() -> None:

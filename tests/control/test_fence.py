@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.states import Forming, Stopping
+from elastic.control.run import Forming, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.actions import Fence, Form, Kill, Settle
 from elastic.protocol.events import Capacity, Fenced, Joined, Lost, Renewed, StepDone
-from tests.control.play import ROWS, outcome, reformed, stepping
+from tests.control.play import CLASSES, outcome, reformed, stepping
 
 pytestmark = pytest.mark.fast
 
@@ -129,7 +129,7 @@ def test_a_node_that_is_only_taken_for_dead_is_no_certain_end() -> None:
     for worker in ("w1", "w2"):
         play.tell(Lost(WorkerId(worker), "its node died", certain=False))
     play.tell(Capacity(1))
-    play.tell(Joined(WorkerId("w3"), NodeId("n1"), "cpu", ROWS))
+    play.tell(Joined(WorkerId("w3"), NodeId("n1"), "cpu", CLASSES))
     play.later(60.0)
     assert isinstance(play.run.state, Stopping) and set(play.run.state.expelled) == {"w1", "w2"}
     play.later(3.0)
@@ -153,7 +153,7 @@ def test_one_certain_end_is_enough_for_the_next_generation() -> None:
     play.answer("w1", Version(4, 1), prepared=5)
     play.later(5.0)
     assert play.deeds == ["Kill", "Settle", "Form"]
-    assert play.run.lease_until == 0.0
+    assert play.run.watch.lease_until == 0.0
 
 
 def test_a_single_member_that_is_killed_must_be_seen_dead() -> None:
@@ -202,7 +202,7 @@ def test_a_lost_slice_is_taken_from_the_bucket_and_the_abandoned_steps_are_named
     reason = play.answer("w3", Version(7, 1))
     assert reason == "form generation 2 of w1 and w3 (1×2) at step 5 (bucket), abandons steps 6–7 of generation 1"
     assert (play.plan.version, play.plan.tier, play.plan.holders) == (Version(5, 1), "bucket", ())
-    assert play.run.lineage == ((1, 5),)
+    assert play.run.history.lineage == ((1, 5),)
 
 
 def test_a_step_done_again_is_another_version() -> None:
@@ -215,7 +215,7 @@ def test_a_step_done_again_is_another_version() -> None:
     play.answer("w3", Version(7, 1))
     reformed(play)
     play.steps(6, 8)
-    assert play.run.lineage == ((1, 5), (2, 8))
+    assert play.run.history.lineage == ((1, 5), (2, 8))
     play.lose("w3")
     play.answer("w1", Version(8, 2))
     assert "at step 5 (bucket), abandons steps 6–8 of generation 2" in play.last.reason
@@ -261,11 +261,11 @@ def test_no_lease_is_granted_on_a_generation_that_is_being_stopped_but_a_granted
     play = stepping(2, lease_s=60.0)
     play.now = 10.0
     assert play.run.grants_lease(1) and not play.run.grants_lease(2)
-    assert play.tell(Renewed(WorkerId("w1"), 1)) == "" and play.run.lease_until == 73.0
+    assert play.tell(Renewed(WorkerId("w1"), 1)) == "" and play.run.watch.lease_until == 73.0
     assert play.later(15.0).startswith("no member moved for 25.0 s")
     assert not play.run.grants_lease(1)
     play.tell(Renewed(WorkerId("w1"), 1))
-    assert play.run.lease_until == 88.0
+    assert play.run.watch.lease_until == 88.0
     play.later(62.0)
     assert isinstance(play.run.state, Stopping), "nobody answered: the granted lease has a second to run"
     play.later(6.0)
@@ -282,7 +282,7 @@ def test_generations_only_grow_and_each_is_formed_once() -> None:
         formed += [action.plan.generation for action in play.did(Form)]
         reformed(play)
     assert formed == [1, 2, 3]
-    assert play.run.lineage == ((1, 5), (2, 9))
+    assert play.run.history.lineage == ((1, 5), (2, 9))
 
 
 def test_an_answer_that_arrives_after_its_sender_died_is_evidence() -> None:

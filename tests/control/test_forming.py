@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.states import Failed, Forming, Running, RunState, Stopping, Waiting
+from elastic.control.run import Failed, Forming, Running, RunState, Stopping, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Exit, Fence, Form, Go, Kill, StartWorkers
-from tests.control.play import ROWS, Play, reformed, rules, started, stepping
+from tests.control.play import CLASSES, Play, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
 
@@ -109,7 +109,7 @@ def test_losing_a_keeper_of_a_world_that_runs_stops_nothing() -> None:
 def test_without_a_keeper_no_store_and_no_world() -> None:
     play = Play(rules(max_workers=1))
     play.tell(ev.Capacity(1))
-    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu", ROWS))
+    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu", CLASSES))
     assert isinstance(play.run.state, Waiting)
     assert play.tell(ev.KeeperUp(NodeId("n1"))).startswith("form generation 1 of w1")
 
@@ -118,7 +118,7 @@ def test_survivors_keep_their_seats_and_newcomers_come_after() -> None:
     play = stepping(3)
     play.tell(ev.Capacity(1))
     play.lose("w1")
-    assert play.run.starting == {"w4": 0.0}
+    assert play.run.members.starting == {"w4": 0.0}
     play.join("w4")
     play.answer("w2", Version(0, 0))
     play.answer("w3", Version(0, 0))
@@ -141,7 +141,7 @@ def test_growth_is_at_a_boundary_and_loses_nothing() -> None:
     assert play.deeds == []
     reason = play.answer("w1", Version(5, 1), saw=5)
     assert reason == "form generation 2 of w1 and w2 (2×1) at step 5 (live)"
-    assert play.run.fruitless == 0
+    assert play.run.history.fruitless == 0
     assert [each.worker for each in play.plan.holders] == ["w1"]
 
 
@@ -160,7 +160,7 @@ def test_a_worker_that_does_not_enlarge_the_world_stays_a_spare() -> None:
     play.rules = rules(max_workers=3, layout=LayoutRule(None, 2, 2, "all"))
     play.tell(ev.Capacity(1))
     play.join("w3")
-    assert isinstance(play.run.state, Running) and play.run.starting == {}
+    assert isinstance(play.run.state, Running) and play.run.members.starting == {}
     play.lose("w1")
     play.answer("w2", Version(0, 0))
     assert play.plan.members == ("w2", "w3"), "and takes the seat at once"
@@ -183,7 +183,7 @@ def test_a_worker_nobody_asked_for_is_sent_away() -> None:
     play = stepping(2)
     play.lose("w2")
     before = play.run
-    assert play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", ROWS)) == "refused: nobody waits for w2"
+    assert play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", CLASSES)) == "refused: nobody waits for w2"
     assert play.last.actions == (Kill((WorkerId("w2"),), "nobody waits for it"),)
     assert play.run is before
 
@@ -191,7 +191,7 @@ def test_a_worker_nobody_asked_for_is_sent_away() -> None:
 def test_a_worker_that_another_coordinator_asked_for_keeps_its_name() -> None:
     """R9: one that is superseded and does not know it has started a process; the next one to be started is another."""
     play = stepping(1)
-    assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", ROWS)).startswith("nobody waits for w9")
+    assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", CLASSES)).startswith("nobody waits for w9")
     assert play.last.actions == (Kill((WorkerId("w9"),), "nobody waits for it"),)
     play.rules = rules(max_workers=2)
     assert play.tell(ev.Capacity(1)) == "start w10: 1 worker of at most 2"
@@ -204,12 +204,12 @@ def test_ids_are_never_used_again() -> None:
         for worker in play.pending:
             play.answer(worker, play.run.version)
         play.tell(ev.Capacity(1))
-        (new,) = play.run.starting
+        (new,) = play.run.members.starting
         assert new not in seen
         seen.append(new)
         reformed(play)
         play.step(play.run.step + 1)
-        play.tell(ev.Joined(new, NodeId("n1"), "cpu", ROWS))
+        play.tell(ev.Joined(new, NodeId("n1"), "cpu", CLASSES))
         play.step(play.run.step + 1, boundary=1)
         play.answer(play.plan.members[0], play.run.version)
         reformed(play)
@@ -257,7 +257,7 @@ def test_generations_without_a_commit_are_counted_and_a_commit_forgives() -> Non
     for round_ in range(1, 7):
         if round_ == 3:
             play.step(1)
-        assert play.run.fruitless == (round_ - 1 if round_ <= 2 else 0 if round_ == 3 else round_ - 4)
+        assert play.run.history.fruitless == (round_ - 1 if round_ <= 2 else 0 if round_ == 3 else round_ - 4)
         play.broken("w1")
         play.answer("w1", play.run.version)
         play.answer("w2", play.run.version)
@@ -284,7 +284,7 @@ def test_doing_again_what_was_given_up_forgives_nothing() -> None:
         play.step(5)
     play.lose("w4")
     assert isinstance(play.run.state, Failed)
-    assert play.run.furthest == Version(5, 1) and play.generation == 4
+    assert play.run.history.furthest == Version(5, 1) and play.generation == 4
     assert "3 generations in a row ended without a commit of a new step, 2 may" in play.run.state.reason
 
 
@@ -300,9 +300,9 @@ def test_a_generation_that_ends_on_the_way_to_where_another_was_is_not_counted()
         play.join(worker)
         reformed(play)
         play.steps(5, 6)
-        assert play.run.fruitless == 0 and play.run.furthest == Version(7, 1)
+        assert play.run.history.fruitless == 0 and play.run.history.furthest == Version(7, 1)
     play.steps(7, 8)
-    assert play.run.fruitless == 0 and play.run.furthest == Version(8, 3)
+    assert play.run.history.fruitless == 0 and play.run.history.furthest == Version(8, 3)
 
 
 def test_a_run_resumes_from_what_the_bucket_says() -> None:
@@ -316,7 +316,7 @@ def test_a_run_resumes_from_what_the_bucket_says() -> None:
 
 def test_what_is_not_on_the_lineage_is_not_resumed_from() -> None:
     run = RunState.begin(4, 0.0, saved=(Version(10, 1), Version(30, 2)), lineage=((1, 12),), generation=2)
-    assert run.saved == (Version(10, 1),)
+    assert run.history.saved == (Version(10, 1),)
     assert run.generation == 2 and isinstance(run.state, Waiting)
     assert RunState.begin(4, 0.0, lineage=((7, 3),)).generation == 7
 
@@ -328,7 +328,7 @@ def test_lost_while_forming_stops_at_once() -> None:
     play.answer("w1", None)
     play.answer("w3", None)
     assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w3")
-    assert play.run.fruitless == 1
+    assert play.run.history.fruitless == 1
 
 
 def test_state_that_comes_at_a_crawl_is_said_with_the_interface() -> None:

@@ -8,12 +8,13 @@ import pytest
 
 from elastic.control.codec import decode_run, encode
 from elastic.control.growth import HOSTS, UNKNOWN_S, after_leaving, judge
-from elastic.control.states import Forming, Running, RunState, Waiting, Worker
+from elastic.control.liveness import Watch
+from elastic.control.run import Cluster, Forming, Members, Running, RunState, Waiting, Worker
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Form, Pause, StartWorkers
 from elastic.protocol.builds import Build
-from tests.control.play import ROWS, Play, reformed, rules, stepping
+from tests.control.play import CLASSES, Play, reformed, rules, stepping
 
 pytestmark = pytest.mark.fast
 
@@ -22,7 +23,7 @@ PAUSE_S = 4.0
 
 def joins(play: Play, worker: str, node: str, host: str) -> str:
     play.tell(ev.KeeperUp(NodeId(node)))
-    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), "cpu", ROWS, Build(host)))
+    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), "cpu", CLASSES, Build(host)))
 
 
 def comes_and_goes(play: Play, times: int, stay_s: float) -> list[str]:
@@ -31,7 +32,7 @@ def comes_and_goes(play: Play, times: int, stay_s: float) -> list[str]:
     for each in range(times):
         play.later(1.0)
         play.tell(ev.Capacity(1))
-        (worker,) = play.run.starting
+        (worker,) = play.run.members.starting
         said.append(joins(play, worker, f"x{each}", "shaky"))
         if not isinstance(play.run.state, Running):
             members = play.plan.members
@@ -64,7 +65,7 @@ def after_a_shaky_machine() -> tuple[Play, WorkerId]:
     comes_and_goes(play, times=12, stay_s=6.0)
     play.later(1.0)
     play.tell(ev.Capacity(1))
-    (worker,) = play.run.starting
+    (worker,) = play.run.members.starting
     return play, worker
 
 
@@ -105,7 +106,7 @@ def test_who_was_declined_takes_the_seat_of_a_dead_one() -> None:
 
 def world_of(stays: dict[str, float], *hosts: str, reform_s: float = PAUSE_S) -> RunState:
     workers = {WorkerId(f"w{n}"): Worker(NodeId(f"n{n}"), "cpu", 0.0, host=host) for n, host in enumerate(hosts, 1)}
-    return RunState(1, 1, Waiting(0.0), workers=workers, stays=stays, reform_s=reform_s)
+    return RunState(1, 1, Waiting(0.0), Members(workers), Cluster(stays=stays), watch=Watch(reform_s=reform_s))
 
 
 def test_what_comes_together_is_judged_together() -> None:
@@ -150,15 +151,15 @@ def test_a_node_has_left_once_nothing_of_it_is_left() -> None:
     play = stepping(2)
     play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
     play.lose("w1")
-    assert not play.run.stays and play.run.homes.keys() == {"n1", "n2"}
+    assert not play.run.cluster.stays and play.run.cluster.homes.keys() == {"n1", "n2"}
     play.lose("w2")
-    assert play.run.stays.keys() == {"n2"} and play.run.homes.keys() == {"n1"}
+    assert play.run.cluster.stays.keys() == {"n2"} and play.run.cluster.homes.keys() == {"n1"}
 
 
 def test_what_was_learned_is_in_the_journal() -> None:
     play = one_steady_worker()
     comes_and_goes(play, times=2, stay_s=6.0)
-    assert play.run.stays["shaky"] < UNKNOWN_S and play.run.reform_s > 0 and "x1" not in play.run.homes
+    assert play.run.cluster.stays["shaky"] < UNKNOWN_S and play.run.watch.reform_s > 0 and "x1" not in play.run.cluster.homes
     assert decode_run(encode(play.run)) == play.run
 
 
@@ -213,7 +214,7 @@ def test_a_full_world_is_not_held_up_by_spares_that_are_on_their_way() -> None:
     play = Play(rules(max_workers=1, spares=2, grow_debounce_s=30.0))
     play.tell(ev.Capacity(3))
     play.join("w1")
-    assert isinstance(play.run.state, Forming) and len(play.run.starting) == 2
+    assert isinstance(play.run.state, Forming) and len(play.run.members.starting) == 2
     alone = replace(play.rules, max_workers=2, spares=1)
     play = Play(alone)
     play.tell(ev.Capacity(3))

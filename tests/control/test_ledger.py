@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.control import codec
-from elastic.control.states import Finished
+from elastic.control.run import Finished
 from elastic.ids import Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.events import Fenced, StepDone
@@ -22,7 +22,12 @@ class Journalled(Play):
 
     def __init__(self, play: Play) -> None:
         super().__init__(play.rules, play.run)
+        self.begun = codec.snapshot(play.run)
         self.records: list[dict[str, Any]] = []
+
+    @property
+    def segments(self) -> list[codec.Segment]:
+        return [(self.begun, self.records)]
 
     def tell(self, event: Any) -> str:
         before = self.run
@@ -41,7 +46,7 @@ def test_r14_each_step_counts_once() -> None:
     play.answer("w3", Version(7, 1))
     reformed(play)
     play.steps(6, 8)
-    found = ledger(play.records)
+    found = ledger(play.segments)
     assert {step: each.generation for step, each in found.items()} == {1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 6: 2, 7: 2, 8: 2}
     assert found[6] == outcome(6, 2)
     assert [sample for each in found.values() for (sample,) in each.samples] == list(range(1, 9))
@@ -54,7 +59,7 @@ def test_r14_a_dead_world_rank_0_leaves_no_hole() -> None:
     play.lose("w1")
     play.answer("w2", Version(5, 1), saw=5)
     assert play.tell(StepDone(WorkerId("w1"), 1, outcome(4, 1))).startswith("refused: ")
-    assert sorted(ledger(play.records)) == [1, 2, 3, 4, 5]
+    assert sorted(ledger(play.segments)) == [1, 2, 3, 4, 5]
 
 
 def test_r14_a_dropped_step_is_no_entry() -> None:
@@ -64,7 +69,7 @@ def test_r14_a_dropped_step_is_no_entry() -> None:
     play.lose("w1")
     play.answer("w2", Version(3, 1), prepared=4)
     play.tell(StepDone(WorkerId("w1"), 1, outcome(4, 1)))
-    assert sorted(ledger(play.records)) == [1, 2, 3]
+    assert sorted(ledger(play.segments)) == [1, 2, 3]
 
 
 def test_a_resumed_journal_begins_with_the_lineage_of_its_snapshot() -> None:
@@ -72,8 +77,8 @@ def test_a_resumed_journal_begins_with_the_lineage_of_its_snapshot() -> None:
     play.steps(1, 2)
     resumed = Journalled(play)
     resumed.steps(3, 4)
-    assert sorted(ledger(resumed.records, lineage=play.run.lineage)) == [3, 4]
-    assert ledger([], lineage=((1, 2),)) == {}
+    assert sorted(ledger(resumed.segments)) == [3, 4]
+    assert ledger([(codec.snapshot(play.run), [])]) == ledger([]) == {}
 
 
 def test_what_only_a_dead_coordinator_was_told_is_asked_for_before_the_end() -> None:
@@ -81,14 +86,14 @@ def test_what_only_a_dead_coordinator_was_told_is_asked_for_before_the_end() -> 
     play = stepping(2, target_step=4, save_every=4)
     play.step(1)
     play.step(4)
-    assert play.run.untold == (2, 3) and play.run.recorded_step == 1, "whoever has seen the commit of 2 must keep it"
+    assert play.run.history.untold == (2, 3) and play.run.history.recorded_step == 1, "whoever has seen the commit of 2 must keep it"
     reason = play.save(Version(4, 1), "w1", "w2")
     assert reason.endswith("what step 2 consumed is still to be told: stop generation 1 of 2 workers")
     assert play.deeds == ["Fence"]
     for worker, seen in (("w1", ()), ("w2", (2, 3, 4))):
         held = (play.shard(worker, Version(4, 1)),)
         play.tell(Fenced(WorkerId(worker), 1, held, None, tuple(outcome(step, 1) for step in seen)))
-    assert isinstance(play.run.state, Finished) and play.run.untold == ()
+    assert isinstance(play.run.state, Finished) and play.run.history.untold == ()
 
 
 def test_nothing_is_asked_for_where_all_was_told() -> None:

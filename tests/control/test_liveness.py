@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.control.liveness import Watch, observe, patience_s, stall, stepped
-from elastic.control.states import Running, Stopping
+from elastic.control.run import Running, Stopping
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Beat, Progress, StopRequested
 from tests.control.play import Play, stepping

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from elastic.control.codec import changes, decode_run, encode
-from elastic.control.states import Failed, Forming, Running, Waiting
+from elastic.control.run import Failed, Forming, Running, Waiting
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill, StartWorkers
 from elastic.protocol.builds import Build, difference
-from tests.control.play import ROWS, Play, reformed, rules, stepping
+from storage.slices import Tensor
+from tests.control.play import CLASSES, Play, but, reformed, rules, stepping
+from tests.support.cells import classes
 
 pytestmark = pytest.mark.fast
 
@@ -25,7 +27,7 @@ OLD, NEW = "cpu torch-2.11", "cpu torch-2.13"
 def begun(slots: int = 2, **changes: Any) -> Play:
     """Workers are being started on nodes that are in order; the job was checked with ``REFERENCE``."""
     play = Play(rules(max_workers=2, **changes))
-    play.run = replace(play.run, reference=REFERENCE)
+    play.run = but(play.run, "members", reference=REFERENCE)
     for number in (1, 2):
         play.tell(ev.NodeFound(NodeId(f"n{number}")))
         play.tell(ev.KeeperUp(NodeId(f"n{number}")))
@@ -33,8 +35,8 @@ def begun(slots: int = 2, **changes: Any) -> Play:
     return play
 
 
-def joins(play: Play, worker: str, node: str, kind: str = NEW, build: Build = THERE, rows: tuple[int, ...] = ROWS) -> str:
-    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), kind, rows, build))
+def joins(play: Play, worker: str, node: str, kind: str = NEW, build: Build = THERE, state: tuple[Tensor, ...] = CLASSES) -> str:
+    return play.tell(ev.Joined(WorkerId(worker), NodeId(node), kind, state, build))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_whoever_is_made_of_something_else_is_named(other: dict[str, str], said:
     sentence = reason.removeprefix("node n2 is refused: ")
     assert sentence.startswith("w2 on node n2 (b, 10.0.0.2) cannot be a member: ") and said in sentence and "; " in sentence
     assert Kill((WorkerId("w2"),), "its node is refused") in play.last.actions
-    assert "w2" not in play.run.workers and list(play.run.refused) == ["n2"]
+    assert "w2" not in play.run.workers and list(play.run.cluster.refused) == ["n2"]
 
 
 def test_what_nobody_names_is_not_compared() -> None:
@@ -75,16 +77,16 @@ def test_a_refused_node_gets_no_worker_again() -> None:
     assert play.tell(ev.Capacity(1)) == "", "not at once"
     play.later(2.0)
     play.tell(ev.Capacity(1))
-    assert play.did(StartWorkers) == [] and play.run.starting, "asked for by the tick before"
-    (again,) = play.run.starting
+    assert play.did(StartWorkers) == [] and play.run.members.starting, "asked for by the tick before"
+    (again,) = play.run.members.starting
     reason = joins(play, again, "n2")
     assert reason == "" and play.did(Kill) == [Kill((again,), "its node is refused")]
     play.later(2.0)
     play.tell(ev.Capacity(1))
-    (last,) = play.run.starting
+    (last,) = play.run.members.starting
     assert last != again
     assert joins(play, last, "n1").startswith(f"{last} joined on node n1; grow")
-    assert isinstance(play.plan.members, tuple) and play.run.refused.keys() == {"n2"}
+    assert isinstance(play.plan.members, tuple) and play.run.cluster.refused.keys() == {"n2"}
 
 
 def test_starts_avoid_refused_nodes() -> None:
@@ -132,7 +134,7 @@ def test_room_that_is_there_is_used_before_a_run_fails() -> None:
     play.later(2.0)
     play.tell(ev.Capacity(1))
     play.later(20.0)
-    assert isinstance(play.run.state, Waiting) and play.run.starting
+    assert isinstance(play.run.state, Waiting) and play.run.members.starting
     assert "form generation 1 of w1 and w3" in joins(play, "w3", "n1")
 
 
@@ -259,9 +261,9 @@ def test_the_first_world_is_of_the_kind_that_most_are_of() -> None:
     joins(play, "w1", "n3", kind=OLD)
     joins(play, "w2", "n1")
     reason = joins(play, "w3", "n2")
-    assert play.plan.members == ("w2", "w3") and play.run.kind == NEW
+    assert play.plan.members == ("w2", "w3") and play.run.members.kind == NEW
     assert "w1 on node n3 (b, 10.0.0.2) cannot be a member: it is cpu torch-2.11" in reason
-    assert play.did(Kill) == [Kill((WorkerId("w1"),), "its node is refused")] and list(play.run.refused) == ["n3"]
+    assert play.did(Kill) == [Kill((WorkerId("w1"),), "its node is refused")] and list(play.run.cluster.refused) == ["n3"]
 
 
 def test_two_kinds_and_too_few_of_each_fail_by_name() -> None:
@@ -280,19 +282,19 @@ def test_without_reproducible_any_kind_may_sit_and_the_steps_are_marked() -> Non
     reason = joins(play, "w2", "n2", kind=OLD, build=replace(THERE, torch="2.11.0"))
     assert play.plan.members == ("w1", "w2")
     assert reason.endswith("its steps are marked as mixed: the members are cpu torch-2.11 and cpu torch-2.13")
-    assert play.run.mixed == (1,) and changes(before, play.run)["mixed"] == [1]
+    assert play.run.members.mixed == (1,) and changes(before, play.run)["members"]["~"]["mixed"] == {"at": 0, "cut": 0, "put": [1]}
     reformed(play)
     play.step(1)
     play.lose("w2")
     play.answer("w1", play.run.version)
-    assert play.generation == 2 and play.run.mixed == (1,), "a world of one kind again"
+    assert play.generation == 2 and play.run.members.mixed == (1,), "a world of one kind again"
 
 
 def test_a_model_of_other_sizes_is_refused() -> None:
     play = stepping(1)
     play.rules = rules(max_workers=2)
     play.tell(ev.Capacity(1))
-    reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n2"), "cpu", (9,)))
+    reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n2"), "cpu", classes((9,))))
     assert reason.startswith("node n2 is refused: w2 on node n2 cannot be a member: its model has other sizes than the others'; ")
     assert play.did(Kill) and "w2" not in play.run.workers
 
@@ -301,7 +303,7 @@ def test_what_is_known_of_nodes_is_in_the_journal() -> None:
     play = begun()
     joins(play, "w1", "n1", build=replace(THERE, ray="2.59.0"))
     assert decode_run(encode(play.run)) == play.run
-    assert play.run.nodes == {"n1": True, "n2": True} and play.run.reference == REFERENCE
+    assert play.run.cluster.nodes == {"n1": True, "n2": True} and play.run.members.reference == REFERENCE
 
 
 def test_room_is_free_for_nobody_twice() -> None:
@@ -311,8 +313,8 @@ def test_room_is_free_for_nobody_twice() -> None:
     assert [action.workers for action in play.did(StartWorkers)] == [("w1", "w2")]
     for placed in ((), ("w1",), ("w1", "w2")):
         play.tell(ev.Capacity(2 - len(placed), tuple(WorkerId(each) for each in placed)))
-        assert play.did(StartWorkers) == [] and list(play.run.starting) == ["w1", "w2"]
+        assert play.did(StartWorkers) == [] and list(play.run.members.starting) == ["w1", "w2"]
     play.tell(ev.Capacity(1, (WorkerId("w1"), WorkerId("w2"))))
     assert [action.workers for action in play.did(StartWorkers)] == [("w3",)], "more room, once a node came"
     play.join("w1", "w2", "w3")
-    assert play.tell(ev.Capacity(0, ())) == "" and not play.run.starting
+    assert play.tell(ev.Capacity(0, ())) == "" and not play.run.members.starting

@@ -14,6 +14,7 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced
 from elastic.protocol.plan import Plan
 from tests.control.play import outcome
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 
@@ -29,8 +30,8 @@ def plan(layout: Layout) -> Plan:
 
 
 def answer(plan: Plan, rank: int, situation: str) -> Fenced | None:
-    worker, shard = plan.members[rank], (plan.layout.dp_shard, plan.layout.coordinates(rank)[1])
-    held = {"applied": (Holding(worker, AFTER, *shard),), "harmed": ()}.get(situation, (Holding(worker, BEFORE, *shard),))
+    worker, shard = plan.members[rank], (plan.layout.dp_shard, plan.layout.coordinates(rank)["dp_shard"])
+    held = {"applied": (Holding(worker, AFTER, cell(*shard)),), "harmed": ()}.get(situation, (Holding(worker, BEFORE, cell(*shard)),))
     prepared = STEP if situation in ("prepared", "seen") else None
     seen = (outcome(4, GENERATION), outcome(STEP, GENERATION)) if situation in ("seen", "applied", "harmed") else (outcome(4, GENERATION),)
     return None if situation == "silent" else Fenced(worker, GENERATION, held, prepared, seen)
@@ -83,7 +84,7 @@ def test_nobody_applies_to_another_base() -> None:
     """Prepared s, but what it holds is not s-1: it keeps what it has."""
     world = plan(Layout(1, 1))
     worker = world.members[0]
-    for held in ((), (Holding(worker, Version(3, 2), 1, 0),), (Holding(worker, BEFORE, 2, 0),)):
+    for held in ((), (Holding(worker, Version(3, 2), cell(1, 0)),), (Holding(worker, BEFORE, cell(2, 0)),)):
         settlement = settle(world, [Fenced(worker, GENERATION, held, STEP)], outcome(STEP, GENERATION))
         assert settlement.outcome is None and settlement.holdings == {worker: held}
 
@@ -91,9 +92,9 @@ def test_nobody_applies_to_another_base() -> None:
 def test_applying_drops_the_old_layout() -> None:
     world = plan(Layout(1, 2))
     worker = world.members[1]
-    held = (Holding(worker, BEFORE, 3, 1), Holding(worker, BEFORE, 2, 1))
+    held = (Holding(worker, BEFORE, cell(3, 1)), Holding(worker, BEFORE, cell(2, 1)))
     settlement = settle(world, [Fenced(worker, GENERATION, held, STEP)], outcome(STEP, GENERATION))
-    assert settlement.holdings == {worker: (Holding(worker, AFTER, 2, 1),)}
+    assert settlement.holdings == {worker: (Holding(worker, AFTER, cell(2, 1)),)}
 
 
 def test_the_record_is_passed_on_bit_for_bit() -> None:

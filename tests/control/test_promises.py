@@ -10,15 +10,17 @@ import pytest
 
 from elastic.control import codec
 from elastic.control.codec import decode_event, decode_run
+from elastic.control.edges import ALLOWED
 from elastic.control.machine import Transition, advance
-from elastic.control.states import ALLOWED, RunState, Stopping
+from elastic.control.run import RunState, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
 from elastic.protocol import lineage
 from elastic.protocol.actions import CommitManifest, Form, Go, Settle, StartWorkers
-from tests.control.play import ROWS, outcome, rules
+from tests.control.play import CLASSES, outcome, rules
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 
@@ -37,22 +39,22 @@ Word = tuple[RunState, ev.Event, float, Transition]
 def any_event(rng: Random, run: RunState) -> ev.Event:
     """Mostly what could be said now, sometimes nonsense, often of somebody who should be silent."""
     plan = run.plan
-    names = [*run.workers, *run.starting, WorkerId("w99")]
+    names = [*run.workers, *run.members.starting, WorkerId("w99")]
     worker = rng.choice(names)
     member = rng.choice(plan.members) if plan and rng.random() < 0.9 else worker
     generation = run.generation - (rng.random() < 0.1)
     step = run.step + rng.choice((1, 1, 1, 0, 2))
     version = Version(step - 1, rng.choice((generation, max(run.version.generation, 0))))
     shards = plan.layout.dp_shard if plan else 1
-    held = () if rng.random() < 0.1 else (Holding(member, rng.choice((run.version, version)), shards, rng.randrange(shards)),)
+    held = () if rng.random() < 0.1 else (Holding(member, rng.choice((run.version, version)), cell(shards, rng.randrange(shards))),)
     seen = (outcome(step, generation),) if rng.random() < 0.3 else ()
     node = NodeId(f"n{rng.randint(1, 3)}")
     cause = rng.choice(("peer", "job", "device", "damaged", "lease"))
     progress = (ev.Progress(member, generation, step, rng.randint(0, 2), rng.randint(0, 2)),)
     return rng.choice(
         (
-            ev.Joined(rng.choice([*run.starting, worker]), node, "cpu", ROWS),
-            ev.Joined(rng.choice([*run.starting, worker]), node, "cpu", ROWS),
+            ev.Joined(rng.choice([*run.members.starting, worker]), node, "cpu", CLASSES),
+            ev.Joined(rng.choice([*run.members.starting, worker]), node, "cpu", CLASSES),
             ev.Here(member, generation),
             ev.Ready(member, generation),
             ev.Ready(member, generation),
@@ -69,8 +71,8 @@ def any_event(rng: Random, run: RunState) -> ev.Event:
             ev.Beat(node, progress),
             ev.Broken(member, generation, step, cause, "why", f"Error{rng.randint(0, 9)}", version) if rng.random() < 0.3 else ev.Tick(),
             ev.ShardSaved(member, run.version if rng.random() < 0.7 else version),
-            ev.ShardSaved(member, rng.choice([each.version for each in run.saves]) if run.saves else version),
-            ev.Saved(rng.choice([each.version for each in run.saves]) if run.saves else version, "digest"),
+            ev.ShardSaved(member, rng.choice([each.version for each in run.saves.pending]) if run.saves.pending else version),
+            ev.Saved(rng.choice([each.version for each in run.saves.pending]) if run.saves.pending else version, "digest"),
             ev.SaveFailed(version, "store unavailable"),
             ev.StopRequested("Ctrl-C") if rng.random() < 0.02 else ev.Tick(),
             ev.Tick(),
@@ -137,7 +139,7 @@ def test_generations_grow_by_one_and_ids_are_new() -> None:
         )
         started = [worker for each in actions if isinstance(each, StartWorkers) for worker in each.workers]
         assert len(started) == len(set(started))
-        assert all(len(run.workers) + len(run.starting) <= RULES.max_workers for run, *_ in story)
+        assert all(len(run.workers) + len(run.members.starting) <= RULES.max_workers for run, *_ in story)
 
 
 def test_nothing_is_settled_while_a_member_is_neither_fenced_nor_out() -> None:
@@ -169,11 +171,11 @@ def test_an_outcome_is_applied_only_if_somebody_saw_it() -> None:
 def test_the_line_only_grows_unless_a_world_begins_further_back_and_says_so() -> None:
     for story in STORIES:
         for run, _, _, transition in story:
-            before, after = run.lineage, transition.run.lineage
+            before, after = run.history.lineage, transition.run.history.lineage
             assert all(a < b for a, b in pairwise(after))
             if lineage.tip(before) != lineage.tip(after) and not lineage.contains(after, lineage.tip(before)):
                 assert "abandons step" in transition.reason
-            assert all(lineage.contains(after, version) for version in transition.run.saved)
+            assert all(lineage.contains(after, version) for version in transition.run.history.saved)
 
 
 def test_only_what_is_on_the_line_gets_a_manifest() -> None:
@@ -205,7 +207,7 @@ def test_what_must_be_durable_begins_starts_or_settles_a_generation_names_worker
                 and any(answer.worker in transition.run.workers for answer in run.state.answers)
             )
             names = any(isinstance(action, StartWorkers) for action in transition.actions)
-            counts = names or bool(set(transition.run.saved) - set(run.saved)) or (transition.run.over and not run.over)
+            counts = names or bool(set(transition.run.history.saved) - set(run.history.saved)) or (transition.run.over and not run.over)
             assert transition.durable or not (begins or left or counts)
             assert not transition.durable or begins or counts or isinstance(run.state, Stopping) or transition.run.plan is None
 
@@ -221,6 +223,8 @@ def test_any_story_survives_the_journal() -> None:
         assert codec.fold(start, records) == story[-1][3].run
         run = decode_run(start["run"])
         for record in records:
-            again = advance(run, decode_event(record["event"]), record["at"], RULES)
-            assert (again.reason, codec.encode(again.actions)) == (record["reason"], record["actions"])
-            run = again.run
+            told = codec.written_out(record, start["run"])
+            again = advance(run, decode_event(told["event"]), told["at"], RULES)
+            assert (again.reason, codec.encode(again.actions)) == (told["reason"], told["actions"])
+            run, start = again.run, codec.after(start, record)
+            assert run == decode_run(start["run"])

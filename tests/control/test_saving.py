@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control import saving
-from elastic.control.saving import Saves, Saving
+from elastic.control.run import Saves, Saving
+from elastic.control.saves import survivors
 from elastic.ids import Version, WorkerId
 
 pytestmark = pytest.mark.fast
@@ -23,18 +23,18 @@ WORK = st.one_of(
 
 @given(st.lists(WORK, max_size=25))
 def test_a_save_is_complete_when_all_its_writers_reported_and_gone_when_one_cannot(work: list[tuple[str, int, object]]) -> None:
-    saves: Saves = ()
+    saves = Saves()
     missing: dict[int, set[object]] = {}
     for kind, step, what in work:
         version = Version(step, 1)
         if kind == "begin":
             assert isinstance(what, set)
-            saves, missing[step] = saving.put(saves, Saving(version, tuple(sorted(what)))), set(what)
-        elif kind == "report" and (known := saving.find(saves, version)):
-            saves = saving.put(saves, saving.report(known, what))
+            saves, missing[step] = saves.put(Saving(version, tuple(sorted(what)))), set(what)
+        elif kind == "report" and (known := saves.find(version)):
+            saves = saves.put(known.report(what))
             missing[step].discard(what)
         elif kind == "lose":
-            saves = saving.survivors(saves, [what])
+            saves = survivors(saves, [what])
             missing = {each: writers for each, writers in missing.items() if what not in writers}
-        assert [each.version.step for each in saves] == sorted(missing)
-        assert {each.version.step for each in saves if each.complete} == {each for each, writers in missing.items() if not writers}
+        assert [each.version.step for each in saves.pending] == sorted(missing)
+        assert {each.version.step for each in saves.pending if each.complete} == {each for each, writers in missing.items() if not writers}

@@ -9,19 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.control.rules import Rules
+from elastic.control.run import Cluster, History, Members, RunState, Waiting, Worker
 from elastic.control.seating import layout_of, make_plan
-from elastic.control.states import RunState, Waiting, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
-from storage.slices import shard_interval
-from tests.control.play import ROWS, rules
+from tests.control.play import CLASSES, rules
+from tests.support.cells import cell, shard_interval, shard_of
 
 pytestmark = pytest.mark.fast
 
 LINEAGE = ((1, 3), (2, 5))
 VERSIONS = [Version(3, 1), Version(4, 2), Version(5, 2), Version(4, 1)]
 """The last one is off the lineage: abandoned."""
+NODES = (NodeId("n1"), NodeId("n2"))
+NODES = (NodeId("n1"), NodeId("n2"))
 SHARDS = [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
 
 
@@ -31,28 +33,27 @@ def runs(draw: st.DrawFn) -> RunState:
     slots = st.lists(st.tuples(st.sampled_from(VERSIONS), st.sampled_from(SHARDS)), max_size=2, unique=True)
     workers = {}
     for name in names:
-        held = tuple(Holding(name, version, *shard) for version, shard in draw(slots))
+        held = tuple(Holding(name, version, cell(*shard)) for version, shard in draw(slots))
         workers[name] = Worker(NodeId(f"n{draw(st.integers(1, 3))}"), "cpu", 0.0, held, "broken" if draw(st.integers(0, 9)) == 0 else "")
     return RunState(
         1,
         2,
         Waiting(0.0),
-        workers=workers,
-        keepers=(NodeId("n1"), NodeId("n2")),
-        rows=ROWS,
-        seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))]),
-        blamed=tuple(draw(st.lists(st.sampled_from([NodeId("n1"), NodeId("n2")]), max_size=3))),
-        lineage=LINEAGE,
-        saved=tuple(draw(st.sampled_from([(), (Version(3, 1),), (Version(3, 1), Version(4, 2))]))),
+        Members(workers, classes=CLASSES, seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))])),
+        Cluster(keepers=NODES, blamed=tuple(draw(st.lists(st.sampled_from(NODES), max_size=3)))),
+        History(LINEAGE, tuple(draw(st.sampled_from([(), (Version(3, 1),), (Version(3, 1), Version(4, 2))])))),
     )
+
+
+ROWS = [tensor.shape[0] for tensor in CLASSES]
 
 
 def newest_of(run: RunState, members: tuple[WorkerId, ...]) -> Version | None:
     """Row by row: the newest version off which nobody was cut, that these workers hold whole."""
     for version in (Version(5, 2), Version(4, 2), Version(3, 1)):
         held = [each for member in members for each in run.workers[member].holdings if each.version == version]
-        intervals = [(length, shard_interval(length, each.shard_count, each.shard_index)) for each in held for length in run.rows]
-        if held and all(any(n == length and a <= row < b for n, (a, b) in intervals) for length in run.rows for row in range(length)):
+        intervals = [(length, shard_interval(length, *shard_of(each.cell))) for each in held for length in ROWS]
+        if held and all(any(n == length and a <= row < b for n, (a, b) in intervals) for length in ROWS for row in range(length)):
             return version
     return None
 
@@ -76,16 +77,16 @@ def test_the_plan_keeps_seats_and_gives_nothing_up(run: RunState, rules: Rules) 
         return
     assert (plan.generation, plan.layout, len(plan.members)) == (3, layout, layout.world)
     assert set(plan.members) <= set(fit) and len(set(plan.members)) == len(plan.members)
-    seated = [worker for worker in run.seats if worker in plan.members]
+    seated = [worker for worker in run.members.seats if worker in plan.members]
     assert list(plan.members[: len(seated)]) == seated
 
-    live, stored = newest_of(run, plan.members), run.saved[-1] if run.saved else None
+    live, stored = newest_of(run, plan.members), run.history.saved[-1] if run.history.saved else None
     best = max((each for each in (live, stored) if each), default=Version(0, 0))
     assert plan.version == best
     assert plan.tier == ("init" if best == Version(0, 0) else "live" if best == live else "bucket")
     assert {each.worker for each in plan.holders} <= set(plan.members)
     assert all(each.version == plan.version and each in run.workers[each.worker].holdings for each in plan.holders)
-    assert run.blamed.count(plan.store_node) == min(map(run.blamed.count, run.keepers))
+    assert run.cluster.blamed.count(plan.store_node) == min(map(run.cluster.blamed.count, run.cluster.keepers))
 
 
 @given(runs(), RULES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.control.liveness import Heard, Watch, heard, silence, silent
-from elastic.control.states import Forming, Running, Stopping
+from elastic.control.run import Forming, Running, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol.actions import Fence, StartWorkers
 from elastic.protocol.events import Capacity, KeeperLost, StopRequested

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.states import Stopping, Waiting
+from elastic.control.run import Stopping, Waiting
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill
 from tests.control.play import stepping
@@ -40,26 +40,26 @@ def test_one_that_stands_still_again_and_again_expels_the_silent_all_the_same() 
 def test_who_could_not_be_asked_meanwhile_has_the_time_to_say_what_it_holds() -> None:
     play = stepping(2, copy_every=1)
     play.lose("w1")
-    asked = play.run.stock_until
+    asked = play.run.copies.answers_until
     play.now += 2.0
     play.tell(ev.Tick(2.0))
-    assert play.run.stock_until == asked + 2.0
+    assert play.run.copies.answers_until == asked + 2.0
 
 
 def test_a_lease_that_was_granted_while_it_stood_still_is_waited_for() -> None:
     """Its renewal lies behind the losses that were told meanwhile."""
     play = stepping(2)
-    granted_until = play.run.lease_until
+    granted_until = play.run.watch.lease_until
     play.now = granted_until + 1.0
     play.tell(ev.Tick(play.now))
-    assert play.run.lease_until == play.now + play.rules.lease_over_s
+    assert play.run.watch.lease_until == play.now + play.rules.lease_over_s
 
 
 def test_processes_that_were_asked_for_meanwhile_have_the_time_to_come() -> None:
     play = waiting()
     play.tell(ev.Capacity(2))
-    started = play.run.starting
+    started = play.run.members.starting
     play.now += play.rules.form_s + 1.0
     play.tell(ev.Tick(play.rules.form_s + 1.0))
-    assert started and play.run.starting.keys() >= started.keys() and not play.did(Kill)
+    assert started and play.run.members.starting.keys() >= started.keys() and not play.did(Kill)
     assert isinstance(play.run.state, Waiting) and play.run.state.since > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.control.states import Failed, Running, Stopping
+from elastic.control.run import Failed, Running, Stopping
 from elastic.control.takeover import MAX_DEATHS
 from elastic.ids import Version, WorkerId
 from elastic.protocol import events as ev

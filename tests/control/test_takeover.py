@@ -12,12 +12,12 @@ import pytest
 
 from elastic.control import codec
 from elastic.control.liveness import Watch
-from elastic.control.states import Finished, Finishing, Forming, Running, RunState, Stopped, Stopping, Waiting
+from elastic.control.run import Finished, Finishing, Forming, Running, RunState, Saves, Stopped, Stopping, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Exit, Fence, Form, Go, Kill, Pause, Settle
 from elastic.protocol.commit_record import GO_ON
-from tests.control.play import Play, outcome, reformed, rules, started, stepping
+from tests.control.play import CLASSES, Play, outcome, reformed, rules, started, stepping
 
 STEPPING, READY, HERE = "stepping", "ready", "here"
 
@@ -34,8 +34,8 @@ def take_over(play: Play, *gone: str) -> Play:
     """The coordinator dies; another one finds everybody but those ``gone``."""
     again = folded(play)
     again.now += 10.0
-    alive = tuple(worker for worker in (*again.run.workers, *again.run.starting) if worker not in gone)
-    again.tell(ev.Recovered(again.run.incarnation + 1, alive, again.run.keepers))
+    alive = tuple(worker for worker in (*again.run.workers, *again.run.members.starting) if worker not in gone)
+    again.tell(ev.Recovered(again.run.incarnation + 1, alive, again.run.cluster.keepers))
     return again
 
 
@@ -59,10 +59,18 @@ def alike(run: RunState) -> RunState:
     if hasattr(state, "since"):
         state = replace(state, since=0.0)
     workers = {worker: replace(known, joined_at=0.0) for worker, known in run.workers.items()}
-    saves = tuple(replace(each, ask_at=0.0) for each in run.saves)
-    settled = run.settled and replace(run.settled, members=tuple(sorted(run.settled.members)))
-    changes: dict[str, Any] = {"state": state, "workers": workers, "saves": saves, "settled": settled, "watch": Watch()}
-    return replace(run, **changes, incarnation=0, lease_until=0.0, startups=0, slots=0)
+    settled = run.history.settled
+    return replace(
+        run,
+        incarnation=0,
+        state=state,
+        members=replace(run.members, workers=workers),
+        cluster=replace(run.cluster, slots=0),
+        history=replace(run.history, settled=settled and replace(settled, members=tuple(sorted(settled.members)))),
+        saves=Saves(tuple(replace(each, ask_at=0.0) for each in run.saves.pending)),
+        takeover=replace(run.takeover, startups=0),
+        watch=Watch(reform_s=run.watch.reform_s),
+    )
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ def forming_again() -> Play:
 
 
 SCENES = {
-    "waiting": Scene(Waiting, waiting, facts(lambda play: ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", (7, 3)))),
+    "waiting": Scene(Waiting, waiting, facts(lambda play: ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", CLASSES))),
     "forming": Scene(Forming, lambda: started(2), facts(here("w1"), here("w2"), ready("w1"), ready("w2"))),
     "forming again": Scene(Forming, forming_again, facts(here("w1"), here("w2"), ready("w2"), ready("w1"))),
     "running": Scene(Running, lambda: at_step(3), facts(committed(4), committed(5), committed(6))),
@@ -162,7 +170,7 @@ def test_fold_and_attach_equals_never_having_died(name: str) -> None:
                 play.tell(event)
             generation = play.generation
             again = take_over(play)
-            for worker in (*again.run.workers, *again.run.starting):
+            for worker in (*again.run.workers, *again.run.members.starting):
                 for event in standing(again, worker, *(each for each in said if getattr(each, "worker", "") == worker)):
                     again.tell(event)
             assert alike(again.run) == alike(lived.run), [type(each).__name__ for each in recorded]
@@ -253,26 +261,26 @@ def test_a_keeper_dies_with_the_coordinator() -> None:
     play = started(2)
     again = folded(play)
     again.tell(ev.Recovered(2, tuple(again.run.workers), (NodeId("n2"),)))
-    assert again.run.keepers == ("n2",)
+    assert again.run.cluster.keepers == ("n2",)
 
 
 def test_workers_that_were_asked_for_and_are_not_there_are_replaced_under_other_names() -> None:
     play = Play(rules(max_workers=2))
     play.tell(ev.Capacity(2))
-    assert list(play.run.starting) == ["w1", "w2"]
+    assert list(play.run.members.starting) == ["w1", "w2"]
     again = take_over(play, "w2")
-    assert list(again.run.starting) == ["w1"]
+    assert list(again.run.members.starting) == ["w1"]
     again.later(play.rules.grow_debounce_s)
     again.tell(ev.Capacity(1))
-    assert list(again.run.starting) == ["w1", "w3"]
+    assert list(again.run.members.starting) == ["w1", "w3"]
 
 
 def test_workers_of_whom_the_journal_does_not_know_are_ended() -> None:
     """They were started by a decision that was not recorded, or sent away by one that was not performed.  Their names stay theirs."""
     again = folded(at_step(3))
-    again.tell(ev.Recovered(2, (WorkerId("w1"), WorkerId("w2"), WorkerId("w7")), again.run.keepers))
+    again.tell(ev.Recovered(2, (WorkerId("w1"), WorkerId("w2"), WorkerId("w7")), again.run.cluster.keepers))
     assert again.did(Kill)[0].workers == ("w7",)
-    assert again.run.next_worker == 8
+    assert again.run.members.next_worker == 8
 
 
 def test_a_member_that_steps_proves_that_all_were_ready() -> None:
@@ -293,13 +301,15 @@ def test_a_member_of_a_later_generation_proves_that_the_journal_is_too_short(sce
     again = take_over(SCENES[scene].play())
     plan = started(2).plan
     at = again.run.version
-    later = replace(plan, generation=again.generation + 3, version=at, members=tuple(again.run.workers)[:2], lineage=again.run.lineage)
+    later = replace(
+        plan, generation=again.generation + 3, version=at, members=tuple(again.run.workers)[:2], lineage=again.run.history.lineage
+    )
     again.tell(ev.Attached(later.members[0], later, stepping=True))
     assert isinstance(again.run.state, Stopping) and again.generation == later.generation
     assert again.did(Fence)[0].generation == later.generation
     for worker in later.members:
         again.answer(worker, Version(at.step + 2, later.generation), saw=at.step + 2)
-    assert again.run.lineage[-1] == (later.generation, at.step + 2), "what was committed there counts"
+    assert again.run.history.lineage[-1] == (later.generation, at.step + 2), "what was committed there counts"
     if scene != "waiting" and again.run.plan is not None and not again.run.stop:
         assert again.generation == later.generation + 1 and again.plan.version == Version(at.step + 2, later.generation)
 
@@ -312,7 +322,7 @@ def test_a_journal_that_ends_before_the_members_joined() -> None:
     again = take_over(play)
     plan = replace(started(2).plan, store_node=NodeId("n1"))
     for worker in ("w2", "w1"):
-        again.tell(ev.Joined(WorkerId(worker), NodeId("n1"), "cpu", (7, 3)))
+        again.tell(ev.Joined(WorkerId(worker), NodeId("n1"), "cpu", CLASSES))
         again.tell(ev.Attached(WorkerId(worker), plan, stepping=True))
     assert isinstance(again.run.state, Stopping) and again.run.state.pending == plan.members
     for worker in ("w1", "w2"):
@@ -338,7 +348,7 @@ def test_deadlines_count_from_the_take_over() -> None:
 def test_leases_that_nobody_knows_of_are_waited_for() -> None:
     """The one before may have granted them up to its last moment; cut off, it acts on for a while."""
     again = take_over(at_step(3))
-    assert again.run.lease_until == again.now + again.rules.mandate_over_s + again.rules.lease_over_s
+    assert again.run.watch.lease_until == again.now + again.rules.mandate_over_s + again.rules.lease_over_s
 
 
 def test_a_manifest_is_asked_for_again() -> None:
@@ -353,7 +363,7 @@ def test_a_manifest_is_asked_for_again() -> None:
     again.tell(ev.ShardSaved(WorkerId("w1"), Version(10, 1)))
     assert again.did(CommitManifest)
     again.tell(ev.Saved(Version(10, 1), "digest"))
-    assert again.run.saved == (Version(10, 1),)
+    assert again.run.history.saved == (Version(10, 1),)
 
 
 def test_an_incarnation_that_is_not_newer_is_refused() -> None:

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control.states import Failed, Forming, Running, Stopped, Stopping, Waiting
+from elastic.control.run import Failed, Forming, Running, Stopped, Stopping, Waiting
 from elastic.control.takeover import UNREAD
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.plan.placement import cell_of
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Fence, Form, Settle
 from elastic.protocol.plan import Plan
-from tests.control.play import Play, outcome, reformed, started, stepping
+from tests.control.play import Play, but, outcome, reformed, started, stepping
 from tests.control.test_takeover import at_step, pausing, waiting
 
 pytestmark = pytest.mark.fast
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.fast
 def usurped(play: Play, *gone: str) -> Play:
     """Another coordinator takes over on another node, and reads less than was written; it does not find those ``gone``."""
     play.now += 10.0
-    alive = tuple(worker for worker in (*play.run.workers, *play.run.starting) if worker not in gone)
+    alive = tuple(worker for worker in (*play.run.workers, *play.run.members.starting) if worker not in gone)
     play.tell(ev.Recovered(play.run.incarnation + 1, alive, (NodeId("n1"),), whole=False))
     return play
 
@@ -60,8 +61,8 @@ def test_a_run_that_waits_begins_nothing_either_and_does_not_fail_meanwhile() ->
     again = usurped(waiting(), "w1")
     assert isinstance(again.run.state, Waiting)
     again.tell(ev.Capacity(2))
-    assert list(again.run.starting) == ["w2", f"w{3 + 2 * UNREAD}"], "the next name may be taken, too"
-    again.join(*again.run.starting)
+    assert list(again.run.members.starting) == ["w2", f"w{3 + 2 * UNREAD}"], "the next name may be taken, too"
+    again.join(*again.run.members.starting)
     assert isinstance(again.run.state, Waiting)
     again.later(again.rules.lease_over_s)
     assert again.did(Form)[0].plan.generation == 2 * UNREAD + 1
@@ -74,7 +75,7 @@ def test_two_that_could_read_nothing_begin_nothing_under_one_number() -> None:
         play = waiting()
         play.tell(ev.Recovered(incarnation, (WorkerId("w1"),), (NodeId("n1"),), whole=False))
         play.tell(ev.Capacity(2))
-        numbers.append((play.run.unread, *play.run.starting))
+        numbers.append((play.run.takeover.unread, *play.run.members.starting))
     assert not set(numbers[0]) & set(numbers[1])
 
 
@@ -125,17 +126,17 @@ def test_which_generations_committed_the_steps_that_no_journal_has_is_in_the_pla
             play.answer(worker, version)
         reformed(play)
         play.step(last + 1)
-    assert play.run.lineage == ((1, 4), (2, 5), (3, 6))
+    assert play.run.history.lineage == ((1, 4), (2, 5), (3, 6))
     again.tell(ev.Attached(WorkerId("w3"), play.plan, stepping=True))
-    assert again.run.lineage == ((1, 4), (2, 5))
+    assert again.run.history.lineage == ((1, 4), (2, 5))
     again.answer("w3", Version(6, 3), saw=6)
-    assert again.run.lineage == ((1, 4), (2, 5), (3, 6))
+    assert again.run.history.lineage == ((1, 4), (2, 5), (3, 6))
 
 
 def test_what_the_journal_has_and_a_later_generation_did_again_is_given_up() -> None:
     """It ends at step 5; the second generation began from the checkpoint of step 2, and the third after the second's only step."""
     play = at_step(5)
-    play.run = replace(play.run, saved=(Version(2, 1),))
+    play.run = but(play.run, "history", saved=(Version(2, 1),))
     again = behind(play)
     play.lose("w1")
     play.answer("w2", None)
@@ -146,9 +147,9 @@ def test_what_the_journal_has_and_a_later_generation_did_again_is_given_up() -> 
     play.answer("w2", Version(3, 2))
     reformed(play)
     play.step(4)
-    assert play.run.lineage == ((1, 2), (2, 3), (3, 4))
+    assert play.run.history.lineage == ((1, 2), (2, 3), (3, 4))
     again.tell(ev.Attached(WorkerId("w2"), play.plan, stepping=True))
-    assert again.run.lineage == ((1, 2), (2, 3)) and again.run.saved == (Version(2, 1),)
+    assert again.run.history.lineage == ((1, 2), (2, 3)) and again.run.history.saved == (Version(2, 1),)
     again.answer("w2", Version(4, 3), saw=4)
     assert again.run.version == Version(4, 3), "it is fewer steps than the journal knew of, and counts"
 
@@ -156,13 +157,13 @@ def test_what_the_journal_has_and_a_later_generation_did_again_is_given_up() -> 
 def test_what_a_later_generation_gave_up_is_no_checkpoint_any_more() -> None:
     """It began from step 0 although there was a checkpoint of step 2: that one was damaged, say, and only the one who is gone knew."""
     play = at_step(3)
-    play.run = replace(play.run, saved=(Version(2, 1),))
+    play.run = but(play.run, "history", saved=(Version(2, 1),))
     plan = play.plan
     later = Plan(1, 3, plan.layout, plan.members, Version(0, 0), "init", (), plan.store_node)
     again = usurped(play)
-    assert again.run.saved == (Version(2, 1),)
+    assert again.run.history.saved == (Version(2, 1),)
     again.tell(ev.Attached(WorkerId("w1"), later, stepping=True))
-    assert again.run.saved == () and again.run.lineage == ()
+    assert again.run.history.saved == () and again.run.history.lineage == ()
     again.answer("w1", Version(0, 0))
     again.answer("w2", Version(0, 0))
     again.later(again.rules.lease_over_s)
@@ -177,7 +178,7 @@ def test_a_run_that_may_have_begun_is_not_given_up_for_its_nodes(shared: bool) -
         play.lose("w1")
         again = usurped(play) if unread else play
         again.tell(ev.Capacity(0))
-        for worker in tuple(again.run.starting):
+        for worker in tuple(again.run.members.starting):
             again.tell(ev.StartFailed(worker, "no room"))
         again.tell(ev.NodeRefused(NodeId("n2"), "node n2 sees another bucket", shared))
         again.later(again.rules.refused_s + 1.0)
@@ -211,7 +212,7 @@ def test_one_that_has_left_a_later_generation_and_waits_says_so(says: bool) -> N
     reformed(play)
     last = play.plan
     assert last.generation == 3 and last.lineage == ((1, 4), (2, 5))
-    left = ev.Fenced(WorkerId("w2"), 3, (replace(held, shard_count=last.layout.dp_shard),), None, (outcome(6, 3),))
+    left = ev.Fenced(WorkerId("w2"), 3, (replace(held, cell=cell_of(last.layout, 0)),), None, (outcome(6, 3),))
     again.tell(ev.Attached(WorkerId("w2"), last if says else None))
     again.tell(left)
     assert again.generation == (3 if says else 1)
@@ -224,14 +225,14 @@ def test_what_one_holds_that_was_left_out_of_the_last_generation_counts() -> Non
     """It was expelled by one that was cut off before it was killed; that one's last generation was begun without it."""
     play = at_step(4, workers=3)
     last = replace(play.plan, generation=3, members=(WorkerId("w2"),), version=Version(5, 2), lineage=((1, 4), (2, 5)))
-    held = replace(play.shard("w3", Version(5, 2)), shard_count=1, shard_index=0)
+    held = replace(play.shard("w3", Version(5, 2)), cell=Cell(""))
     answer = ev.Fenced(WorkerId("w3"), 2, (held,), None, ())
     again = usurped(play)
     again.tell(ev.Attached(WorkerId("w2"), last, stepping=True))
     assert again.generation == 3 and again.run.workers[WorkerId("w3")].holdings != (held,)
     again.tell(answer)
     assert again.run.workers[WorkerId("w3")].holdings == (held,) and again.pending == ("w2",)
-    aware = Play(again.rules, replace(again.run, blind_until=0.0))
+    aware = Play(again.rules, but(again.run, "takeover", blind_until=0.0))
     assert "refused: Fenced of w3 is of generation 2, the run is at 3" in aware.tell(replace(answer, held=()))
 
 
@@ -245,4 +246,4 @@ def test_what_was_applied_after_an_answer_is_asked_for() -> None:
     assert again.did(Fence)[0].members == again.pending == ("w2",)
     again.answer("w2", Version(4, 1), saw=4)
     again.later(again.rules.lease_over_s)
-    assert isinstance(again.run.state, Forming) and again.plan.version == Version(4, 1) and again.run.lineage == ((1, 4),)
+    assert isinstance(again.run.state, Forming) and again.plan.version == Version(4, 1) and again.run.history.lineage == ((1, 4),)

@@ -1,1 +1,1 @@
-"""Tests of elastic/data and storage/datasets.py."""
+"""Tests of elastic/data and storage/datasets."""

@@ -10,12 +10,11 @@ import pytest
 
 from elastic.data.prepare import prepare
 from elastic.data.tokens import TokenDataset
-from storage.datasets import write_dataset
+from storage.datasets import TokenFiles, write_dataset
 from storage.errors import Damaged
 from storage.objects import ObjectStore
-from storage.remote import RemotePolicy
-from storage.s3 import S3
-from storage.tokens import TokenFiles
+from storage.objects.remote import RemotePolicy
+from storage.objects.s3 import S3
 from tests.data.test_prepare import MIXED_TEXTS, mixed
 from tests.data.texts import BYTES, END, tokenize
 from tests.support.buckets import below, enter

@@ -21,12 +21,11 @@ from elastic.data.loader import Loader
 from elastic.data.show import show
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
-from storage import datasets
-from storage.datasets import BLOCKS, DESCRIPTION, DOCUMENTS, Coding, Description, Tokens, write_dataset
+from storage.datasets import BLOCKS, DESCRIPTION, DOCUMENTS, Coding, Description, TokenFiles, Tokens, datasets, write_dataset
 from storage.errors import BadFormat, Damaged, Exists, Missing
 from storage.objects import ObjectStore
-from storage.tokens import TokenFiles
 from tests.data.texts import BYTES, END, memory, numbered, tokenize
+from tests.support.stores import Forwarding
 
 WIDE = Coding("wide", 2**16 + 1, 2**16)
 FORMAT_1 = Path(__file__).parent / "format_1"
@@ -87,11 +86,11 @@ def test_any_rows_of_any_dataset_equal_the_array(
             files.read(first, last)
 
 
-class Counting(ObjectStore):
+class Counting(Forwarding):
     """Notes what is fetched, and can spoil it on the way."""
 
     def __init__(self, of: ObjectStore, spoiled: int = 0) -> None:
-        super().__init__(of.filesystem, of.root)
+        super().__init__(of)
         self.fetched: list[tuple[str, int | None, int | None]] = []
         self.spoiled = spoiled
 

@@ -24,9 +24,8 @@ from elastic.data.prepare import prepare
 from elastic.data.sources import documents, text_files
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
-from storage.datasets import DOCUMENTS
+from storage.datasets import DOCUMENTS, TokenFiles
 from storage.objects import ObjectStore
-from storage.tokens import TokenFiles
 from tests.data.texts import TEXTS, dumb_row, memory, write_texts
 
 

@@ -20,9 +20,8 @@ from elastic.data.show import encoder_of, show
 from elastic.data.sources import Document
 from elastic.data.tokenizer import END, Bytes, Encoder, Trained, train_bpe
 from elastic.errors import DataError
-from storage.datasets import TOKENIZER, Coding
+from storage.datasets import TOKENIZER, Coding, TokenFiles
 from storage.objects import ObjectStore
-from storage.tokens import TokenFiles
 from tests.data.texts import write_texts
 
 TEXT = Path(__file__).read_text()

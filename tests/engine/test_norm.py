@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elastic.engine.norm import squared_norm, tree_sum
 from elastic.engine.world import World
 from elastic.plan.layout import Layout
-from storage.slices import shard_interval
+from tests.support.cells import shard_interval
 from tests.support.ranks import Ranks
 
 LAYOUTS = [Layout(1, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4)]
@@ -29,7 +29,7 @@ def gradient() -> list[torch.Tensor]:
 
 
 def shards(world: World) -> list[torch.Tensor]:
-    count, index = world.layout.dp_shard, world.layout.coordinates(world.rank)[1]
+    count, index = world.layout.dp_shard, world.layout.coordinates(world.rank)["dp_shard"]
     return [whole[slice(*shard_interval(len(whole), count, index))] for whole in gradient()]
 
 

@@ -21,12 +21,13 @@ from elastic.state.digest import digests
 from elastic.state.heal import nothing
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import BLOCK, Region, frame
+from elastic.state.shard import Shard
 from elastic.state.snapshot import Snapshots
 from elastic.state.sources import hosts
 from elastic.state.sources.hosts import Access
 from elastic.state.staging import StagingStream
-from elastic.train.model import Shard
 from tests.state.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -35,7 +36,7 @@ PLAN = Plan(1, AT.generation, Layout(), (WorkerId("w0"),), AT, "init", (), NodeI
 
 
 def copier_on(device: str) -> Snapshots:
-    whole = frame(TENSORS, 1, 0)
+    whole = frame(TENSORS, cell(1, 0))
     region = Region.create(2, whole.bytes, whole.blocks)
     region["keeper"] = os.getpid()
     snapshots = Snapshots(region, TENSORS, torch.device(device), AUTO)
@@ -46,7 +47,7 @@ def copier_on(device: str) -> Snapshots:
 def at(step: int, device: str) -> Shard:
     """As in a worker: the number of updates is on the host."""
     shard = shard_of(Version(step, AT.generation), 1, 0)
-    return Shard(shard.version, 1, 0, {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()})
+    return Shard(shard.version, cell(1, 0), {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()})
 
 
 def sleep_cycles() -> int:
@@ -71,7 +72,7 @@ def test_the_bytes_and_digests_are_those_of_the_other_way() -> None:
         snapshots.settle()
     torch.cuda.synchronize()
     one, other = (snapshots.region for snapshots in copiers)
-    assert one.all_held() == other.all_held() == [Copy(Version(8, 2), 1, 0), Copy(Version(7, 2), 1, 0)]
+    assert one.all_held() == other.all_held() == [Copy(Version(8, 2), cell(1, 0)), Copy(Version(7, 2), cell(1, 0))]
     for slot in range(2):
         assert bytes(one.data(slot)) == bytes(other.data(slot)) and bytes(one.digests(slot)) == bytes(other.digests(slot))
 
@@ -102,8 +103,8 @@ def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
     done.record()
     while not done.query() and time.monotonic() < began + SLEEP_S:
         time.sleep(0.001)
-    assert snapshots.region.find(Copy(Version(5, 2), 1, 0)) is None and time.monotonic() - began < SLEEP_S / 2, "nor does the device"
-    assert snapshots.settle().copied_through == 5 and snapshots.region.find(Copy(Version(5, 2), 1, 0)) is not None
+    assert snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is None and time.monotonic() - began < SLEEP_S / 2, "nor does the device"
+    assert snapshots.settle().copied_through == 5 and snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is not None
     assert 0.5 * SLEEP_S < snapshots._held_up_s < 2 * SLEEP_S
 
 
@@ -156,6 +157,6 @@ def test_copies_take_no_more_of_the_device_than_the_first() -> None:
     for step in range(5, 40):
         snapshots.settle()
         torch.cuda.synchronize()
-        snapshots.committed(outcome(step, copied=step - 1), Shard(Version(step, AT.generation), 1, 0, shard.values))
+        snapshots.committed(outcome(step, copied=step - 1), Shard(Version(step, AT.generation), cell(1, 0), shard.values))
         taken.append(torch.cuda.memory_allocated())
     assert max(taken[3:]) <= max(taken[:3])

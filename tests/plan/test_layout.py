@@ -67,8 +67,13 @@ def test_choose_equals_the_dumb_search(workers: int, rule: LayoutRule) -> None:
 def test_every_world_rank_has_coordinates_of_its_own(dp_replicate: int, dp_shard: int) -> None:
     layout = Layout(dp_replicate, dp_shard)
     grid = [(replica, shard) for replica in range(dp_replicate) for shard in range(dp_shard)]
-    assert [layout.coordinates(rank) for rank in range(layout.world)] == grid
+    assert [tuple(layout.coordinates(rank).values()) for rank in range(layout.world)] == grid
     assert layout.world == len(grid)
+
+
+def test_an_axis_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"axes nowhere, which plan/axes\.py does not know"):
+        _ = Layout(1, 2, (("nowhere", 2),)).world
 
 
 @given(rules(), st.integers(1, 12), st.integers(0, 6))

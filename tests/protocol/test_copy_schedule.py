@@ -14,6 +14,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.copy_schedule import Copies, Copy
 from elastic.protocol.plan import Plan
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 
@@ -31,7 +32,7 @@ def first(plan: Plan = PLAN) -> Copies:
 
 
 def own(step: int, generation: int = 1, index: int = 1) -> Copy:
-    return Copy(Version(step, generation), 3, index)
+    return Copy(Version(step, generation), cell(3, index))
 
 
 def test_the_next_copy_is_begun_when_the_one_before_is_everywhere() -> None:

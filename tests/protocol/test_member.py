@@ -16,6 +16,7 @@ from elastic.protocol.commit_record import GO_ON, SAVE_AND_PAUSE, Outcome
 from elastic.protocol.events import Attached, Event, Fenced, Here, Ready, StepDone
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 
@@ -29,7 +30,7 @@ def plan(generation: int, step: int = 0, members: tuple[WorkerId, ...] = (ME, OT
 
 
 def holding(version: Version, index: int = 0) -> Holding:
-    return Holding(ME, version, 2, index)
+    return Holding(ME, version, cell(2, index))
 
 
 def outcome(step: int, generation: int = 1) -> Outcome:

@@ -18,7 +18,7 @@ from elastic.protocol.member import Member
 from elastic.sim.coordinators import Advance
 
 PACKAGE = "elastic.control"
-SHARED = frozenset({"rules", "states"})
+SHARED = frozenset({"rules", "run"})
 """Vocabulary, which the simulator speaks too: not copied."""
 
 

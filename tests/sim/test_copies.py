@@ -103,32 +103,34 @@ def first_violation_of(decide: Advance, scenario: Callable[[int], Scenario], see
 
 
 def test_not_asking_what_keepers_hold_is_noticed() -> None:
-    assert HELD in killed_by("incurious", Edit("copy_inventory", "        decision.do(TakeStock(run.generation, run.keepers))\n", ""))
+    assert HELD in killed_by(
+        "incurious", Edit("copy_inventory", "        decision.do(ListCopies(run.generation, run.cluster.keepers))\n", "")
+    )
 
 
 def test_not_waiting_for_the_answers_of_keepers_is_noticed() -> None:
     assert HELD in killed_by(
-        "hasty_of_keepers", Edit("copy_inventory", "    return missing if decision.now < run.stock_until else ()", "    return ()")
+        "hasty_of_keepers", Edit("copy_inventory", "    return missing if decision.now < copies.answers_until else ()", "    return ()")
     )
 
 
 def test_ignoring_copies_is_noticed() -> None:
-    edit = Edit("seating", "host = newest_covered([*held, *kept], run.rows) if kept else live", "host = live")
+    edit = Edit("seating", "host = newest_covered([*held, *kept], run.members.classes) if kept else live", "host = live")
     assert HELD in killed_by("forgetful_of_copies", edit)
 
 
 def test_taking_a_copy_that_is_not_on_the_lineage_is_noticed() -> None:
-    rule = "lineage.contains(run.lineage, version) or (version.generation == run.silent > 0 and version.step > run.step)"
+    rule = "run.history.contains(version) or (version.generation == run.copies.unreported > 0 and version.step > run.step)"
     assert "which was given up" in killed_by("nostalgic_of_copies", Edit("copy_inventory", f"return {rule}", "return True"))
 
 
 def test_not_believing_the_copies_of_a_silent_world_is_noticed() -> None:
-    edit = Edit("copy_inventory", " or (version.generation == run.silent > 0 and version.step > run.step)", "")
+    edit = Edit("copy_inventory", " or (version.generation == run.copies.unreported > 0 and version.step > run.step)", "")
     assert HELD in first_violation_of(Mutant("distrustful", (edit,)).advance(), darkness)
 
 
 def test_believing_copies_of_a_step_that_was_dropped_is_noticed() -> None:
-    edit = Edit("settling", "decision.know(silent=0 if survivors else plan.generation)", "decision.know(silent=plan.generation)")
+    edit = Edit("stopping", "unreported=0 if survivors else plan.generation", "unreported=plan.generation")
     assert "which was given up" in first_violation_of(Mutant("trustful", (edit,)).advance(), duel, range(90, 100))
 
 
@@ -139,8 +141,8 @@ def test_mixing_versions_is_noticed() -> None:
 
 def test_taking_copies_from_a_keeper_that_is_lost_is_noticed() -> None:
     """The rule is kept twice: its copies are forgotten with it, and only keepers that are there are looked at."""
-    forgotten = Edit("membership", "    decision.know(hosts={keeper: host for keeper, host in run.hosts.items() if keeper != node})", "")
-    there = Edit("copy_inventory", "for node in run.keepers if node in run.hosts and", "for node in run.hosts if")
+    forgotten = Edit("membership", "hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node}", "")
+    there = Edit("copy_inventory", "for node in run.cluster.keepers if node in copies.hosts and", "for node in copies.hosts if")
     assert "takes copies from" in killed_by("faithful", forgotten, there)
 
 
@@ -155,7 +157,7 @@ def test_releasing_what_buddies_do_not_have_yet_is_noticed() -> None:
 
 
 def test_not_saying_what_is_to_be_protected_is_noticed() -> None:
-    edit = Edit("seating", "protected=newest_covered(kept, run.rows) or copied", "protected=None")
+    edit = Edit("seating", "protected=newest_covered(kept, run.members.classes) or copied", "protected=None")
     assert "protects None, and keepers have all of" in killed_by("careless_of_copies", edit)
 
 

@@ -10,7 +10,7 @@ import pytest
 from elastic.control import codec, machine
 from elastic.control.machine import Transition
 from elastic.control.rules import Rules
-from elastic.control.states import RunState
+from elastic.control.run import RunState
 from elastic.protocol.events import Event
 from elastic.report.replay import Difference, differences
 from elastic.sim.simulation import simulate

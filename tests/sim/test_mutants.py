@@ -51,87 +51,87 @@ def killed_by(name: str, *edits: Edit, scenario: str = "drawn", copies: bool = T
 
 
 def test_not_waiting_for_the_answers_to_the_fence_is_noticed() -> None:
-    edit = Edit("settling", "if state.pending or not _certain(decision, state)", "if not _certain(decision, state)")
+    edit = Edit("stopping", "if state.pending or not _certain(decision, state)", "if not _certain(decision, state)")
     assert "has neither answered its fence nor been expelled" in killed_by("hasty", edit)
 
 
 def test_dropping_a_step_in_spite_of_evidence_is_noticed() -> None:
-    edit = Edit("settling", "newest((run.last,), plan.generation)", "None")
+    edit = Edit("stopping", "newest((run.history.last,), plan.generation)", "None")
     assert "is dropped in spite of evidence" in killed_by("forgetful", edit)
 
 
 def test_applying_a_step_without_evidence_is_noticed() -> None:
     """It takes the commit of the step before for that of the prepared one."""
-    old = "settle(plan, answers, newest((run.last,), plan.generation))"
-    new = "settle(plan, answers, run.last and __import__('dataclasses').replace(run.last, step=run.last.step + 1))"
-    assert "evidence" in killed_by("credulous", Edit("settling", old, new))
+    old = "settle(plan, answers, newest((run.history.last,), plan.generation))"
+    new = "settle(plan, answers, run.history.last and __import__('dataclasses').replace(run.history.last, step=run.history.last.step + 1))"
+    assert "evidence" in killed_by("credulous", Edit("stopping", old, new))
 
 
 def test_hearing_older_generations_is_noticed() -> None:
     """Where such an answer to a fence is taken for one of the present generation; what it says is held is another matter."""
-    edit = Edit("refusals", "if event.generation != run.generation:", "if event.generation > run.generation:")
-    another = Edit("running", "if event.generation < state.plan.generation:", "if False:")
+    edit = Edit("admission", "if event.generation != run.generation:", "if event.generation > run.generation:")
+    another = Edit("stopping", "if event.generation < state.plan.generation:", "if False:")
     assert killed_by("nostalgic", edit, another)
 
 
 def test_ignoring_which_generation_committed_is_noticed() -> None:
     """A member remembers commits of the world before, and says so in its answer to the fence."""
-    edit = Edit("running", "    if outcome.generation != plan.generation:\n        return\n", "")
+    edit = Edit("commits", "    if outcome.generation != plan.generation:\n        return\n", "")
     assert killed_by("indiscriminate", edit)
 
 
 def test_ignoring_coverage_is_noticed() -> None:
-    edit = Edit("seating", "live = newest_covered(held, run.rows)", "live = max((each.version for each in held), default=None)")
+    edit = Edit("seating", "live = newest_covered(held, run.members.classes)", "live = max((each.version for each in held), default=None)")
     assert "which nobody holds whole" in killed_by("careless", edit)
 
 
 def test_giving_up_what_is_still_held_is_noticed() -> None:
-    edit = Edit("seating", "live = newest_covered(held, run.rows)", "live = None")
+    edit = Edit("seating", "live = newest_covered(held, run.members.classes)", "live = None")
     assert "although every slice of it is held" in killed_by("wasteful", edit)
 
 
 def test_forgetting_the_leases_of_a_silent_world_is_noticed() -> None:
-    edit = Edit("settling", "bool(state.answers or state.lost) or decision.now >= decision.run.lease_until", "True")
+    edit = Edit("stopping", "bool(state.answers or state.lost) or decision.now >= run.watch.lease_until", "True")
     assert "nobody is out and a lease runs" in killed_by("impatient", edit, scenario="isolation")
 
 
 def test_counting_a_zombies_manifest_is_noticed() -> None:
     """The rule is kept twice: by the lineage, and by what was asked for."""
-    lineage = Edit("checkpoints", "if not lineage.contains(run.lineage, version):", "if False:")
-    asked = Edit("checkpoints", "if known is None or not known.asked:", "if False:")
+    lineage = Edit("saves", "if not run.history.contains(version):", "if False:")
+    asked = Edit("saves", "if known is None or not known.asked:", "if False:")
     assert "given up" in killed_by("haunted", lineage, asked, scenario="barren")
 
 
 def test_a_lineage_that_is_not_cut_is_noticed() -> None:
-    edit = Edit("forming", "lineage=plan.lineage,", "lineage=run.lineage,")
+    edit = Edit("edges", "lineage=plan.lineage,\n", "lineage=line,\n")
     assert killed_by("boastful", edit)
 
 
 def test_leaving_a_world_unsettled_is_noticed() -> None:
-    edit = Edit("settling", "        decision.do(Settle(plan.generation, survivors, settlement.outcome))", "        pass")
+    edit = Edit("stopping", "        decision.do(Settle(plan.generation, survivors, settlement.outcome))", "        pass")
     assert "was not settled" in killed_by("silent", edit)
 
 
 def test_failing_with_the_budget_unspent_is_noticed() -> None:
-    edit = Edit("running", "furthest=version, fruitless=0", "furthest=version")
+    edit = Edit("commits", "furthest=version, fruitless=0", "furthest=version")
     assert "budget unspent" in killed_by("gloomy", edit, scenario="poor")
 
 
 def test_never_expelling_the_silent_is_noticed() -> None:
-    edit = Edit("settling", "if state.pending and decision.now >= state.deadline:", "if False:")
+    edit = Edit("stopping", "if state.pending and decision.now >= state.deadline:", "if False:")
     assert "no end after" in killed_by("patient", edit)
 
 
 def test_an_edit_that_no_longer_applies_fails() -> None:
-    with pytest.raises(LookupError, match="is 0 times in settling"):
-        killed_by("stale", Edit("settling", "text that is not there", ""))
+    with pytest.raises(LookupError, match="is 0 times in stopping"):
+        killed_by("stale", Edit("stopping", "text that is not there", ""))
 
 
 def test_aborting_before_the_fence_is_noticed() -> None:
     old = '    if pending:\n        decision.do(Fence(plan.generation, pending))\n    decision.say(f"{cause}: stop'
     settle = "__import__('elastic.protocol.actions', fromlist=['Settle']).Settle(plan.generation, pending, None)"
     new = old.replace("decision.do(Fence", f"decision.do({settle})\n        decision.do(Fence")
-    assert "has neither answered its fence nor been expelled" in killed_by("abrupt", Edit("stopping", old, new))
+    assert "has neither answered its fence nor been expelled" in killed_by("abrupt", Edit("edges", old, new))
 
 
 def test_taking_a_node_that_is_cut_off_for_a_dead_one_is_noticed() -> None:
@@ -155,7 +155,7 @@ def test_a_lease_that_is_too_short_is_noticed() -> None:
 def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> None:
     edit = Edit(
         "takeover",
-        "lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.lease_until",
+        "lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until",
         "lease_until = 0.0",
     )
     assert "nobody is out and a lease runs" in killed_by("usurping", edit, scenario="isolated_interregnum")
@@ -182,30 +182,30 @@ def test_a_generation_that_is_not_in_the_journal_is_noticed() -> None:
 def test_giving_a_name_twice_is_noticed() -> None:
     """The rule is kept twice: names are durable before there are processes of that name, and a stranger's name is passed over."""
     journal = Edit("decision", "Form | Go | Settle | StartWorkers", "Form | Go | Settle")
-    known = "        decision.know(next_worker=number_of(event.worker) + 1)  # another coordinator has given it its name\n"
-    assert "is given twice" in killed_by("forgetful_of_names", journal, Edit("membership", known, ""), scenario="usurpers")
+    known = '        decision.know("members", next_worker=membership.number_of(event.worker) + 1)\n'
+    assert "is given twice" in killed_by("forgetful_of_names", journal, Edit("admission", known, ""), scenario="usurpers")
 
 
 def test_a_checkpoint_that_counts_and_is_not_in_the_journal_is_noticed() -> None:
-    edit = Edit("checkpoints", "    decision.durable = True\n", "")
+    edit = Edit("saves", "    decision.durable = True\n", "")
     assert "although every slice of it is held" in killed_by("forgetful_of_checkpoints", edit, scenario="forgetting")
 
 
 def test_beginning_anew_after_a_coordinators_death_is_noticed() -> None:
     """What it folded from the journal is thrown away."""
-    edit = Edit("takeover", "    _say_again(decision)\n", "    decision.know(lineage=())\n    _say_again(decision)\n")
+    edit = Edit("takeover", "    _say_again(decision)\n", '    decision.know("history", lineage=())\n    _say_again(decision)\n')
     assert killed_by("amnesiac", edit, scenario="interregnum")
 
 
 def test_guessing_what_was_committed_before_a_plan_that_nobody_read_of_is_noticed() -> None:
     """All steps since the journal ends, by the generation that committed the plan's version: there may have been others between."""
-    guess = "lineage.extended(run.lineage, plan.version) if plan.version > run.version else plan.lineage"
-    edit = Edit("takeover", "lineage=plan.lineage, saved=saved", f"lineage={guess}, saved=saved")
+    guess = "lineage.extended(run.history.lineage, plan.version) if plan.version > run.version else plan.lineage"
+    edit = Edit("edges", "lineage=plan.lineage, saved=saved", f"lineage={guess}, saved=saved")
     assert "is not what happened" in killed_by("guessing", edit, scenario="unshipped")
 
 
 def test_not_hearing_whom_the_last_generation_left_out_is_noticed() -> None:
-    edit = Edit("refusals", "isinstance(event, Fenced) and _left_out(run, event, now)", "False")
+    edit = Edit("admission", "isinstance(event, Fenced) and _left_out(run, event, now)", "False")
     deaf = Mutant("closed", (edit,)).advance()
     with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
         simulate(323, expelled(323), deaf)

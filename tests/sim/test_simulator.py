@@ -25,6 +25,7 @@ from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers
 from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, storm, unshipped
+from tests.support.cells import cell, classes
 
 SEEDS = range(200, 1000)
 OCCASIONS = (
@@ -198,8 +199,9 @@ def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> Non
 )
 def test_the_oracle_and_the_product_agree_on_coverage(shards: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
     """Interval arithmetic and its dumb twin."""
-    holdings = [Holding(f"w{i}", Version(1, 1), *shard) for i, shard in enumerate(shards)]
-    assert covered(holdings, rows) == covers(frozenset(shards), rows)
+    cells = [cell(*shard) for shard in shards]
+    holdings = [Holding(f"w{i}", Version(1, 1), each) for i, each in enumerate(cells)]
+    assert covered(holdings, classes(rows)) == covers(frozenset(cells), rows)
 
 
 @pytest.mark.full

@@ -19,11 +19,12 @@ from elastic.protocol.plan import Plan
 from elastic.state.heal import nothing
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import BLOCK, Region, frame
+from elastic.state.shard import DTYPES, Shard
 from elastic.state.snapshot import NEVER, Snapshots
 from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
-from elastic.train.model import DTYPES, Shard
-from storage.slices import Tensor, shard_slice
+from storage.slices import Tensor
+from tests.support.cells import cell, shard_slice
 
 SECRET = b"k" * 32
 AUTO = CopyRule(copies=True, buddies=True)
@@ -53,12 +54,12 @@ def shard_of(version: Version, count: int, index: int) -> Shard:
         part = shard_slice(tensor, count, index)
         cut = value[part.start[0] : part.stop[0]] if tensor.shape else value
         values[tensor.kind, tensor.name] = cut.to(DTYPES[tensor.dtype]).clone()
-    return Shard(version, count, index, values)
+    return Shard(version, cell(count, index), values)
 
 
 def empty(version: Version, count: int, index: int) -> Shard:
     shard = shard_of(version, count, index)
-    return Shard(version, count, index, {key: torch.full_like(value, -1) for key, value in shard.values.items()})
+    return Shard(version, cell(count, index), {key: torch.full_like(value, -1) for key, value in shard.values.items()})
 
 
 def equal(one: Shard, other: Shard) -> bool:
@@ -82,7 +83,7 @@ def cluster(layout: Layout, per_node: int, slots: int = 2) -> Iterator[tuple[Pla
     members = tuple(WorkerId(f"w{rank}") for rank in range(layout.world))
     nodes = [NodeId(f"node{rank // per_node}") for rank in range(layout.world)]
     plan = Plan(1, AT.generation, layout, members, AT, "init", (), nodes[0], tuple(nodes), copy_every=1)
-    largest = frame(TENSORS, 1, 0)
+    largest = frame(TENSORS, cell(1, 0))
     with ExitStack() as stack:
         found = {name: Node(name, KeeperStore(name, "127.0.0.1", SECRET), {}) for name in dict.fromkeys(nodes)}
         for rank, member in enumerate(members):
@@ -100,7 +101,7 @@ def enter(plan: Plan, nodes: Sequence[Node]) -> None:
     for node in nodes:
         for worker, snapshots in node.workers.items():
             rank = plan.world_rank(worker)
-            snapshots.enter(plan, worker, shard_of(AT, plan.layout.dp_shard, plan.layout.coordinates(rank)[1]))
+            snapshots.enter(plan, worker, shard_of(AT, plan.layout.dp_shard, plan.layout.coordinates(rank)["dp_shard"]))
             assert snapshots.settle()[:2] == (AT.step, NEVER)
 
 
@@ -118,7 +119,7 @@ def later(plan: Plan, layout: Layout, homes: Sequence[tuple[WorkerId, NodeId]], 
 
 
 def heal(plan: Plan, worker: WorkerId, streams: int = STREAMS, hook: Callable[[], None] = nothing) -> tuple[Shard, int]:
-    index = plan.layout.coordinates(plan.world_rank(worker))[1]
+    index = plan.layout.coordinates(plan.world_rank(worker))["dp_shard"]
     shard = empty(plan.version, plan.layout.dp_shard, index)
     todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
     ways = [StagingStream(torch.device("cpu"), number) for number in range(streams)]

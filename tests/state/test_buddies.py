@@ -20,6 +20,7 @@ from elastic.state.keeper_store import KeeperStore, request
 from elastic.state.region import Region
 from elastic.state.wire import Wire
 from tests.state.nodes import AT, SECRET, await_buddied, cluster, enter, equal, heal, later, outcome, pair, shard_of
+from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 
 
@@ -38,7 +39,7 @@ def test_a_buddy_has_what_its_node_lost() -> None:
         assert {each.version.step for each in nodes[1].stock.held() if each.worker == "w0"} == {7, 8}
         for lost, left in ((0, 1), (1, 0)):
             holders = [each for each in nodes[left].stock.held() if each.version == Version(8, 2)]
-            assert {(each.worker, each.shard_index) for each in holders} == {("w0", 0), ("w1", 1)}, f"node {lost} is gone"
+            assert {(each.worker, each.cell) for each in holders} == {("w0", cell(2, 0)), ("w1", cell(2, 1))}, f"node {lost} is gone"
             there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[left].name)], [nodes[left]], holders)
             assert equal(heal(there, WorkerId("n"))[0], shard_of(Version(8, 2), 1, 0))
         nodes[1].stock.release(Version(8, 2), Version(8, 2))
@@ -73,13 +74,13 @@ def test_another_buddy_is_brought_what_the_one_before_had(monkeypatch: pytest.Mo
         new = replace(plan, generation=3, layout=layout, members=plan.members[:2], nodes=plan.nodes[:2])
         pair(left)
         for rank, snapshots in enumerate(copiers[:2]):
-            snapshots.enter(new, WorkerId(f"w{rank}"), shard_of(AT, layout.dp_shard, layout.coordinates(rank)[1]))
+            snapshots.enter(new, WorkerId(f"w{rank}"), shard_of(AT, layout.dp_shard, layout.coordinates(rank)["dp_shard"]))
         assert begun.wait(PATIENCE_S), "it is brought anew"
         assert copiers[0].settle()[:2] == (AT.step, -1)
         gate.set()
         await_buddied(copiers[:2], AT.step)
-        kept = {(each.worker, each.shard_count, each.shard_index) for each in nodes[1].stock.held() if each.version == AT}
-        assert ("w0", layout.dp_shard, 0) in kept
+        kept = {(each.worker, each.cell) for each in nodes[1].stock.held() if each.version == AT}
+        assert ("w0", cell(layout.dp_shard, 0)) in kept
         third = KeeperStore(NodeId("third"), "127.0.0.1", SECRET)
         nodes[0].stock.pair(third.address)  # while the world steps
         await_buddied(copiers[:2], AT.step)
@@ -116,7 +117,7 @@ def test_members_say_how_often_they_can_copy_by_what_they_measured(monkeypatch: 
 
 def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
     """Half of it is there when older versions are released, and when the keeper ends."""
-    where, data = Copy(Version(5, 2), 2, 1), bytes(range(200)) * 5
+    where, data = Copy(Version(5, 2), cell(2, 1)), bytes(range(200)) * 5
     head = {"ask": "bring", "bytes": len(data), "blocks": 1, "slot_bytes": 4096, "slot_blocks": 1, "safe": None}
     stock = KeeperStore(NodeId("n"), "127.0.0.1", SECRET)
     with closing(Wire.connect(stock.address, SECRET)) as wire:
@@ -153,4 +154,4 @@ def test_a_world_without_buddies_goes_on_in_the_slots_of_the_one_before() -> Non
         snapshots.enter(alone, WorkerId("w0"), shard_of(Version(6, 2), 1, 0))
         assert snapshots.settle().copied_through == 6
         held = {copy for copy in snapshots.region.all_held() if copy}
-        assert {Copy(Version(6, 2), 1, 0), Copy(Version(5, 2), 2, 0), Copy(AT, 2, 0)} <= held
+        assert {Copy(Version(6, 2), cell(1, 0)), Copy(Version(5, 2), cell(2, 0)), Copy(AT, cell(2, 0))} <= held

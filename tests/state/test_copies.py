@@ -27,6 +27,7 @@ from elastic.state.sources.hosts import TURN, reads
 from elastic.state.staging import STAGE
 from elastic.state.wire import Wire
 from tests.state.nodes import AT, AUTO, SECRET, TENSORS, cluster, enter, equal, heal, later, outcome, shard_of
+from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 
 
@@ -42,12 +43,12 @@ def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, 
     with cluster(Layout(1, 4), per_node) as (plan, nodes):
         enter(plan, nodes)
         held = [holding for node in nodes for holding in node.stock.held()]
-        assert sorted((each.worker, each.shard_index) for each in held) == [(f"w{i}", i) for i in range(4)]
+        assert sorted((each.worker, each.cell) for each in held) == [(f"w{i}", cell(4, i)) for i in range(4)]
         homes = [(WorkerId(f"n{i}"), nodes[i % len(nodes)].name) for i in range(new.world)]
         there = later(plan, new, homes, nodes, held)
         for rank, (worker, _) in enumerate(homes):
             shard, used = heal(there, worker)
-            right = shard_of(AT, new.dp_shard, new.coordinates(rank)[1])
+            right = shard_of(AT, new.dp_shard, new.coordinates(rank)["dp_shard"])
             assert equal(shard, right) and used == sum(value.nbytes for value in right.values.values())
 
 
@@ -149,11 +150,11 @@ def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_aft
         with monkeypatch.context() as at:
             at.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
             snapshots.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
-            assert snapshots.region.find(Copy(Version(5, 2), 1, 0)) is None
+            assert snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is None
             threading.Timer(0.2, goes_on.set).start()
             snapshots.enter(replace(plan, generation=3, version=Version(5, 2)), WorkerId("w0"), shard_of(Version(5, 2), 1, 0))
         assert goes_on.is_set() and snapshots.settle().copied_through == 5
-        assert {held for held in snapshots.region.all_held() if held} == {Copy(AT, 1, 0), Copy(Version(5, 2), 1, 0)}
+        assert {held for held in snapshots.region.all_held() if held} == {Copy(AT, cell(1, 0)), Copy(Version(5, 2), cell(1, 0))}
         snapshots.committed(replace(outcome(6, copied=5), generation=3), shard_of(Version(6, 3), 1, 0))
         assert max(snapshots.pace._copies_s) < 0.1 and snapshots.pace.step_s < 0.1
 
@@ -175,8 +176,8 @@ def test_a_copy_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, c
         snapshots.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
         assert snapshots.settle().copied_through == (5 if failures == 1 else -1)
         assert capfd.readouterr().err.count("RuntimeError: no memory") == failures
-        assert (snapshots.region.find(Copy(Version(5, 2), 1, 0)) is not None) == (failures == 1)
-        assert snapshots.region.find(Copy(AT, 1, 0)) is not None
+        assert (snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is not None) == (failures == 1)
+        assert snapshots.region.find(Copy(AT, cell(1, 0))) is not None
 
 
 def test_two_versions_are_there_and_the_older_one_is_read_when_it_is_wanted() -> None:
@@ -220,7 +221,7 @@ def test_a_bent_byte_is_noticed_and_the_copy_counts_no_more(
         there = later(plan, Layout(1, 1), [(WorkerId("n"), home)], nodes, holders)
         assert equal(heal(there, WorkerId("n"))[0], shard_of(AT, 1, 0)), "the control"
         region = nodes[1].workers[WorkerId("w1")].region
-        slot = region.find(Copy(AT, 2, 1))
+        slot = region.find(Copy(AT, cell(2, 1)))
         assert slot is not None
         region.data(slot)[BLOCK + 100] ^= 1
         with pytest.raises(CopyLost, match="digests differ") as lost:
@@ -269,7 +270,7 @@ def test_digests_are_of_blocks_and_see_every_byte() -> None:
 
 def test_a_copy_that_no_keeper_holds_is_none() -> None:
     """It would die with its worker: nobody is told that it is there."""
-    region = Region.create(2, frame(TENSORS, 1, 0).bytes, frame(TENSORS, 1, 0).blocks)
+    region = Region.create(2, frame(TENSORS, cell(1, 0)).bytes, frame(TENSORS, cell(1, 0)).blocks)
     snapshots = Snapshots(region, TENSORS, torch.device("cpu"), AUTO)
     plan = Plan(1, 2, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)
     snapshots.enter(plan, WorkerId("w0"), shard_of(AT, 1, 0))

@@ -14,21 +14,23 @@ from elastic.ids import Version
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.region import ALIGNED, BLOCK, Region, frame
 from storage.slices import Tensor
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 
-HELD = Copy(Version(7, 2), 4, 3)
+HELD = Copy(Version(7, 2), cell(4, 3))
 WRITER = """
 import os, sys
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.region import Region
 from elastic.ids import Version
+from tests.support.cells import cell
 region = Region.create(2, 5000, 1)
 region.data(1)[:] = bytes(range(250)) * 20
 region.digests(1)[0] = 42
 region.begin(1)
 if sys.argv[1] == "whole":
-    region.finish(1, Copy(Version(7, 2), 4, 3), 5000)
+    region.finish(1, Copy(Version(7, 2), cell(4, 3)), 5000)
 print(region.descriptor, flush=True)
 input()
 """
@@ -45,7 +47,7 @@ def test_what_was_written_outlives_the_writer(how: str) -> None:
     assert region.held(0) is None
     assert region.held(1) == (HELD if how == "whole" else None)
     assert bytes(region.data(1)) == bytes(range(250)) * 20 and region.digests(1)[0] == 42
-    assert region.find(HELD) == (1 if how == "whole" else None) and region.find(HELD._replace(shard_index=2)) is None
+    assert region.find(HELD) == (1 if how == "whole" else None) and region.find(HELD._replace(cell=cell(4, 2))) is None
 
 
 def test_memory_is_taken_beforehand_and_what_is_in_it_stays() -> None:
@@ -69,18 +71,18 @@ def test_slots_do_not_touch_each_other() -> None:
     for slot in range(3):
         region.data(slot)[:] = bytes([slot + 1]) * 10_000
         region.digests(slot)[:] = memoryview(bytes([slot + 1]) * 5600).cast("q")
-        region.finish(slot, Copy(Version(slot, 1), 1, 0), 10_000)
+        region.finish(slot, Copy(Version(slot, 1), cell(1, 0)), 10_000)
     for slot in range(3):
         assert bytes(region.data(slot)) == bytes([slot + 1]) * 10_000
         assert bytes(region.digests(slot).cast("B")) == bytes([slot + 1]) * 5600
-        assert (region.held(slot), region.filled(slot)) == (Copy(Version(slot, 1), 1, 0), 10_000)
+        assert (region.held(slot), region.filled(slot)) == (Copy(Version(slot, 1), cell(1, 0)), 10_000)
     region.begin(1)
     assert [region.held(slot) is None for slot in range(3)] == [False, True, False]
     assert region.copy("safe") is None
-    region.set_copy("safe", Copy(Version(4, 2), 3, 1))
-    assert region.copy("safe") == Copy(Version(4, 2), 3, 1) and region.copy("send") is None
-    region.send(Copy(Version(5, 2), 3, 1))
-    assert region.copy("send") == Copy(Version(5, 2), 3, 1) and (region["asked"], region["brought"]) == (1, 0)
+    region.set_copy("safe", Copy(Version(4, 2), cell(3, 1)))
+    assert region.copy("safe") == Copy(Version(4, 2), cell(3, 1)) and region.copy("send") is None
+    region.send(Copy(Version(5, 2), cell(3, 1)))
+    assert region.copy("send") == Copy(Version(5, 2), cell(3, 1)) and (region["asked"], region["brought"]) == (1, 0)
     region.send(None)
     assert region.copy("send") is None and region["asked"] == 2
 
@@ -94,7 +96,7 @@ def test_what_is_no_region_is_refused(tmp_path: Path) -> None:
 
 def test_a_frame_has_every_byte_of_the_shard_once() -> None:
     tensors = (Tensor("a", "parameter", "F32", (10, 3)), Tensor("b", "parameter", "BF16", (BLOCK, 5)), Tensor("n", "scalar", "F32", ()))
-    whole, shards = frame(tensors, 1, 0), [frame(tensors, 4, index) for index in range(4)]
+    whole, shards = frame(tensors, cell(1, 0)), [frame(tensors, cell(4, index)) for index in range(4)]
     for tensor in tensors[:2]:
         assert sum(shard.places[tensor].bytes for shard in shards) == whole.places[tensor].bytes
     assert all(shard.places[tensors[2]].bytes == 4 for shard in shards), "a scalar is whole in every shard"

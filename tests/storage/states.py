@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from storage.checkpoints import Checkpoints, Part, ShardReceipt
-from storage.shards import ITEM_BYTES
-from storage.slices import Slice, Tensor, Version, shard_slice
+from storage.checkpoints.shards import ITEM_BYTES
+from storage.slices import Slice, Tensor, Version
+from tests.support.cells import shard_slice
 
 State = Mapping[Tensor, bytes]
 """Every tensor, whole."""

@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.checkpoints import Checkpoints, ShardReceipt
-from storage.cover import describe
+from storage.checkpoints.cover import describe
+from storage.checkpoints.manifest import MANIFEST
+from storage.checkpoints.shards import ITEM_BYTES
 from storage.documents import seal
 from storage.errors import BadFormat, Exists, Incomplete
-from storage.manifest import MANIFEST
 from storage.objects import ObjectStore
-from storage.shards import ITEM_BYTES
 from storage.slices import Slice, Tensor, Version
 from tests.storage.states import TENSORS, cut, part_of, save, state_of, write
 from tests.storage.test_cover import boxes, tilings
 from tests.support.patience import PATIENCE_S
+from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast
 V = Version(10, 2)
@@ -103,7 +104,7 @@ def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
     """The store answers once so many ask: more than there is room for never do."""
     barrier = threading.Barrier(together)
 
-    class Together(ObjectStore):
+    class Together(Forwarding):
         waits, at_once = False, 4
 
         def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -111,11 +112,11 @@ def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
                 barrier.wait(PATIENCE_S if comes else 0.5)
             return super().get(key, start, stop)
 
-    monkeypatch.setattr("storage.reader.FETCH_BYTES", 1)  # each slice by itself
-    monkeypatch.setattr("storage.reader.AHEAD_BYTES", room)
+    monkeypatch.setattr("storage.checkpoints.reader.FETCH_BYTES", 1)  # each slice by itself
+    monkeypatch.setattr("storage.checkpoints.reader.AHEAD_BYTES", room)
     state, checkpoints = state_of(TENSORS, seed=4), fresh()
     save(checkpoints, V, state, 2)
-    store = Together(checkpoints.store.filesystem, checkpoints.store.root)
+    store = Together(checkpoints.store)
     reader = Checkpoints(store, "run").open(V)
     rows = [row for row in reader.rows if row.last > row.first]
     rows = rows[: len(rows) // together * together]
@@ -127,7 +128,7 @@ def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
 
 
 def test_neighbours_are_fetched_together(checkpoints: Checkpoints) -> None:
-    class Counting(ObjectStore):
+    class Counting(Forwarding):
         requests: list[str]
 
         def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -136,8 +137,7 @@ def test_neighbours_are_fetched_together(checkpoints: Checkpoints) -> None:
 
     state = state_of(TENSORS, seed=3)
     save(checkpoints, V, state, 2)
-    store = checkpoints.store
-    counting = Counting(store.filesystem, store.root)
+    counting = Counting(checkpoints.store)
     counting.requests = []
     reader = Checkpoints(counting, "run").open(V)
     counting.requests.clear()
@@ -285,6 +285,29 @@ def test_an_attempt_that_came_to_nothing_is_not_in_the_way(checkpoints: Checkpoi
     again = write(checkpoints, V, new, 2)
     assert [receipt.file for receipt in again] == [f for f in checkpoints.manifest(V).files if f.name.startswith("shard")]
     assert not {receipt.file for receipt in zombie} & {receipt.file for receipt in again}
+
+
+def test_finding_ones_own_shard_again_takes_the_memory_of_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard may be larger than the memory that is left.  The control: one bit at its end makes it another one."""
+    sizes: list[int] = []
+
+    class Measuring(Forwarding):
+        def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+            raw = super().get(key, start, stop)
+            sizes.append(len(raw))
+            return raw
+
+    monkeypatch.setattr("storage.checkpoints.checkpoints.FETCH_BYTES", 100)
+    checkpoints = Checkpoints(Measuring(fresh().store), "run")
+    first = write(checkpoints, V, state_of(TENSORS, seed=1), 1)[0]
+    assert not sizes and first.file.size > 500
+    assert write(checkpoints, V, state_of(TENSORS, seed=1), 1)[0].file == first.file
+    assert sum(sizes) == first.file.size and max(sizes) == 100
+    key = f"{checkpoints.folder(V)}/{first.file.name}"
+    other = bytearray(checkpoints.store.get(key))
+    other[-1] ^= 1
+    checkpoints.store.put(key, other)
+    assert write(checkpoints, V, state_of(TENSORS, seed=1), 1)[0].file.name != first.file.name
 
 
 def test_the_hook_runs_before_each_slice(checkpoints: Checkpoints) -> None:

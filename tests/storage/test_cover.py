@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.cover import check_exact_cover, covering, describe
+from storage.checkpoints.cover import check_exact_cover, covering, describe
 from storage.errors import Incomplete
 from storage.slices import Slice, Tensor
 

@@ -13,17 +13,17 @@ import pytest
 from storage.errors import Damaged, Deposed, Exists, Unavailable
 from storage.journal import SEGMENT_RECORDS, Journal, claim_owner, newest, owners, read, records
 from storage.objects import Data, ObjectStore
+from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast
 _numbers = itertools.count()
 
 
-class Moody(ObjectStore):
+class Moody(Forwarding):
     """A store that is down, or loses its answers, when told to.  ``asked`` is set by every try."""
 
     def __init__(self, url: str) -> None:
-        opened = ObjectStore.open(url)
-        super().__init__(opened.filesystem, opened.root)
+        super().__init__(ObjectStore.open(url))
         self.up, self.answers, self.asked = threading.Event(), True, threading.Event()
         self.up.set()
 
@@ -46,7 +46,7 @@ def store() -> Moody:
 def start(store: Moody, tmp_path: Path) -> Callable[..., Journal]:
     def started(first: int = 0, snapshot: int | None = None, **options: float) -> Journal:
         options = {"segment_s": 3600.0, "retry_s": 0.001, **options}
-        return Journal(store, "run", tmp_path / f"{next(_numbers)}.jsonl", first, {"sum": snapshot or 0}, **options)
+        return Journal(store, "run", tmp_path / f"{next(_numbers)}", first, {"sum": snapshot or 0}, **options)
 
     return started
 
@@ -93,12 +93,55 @@ def test_a_segment_does_not_wait_for_the_next_record(store: Moody, start: Callab
 
 def test_a_record_is_in_the_local_file_before_append_returns(store: Moody, tmp_path: Path) -> None:
     store.up.clear()
-    journal = Journal(store, "run", tmp_path / "new folder" / "j.jsonl", 0, {"sum": 0}, retry_s=0.001)
+    journal = Journal(store, "run", tmp_path / "new folder" / "j", 0, {"sum": 0}, retry_s=0.001)
     for durable in (True, False):
         write(journal, 1, durable=durable)
-        lines = (tmp_path / "new folder" / "j.jsonl").read_text().splitlines()
+        (file,) = (tmp_path / "new folder" / "j").iterdir()
+        lines = file.read_text().splitlines()
         assert json.loads(lines[-1]) == {"n": journal.next - 1}
     journal.close(timeout_s=0)
+
+
+def test_the_disk_holds_what_the_bucket_lacks_and_little_more(store: Moody, tmp_path: Path) -> None:
+    """It does not grow with the run; while the store is down nothing is removed."""
+    journal = Journal(store, "run", tmp_path, 0, {"sum": 0}, segment_s=3600.0, retry_s=0.001)
+    for _ in range(20):
+        write(journal, SEGMENT_RECORDS)
+        assert journal.ship(10.0)
+        assert len(list(tmp_path.iterdir())) <= 2
+    store.up.clear()
+    write(journal, 3 * SEGMENT_RECORDS)
+    assert [path.read_text().count('"n"') for path in sorted(tmp_path.iterdir())] == [SEGMENT_RECORDS] * 3
+    store.up.set()
+    journal.close()
+    assert [record["n"] for record in records(store, "run")] == list(range(23 * SEGMENT_RECORDS))
+
+
+def test_a_segment_ends_when_its_records_are_as_long_as_its_snapshot(store: Moody, start: Callable[..., Journal]) -> None:
+    """However much is known, at most half of the journal are snapshots; were one made every 256 records, it would be most of it."""
+    journal, known = start(), {"sum": 0, "workers": "w" * 100_000}
+    for n in range(SEGMENT_RECORDS * 40):
+        journal.append({"n": n, "said": "x" * 10}, lambda: known, durable=False)
+    journal.close()
+    segments = read(store, "run")[1:]  # the first begins with what the test gave it
+    snapshots = len(segments) * len(json.dumps(known))
+    recorded = sum(len(json.dumps(record)) for _, found in segments for record in found)
+    assert len(segments) > 2 and snapshots <= recorded + len(json.dumps(known))
+    assert snapshots < 40 * len(json.dumps(known)) / 5
+
+
+def test_a_journal_that_is_opened_again_goes_on_where_it_ended(store: Moody, tmp_path: Path) -> None:
+    """What a copy of it holds is at the same place as before."""
+    store.up.clear()
+    journal = Journal(store, "run", tmp_path, 0, {"sum": 0}, segment_s=3600.0, retry_s=0.001)
+    write(journal, 3)
+    journal.close(timeout_s=0)
+    again = Journal(store, "run", tmp_path, 3, {"sum": 3}, segment_s=3600.0, retry_s=0.001)
+    assert again.end == journal.end
+    write(again, 1)
+    begin, at, data = again.tail(0)
+    assert begin == at == journal.end and len(data) == again.end - journal.end
+    again.close(timeout_s=0)
 
 
 def test_a_store_that_is_down_delays_nothing(store: Moody, start: Callable[..., Journal]) -> None:

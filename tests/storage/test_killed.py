@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from storage.checkpoints import Checkpoints
-from storage.manifest import MANIFEST
+from storage.checkpoints.manifest import MANIFEST
 from storage.objects import ObjectStore
 from tests.storage.killed_commit import BEFORE, DURING
 from tests.storage.states import TENSORS, save, state_of

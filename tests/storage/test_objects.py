@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from storage.errors import Exists, Unavailable
 from storage.objects import PARTIAL, ObjectStore
+from storage.objects.fsspec import Fsspec
 from tests.storage.conformance import Conformance
 from tests.support.patience import PATIENCE_S
 
@@ -80,7 +81,7 @@ class _RivalAfterTheCheck(LocalFileSystem):  # type: ignore[misc]
 @pytest.mark.fast
 def test_fsspec_create_mode_is_not_enough_in_a_folder(tmp_path: Path) -> None:
     """The negative control: without our link the rival's object is overwritten and nobody is told."""
-    naive = ObjectStore(_RivalAfterTheCheck(), str(tmp_path))
+    naive = Fsspec(_RivalAfterTheCheck(), str(tmp_path))
     naive.put_if_absent("a", b"mine")
     assert (tmp_path / "a").read_bytes() == b"mine"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from storage.errors import Unavailable
-from storage.remote import RemotePolicy, Transient
+from storage.objects.remote import RemotePolicy, Transient
 
 pytestmark = pytest.mark.fast
 

@@ -13,8 +13,8 @@ from fsspec.asyn import sync
 
 from storage.errors import Exists, Missing, Unavailable
 from storage.objects import ObjectStore
-from storage.remote import RemotePolicy, Transient
-from storage.s3 import S3, UPLOADS
+from storage.objects.remote import RemotePolicy, Transient
+from storage.objects.s3 import S3, UPLOADS
 from tests.storage.conformance import Conformance
 from tests.support.buckets import below
 from tests.support.unruly import App, Environ, Fault, Start, Unruly, dripping, lost_answer, reset, says, silent, truncated, without_mark

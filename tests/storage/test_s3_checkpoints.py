@@ -18,15 +18,14 @@ import torch
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
 from storage.checkpoints import Checkpoints
-from storage.datasets import Coding, write_dataset
+from storage.checkpoints.manifest import MANIFEST
+from storage.datasets import Coding, TokenFiles, write_dataset
 from storage.errors import Damaged, Exists, Missing, StorageError
 from storage.journal import Journal, claim_owner, owners, read
-from storage.manifest import MANIFEST
 from storage.objects import ObjectStore
-from storage.remote import RemotePolicy
-from storage.s3 import S3
+from storage.objects.remote import RemotePolicy
+from storage.objects.s3 import S3
 from storage.slices import Version
-from storage.tokens import TokenFiles
 from tests.storage.conformance import race
 from tests.storage.states import TENSORS, save, state_of, write
 from tests.storage.test_checkpoints import (
@@ -178,7 +177,7 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_be_seen(sw
     """R11: SIGKILL with two parts in the store; who comes after writes the object."""
     store = below(swift_bucket, part_bytes=MIB5)
     script = (
-        "import sys, threading; from storage.objects import ObjectStore; from storage.s3 import S3\n"
+        "import sys, threading; from storage.objects import ObjectStore; from storage.objects.s3 import S3\n"
         "whole = ObjectStore.open(sys.argv[1]); store = S3(whole.filesystem, whole.root, part_bytes=5 * 2**20)\n"
         "def pieces():\n"
         "    for _ in range(8): yield bytes(5 * 2**20)\n"
@@ -207,14 +206,14 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_be_seen(sw
 def test_a_journal_and_its_claims(swift_bucket: S3, tmp_path: Path) -> None:
     store = below(swift_bucket)
     assert [claim_owner(store, "run", {"address": name}) for name in "ab"] == [1, 2]
-    journal = Journal(store, "run", tmp_path / "journal.jsonl", 0, {"sum": 0}, segment_s=3600.0)
+    journal = Journal(store, "run", tmp_path / "journal", 0, {"sum": 0}, segment_s=3600.0)
     for n in range(5):
         journal.append({"n": n}, lambda n=n: {"sum": n}, durable=True)  # type: ignore[misc]
     journal.close()
     assert journal.behind == ""
     assert [[record["n"] for record in segment] for _, segment in read(store, "run")] == [[0, 1, 2, 3, 4]]
     assert sorted(owners(store, "run")) == [1, 2]
-    rival = Journal(store, "run", tmp_path / "rival.jsonl", 0, {"sum": 0}, segment_s=3600.0)
+    rival = Journal(store, "run", tmp_path / "rival", 0, {"sum": 0}, segment_s=3600.0)
     rival.append({"n": 0}, lambda: {"sum": 9}, durable=False)
     rival.close()
     assert rival.deposed.endswith("run/journal/000000000000.jsonl")

@@ -9,8 +9,8 @@ import pytest
 from elastic.train.preflight import preflight
 from storage.errors import Unavailable
 from storage.objects import ObjectStore
-from storage.s3 import S3
-from storage.selftest import check
+from storage.objects.s3 import S3
+from storage.objects.selftest import check
 from tests.support.buckets import below, enter, new_bucket
 from tests.support.swift import Swift
 from tests.support.toys import toy_job

@@ -8,7 +8,7 @@ import pytest
 
 from storage.errors import Unavailable
 from storage.objects import ObjectStore
-from storage.urls import folder_of
+from storage.objects.urls import folder_of
 
 pytestmark = pytest.mark.fast
 

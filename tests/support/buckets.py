@@ -11,7 +11,7 @@ import pytest
 from fsspec.asyn import sync
 
 from storage.objects import ObjectStore
-from storage.s3 import S3
+from storage.objects.s3 import S3
 from tests.support.swift import Swift
 from tests.support.unruly import Unruly
 

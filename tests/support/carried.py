@@ -19,10 +19,12 @@ from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON
 from elastic.protocol.member import Member as Rules
 from elastic.runs import Run
+from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.model import Shard, State
+from elastic.train.model import State
 from storage.checkpoints import ShardReceipt
-from storage.slices import WHOLE, shard_interval, shard_slice
+from storage.slices import WHOLE
+from tests.support.cells import cell, shard_interval, shard_of, shard_slice
 from tests.support.collectives import Calls, counting
 from tests.support.segments import Member, member, shard_hash, shards
 
@@ -58,7 +60,7 @@ class Healed:
 
 def holdings(layout: Layout, version: Version, workers: Sequence[int]) -> tuple[Holding, ...]:
     """What these processes hold of a world of ``layout``."""
-    return tuple(Holding(WorkerId(f"w{i}"), version, layout.dp_shard, layout.coordinates(i)[1]) for i in workers)
+    return tuple(Holding(WorkerId(f"w{i}"), version, cell(layout.dp_shard, layout.coordinates(i)["dp_shard"])) for i in workers)
 
 
 def begin(world: World, job: Job, last: int) -> Begun:
@@ -104,7 +106,7 @@ def flip_a_bit(shard: Shard) -> None:
 def differing(me: Member) -> list[tuple[str, str]]:
     """Compared with the bucket's copy, byte by byte."""
     shard = me.state.shard
-    wanted = {shard_slice(tensor, shard.count, shard.index): tensor for tensor in me.state.tensors}
+    wanted = {shard_slice(tensor, *shard_of(shard.cell)): tensor for tensor in me.state.tensors}
     reader = Run.open(me.session.job).checkpoints.open(shard.version)
     stored = dict(reader.read([part for part in wanted if part.count]))
     return [(t.kind, t.name) for part, t in wanted.items() if shard.values[t.kind, t.name].numpy().tobytes() != stored.get(part, b"")]
@@ -118,9 +120,9 @@ def bytes_not_held(state: State, held: Sequence[Shard]) -> int:
         if not tensor.shape or tensor.kind in WHOLE:
             total += 0 if held else prod(tensor.shape[:1]) * row_bytes
             continue
-        rows = set(range(*shard_interval(tensor.shape[0], state.shard.count, state.shard.index)))
+        rows = set(range(*shard_interval(tensor.shape[0], *shard_of(state.shard.cell))))
         for shard in held:
-            rows -= set(range(*shard_interval(tensor.shape[0], shard.count, shard.index)))
+            rows -= set(range(*shard_interval(tensor.shape[0], *shard_of(shard.cell))))
         total += len(rows) * row_bytes
     return total
 

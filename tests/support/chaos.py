@@ -147,7 +147,7 @@ def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Li
         result = launch(job, show=show)
     finally:
         witness.close()
-    steps = ledger(Run.open(job).records())
+    steps = ledger(Run.open(job).segments())
     return Trial(job, result, witness, lines, steps, exported_hash(job) if hash_it else "", [steps[step].loss for step in sorted(steps)])
 
 

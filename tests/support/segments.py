@@ -21,10 +21,11 @@ from elastic.protocol.member import Member as Rules
 from elastic.protocol.plan import Plan
 from elastic.runs import Run
 from elastic.state.heal import Healing
+from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.checkpoint import Saver
 from elastic.train.counters import Counters
-from elastic.train.model import Shard, State
+from elastic.train.model import State
 from elastic.train.session import make_session
 from elastic.train.step import Session, run_step
 from storage.checkpoints import Checkpoints, ShardReceipt
@@ -118,8 +119,8 @@ def member(
             state = State(job, world, version)
             Healing(state, plan, worker, session).finish(shards(fence), checkpoints)
             with fence as rules:
-                rules.healed(0.0, Holding(worker, version, state.shard.count, state.shard.index), state.shard)
-            shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.size)
+                rules.healed(0.0, Holding(worker, version, state.shard.cell), state.shard)
+            shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.layout)
             yield Member(session, state, fence, shape, checkpoints)
         finally:
             session.loader.close()

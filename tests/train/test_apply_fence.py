@@ -18,9 +18,10 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
+from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.faults import skew
-from elastic.train.model import Shard
+from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
 
@@ -46,7 +47,7 @@ def stepping(*, prepared: bool = True, lease_s: float = 600.0) -> ApplyFence:
     found = ApplyFence(Member(WorkerId("w1"), lease_s))
     assert entered(found, GENERATION)
     with found as member:
-        member.healed(time.monotonic(), Holding(WorkerId("w1"), BEFORE, 2, 1), Shard(BEFORE, 2, 1, {}))
+        member.healed(time.monotonic(), Holding(WorkerId("w1"), BEFORE, cell(2, 1)), Shard(BEFORE, cell(2, 1), {}))
         assert member.go(GENERATION)
         if prepared:
             member.prepare(STEP)
@@ -77,7 +78,7 @@ def test_an_update_without_a_fence_is_applied() -> None:
     answer = fence(found)
     assert (versions(answer), answer.prepared, answer.outcomes) == ([AFTER], None, (OUTCOME,))
     (holding,) = answer.held
-    assert (holding.worker, holding.shard_count, holding.shard_index) == ("w1", 2, 1)
+    assert (holding.worker, holding.cell) == ("w1", cell(2, 1))
 
 
 @pytest.mark.parametrize("fenced", [GENERATION, GENERATION + 2])

@@ -43,6 +43,22 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, text: Pa
     assert not (tmp_path / "bucket").exists(), "nor does a job that can work begin a run by being looked at"
 
 
+def test_the_code_of_a_users_optimizer_is_part_of_the_build(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else has imported it; and two nodes with different code of it are told apart."""
+    prepare(text, str(tmp_path / "data"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, rate in (("first_rule", 0.1), ("second_rule", 0.2)):
+        (tmp_path / f"{name}.py").write_text(f"from elastic.engine.optim.base import Rule\nRULE = Rule((), lambda *_: {rate})\n")
+    builds = {
+        name: preflight(job_on(tmp_path, tmp_path / "data", optim={"kind": f"{name}:RULE"})).build.code
+        for name in ("first_rule", "second_rule")
+    }
+    assert all(code.split()[0] == name for name, code in builds.items()), builds
+    assert len({code.split()[1] for code in builds.values()}) == 2
+    with pytest.raises(JobError, match=r"^optim\.kind = 'first_rule:Rule' names a type; name a Rule"):
+        preflight(job_on(tmp_path, tmp_path / "data", optim={"kind": "first_rule:Rule"}))
+
+
 def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text: Path) -> None:
     """8 B took 94 s in ``init_weights``.  What the sentence tells to set silences it."""
     prepare(text, str(tmp_path / "data"))

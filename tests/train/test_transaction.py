@@ -123,7 +123,7 @@ def test_a_settled_outcome_is_applied_as_the_others_applied_it(ranks: Ranks, tmp
 
 # ---- garbage
 
-SHAPE = CommitShape(incarnation=2, generation=5, microbatches=8, microbatch=2, world=3)
+SHAPE = CommitShape(incarnation=2, generation=5, microbatches=8, microbatch=2, layout=Layout(3))
 SIZE = SHAPE.fields * 8
 
 
@@ -215,5 +215,7 @@ def test_records_of_another_world_are_bad(shape: dict[str, int]) -> None:
     """Promise 3: what carries an older number is refused."""
     with pytest.raises(BadRecord):
         conclude(
-            CommitShape(**({"incarnation": 2, "generation": 5, "microbatches": 8, "microbatch": 2, "world": 3} | shape)), 7, gathered(7)
+            CommitShape(**({"incarnation": 2, "generation": 5, "microbatches": 8, "microbatch": 2, "layout": Layout(3)} | shape)),
+            7,
+            gathered(7),
         )

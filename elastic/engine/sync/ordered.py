@@ -71,7 +71,7 @@ class OrderedReduction(Reduction):
         layout, part = self.world.layout, total.numel()
         if layout.dp_replicate == 1:
             return total
-        replicas = layout.replicate_ranks(self.world.rank)
+        replicas = layout.ranks_along("dp_replicate", self.world.rank)
         sizes = [part if rank in replicas else 0 for rank in range(layout.world)]
         whole = total.new_empty(layout.dp_replicate * part)
         dist.all_to_all_single(whole, total.repeat(layout.dp_replicate), sizes, sizes)

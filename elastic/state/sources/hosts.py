@@ -18,17 +18,18 @@ from typing import Any
 import torch
 
 from elastic.errors import CopyLost, StateMissing, WireError
-from elastic.ids import WorkerId
+from elastic.ids import Cell, WorkerId
+from elastic.plan.placement import held
 from elastic.plan.transfer import Holding, Move
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
 from elastic.state.keeper_store import request
 from elastic.state.region import BLOCK, WORD, Frame, Region, frame
+from elastic.state.shard import Shard, place_of
 from elastic.state.staging import STAGE, Coming, Piece, StagingStream
 from elastic.state.wire import Wire
-from elastic.train.model import Shard
 from storage.background import begin
-from storage.slices import Slice, Tensor, nbytes, shard_slice
+from storage.slices import Slice, Tensor, nbytes
 
 TURN = 2**30
 """Bytes of a copy, or a tensor more, after which somebody else may go on with it."""
@@ -36,15 +37,20 @@ TURN = 2**30
 
 @dataclass(frozen=True)
 class Range:
-    """Whole blocks of a slot around the bytes of ``slice``: ``skip`` of them come before it."""
+    """Whole blocks of a slot around the memory of ``slice``: from its first element, ``skip`` bytes on, to its last, ``span`` bytes later.
+
+    ``memory``: the shape of the copy's memory of the tensor.  Where ``slice`` is not one row of bytes in it, what lies between comes too.
+    """
 
     tensor: Tensor
     slice: Slice
+    memory: tuple[int, ...]
     offset: int
     bytes: int
     block: int
     blocks: int
     skip: int
+    span: int
 
 
 Chunk = tuple[Range, torch.Tensor, torch.Tensor | Wire]
@@ -117,8 +123,8 @@ def _turns(tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Seque
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
 
     @cache
-    def frame_of(count: int, index: int) -> Frame:
-        return frame(tensors, count, index)
+    def frame_of(cell: Cell) -> Frame:
+        return frame(tensors, cell)
 
     turns: dict[tuple[int, Holding], list[Range]] = defaultdict(list)
     asked: dict[Holding, int] = defaultdict(int)
@@ -126,10 +132,10 @@ def _turns(tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Seque
         if move.keeper and move.destination == worker and move.slice.count:
             tensor = by_name[move.slice.kind, move.slice.name]
             holding = _holding(plan, move, tensor)
-            part = _range(tensor, move.slice, holding, frame_of(holding.shard_count, holding.shard_index))
+            part = _range(tensor, move.slice, holding, frame_of(holding.cell))
             turns[asked[holding] // TURN, holding].append(part)
             asked[holding] += part.bytes
-    order = sorted(turns, key=lambda each: (each[0], each[1].keeper, each[1].worker, each[1].shard_index))
+    order = sorted(turns, key=lambda each: (each[0], each[1].keeper, each[1].worker, each[1].cell))
     return [(turn[1], turns[turn]) for turn in order]
 
 
@@ -197,18 +203,36 @@ class _Over(Exception):
 def _fill(shard: Shard, chunks: Iterator[Chunk], staging_stream: StagingStream, hook: Callable[[], None]) -> tuple[int, bool]:
     """The bytes that were used, and whether what was read has its digests."""
     used, sums = 0, [torch.empty(0, dtype=torch.int64)]
+    scattered: list[tuple[Range, torch.Tensor, torch.Tensor]] = []
     for chunk in chunks:
-        for piece in _pieces(shard, chunk):
+        part = chunk[0]
+        value = shard.part(part.tensor, part.slice)
+        if part.span == value.nbytes and value.is_contiguous():
+            room = value.reshape(-1).view(torch.uint8)
+        else:
+            room = torch.empty(part.span, dtype=torch.uint8, device=value.device)
+            scattered.append((part, room, value))
+        for piece in _pieces(room, chunk):
             staging_stream.send(piece)
-            used += len(piece.room)
             hook()
+        used += value.nbytes
         sums.append(chunk[1].clone())
-    return used, torch.equal(staging_stream.arrived(), torch.cat(sums))
+    right = torch.equal(staging_stream.arrived(), torch.cat(sums))
+    for part, room, value in scattered if right else ():
+        value.copy_(_gathered(part, room, value))
+    return used, right
 
 
-def _pieces(shard: Shard, chunk: Chunk) -> Iterator[Piece]:
+def _gathered(part: Range, room: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``room`` has what lies between the first and the last element of a slice in the copy's memory: the slice as a view of it."""
+    steps = [1]
+    for length in reversed(part.memory[1:]):
+        steps.insert(0, steps[0] * length)
+    return room.view(like.dtype).as_strided(like.shape, steps)
+
+
+def _pieces(room: torch.Tensor, chunk: Chunk) -> Iterator[Piece]:
     part, _, raw = chunk
-    room = shard.part(part.tensor, part.slice).reshape(-1).view(torch.uint8)
     for first in range(0, part.bytes, STAGE):
         last = min(first + STAGE, part.bytes)
         begin, end = max(first, part.skip), min(last, part.skip + len(room))
@@ -254,24 +278,42 @@ def _request(ask: str, holding: Holding) -> dict[str, Any]:
 
 
 def _copy(holding: Holding) -> Copy:
-    return Copy(holding.version, holding.shard_count, holding.shard_index)
+    return Copy(holding.version, holding.cell)
 
 
 def _holding(plan: Plan, move: Move, tensor: Tensor) -> Holding:
     """Which copy of the source's has the slice: it may have left two, of two layouts."""
     for holding in plan.holders:
-        if (holding.keeper, holding.worker) == (move.keeper, move.source):
-            held = shard_slice(tensor, holding.shard_count, holding.shard_index)
-            if held == move.slice or held.intersect(move.slice) == move.slice:
-                return holding
+        there = (holding.keeper, holding.worker) == (move.keeper, move.source)
+        if there and place_of(tensor, holding.cell, move.slice) is not None:
+            return holding
     raise StateMissing(f"the plan takes {move.slice} from the copy of {move.source}, which does not hold it")
 
 
 def _range(tensor: Tensor, part: Slice, holding: Holding, shape: Frame) -> Range:
-    place, held = shape.places[tensor], shard_slice(tensor, holding.shard_count, holding.shard_index)
-    before = 0
-    if part != held:
-        before = (part.start[0] - held.start[0]) * (place.bytes // (held.stop[0] - held.start[0]))
-    first, last = before // BLOCK, -(-(before + nbytes(tensor, part)) // BLOCK)
+    place, memory, at = shape.places[tensor], held(tensor, holding.cell).shape, place_of(tensor, holding.cell, part)
+    assert at is not None, f"{holding} does not have {part}"
+    item = nbytes(tensor, part) // part.count
+    first_byte = item * _flat(at, memory)
+    last_byte = item * (_flat(tuple(begin + size - 1 for begin, size in zip(at, part.shape, strict=True)), memory) + 1)
+    first, last = first_byte // BLOCK, -(-last_byte // BLOCK)
     begin, end = first * BLOCK, min(last * BLOCK, place.bytes)
-    return Range(tensor, part, place.offset + begin, end - begin, place.first_block + first, last - first, before - begin)
+    return Range(
+        tensor,
+        part,
+        memory,
+        offset=place.offset + begin,
+        bytes=end - begin,
+        block=place.first_block + first,
+        blocks=last - first,
+        skip=first_byte - begin,
+        span=last_byte - first_byte,
+    )
+
+
+def _flat(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The number of an element in memory of ``shape``, row by row."""
+    found = 0
+    for at, length in zip(index, shape, strict=True):
+        found = found * length + at
+    return found

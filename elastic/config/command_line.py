@@ -1,0 +1,172 @@
+"""The command line: every setting of a job is an option, beside the options that a command has of its own.
+
+argparse does the work.  The options, their groups, help and defaults come from the declarations in ``elastic/job.py``.  This file adds
+what argparse lacks: our sentences for a line that cannot be read, options for the keys of free tables (``--model-args.dim``), and values
+that read as in TOML (``3``, ``true``, ``[0.9, 0.95]``) or else are text, so that nobody has to quote twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, get_origin
+
+from pydantic.fields import FieldInfo
+
+from elastic.config.describe import default_of, kinds_of, meaning_of
+from elastic.config.settings import Model, annotation_of, leaves, unknown
+from elastic.errors import JobError
+
+COMMAND_LINE = "command line"
+FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+NUMBER = re.compile(r"^-\.?\d")
+"""A word that begins like this is a negative number and no option.  argparse itself does not know ``-1e-3``."""
+
+
+def read_options(arguments: Sequence[str], model: Model) -> dict[str, Any]:
+    """``["--workers.max", "3", "--seed=1"]`` becomes ``{"workers.max": 3, "seed": 1}``.  Raises :class:`JobError`."""
+    settings: dict[str, Any] = Parser(settings=model, add_help=False).parse_args(arguments).settings
+    return settings
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of one command.  A command without ``settings`` is argparse's own; options are never abbreviated.
+
+    ``settings``: the model whose settings the command takes.  The result then has ``settings``, the given values by the names of their
+    settings, and ``line``, the words that gave them.  ``listed``: the help lists the settings.  ``several``: the positional argument
+    that also takes words after an option.  ``beside``: the other commands; an option of one of them is no misspelt setting.
+
+    Where a command has an option of the same name as a setting, such as ``--seed`` of ``elastic chaos``, it means the command's.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Model | None = None,
+        listed: bool = False,
+        several: str = "",
+        beside: Mapping[str, argparse.ArgumentParser] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**{"allow_abbrev": False, "conflict_handler": "resolve", "exit_on_error": settings is None, **options})
+        self._negative_number_matcher = NUMBER
+        self._model, self._several, self._beside = settings, several, beside or {}
+        if settings is not None:
+            self.set_defaults(settings={}, line=[])
+            self._add_settings(settings, listed)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse, but for settings: raises :class:`JobError` for a word that is left over and for a setting without its value."""
+        if self._model is None:
+            return super().parse_known_args(args, namespace)
+        words = [_dashed(word) for word in args]
+        self._add_keys(self._model, words)
+        try:
+            known, rest = super().parse_known_args(words, namespace)
+        except argparse.ArgumentError as error:
+            action = self._option_string_actions.get(error.argument_name or "")
+            if isinstance(action, _Setting):
+                raise JobError(f"{COMMAND_LINE}: --{action.dest} has no value; write '--{action.dest} value'") from None
+            self.error(str(error))
+        unread = [word for word in rest if word.startswith("--") and word != "--"]
+        if rest and self._several and not unread:
+            getattr(known, self._several).extend(rest)
+        elif rest:
+            raise JobError(f"{COMMAND_LINE}: {self._refusal(self._model, (unread or rest)[0])}")
+        return known, []
+
+    def own_options(self) -> list[str]:
+        """Returns the options that are no settings."""
+        return [option for option, action in self._option_string_actions.items() if not isinstance(action, _Setting)]
+
+    def _refusal(self, model: Model, word: str) -> str:
+        if not word.startswith("--"):
+            return f"{word!r} is no option; write '--section.option value', say '--workers.max 3'"
+        option = word.partition("=")[0]
+        for other in self._beside.values():
+            if isinstance(other, Parser) and option in other.own_options():
+                return f"'{self.prog}' has no option '{option}', unlike '{other.prog}'; leave it out"
+        own = [_name(each) for each in self.own_options() if each.startswith("--")]
+        return unknown(_name(option), model, prefix="--", also=own)
+
+    def _add_settings(self, model: Model, listed: bool) -> None:
+        groups: dict[str, Any] = {}
+        for name, field in leaves(model).items():
+            section = name.rpartition(".")[0]
+            if section.endswith("[]"):  # the settings of a list's items: the list is one option
+                continue
+            if listed and section not in groups:
+                about = meaning_of(model.model_fields[section].annotation) if section else None
+                groups[section] = self.add_argument_group(f"settings in [{section}]" if section else "settings", about)
+            self._add_setting(groups.get(section, self), name, field, listed)
+
+    def _add_setting(self, group: Any, name: str, field: FieldInfo, listed: bool) -> None:
+        option = name.replace("_", "-")
+        about: dict[str, Any] = {"action": _Setting, "annotation": field.annotation, "dest": name, "help": argparse.SUPPRESS}
+        if field.annotation is bool:
+            group.add_argument(f"--no-{option}", nargs=0, const=False, **about)
+            about |= {"nargs": "?", "const": True}
+        elif get_origin(field.annotation) is tuple:
+            about |= {"nargs": "+"}
+        if listed:
+            kinds = ["value"] if about.get("nargs") == "+" else kinds_of(field.annotation, field.metadata)
+            metavar = "|".join(kind.strip("`") if "`" in kind else kind.split()[0].upper() for kind in kinds)
+            default = f"default: {default_of(field)}" if default_of(field) else "required"
+            about |= {"metavar": metavar, "help": f"{meaning_of(field)} ({default})".replace("%", "%%")}
+        group.add_argument(f"--{option}", **about)
+
+    def _add_keys(self, model: Model, words: Sequence[str]) -> None:
+        """Adds an option for each key of a free table that the line gives: which keys there are, nobody knows before."""
+        for word in words:
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in self._option_string_actions and annotation_of(model, _name(option)) is Any:
+                self._add_setting(self, _name(option), FieldInfo(annotation=Any), listed=False)
+
+
+class _Setting(argparse.Action):
+    """The option of one setting.  ``annotation`` is the setting's type, by which the words are read."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, annotation: Any = None, **options: Any) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **options)
+        self.annotation = annotation
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        words = [word for word in (values if isinstance(values, list) else [values]) if isinstance(word, str)]
+        read = words if self.annotation is str else [_read(word, self.annotation) for word in words]
+        value = self.const if not read else read[0] if len(read) == 1 else read
+        namespace.settings = namespace.settings | {self.dest: value}
+        namespace.line = [*namespace.line, option_string, *words]
+
+
+def _dashed(word: str) -> str:
+    """Returns the word with dashes in the name of an option: ``--checkpoint.save_every`` and ``--checkpoint.save-every`` are the same."""
+    option, equals, value = word.partition("=")
+    return f"{option.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
+
+
+def _name(option: str) -> str:
+    """Returns the name of the setting that an option gives."""
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _read(text: str, annotation: Any) -> Any:
+    """Returns the value of a word as TOML reads it.  TOML does not know ``.5``, ``007`` and ``yes``; here they are known."""
+    value = _literal(text)
+    if annotation is bool:
+        return FLAGS.get(str(value).lower(), value)
+    if isinstance(value, str) and annotation is not Any:
+        for kind in (int, float):
+            with suppress(ValueError):
+                return kind(text)
+    return value
+
+
+def _literal(text: str) -> Any:
+    """Returns the value as TOML reads it, or else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,147 @@
+"""Who and what is admitted: events by their generation, nodes and workers by what they are made of.
+
+Worlds are numbered, so an event that carries an older number, or whose sender's word counts no more, is refused.  A worker must be made
+of what the job was checked with, and with ``reproducible`` be of the same kind as the others; its node is refused with it.
+"""
+
+from __future__ import annotations
+
+from elastic.control import growth, membership
+from elastic.control.decision import Decision
+from elastic.control.run import Home, Refusal, RunState, Stopping, Worker
+from elastic.ids import NodeId, WorkerId
+from elastic.plan.placement import same_classes
+from elastic.protocol.actions import Kill
+from elastic.protocol.builds import difference
+from elastic.protocol.events import Broken, Event, Fenced, Here, Joined, NodeRefused, Ready, Renewed, StepDone
+
+OfAGeneration = Here | Ready | StepDone | Renewed | Broken | Fenced
+
+# ---- events
+
+
+def refusal(run: RunState, event: Event, now: float) -> str | None:
+    """Returns why ``event`` changes nothing, or None when it is to be heard."""
+    if run.over:
+        return f"the run is over ({type(run.state).__name__})"
+    if not isinstance(event, OfAGeneration) or (isinstance(event, Fenced) and _left_out(run, event, now)):
+        return None
+    return _out_of_date(run, event)
+
+
+def _left_out(run: RunState, event: Fenced, now: float) -> bool:
+    """Is this a fence reply from a worker outside the current plan, to a coordinator that has not read why it was left out?
+
+    A coordinator that was cut off may have expelled the worker before it was killed.  The worker applies nothing any more, so what it
+    holds counts.
+    """
+    if now >= run.takeover.blind_until or not isinstance(run.state, Stopping) or event.generation >= run.generation:
+        return False
+    return event.worker in run.workers and event.worker not in run.state.plan.members
+
+
+def _out_of_date(run: RunState, event: OfAGeneration) -> str | None:
+    what = f"{type(event).__name__} of {event.worker}"
+    if event.generation != run.generation:
+        return f"{what} is of generation {event.generation}, the run is at {run.generation}"
+    if run.plan is None:
+        return f"{what}: generation {event.generation} is settled"
+    if event.worker not in run.plan.members:
+        return f"{what}, which is no member of generation {event.generation}"
+    if event.worker not in run.workers and not _evidence_of_the_dead(run, event):
+        return f"{what}, which is lost or expelled"
+    return None
+
+
+def _evidence_of_the_dead(run: RunState, event: OfAGeneration) -> bool:
+    """A commit that was reported before the reporter died is a fact; an expelled worker may still live and say more."""
+    return isinstance(event, StepDone | Fenced) and isinstance(run.state, Stopping) and event.worker not in run.state.expelled
+
+
+# ---- workers
+
+
+def joined(decision: Decision, event: Joined) -> None:
+    run = decision.run
+    if event.worker in run.workers:
+        return decision.refuse(f"{event.worker} has joined already")
+    if event.worker not in run.members.starting:
+        decision.do(Kill((event.worker,), "nobody waits for it"))
+        if membership.number_of(event.worker) < run.members.next_worker:
+            return decision.refuse(f"nobody waits for {event.worker}")
+        # Another coordinator has given it its name.
+        decision.know("members", next_worker=membership.number_of(event.worker) + 1)
+        return decision.say(f"nobody waits for {event.worker}, and nobody else shall have its name")
+    decision.know(members=run.members.without_starting(event.worker))
+    if (misfit := _misfit(decision, event)) is not None:
+        why, shared = misfit
+        decision.do(Kill((event.worker,), "its node is refused"))
+        return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
+    newcomer = Worker(event.node, event.kind, decision.now, host=event.build.host)
+    home = run.cluster.homes.get(event.node, Home(growth.host_of(newcomer), decision.now))
+    decision.know("members", workers={**run.workers, event.worker: newcomer}, classes=event.classes)
+    decision.know("cluster", homes={**run.cluster.homes, event.node: home})
+    decision.say(f"{event.worker} joined on node {event.node[:8]}")
+
+
+def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
+    """Returns why the worker cannot be a member, and whether the reason is that it does not see the same data."""
+    run, rules = decision.run, decision.rules
+    differs = difference(event.build, run.members.reference, rules.reproducible)
+    if event.node in run.cluster.refused:
+        return run.cluster.refused[event.node].why, False
+    if differs is not None:
+        return differs.sentence, differs.part == "data"
+    if rules.reproducible and run.members.kind not in ("", event.kind):
+        return _of_another_kind(event.kind, run.members.kind), False
+    if run.members.classes and not same_classes(event.classes, run.members.classes):
+        return "its model has other sizes than the others'; the model must be a function of model_args alone", False
+    return None
+
+
+def _of_another_kind(kind: str, others: str) -> str:
+    return f"it is {kind}, and only {others} gives equal bits; use machines of one kind, or set reproducible = false"
+
+
+def _called(worker: WorkerId, node: NodeId, host: str) -> str:
+    return f"{worker} on node {node[:8]}{f' ({host})' if host else ''}"
+
+
+def refuse_other_kinds(decision: Decision) -> None:
+    """The first world decides which kind all workers must be: those of another kind give their places to others."""
+    run = decision.run
+    for worker, known in run.workers.items():
+        if decision.rules.reproducible and known.kind != run.members.kind and not known.unfit:
+            membership.expel(decision, (worker,), "its node is refused")
+            why = _of_another_kind(known.kind, run.members.kind)
+            refuse_node(decision, known.node, f"{_called(worker, known.node, known.host)} cannot be a member: {why}")
+
+
+# ---- nodes
+
+
+def node_found(decision: Decision, node: NodeId) -> None:
+    """A node whose keeper is started again is not new: its workers were members and stay so."""
+    if node not in decision.run.cluster.nodes:
+        decision.know("cluster", nodes={**decision.run.cluster.nodes, node: False})
+
+
+def node_refused(decision: Decision, event: NodeRefused) -> None:
+    host = decision.run.members.reference.host
+    checked = f"; the job was checked on {host}" if host and host not in event.why else ""
+    refuse_node(decision, event.node, f"{event.why}{checked}", event.shared)
+
+
+def refuse_node(decision: Decision, node: NodeId, why: str, shared: bool = False) -> None:
+    """No worker is started on the node any more, and none that waits to be seated stays there.
+
+    How much room there is elsewhere, the next ``Capacity`` will say.
+    """
+    run = decision.run
+    unseated = () if run.cluster.nodes.get(node, True) else tuple(worker for worker, known in run.workers.items() if known.node == node)
+    membership.expel(decision, unseated, "its node is refused")
+    if node not in run.cluster.refused:
+        decision.know("cluster", refused={**run.cluster.refused, node: Refusal(why, decision.now, shared)})
+        decision.say(f"node {node[:8]} is refused: {why}")
+    decision.know("cluster", slots=0)
+    decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)

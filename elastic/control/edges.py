@@ -1,0 +1,216 @@
+"""The states of a run, the edges between them, and every entry into a state.
+
+    Waiting ──► Forming ──► Running ──► Finishing ──► Finished
+       ▲           │           │            │
+       │           ▼           ▼            ▼
+       └─────── Stopping ◄─────┴────────────┘ ──► Stopped, Failed
+
+Failure, growth and a user's stop are all edges of this one table, so all transitions can be seen here.  What a run does *in* a state is
+in the file of that state.
+"""
+
+from __future__ import annotations
+
+from elastic.control import admission, copy_inventory, membership, saves
+from elastic.control.decision import Decision, count, names
+from elastic.control.run import (
+    NEVER,
+    Failed,
+    Finished,
+    Finishing,
+    Forming,
+    Running,
+    Saves,
+    State,
+    Stopped,
+    Stopping,
+    Waiting,
+)
+from elastic.control.seating import candidates, layout_of, make_plan
+from elastic.ids import WorkerId
+from elastic.protocol import lineage
+from elastic.protocol.actions import Exit, Fence, Form, Go, Kill, Pause
+from elastic.protocol.plan import Plan
+
+ALLOWED: dict[type[State], frozenset[type[State]]] = {
+    Waiting: frozenset({Forming, Stopped, Failed, Finished, Stopping}),  # Stopping: a world that the journal does not know of
+    Forming: frozenset({Running, Stopping, Finishing}),  # Finishing: at the target, only its checkpoint is missing
+    Running: frozenset({Stopping, Finishing}),
+    Stopping: frozenset({Forming, Waiting, Stopped, Failed, Finishing, Finished}),  # Finishing: the target came before the boundary
+    Finishing: frozenset({Stopping, Finished}),
+    Finished: frozenset(),
+    Stopped: frozenset(),
+    Failed: frozenset(),
+}
+"""For each state, the states that may follow it directly."""
+
+
+def enter(decision: Decision, state: State) -> None:
+    """Moves along an edge of the table; nothing else changes which state a run is in."""
+    before = type(decision.run.state)
+    assert type(state) in ALLOWED[before], f"no edge from {before.__name__} to {type(state).__name__}"
+    decision.know(state=state)
+
+
+# ---- Forming, or Waiting
+
+
+def form(decision: Decision) -> None:
+    """Begins the next generation with the workers that are there, or waits."""
+    run, plan = decision.run, make_plan(decision.run, decision.rules)
+    if plan is None:
+        return _wait(decision, _shortage(decision))
+    if keepers := copy_inventory.awaited(decision, plan):
+        held = f"what {count(len(keepers), 'keeper')} of {len(run.cluster.keepers)} hold"
+        return _wait(decision, f"{held} may be newer than step {plan.version.step}")
+    given_up = lineage.abandoned(run.history.lineage, plan.version)
+    _take_up(decision, plan)
+    enter(decision, Forming(plan, decision.now + decision.rules.form_s))
+    decision.do(Form(plan))
+    decision.say(_announcement(plan, given_up))
+    kinds = sorted({decision.run.workers[member].kind for member in plan.members})
+    if len(kinds) > 1:
+        decision.know("members", mixed=(*run.members.mixed, plan.generation))
+        decision.say(f"its steps are marked as mixed: the members are {' and '.join(kinds)}")
+    admission.refuse_other_kinds(decision)
+
+
+def _wait(decision: Decision, why: str) -> None:
+    if not isinstance(decision.run.state, Waiting):
+        enter(decision, Waiting(decision.now))
+        decision.say(f"wait: {why}")
+
+
+def _take_up(decision: Decision, plan: Plan) -> None:
+    """The history goes on from the plan's version: what came after it is given up, with its saves."""
+    run, line = decision.run, decision.run.history.lineage
+    proven = not lineage.contains(line, plan.version)  # by copies alone: it is later than any commit that was told
+    decision.know(
+        generation=plan.generation,
+        saves=Saves(tuple(each for each in run.saves.pending if lineage.contains(plan.lineage, each.version))),
+    )
+    decision.know(
+        "history",
+        lineage=plan.lineage,
+        last=None if lineage.abandoned(line, plan.version) else run.history.last,
+        untold=(),
+        fruitless=0 if proven else run.history.fruitless,
+    )
+    decision.know("members", seats=plan.members, kind=run.workers[plan.members[0]].kind)
+    decision.know("watch", lease_until=0.0)
+    decision.know("copies", copied=None, buddied=None, protected=(plan.protected, plan.buddied), unreported=0)
+
+
+def _announcement(plan: Plan, given_up: tuple[tuple[int, int, int], ...]) -> str:
+    text = f"form generation {plan.generation} of {names(plan.members)} ({plan.layout}) at step {plan.version.step} ({plan.tier})"
+    for generation, first, last in given_up:
+        text += f", abandons step{f' {first}' if first == last else f's {first}–{last}'} of generation {generation}"
+    return text
+
+
+def _shortage(decision: Decision) -> str:
+    there, low = len(candidates(decision.run, decision.rules)), decision.rules.min_workers
+    if layout_of(there, decision.rules) is not None:
+        return "no keeper is there to host the store"
+    return f"{count(there, 'worker')} {'is' if there == 1 else 'are'} too few for any layout (at least {low})"
+
+
+# ---- Running, or Finishing
+
+
+def go(decision: Decision, plan: Plan) -> None:
+    """Lets the members step: all are at the plan's version.  What each holds from now on, its answer to the fence will say."""
+    membership.hold(decision, {worker: () for worker in plan.members})
+    if isinstance(decision.run.state, Forming):
+        took_s = decision.now - (decision.run.state.deadline - decision.rules.form_s)
+        before_s = decision.run.watch.reform_s
+        decision.know("watch", reform_s=(before_s + took_s) / 2 if before_s else took_s)
+    decision.know("watch", moved_at=decision.now, stepped_at=decision.now, step_s=0.0, seen={})
+    decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
+    decision.know("cluster", blamed=())
+    copy_inventory.pair(decision, plan)
+    decision.do(Go(plan.generation, plan.members))
+    decision.say(f"generation {plan.generation} runs")
+    if plan.version.step >= decision.rules.target_step:
+        saves.begin_again(decision, plan)
+        finish(decision, plan)
+    else:
+        enter(decision, Running(plan, decision.now))
+
+
+def finish(decision: Decision, plan: Plan) -> None:
+    """The target step is committed; only its checkpoint is missing."""
+    enter(decision, Finishing(plan, decision.now + decision.rules.stop_s))
+    decision.say(f"step {decision.run.step} is the last: its checkpoint is on the way")
+
+
+# ---- Stopping
+
+
+def pause(decision: Decision, cause: str, *, save: bool) -> None:
+    """Stops as planned: the members agree on a boundary in a commit, and nothing is lost."""
+    plan = decision.plan
+    enter(decision, Stopping(plan, cause, True, plan.members, NEVER, save=save))
+    decision.do(Pause(plan.generation, plan.members, save))
+    decision.say(f"{cause}: generation {plan.generation} pauses at the next boundary")
+
+
+def stop(decision: Decision, cause: str, *, expelled: tuple[WorkerId, ...] = (), job_error: str = "") -> None:
+    """Stops at once: the members are fenced first."""
+    plan = decision.plan
+    pending = tuple(worker for worker in plan.members if worker in decision.run.workers)
+    present = decision.run.workers.keys() | frozenset(expelled)
+    lost = tuple(worker for worker in plan.members if worker not in present)
+    deadline = decision.now + decision.rules.fence_s
+    enter(decision, Stopping(plan, cause, False, pending, deadline, lost=lost, expelled=expelled, job_error=job_error))
+    if pending:
+        decision.do(Fence(plan.generation, pending))
+    decision.say(f"{cause}: stop generation {plan.generation} of {count(len(plan.members), 'worker')}")
+    copy_inventory.ask(decision)
+
+
+def stop_unread(decision: Decision, plan: Plan) -> None:
+    """Stops a world that the journal does not know of: the journal ends before ``plan`` was made."""
+    run = decision.run
+    cause = f"the journal ends in generation {run.generation}, but generation {plan.generation} was begun"
+    found = {*run.workers, *run.members.starting}  # one that is starting was found too, and says that it has joined before it answers
+    pending = tuple(worker for worker in plan.members if worker in found)
+    unheard = tuple(worker for worker in plan.members if worker not in pending)
+    state = Stopping(plan, cause, False, pending, decision.now + decision.rules.fence_s, expelled=unheard)
+    saved = tuple(each for each in run.history.saved if lineage.contains(plan.lineage, each))  # it gave up the others: one was damaged, say
+    decision.know(generation=plan.generation, saves=Saves())
+    decision.know("history", lineage=plan.lineage, saved=saved, last=None)
+    decision.know("members", seats=plan.members)
+    decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
+    if isinstance(run.state, Stopping):
+        decision.know(state=state)  # the later generation takes the place of the one that was being stopped
+    else:
+        enter(decision, state)
+    decision.do(Fence(plan.generation, pending))
+    copy_inventory.ask(decision)
+    decision.say(f"{cause}: stop it with {names(pending)}")
+
+
+# ---- the ends
+
+
+def end(decision: Decision, state: Finished | Stopped | Failed, sentence: str = "") -> None:
+    """Ends the run for everybody."""
+    enter(decision, state)
+    decision.durable = True
+    decision.say(sentence or getattr(state, "reason", ""))
+    if decision.run.workers:
+        decision.do(Exit(tuple(decision.run.workers)))
+    if decision.run.members.starting:
+        decision.do(Kill(tuple(decision.run.members.starting), "the run is over"))
+
+
+def end_as_asked(decision: Decision) -> None:
+    """Ends a run that somebody asked to stop, or that gave up; the sentence says where it can be resumed."""
+    run = decision.run
+    saved = run.history.saved[-1].step if run.history.saved else 0
+    unsaved = f"; steps {saved + 1}–{run.step} are not saved" if run.step > saved else ""
+    if run.gave_up:
+        end(decision, Failed(run.gave_up), f"gave up ({run.gave_up}), resumes from step {saved}{unsaved}")
+    else:
+        end(decision, Stopped(run.stop), f"stopped ({run.stop}), resumes from step {saved}{unsaved}")

@@ -1,0 +1,20 @@
+"""Finishing: the target step is committed, and the run ends once its checkpoint is in the bucket."""
+
+from __future__ import annotations
+
+from elastic.control import edges
+from elastic.control.decision import Decision
+from elastic.control.run import Finished, Finishing
+from elastic.control.saves import target_is_saved
+
+
+def go_on(decision: Decision, state: Finishing) -> None:
+    run, saved = decision.run, target_is_saved(decision.run, decision.rules)
+    if saved and run.history.untold:
+        edges.stop(decision, f"the last checkpoint is in the bucket; what step {run.history.untold[0]} consumed is still to be told")
+    elif saved:
+        edges.end(decision, Finished(), f"finished at step {run.step}")
+    elif run.saves.find(run.version) is None:
+        edges.stop(decision, "the last checkpoint cannot become complete")
+    elif decision.now >= state.deadline:
+        edges.stop(decision, f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s")

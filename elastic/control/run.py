@@ -1,0 +1,475 @@
+"""Everything that the coordinator knows of a run: its state, and one value for each subject.
+
+    RunState ── state      Waiting, Forming, Running, Stopping, Finishing, or how the run ended
+             ├─ members    workers and where they sit               ├─ copies    copies of the state in host memory
+             ├─ cluster    nodes and keepers                        ├─ watch     liveness (``liveness.py``)
+             ├─ history    what was committed, saved and given up   └─ takeover  what coordinators before this one left open
+             └─ saves      checkpoints on their way to the bucket
+
+All values are immutable: a method returns a new value, and dictionaries are replaced, never changed.  Which state may follow which is
+in ``edges.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from elastic.control.liveness import Watch
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.transfer import Holding
+from elastic.protocol import lineage
+from elastic.protocol.actions import Settle
+from elastic.protocol.builds import Build
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.lineage import Lineage
+from elastic.protocol.plan import Plan
+from storage.slices import Tensor
+
+T = TypeVar("T")
+NEVER = float("inf")
+
+
+def evolve(value: T, **changes: Any) -> T:
+    """Returns ``value`` with other fields.
+
+    It is ``dataclasses.replace`` for a value of many fields, five times as fast: most of a decision's time was spent there.
+    """
+    assert changes.keys() <= value.__dict__.keys(), f"{type(value).__name__} has no {', '.join(changes.keys() - value.__dict__.keys())}"
+    new: T = object.__new__(type(value))
+    new.__dict__.update(value.__dict__, **changes)
+    return new
+
+
+# ---- states
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """There is no world: too few workers are there for any layout."""
+
+    since: float
+
+
+@dataclass(frozen=True)
+class Forming:
+    """The plan was sent, and the members prepare to step."""
+
+    plan: Plan
+    deadline: float
+    here: tuple[WorkerId, ...] = ()
+    """These members have the plan."""
+    ready: tuple[WorkerId, ...] = ()
+    """These members have formed their groups and healed their state."""
+    here_at: float = NEVER
+    """At this time the first member had the plan."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """The world steps."""
+
+    plan: Plan
+    since: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A member's answer to the fence: it will apply nothing more in its generation."""
+
+    worker: WorkerId
+    held: tuple[Holding, ...]
+    prepared: int | None
+    """The step whose gradients are complete there but not applied."""
+    seen: Version | None = None
+    """The newest commit that the member has seen; the commits themselves are in the history."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The world comes to an end; nothing is aborted while an answer is ``pending``."""
+
+    plan: Plan
+    cause: str
+    planned: bool
+    """The members agree in a commit on the boundary to stop at; otherwise they were fenced."""
+    pending: tuple[WorkerId, ...]
+    """These members have not answered yet."""
+    deadline: float
+    answers: tuple[Answer, ...] = ()
+    lost: tuple[WorkerId, ...] = ()
+    """These members have certainly ended."""
+    expelled: tuple[WorkerId, ...] = ()
+    """These were killed: they may still be alive, but nothing that they say counts any more."""
+    save: bool = False
+    """The boundary is also saved."""
+    job_error: str = ""
+    """The user's traceback, when the job is at fault."""
+
+
+@dataclass(frozen=True)
+class Finishing:
+    """The target step is committed and its checkpoint is on the way."""
+
+    plan: Plan
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The target step is in the bucket."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Somebody asked for a stop; the same command resumes the run."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A budget is spent, or the job itself is at fault."""
+
+    reason: str
+    job_error: str = ""
+    """The user's traceback, when the job is at fault."""
+
+
+Ended = Finished | Stopped | Failed
+State = Waiting | Forming | Running | Stopping | Finishing | Ended
+TERMINAL = (Finished, Stopped, Failed)
+
+
+# ---- members and the cluster
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process that joined and is not known to be gone."""
+
+    node: NodeId
+    kind: str
+    joined_at: float
+    holdings: tuple[Holding, ...] = ()
+    unfit: str = ""
+    """Why it can take part no more; it is replaced."""
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The workers, and what it takes to be a member."""
+
+    workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    """The workers in the order in which they joined."""
+    starting: dict[WorkerId, float] = field(default_factory=dict)
+    """Workers that were asked for and have not joined yet, and when each was asked for."""
+    next_worker: int = 1
+    """The number of the next worker; no number is used twice."""
+    start_after: float = 0.0
+    """No worker is asked for before this time."""
+    reference: Build = field(default_factory=Build)
+    """The build that the job was checked with; every worker must be made of the same."""
+    classes: tuple[Tensor, ...] = ()
+    """One tensor of the state for each class that all axes cut alike: all that coverage depends on."""
+    kind: str = ""
+    """The first member's kind.  It never changes: with ``reproducible`` only workers of this kind may be members."""
+    mixed: tuple[int, ...] = ()
+    """The generations whose members were of several kinds; their steps are marked."""
+    seats: tuple[WorkerId, ...] = ()
+    """The members of the latest plan, in the order in which they sit next time."""
+    declined: tuple[WorkerId, ...] = ()
+    """Newcomers that would cost more than they bring; they wait as spares."""
+
+    def without_starting(self, worker: WorkerId) -> Members:
+        """Nobody waits for ``worker`` to join any more."""
+        return evolve(self, starting={each: asked_at for each, asked_at in self.starting.items() if each != worker})
+
+    def without(self, workers: Iterable[WorkerId]) -> Members:
+        """``workers`` are no part of the run any more."""
+        gone = frozenset(workers)
+        return evolve(self, workers={worker: known for worker, known in self.workers.items() if worker not in gone})
+
+    def holding(self, holdings: dict[WorkerId, tuple[Holding, ...]]) -> Members:
+        """Those of the named workers that are still here hold what ``holdings`` says."""
+        known = self.workers
+        new = {w: replace(known[w], holdings=held) for w, held in holdings.items() if w in known and known[w].holdings != held}
+        return evolve(self, workers={**known, **new}) if new else self
+
+
+@dataclass(frozen=True)
+class Home:
+    """The machine that a node with workers is, and when the first of them joined."""
+
+    host: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """No worker is started on the refused node any more."""
+
+    why: str
+    at: float
+    shared: bool
+    """The node does not see the bucket or the data as the same place."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes and their keepers."""
+
+    nodes: dict[NodeId, bool] = field(default_factory=dict)
+    """The nodes that were found, and whether each one's keeper came up: no worker of a node is a member before."""
+    refused: dict[NodeId, Refusal] = field(default_factory=dict)
+    keepers: tuple[NodeId, ...] = ()
+    """The nodes whose keepers are up."""
+    slots: int = 0
+    """The number of workers that the cluster could still start, on nodes that are not refused."""
+    blamed: tuple[NodeId, ...] = ()
+    """Store nodes with which forming failed though every member was there, since the last world that formed."""
+    homes: dict[NodeId, Home] = field(default_factory=dict)
+    """The nodes that workers have joined from."""
+    stays: dict[str, float] = field(default_factory=dict)
+    """How long a host that has left before is expected to stay, in seconds: see ``growth.py``."""
+
+
+# ---- history
+
+
+@dataclass(frozen=True)
+class JobFailure:
+    """The user's code raised ``signature`` (exception type and frame) while ``step`` was computed."""
+
+    signature: str
+    step: int
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True)
+class History:
+    """What was committed, saved and given up."""
+
+    lineage: Lineage = ()
+    saved: tuple[Version, ...] = ()
+    """The versions on the lineage that are in the bucket, oldest first."""
+    last: Outcome | None = None
+    """The newest commit."""
+    untold: tuple[int, ...] = ()
+    """Steps that the present generation committed without anyone here having seen their outcome: a coordinator that died was told."""
+    furthest: Version = field(default_factory=lambda: Version(0, 0))
+    """The greatest step ever committed, even if it was given up since, with the generation that committed it first."""
+    fruitless: int = 0
+    """The number of generations in a row that ended without a commit, or no further than an earlier one."""
+    settled: Settle | None = None
+    """The latest settlement; it is repeated to members that may not have heard it from a coordinator that died."""
+    failures: tuple[JobFailure, ...] = ()
+    """Errors of the user's code at steps that are not committed yet."""
+
+    @property
+    def version(self) -> Version:
+        """The newest committed version: the tip of the lineage."""
+        return lineage.tip(self.lineage)
+
+    @property
+    def recorded_step(self) -> int:
+        """Every commit up to this step was told, so that members need not keep it."""
+        return min(self.untold) - 1 if self.untold else self.version.step
+
+    def contains(self, version: Version) -> bool:
+        """Is ``version`` on the lineage, which means that it was committed and not given up?"""
+        return lineage.contains(self.lineage, version)
+
+    def is_news(self, outcome: Outcome) -> bool:
+        """Does this commit of the present generation tell anything new?  Most are reported by several members."""
+        return outcome.step > self.version.step or outcome.step in self.untold
+
+    def told(self, step: int) -> History:
+        """The outcome of ``step``, which was committed before, is known now."""
+        return evolve(self, untold=tuple(each for each in self.untold if each != step))
+
+
+# ---- checkpoints on their way
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint on its way to the bucket."""
+
+    version: Version
+    members: tuple[WorkerId, ...]
+    """These workers write it, each a part."""
+    reported: tuple[WorkerId, ...] = ()
+    """The parts of these workers are in the bucket."""
+    ask_at: float = 0.0
+    """When to ask for the manifest (again), once all parts are there."""
+    asked: bool = False
+    """The manifest was asked for."""
+    by: int = 0
+    """The generation of the world that writes it, all in one layout; 0 is the generation that committed the version."""
+    failed: str = ""
+    """Why it can never be complete, if that was heard before the commit of its version."""
+
+    @property
+    def complete(self) -> bool:
+        return not self.failed and set(self.reported) >= set(self.members)
+
+    def is_of(self, generation: int) -> bool:
+        """Does a part that a member of ``generation`` wrote belong to it?  0 is the generation that committed the version."""
+        return (generation or self.version.generation) == (self.by or self.version.generation)
+
+    def report(self, worker: WorkerId) -> Saving:
+        """The part of ``worker`` is in the bucket too."""
+        reported = {*self.reported, worker}
+        return evolve(self, reported=tuple(member for member in self.members if member in reported))
+
+
+@dataclass(frozen=True)
+class Saves:
+    """The checkpoints on their way."""
+
+    pending: tuple[Saving, ...] = ()
+    """One for each version, in order of version."""
+
+    def find(self, version: Version) -> Saving | None:
+        return next((saving for saving in self.pending if saving.version == version), None)
+
+    def put(self, saving: Saving) -> Saves:
+        """``saving`` takes the place of what was known of its version."""
+        return Saves(tuple(sorted((*self.without(saving.version).pending, saving), key=lambda each: each.version)))
+
+    def without(self, version: Version) -> Saves:
+        return Saves(tuple(saving for saving in self.pending if saving.version != version))
+
+
+# ---- copies in host memory, and takeover
+
+
+@dataclass(frozen=True)
+class Host:
+    """A keeper as a place of copies."""
+
+    address: str = ""
+    zone: str = ""
+    kept: tuple[Holding, ...] = ()
+    """The copies that it listed."""
+    asked: int = 0
+    """The generation after which it listed them."""
+
+
+@dataclass(frozen=True)
+class CopyInventory:
+    """What is known of the copies in host memory."""
+
+    hosts: dict[NodeId, Host] = field(default_factory=dict)
+    asked: int = 0
+    """The generation after which the keepers were asked to list their copies."""
+    answers_until: float = 0.0
+    """An answer to that question is waited for until this time."""
+    unreadable: tuple[NodeId, ...] = ()
+    """Keepers whose copies a member could not read, since the last commit."""
+    unreported: int = 0
+    """The generation before, if none of its members is left to say what it had seen: its copies may prove later commits; 0 otherwise."""
+    buddies: dict[NodeId, NodeId] = field(default_factory=dict)
+    """For each node, the node whose keeper holds its copies too."""
+    copied: Version | None = None
+    """The newest version since the generation began that is complete in the host memory of all members."""
+    buddied: Version | None = None
+    """The newest version since the generation began that is complete at all buddies."""
+    protected: tuple[Version | None, Version | None] = (None, None)
+    """``copied`` and ``buddied`` of the generations before."""
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What coordinators before this one have left open, and what they died of."""
+
+    startups: int = 0
+    """The number of coordinators in a row that recorded nothing but their own beginning."""
+    stumbles: tuple[str, ...] = ()
+    """The events that coordinators have died of, as :class:`~elastic.protocol.events.Stumbled` names them."""
+    blind_until: float = 0.0
+    """Until this time a world may commit of which no readable journal says anything."""
+    unread: int = 0
+    """The next generation is later than this one: coordinators with an unreadable journal may have begun as many."""
+
+
+# ---- the run
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The coordinator's whole knowledge of a run; each event replaces it."""
+
+    incarnation: int
+    generation: int
+    """The highest generation that was begun."""
+    state: State
+    members: Members = field(default_factory=Members)
+    cluster: Cluster = field(default_factory=Cluster)
+    history: History = field(default_factory=History)
+    saves: Saves = field(default_factory=Saves)
+    copies: CopyInventory = field(default_factory=CopyInventory)
+    watch: Watch = field(default_factory=Watch)
+    takeover: Takeover = field(default_factory=Takeover)
+    stop: str = ""
+    """Why a stop was asked for."""
+    gave_up: str = ""
+    """Why the run ends as failed once it has stopped."""
+
+    @staticmethod
+    def begin(
+        incarnation: int,
+        now: float,
+        saved: tuple[Version, ...] = (),
+        lineage: Lineage = (),
+        generation: int = 0,
+        next_worker: int = 1,
+    ) -> RunState:
+        """Returns a run at its beginning, or as the bucket knows it.
+
+        The next generation is later than ``generation`` and than all of ``lineage``; of ``saved`` counts what is on the lineage.
+        """
+        generation = max(generation, *(each for each, _ in lineage), 0)
+        history = History(lineage)
+        history = evolve(history, saved=tuple(sorted(version for version in saved if history.contains(version))))
+        return RunState(incarnation, generation, Waiting(now), Members(next_worker=next_worker), history=history)
+
+    @property
+    def version(self) -> Version:
+        """The newest committed version."""
+        return self.history.version
+
+    @property
+    def step(self) -> int:
+        """The newest committed step."""
+        return self.history.version.step
+
+    @property
+    def workers(self) -> dict[WorkerId, Worker]:
+        """The workers that joined and are not known to be gone."""
+        return self.members.workers
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the present generation, while that is not settled."""
+        return self.state.plan if isinstance(self.state, Forming | Running | Stopping | Finishing) else None
+
+    @property
+    def over(self) -> bool:
+        """Has the run ended?"""
+        return isinstance(self.state, TERMINAL)
+
+    @property
+    def next_generation(self) -> int:
+        """The number of the next generation, which nobody has used."""
+        return max(self.generation, self.takeover.unread) + 1
+
+    def grants_lease(self, generation: int) -> bool:
+        """May a member's lease on ``generation`` be prolonged?  Not once the generation is fenced."""
+        state = self.state
+        stepping = isinstance(state, Running | Finishing) or (isinstance(state, Stopping) and state.planned)
+        return stepping and generation == self.generation

@@ -1,0 +1,64 @@
+"""Waiting: there is no world, and one is formed as soon as enough workers are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic.control import edges
+from elastic.control.decision import Decision, count
+from elastic.control.growth import expects_more
+from elastic.control.run import Failed, Finished, Waiting
+from elastic.control.saves import target_is_saved
+from elastic.control.seating import candidates
+from elastic.ids import WorkerId
+
+
+def go_on(decision: Decision, state: Waiting) -> None:
+    run, rules = decision.run, decision.rules
+    there = candidates(run, rules)
+    begun = run.members.seats or run.takeover.unread  # unread: perhaps by another coordinator, whose journal could not be read
+    if target_is_saved(run, rules):
+        edges.end(decision, Finished(), f"finished: step {run.history.saved[-1].step} is in the bucket")
+    elif run.stop:
+        edges.end_as_asked(decision)
+    elif not begun and (split := [refusal.why for refusal in run.cluster.refused.values() if refusal.shared]):
+        edges.end(decision, Failed(split[0]), "nothing has run yet, so nothing is run")
+    elif decision.now >= run.takeover.blind_until and not _waits_for_others(decision, state, there):
+        edges.form(decision)
+    if not isinstance(decision.run.state, Waiting):
+        return
+    if decision.now - max(state.since, run.takeover.blind_until) >= rules.wait_s:
+        edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, there)}"))
+    elif not begun and _only_refused_are_left(decision, state):
+        edges.end(decision, Failed(f"no room for workers that may be members: {_have(decision, there)}"))
+
+
+def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> bool:
+    """Survivors go on at once; a new world may wait for workers on their way."""
+    fresh = not frozenset(decision.run.members.seats).intersection(there)
+    return fresh and (expects_more(decision.run, there, decision.now, decision.rules) or _looks_at_nodes(decision, state))
+
+
+def _looks_at_nodes(decision: Decision, state: Waiting) -> bool:
+    """Is a node that was found neither in order nor refused yet?  The first world begins only after all have been looked at."""
+    cluster = decision.run.cluster
+    open_ = [node for node, checked in cluster.nodes.items() if not checked and node not in cluster.refused]
+    return bool(open_) and decision.now - state.since < decision.rules.form_s
+
+
+def _only_refused_are_left(decision: Decision, state: Waiting) -> bool:
+    """Has there been no room from the start, except on refused nodes?  A run that has begun waits on."""
+    run, refused = decision.run, decision.run.cluster.refused
+    joined_at = max((worker.joined_at for worker in run.workers.values()), default=0.0)
+    refused_at = max((refusal.at for refusal in refused.values()), default=joined_at)
+    waited_s = decision.now - max(state.since, refused_at, joined_at)
+    nothing_to_come = not run.members.starting and run.cluster.slots == 0 and waited_s >= decision.rules.refused_s
+    return nothing_to_come and bool(refused or len(candidates(run, decision.rules)) < len(run.workers))
+
+
+def _have(decision: Decision, there: Sequence[WorkerId]) -> str:
+    run = decision.run
+    refused = [refusal.why for refusal in run.cluster.refused.values()]
+    others = [f"{worker} on node {known.node[:8]} is {known.kind}" for worker, known in run.workers.items() if worker not in there]
+    have = f"{count(len(there), 'worker')} of at least {decision.rules.min_workers}"
+    return "; ".join((have, *refused, *others))

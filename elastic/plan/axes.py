@@ -1,0 +1,118 @@
+"""The axes of a layout, and what each does to the state: a row of a table for every axis.
+
+A world is a grid of members with one dimension for each axis.  Along some axes members run different microbatches (they are *data* axes),
+along others they run one microbatch together.  Along some axes members hold different parts of the state, along others they hold the same
+part.  An axis says how it *cuts* what a member holds: its rule is given what the inner axes have left, and returns what the member at one
+index keeps.  Everything else follows from the rows: where a world rank sits, which part of a tensor lies where (``placement.py``), who can
+send it to whom (``transfer.py``), and who has the losses of a microbatch.
+
+A new axis is a new row here, and its rewriting of modules in ``engine/axes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+
+from storage.slices import WHOLE, Slice, Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of one tensor: ``slice`` in the tensor's own coordinates; ``at`` is where it begins in the member's memory of the tensor."""
+
+    slice: Slice
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a member holds of one tensor: memory of ``shape``, filled by ``boxes`` without gaps.  No boxes: nothing."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    def cut(self, dim: int, first: int, last: int) -> Held:
+        """Return the part of the memory with ``first <= index < last`` along ``dim``."""
+        found = []
+        for box in self.boxes:
+            size = box.slice.stop[dim] - box.slice.start[dim]
+            low, high = max(first - box.at[dim], 0), min(last - box.at[dim], size)
+            if low < high:
+                start, stop, at = list(box.slice.start), list(box.slice.stop), list(box.at)
+                start[dim], stop[dim] = box.slice.start[dim] + low, box.slice.start[dim] + high
+                at[dim] = box.at[dim] + low - first
+                found.append(Box(Slice(box.slice.name, box.slice.kind, tuple(start), tuple(stop)), tuple(at)))
+        return Held((*self.shape[:dim], max(last - first, 0), *self.shape[dim + 1 :]), tuple(found))
+
+
+Cut = Callable[[Tensor, Held, int, int], Held]
+"""``cut(tensor, held, degree, index)``: what the member at ``index`` of ``degree`` keeps of ``held``."""
+
+
+def _first(degree: int) -> int:
+    return 0
+
+
+def _nothing(tensor: Tensor) -> Hashable:
+    return ()
+
+
+def _all(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterable[int]:
+    return range(degree)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis."""
+
+    data: bool
+    """True where members along it run different microbatches."""
+    cut: Cut | None = None
+    """How it cuts what a member holds; None where members along it hold the same."""
+    key: Callable[[Tensor], Hashable] = _nothing
+    """All that ``cut`` depends on in a tensor, beside the shape of what it is given: tensors with equal keys are cut alike."""
+    reaches: Callable[[Tensor, Held, int, Slice], Iterable[int]] = _all
+    """``reaches(tensor, held, degree, part)``: the indices whose share of ``held`` can have elements of ``part``; too many do no harm."""
+    reports: Callable[[int], int] = _first
+    """For an axis that is no data axis: the index, of so many, at which the losses are known."""
+
+
+def chunk(length: int, count: int, index: int) -> tuple[int, int]:
+    """Return the rows ``[first, last)`` of chunk ``index`` of ``count``: torch's chunk rule, so late chunks may be short or empty."""
+    size = -(-length // count)
+    return min(index * size, length), min((index + 1) * size, length)
+
+
+def cut_rows(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
+    """Cut dimension 0 by the chunk rule, as FSDP2 does; what is whole everywhere stays whole."""
+    if not is_cut(tensor):
+        return held
+    return held.cut(0, *chunk(held.shape[0], degree, index))
+
+
+def reaches_rows(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterable[int]:
+    """Return the indices of :func:`cut_rows` that can have rows of ``part``."""
+    size = -(-held.shape[0] // degree) if is_cut(tensor) else 0
+    if not size or len(held.boxes) != 1:
+        return range(degree)
+    offset = held.boxes[0].at[0] - held.boxes[0].slice.start[0]
+    first, last = max(part.start[0] + offset, 0), min(part.stop[0] + offset, held.shape[0])
+    return range(first // size, -(-last // size)) if first < last else range(0)
+
+
+def rows_key(tensor: Tensor) -> Hashable:
+    """Return the number of rows, or None for what is whole everywhere."""
+    return tensor.shape[0] if is_cut(tensor) else None
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Return whether axes may cut the tensor: scalars and buffers are whole on every member."""
+    return bool(tensor.shape) and tensor.kind not in WHOLE
+
+
+AXES: dict[str, Axis] = {
+    "dp_replicate": Axis(data=True),
+    "dp_shard": Axis(data=True, cut=cut_rows, key=rows_key, reaches=reaches_rows),
+}
+"""The axes by name, the outermost first: members that are neighbours along the last one have neighbouring world ranks."""

@@ -1,0 +1,220 @@
+"""Which part of the state a member holds: from a layout to cells, from a cell to boxes, and back.
+
+A *cell* names a part of the state.  Two members hold the same part exactly when their cells are equal, whichever layouts they belong to.
+Everybody else passes cells around and never looks inside; only this module turns (tensor, cell) into the boxes of that tensor which a
+member has, with the place of each in the member's memory.  There may be several boxes (a fused tensor), or none (a tensor of another
+pipeline stage), and different kinds of state may be cut differently (moments that are sharded where parameters are replicated).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+
+from elastic.ids import Cell
+from elastic.plan.axes import AXES, Box, Held
+from elastic.plan.layout import Layout
+from storage.slices import Slice, Tensor
+
+CELL_BYTES = 64
+"""What the text of a cell may have: so much room there is for it in the header of a copy."""
+Degrees = tuple[tuple[str, int], ...]
+"""The axes that cut the state, with their degrees, in the order of the table."""
+Corners = tuple[tuple[int, ...], tuple[int, ...]]
+"""Start and stop of a box."""
+
+# ---- cells
+
+
+def cell_of(layout: Layout, world_rank: int) -> Cell:
+    """Return the cell of a member.  Raises ValueError for a layout whose cells have too long a text."""
+    index = layout.coordinates(world_rank)
+    text = ";".join(f"{name} {index[name]}/{degree}" for name, degree in degrees_of(layout))
+    if len(text) > CELL_BYTES:
+        raise ValueError(f"the cell {text!r} of layout {layout} takes {len(text)} bytes and may take {CELL_BYTES}; use fewer axes")
+    return Cell(text)
+
+
+def degrees_of(layout: Layout) -> Degrees:
+    """Return the axes of ``layout`` that cut the state."""
+    return tuple((name, degree) for name, degree in layout.degrees if degree > 1 and AXES[name].cut is not None)
+
+
+@cache
+def _places(cell: Cell) -> tuple[tuple[str, int, int], ...]:
+    """(axis, index, degree) of each axis that cuts."""
+    found = []
+    for part in cell.split(";") if cell else ():
+        name, _, place = part.partition(" ")
+        index, _, degree = place.partition("/")
+        found.append((name, int(index), int(degree)))
+    return tuple(found)
+
+
+def degrees_in(cell: Cell) -> Degrees:
+    """Return the axes that cut the state in the layouts that have ``cell``."""
+    return tuple((name, degree) for name, _, degree in _places(cell))
+
+
+def distinct_cells(layout: Layout) -> dict[Cell, tuple[int, ...]]:
+    """Return the cells of ``layout`` in order of their first member, each with the world ranks that hold it."""
+    found: dict[Cell, list[int]] = defaultdict(list)
+    for world_rank in range(layout.world):
+        found[cell_of(layout, world_rank)].append(world_rank)
+    return {cell: tuple(ranks) for cell, ranks in found.items()}
+
+
+def number_of_cells(layout: Layout) -> int:
+    """Return how many parts the state has in ``layout``: each is held by ``layout.world`` divided by this many members."""
+    return math.prod(degree for _, degree in degrees_of(layout))
+
+
+# ---- from a cell to boxes, and back
+
+
+@lru_cache(maxsize=2**17)
+def held(tensor: Tensor, cell: Cell) -> Held:
+    """Return what a member in ``cell`` holds of ``tensor``.  The innermost axis cuts first, so the outer ones cut what it left."""
+    found = whole(tensor)
+    for name, index, degree in reversed(_places(cell)):
+        found = _cut(name, tensor, found, degree, index)
+    return found
+
+
+def whole(tensor: Tensor) -> Held:
+    """Return what a member holds of ``tensor`` that has all of it."""
+    part = tensor.whole()
+    return Held(tensor.shape, (Box(part, part.start),) if part.count else ())
+
+
+def _cut(name: str, tensor: Tensor, before: Held, degree: int, index: int) -> Held:
+    cut = AXES[name].cut
+    assert cut is not None, f"axis {name} cuts nothing and has no place in a cell"
+    return cut(tensor, before, degree, index)
+
+
+def cells_meeting(tensor: Tensor, part: Slice, degrees: Degrees) -> Iterator[Cell]:
+    """Yield the cells, of a layout with these ``degrees``, that have elements of ``part``: the inverse of :func:`held`."""
+
+    def descend(left: Degrees, before: Held, text: str) -> Iterator[Cell]:
+        if not left:
+            if any(box.slice.intersect(part) for box in before.boxes):
+                yield Cell(text)
+            return
+        *outer, (name, degree) = left
+        for index in AXES[name].reaches(tensor, before, degree, part):
+            place = f"{name} {index}/{degree}"
+            yield from descend(tuple(outer), _cut(name, tensor, before, degree, index), f"{place};{text}" if text else place)
+
+    return descend(degrees, whole(tensor), "")
+
+
+def written_by(tensors: Sequence[Tensor], layout: Layout, world_rank: int) -> Iterator[tuple[Tensor, Box]]:
+    """Yield what this member writes into a checkpoint: each element of the state is written by one member of the world.
+
+    Members that hold the same boxes of a tensor take turns, tensor by tensor.
+    """
+    cells = distinct_cells(layout)
+    own = cell_of(layout, world_rank)
+
+    @cache
+    def sharing(key: Hashable) -> tuple[int, ...]:
+        """The members with the same boxes of ``tensor``, and of all that are cut like it."""
+        mine = _corners(tensor, own)
+        return tuple(sorted(rank for cell, ranks in cells.items() for rank in ranks if _corners(tensor, cell) == mine))
+
+    for number, tensor in enumerate(tensors):
+        ranks = sharing(key_of(tensor))
+        if ranks[number % len(ranks)] == world_rank:
+            yield from ((tensor, box) for box in held(tensor, own).boxes)
+
+
+def _corners(tensor: Tensor, cell: Cell) -> list[Corners]:
+    return [(box.slice.start, box.slice.stop) for box in held(tensor, cell).boxes]
+
+
+# ---- coverage, without listing all tensors
+
+
+def classes_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return one tensor for each class of tensors that every axis cuts alike: whether they are covered, all are."""
+    return tuple({key_of(tensor): tensor for tensor in reversed(list(tensors))}.values())[::-1]
+
+
+def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Return whether both name the same classes."""
+    return set(map(key_of, some)) == set(map(key_of, others))
+
+
+def key_of(tensor: Tensor) -> Hashable:
+    """Return the class of ``tensor``: all that the axes' cuts depend on, beside its shape."""
+    return tuple(axis.key(tensor) for axis in AXES.values())
+
+
+def covered(cells: Iterable[Cell], tensor: Tensor) -> bool:
+    """Return whether members in ``cells`` hold every element of ``tensor`` between them."""
+    boxes = [corners for cell in cells for corners in _corners(tensor, cell)]
+    return fills(boxes, ((0,) * len(tensor.shape), tensor.shape))
+
+
+def fills(boxes: Sequence[Corners], whole: Corners, dim: int = 0) -> bool:
+    """Return whether the boxes leave no gap in ``whole``, looking from dimension ``dim`` on."""
+    start, stop = whole
+    if any(a >= b for a, b in zip(start, stop, strict=True)):
+        return True
+    if dim == len(start):
+        return bool(boxes)
+    if all(_spans(box, whole, dim + 1) for box in boxes):
+        return _leaves_no_gap(((box[0][dim], box[1][dim]) for box in boxes), start[dim], stop[dim])
+    edges = sorted(
+        {start[dim], stop[dim], *(edge for box in boxes for edge in (box[0][dim], box[1][dim]) if start[dim] < edge < stop[dim])}
+    )
+    return all(fills([box for box in boxes if box[0][dim] <= a and b <= box[1][dim]], whole, dim + 1) for a, b in pairwise(edges))
+
+
+def _spans(box: Corners, whole: Corners, dim: int) -> bool:
+    """Does the box reach from end to end in every dimension from ``dim`` on?"""
+    return all(a <= low and high <= b for a, b, low, high in zip(box[0][dim:], box[1][dim:], whole[0][dim:], whole[1][dim:], strict=True))
+
+
+def _leaves_no_gap(intervals: Iterable[tuple[int, int]], first: int, last: int) -> bool:
+    reach = first
+    for low, high in sorted(intervals):
+        if low > reach:
+            return False
+        reach = max(reach, high)
+    return reach >= last
+
+
+# ---- who runs which microbatches
+
+
+def data_rank(layout: Layout, world_rank: int) -> int:
+    """Return the number of the model group of a member, among those that run microbatches."""
+    found, index = 0, layout.coordinates(world_rank)
+    for name, degree in layout.degrees:
+        if AXES[name].data:
+            found = found * degree + index[name]
+    return found
+
+
+def data_ranks(layout: Layout) -> int:
+    """Return the number of model groups: each runs one microbatch at a time."""
+    found = 1
+    for name, degree in layout.degrees:
+        found *= degree if AXES[name].data else 1
+    return found
+
+
+@cache
+def reporters(layout: Layout) -> tuple[int, ...]:
+    """Return, by data rank, the world rank of the member of that model group that knows the losses."""
+    found = {}
+    for world_rank in range(layout.world):
+        index = layout.coordinates(world_rank)
+        if all(AXES[name].data or index[name] == AXES[name].reports(degree) for name, degree in layout.degrees):
+            found[data_rank(layout, world_rank)] = world_rank
+    return tuple(found[rank] for rank in range(data_ranks(layout)))

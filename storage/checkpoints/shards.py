@@ -1,0 +1,88 @@
+"""Shard files are ordinary safetensors files, written as a stream and read by ranges.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: key -> {"dtype", "shape", "data_offsets"}; padded with blanks to a multiple of 8
+    data      the tensors, without gaps
+
+In a shard the key of a slice is ``kind/name@start-stop`` in the tensor's global coordinates (``parameter/w@0,0-16,64`` is
+``w[0:16, 0:64]``), so any tool that reads safetensors can read a shard and show what it holds.  All sizes are known before the first
+byte is written, so a writer can write slice by slice.  Wider types come first, which aligns every tensor to its type.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from storage.checkpoints.cover import describe
+from storage.checkpoints.manifest import Stored
+from storage.errors import Damaged
+from storage.slices import Slice, Tensor, Version
+
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+"""Bytes of one element, by the name that safetensors gives the type."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors file."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+def entry_of(tensor: Tensor, part: Slice) -> Entry:
+    """Returns the entry of a slice in its shard."""
+    return Entry(describe(part), tensor.dtype, part.shape)
+
+
+def aligned_order(entry: Entry) -> int:
+    """The sorting key with which every tensor starts at a multiple of its element size."""
+    return -ITEM_BYTES[entry.dtype]
+
+
+def header_of(entries: Iterable[Entry], about: Mapping[str, str]) -> bytes:
+    """Returns the file up to its data.  ``about`` becomes ``__metadata__``."""
+    header: dict[str, Any] = {"__metadata__": dict(about)}
+    position = 0
+    for entry in entries:
+        offsets = [position, position + entry.size]
+        header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+        position = offsets[1]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def metadata_of(version: Version) -> dict[str, str]:
+    """Returns the metadata of every shard of this version."""
+    return {"elastic": "1", "version": str(version)}
+
+
+def check_header(raw: bytes | memoryview, rows: Iterable[Stored], version: Version, object: str) -> None:
+    """Raises :class:`Damaged` unless ``raw``, the file up to its data, is the header of a shard with these rows.
+
+    ``verify`` and every reader of a whole state judge by this function.  It compares bytes, since JSON can say the same in many ways.
+    """
+    try:
+        header = json.loads(bytes(raw[8:]))
+        metadata, order = header.pop("__metadata__"), list(header)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise Damaged(object, "a safetensors header", "something else") from None
+    entries = {entry.key: entry for entry in (entry_of(row.tensor, row.slice) for row in rows)}
+    if metadata != metadata_of(version) or entries.keys() != header.keys() or header_of([entries[key] for key in order], metadata) != raw:
+        raise Damaged(object, "a header that lists what the index lists", "another")

@@ -1,0 +1,29 @@
+"""Token datasets: how they are written and described, and how they are read."""
+
+from storage.datasets.datasets import (
+    BLOCK_BYTES,
+    BLOCKS,
+    DESCRIPTION,
+    DOCUMENTS,
+    TOKENIZER,
+    Coding,
+    Description,
+    Tokens,
+    read_description,
+    write_dataset,
+)
+from storage.datasets.tokens import TokenFiles
+
+__all__ = [
+    "BLOCKS",
+    "BLOCK_BYTES",
+    "DESCRIPTION",
+    "DOCUMENTS",
+    "TOKENIZER",
+    "Coding",
+    "Description",
+    "TokenFiles",
+    "Tokens",
+    "read_description",
+    "write_dataset",
+]

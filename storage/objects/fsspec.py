@@ -1,0 +1,110 @@
+"""Objects in any other place that fsspec knows: ``gs://``, ``az://``, or a scheme that an installed package brings.
+
+A package brings a scheme by the entry point that fsspec defines: the group ``fsspec.specs``, the scheme, and the class.  Every process
+of a run then finds it, and nothing in Elastic changes.
+
+fsspec does not promise that creating an object is atomic: some of its filesystems look first and write then.  The self-test
+(:mod:`storage.objects.selftest`) refuses those before a run begins.  Filesystems also differ in what they try again and in how long
+they wait, so every call here goes through :class:`~storage.objects.remote.RemotePolicy`, on a thread that a silent store cannot hold up.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import fsspec
+
+from storage.background import begin
+from storage.errors import Exists, Missing, Unavailable
+from storage.objects.port import Data, ObjectStore, pieces_of
+from storage.objects.remote import RemotePolicy, Transient
+
+MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+FINAL = (PermissionError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, ImportError)
+"""Errors that another attempt would meet again.  All others may pass: every library has classes of its own for a busy server."""
+
+
+class Fsspec(ObjectStore):
+    """The objects under ``root`` of an fsspec filesystem."""
+
+    def __init__(self, filesystem: Any, root: str, policy: RemotePolicy | None = None) -> None:
+        super().__init__(root)
+        self.filesystem, self.policy = filesystem, policy or RemotePolicy()
+
+    @classmethod
+    def connect(cls, url: str) -> Fsspec:
+        try:
+            return cls(*fsspec.core.url_to_fs(url, use_listings_cache=False))
+        except (ValueError, ImportError, OSError) as error:
+            raise Unavailable(url, f"{error}; use a folder, or a URL such as s3://bucket/prefix") from error
+
+    @property
+    def url(self) -> str:
+        return str(self.filesystem.unstrip_protocol(self.root))
+
+    def put(self, key: str, data: Data) -> None:
+        whole = b"".join(pieces_of(data))
+        self._call(key, "pipe_file", self._path(key), whole, moved_bytes=len(whole))
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        """Writes the object, or raises :class:`Exists`.
+
+        If the answer to the first attempt is lost, the second attempt raises :class:`Exists` even if the object is its own.  All callers
+        compare the bytes or try another name.  The opposite error, two writers that both believe they won, would be worse.
+        """
+        whole = b"".join(pieces_of(data))
+        try:
+            self._call(key, "pipe_file", self._path(key), whole, mode="create", moved_bytes=len(whole))
+        except FileExistsError as error:
+            raise Exists(key, self.url) from error
+
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        if stop is not None and stop <= (start or 0):
+            self.size(key)
+            return b""
+        wanted = stop - (start or 0) if stop is not None else self.size(key)
+        return bytes(self._call(key, "cat_file", self._path(key), start, stop, moved_bytes=wanted))
+
+    def size(self, key: str) -> int:
+        info = self._call(key, "info", self._path(key))
+        if info["type"] != "file":
+            raise Missing(key, self.url)
+        return int(info["size"])
+
+    def list(self, prefix: str = "") -> list[str]:
+        try:
+            paths = self._call(prefix, "find", f"{self.root}/{prefix.rpartition('/')[0]}")
+        except Missing:  # some filesystems raise for an empty folder
+            return []
+        keys = (path.removeprefix(self.root).lstrip("/") for path in paths)
+        return sorted(key for key in keys if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        with suppress(Missing):
+            self._call(key, "rm_file", self._path(key))
+
+    def _call(self, key: str, verb: str, *arguments: Any, moved_bytes: int = 0, **options: Any) -> Any:
+        """Calls the filesystem until it answers.  Raises :class:`Missing`, :class:`Unavailable`, or :class:`FileExistsError`."""
+        name, call = self.full_name(key), partial(getattr(self.filesystem, verb), *arguments, **options)
+        try:
+            return self.policy.call(name, partial(_attempt, call), self.policy.transfer_s(moved_bytes))
+        except MISSING as error:
+            raise Missing(key, self.url) from error
+        except FINAL as error:
+            raise Unavailable(name, f"{type(error).__name__}: {error}") from error
+
+
+def _attempt(call: Any, seconds: float) -> Any:
+    """Returns the result of ``call()``.  Raises :class:`Transient` if another attempt may help, and after ``seconds``."""
+    future = begin(call, "fsspec")
+    try:
+        error = future.exception(seconds)
+    except TimeoutError:
+        raise Transient(f"no answer within {seconds:.1f} s") from None
+    if error is None:
+        return future.result()
+    if isinstance(error, (*MISSING, *FINAL, FileExistsError)):
+        raise error
+    raise Transient(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,113 @@
+"""The port: what every object store can do, and what checkpoints, journals and datasets rely on.
+
+An object is bytes under a key.  Every store keeps three promises.  An object is there whole or not at all.  Of several writers that
+create the same object with ``put_if_absent``, exactly one succeeds.  A reader sees what another process wrote a moment ago: no store
+caches.
+
+A backend is one file with a subclass of :class:`ObjectStore`, and one row in :data:`storage.objects.urls.BACKENDS`.  Its tests inherit
+``tests/storage/conformance.py``.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from storage.errors import Missing, Unavailable
+from storage.objects.urls import backend_of
+
+Piece = bytes | bytearray | memoryview
+Data = Piece | Iterable[Piece]
+"""What a writer passes: the whole object, or its pieces one by one, so that nobody needs to hold the whole."""
+
+PARTIAL = ".partial-"
+"""File names that begin with this are objects that are still being written.  They are never listed, and no key may contain them."""
+
+
+class ObjectStore(ABC):
+    """The objects under one URL.  A key is a relative path: ``run/steps/10/g1/MANIFEST.json``.
+
+    Every method may raise :class:`Unavailable`; ``get`` and ``size`` raise :class:`Missing` if there is no such object.
+    """
+
+    local = False
+    """Whether the objects are files of this machine, at ``root``/key."""
+    at_once = 1
+    """Number of requests that a reader may have under way at the same time."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+
+    @staticmethod
+    def open(url: str) -> ObjectStore:
+        """Returns the store at ``url``: a folder (``/data``, ``file:///data``), ``s3://bucket/prefix``, ``memory://name``, or any other
+        URL that fsspec knows."""
+        try:
+            backend = backend_of(url)
+        except ValueError as error:
+            raise Unavailable(url, str(error)) from None
+        store: ObjectStore = pkgutil.resolve_name(backend).connect(url)
+        return store
+
+    @classmethod
+    @abstractmethod
+    def connect(cls, url: str) -> ObjectStore:
+        """Returns the store at ``url``.  Sends no request yet."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The URL with which :meth:`open` returns this store again."""
+
+    @abstractmethod
+    def put(self, key: str, data: Data) -> None:
+        """Writes the object and replaces the one that was there."""
+
+    @abstractmethod
+    def put_if_absent(self, key: str, data: Data) -> None:
+        """Writes the object, or raises :class:`Exists` if there is one already.  Exactly one of several writers succeeds."""
+
+    @abstractmethod
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """Returns the bytes ``[start, stop)``, like a Python slice: fewer if the object ends earlier."""
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Returns the size of the object in bytes."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> list[str]:
+        """Returns all keys that begin with ``prefix``, sorted."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Removes the object; does nothing if there is none."""
+
+    def exists(self, key: str) -> bool:
+        """Returns whether there is such an object."""
+        try:
+            self.size(key)
+        except Missing:
+            return False
+        return True
+
+    def in_parts(self) -> ObjectStore | None:
+        """Returns the same store set to upload even the smallest object in parts, or None if it has no such uploads."""
+        return None
+
+    def full_name(self, key: str) -> str:
+        """Returns the object's name for messages."""
+        return f"{self.url}/{key}"
+
+    def _path(self, key: str) -> str:
+        """Returns ``root``/key.  Raises :class:`ValueError` if ``key`` is not a key."""
+        parts = key.split("/")
+        if not all(parts) or "." in parts or ".." in parts or parts[-1].startswith(PARTIAL):
+            raise ValueError(f"{key!r} is no key: it must be a relative path without '.', '..', empty parts and {PARTIAL}…")
+        return f"{self.root}/{key}"
+
+
+def pieces_of(data: Data) -> Iterable[Piece]:
+    """Returns ``data`` as its pieces."""
+    return (data,) if isinstance(data, bytes | bytearray | memoryview) else data

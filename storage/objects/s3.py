@@ -1,0 +1,266 @@
+"""Objects in a bucket that speaks S3.
+
+s3fs supplies the client, the credentials and the event loop.  This module makes the requests one by one.  The convenience calls of s3fs
+hold a whole object in memory, retry a create-only write without asking whether the first attempt succeeded, and have no deadline.
+
+Endpoint, region and credentials come from the node alone: from the standard variables and profiles (``AWS_ENDPOINT_URL_S3``,
+``AWS_REGION``, ``AWS_PROFILE``, ``AWS_ACCESS_KEY_ID`` …) or from the machine's role.  A job and its messages never hold a secret.
+
+An object larger than ``part_bytes`` is uploaded in parts as its pieces come, ``UPLOADS`` at a time, and appears when the upload is
+completed.  A create-only write sends ``If-None-Match: *`` with the PUT or with the completion, so the store decides, for objects of any
+size.  :mod:`storage.objects.selftest` refuses a store that ignores it on either.  Each write puts a random mark into the object's metadata.
+If an answer is lost and the retry finds an object, the mark tells the writer whether it is its own.
+
+The parts that a killed writer has uploaded are never listed and never read, but they cost money.  Give the bucket a lifecycle rule
+``AbortIncompleteMultipartUpload``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+from fsspec.asyn import sync
+from s3fs import S3FileSystem
+
+from storage.errors import Exists, Missing, StorageError, Unavailable
+from storage.objects.port import Data, ObjectStore, pieces_of
+from storage.objects.remote import RemotePolicy, Transient
+from storage.objects.s3_errors import FAILURES, Refused, judged, meaning
+
+PART_BYTES = 32 * 2**20
+"""Bytes of a part.  S3 allows 5 MiB to 5 GiB and at most 10,000 parts, so an object may have 312 GiB."""
+PARTS = 10_000
+UPLOADS = 4
+"""Parts under way at the same time.  With those that are being cut, writing an object takes the memory of seven parts: 224 MiB."""
+COMPLETION_S = 280.0
+"""Additional seconds for completing an upload: a store may take minutes to join the parts of a large object."""
+MARK = "elastic-write"
+
+CLIENT = {
+    # botocore frames a body with a checksum behind it by default; a store that does not know that saves the frame in the object.
+    # Bodies are still protected: signed by their sha256, and ours are under digests taken before.
+    "request_checksum_calculation": "when_required",
+    # attempts are counted in one place: by RemotePolicy
+    "retries": {"total_max_attempts": 1},
+    "connect_timeout": 10,
+    "read_timeout": 60,
+    "max_pool_connections": 64,
+}
+
+Answer = Mapping[str, Any]
+Part = dict[str, Any]
+
+
+class S3(ObjectStore):
+    """The objects under ``s3://bucket/prefix``.  An object of up to ``single_bytes`` is written by one PUT, a larger one in parts."""
+
+    at_once = 8
+
+    def __init__(
+        self,
+        filesystem: Any,
+        root: str,
+        policy: RemotePolicy | None = None,
+        part_bytes: int = PART_BYTES,
+        single_bytes: int | None = None,
+    ) -> None:
+        super().__init__(root)
+        self.filesystem = filesystem
+        self.policy, self.part_bytes = policy or RemotePolicy(), part_bytes
+        self.single_bytes = part_bytes if single_bytes is None else single_bytes
+        self.bucket, self.prefix, _ = filesystem.split_path(self.root)
+
+    @classmethod
+    def connect(cls, url: str, policy: RemotePolicy | None = None) -> S3:
+        """Returns the store at ``url``.  Sends no request yet."""
+        root = url.split("://", 1)[1].strip("/")
+        if not root or "@" in root.split("/")[0]:
+            raise Unavailable("s3://…", "a bucket's URL is s3://bucket/prefix; credentials are taken from the node, never from a URL")
+        # skip_instance_cache: fsspec would return an instance with earlier credentials and endpoint
+        return cls(S3FileSystem(skip_instance_cache=True, use_listings_cache=False, config_kwargs=CLIENT), root, policy)
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.root}"
+
+    def put(self, key: str, data: Data) -> None:
+        self._write(key, data, {})
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        self._write(key, data, {"IfNoneMatch": "*"})
+
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        if min(start or 0, stop or 0) < 0:
+            start, stop, _ = slice(start, stop).indices(self.size(key))
+        first = start or 0
+        if stop is not None and stop <= first:
+            self.size(key)
+            return b""
+        ranged = {"Range": f"bytes={first}-{'' if stop is None else stop - 1}"} if first or stop is not None else {}
+        shared_s = self.policy.transfer_s(self.at_once * (stop - first)) if stop is not None else 0.0  # concurrent requests share the link
+        try:
+            answer = self._call(key, "get_object", ranged, shared_s)
+        except Refused:  # 416: the object ends before
+            return b""
+        if ranged and not str(answer.get("ContentRange", "")).startswith(f"bytes {first}-"):
+            raise Unavailable(self.full_name(key), "the store answers a range with other bytes; use one that honours Range")
+        return bytes(answer["Body"])
+
+    def size(self, key: str) -> int:
+        return int(self._call(key, "head_object")["ContentLength"])
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Asks the store, page by page.  Leaves out the empty objects ``…/`` with which consoles show folders."""
+        above = f"{self.prefix}/" if self.prefix else ""
+        found: list[str] = []
+        more: dict[str, str] | None = {}
+        while more is not None:
+            try:
+                page = self._request(f"{self.url}/{prefix}*", "list_objects_v2", {"Prefix": above + prefix, **more})
+            except Refused as refused:
+                raise Unavailable(f"{self.url}/{prefix}*", meaning(refused)) from refused
+            found += [each["Key"].removeprefix(above) for each in page.get("Contents", ()) if not each["Key"].endswith("/")]
+            more = {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else None
+        return sorted(found)
+
+    def delete(self, key: str) -> None:
+        with suppress(Missing):
+            self._call(key, "delete_object")
+
+    def in_parts(self) -> ObjectStore:
+        return S3(self.filesystem, self.root, self.policy, self.part_bytes, single_bytes=0)
+
+    # ---- writing
+
+    def _write(self, key: str, data: Data, condition: Mapping[str, str]) -> None:
+        self._path(key)
+        mark = uuid.uuid4().hex
+        blocks = blocks_of(data, self.part_bytes)
+        first, second = next(blocks, b""), next(blocks, None)
+        try:
+            if second is None and len(first) <= self.single_bytes:
+                body = {"Body": first, "Metadata": {MARK: mark}}
+                self._call(key, "put_object", {**body, **condition}, self.policy.transfer_s(len(first)))
+            else:
+                self._upload(key, _chain(first, second, blocks), mark, condition)
+        except Refused as refused:
+            found = self._mark(key)
+            if found == mark:
+                return
+            if condition and (found or refused.status == 412):
+                raise Exists(key, self.url) from refused
+            raise Unavailable(self.full_name(key), meaning(refused)) from refused
+
+    def _upload(self, key: str, blocks: Iterable[bytes], mark: str, condition: Mapping[str, str]) -> None:
+        upload = str(self._call(key, "create_multipart_upload", {"Metadata": {MARK: mark}})["UploadId"])
+        with ExitStack() as undo:
+            undo.callback(self._abort, key, upload)
+            parts = self._send(key, upload, blocks)
+            whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **condition}
+            self._call(key, "complete_multipart_upload", whole, COMPLETION_S)
+            undo.pop_all()
+
+    def _abort(self, key: str, upload: str) -> None:
+        """Tells the store to drop the parts.  Gives up soon if the store does not answer."""
+        brief = S3(self.filesystem, self.root, replace(self.policy, attempts=3, call_s=min(20.0, self.policy.call_s)))
+        with suppress(StorageError, Refused):
+            brief._call(key, "abort_multipart_upload", {"UploadId": upload})
+
+    def _send(self, key: str, upload: str, blocks: Iterable[bytes]) -> Sequence[Part]:
+        """Uploads the parts, ``UPLOADS`` at a time.  Returns when all have arrived."""
+
+        def send(number: int, block: bytes) -> Part:
+            part = {"UploadId": upload, "PartNumber": number, "Body": block}
+            answer = self._call(key, "upload_part", part, self.policy.transfer_s(len(block)))
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        parts: deque[Part] = deque()
+        sent: deque[Future[Part]] = deque()
+        with ThreadPoolExecutor(UPLOADS, "s3-upload") as pool:
+            for number, block in enumerate(blocks, 1):
+                if number > PARTS:
+                    raise Unavailable(self.full_name(key), f"it has more than {PARTS} parts of {self.part_bytes} bytes; use more shards")
+                sent.append(pool.submit(send, number, block))
+                if len(sent) == UPLOADS:
+                    parts.append(sent.popleft().result())
+            parts.extend(each.result() for each in sent)
+        return tuple(parts)
+
+    def _mark(self, key: str) -> str:
+        """Returns the mark of the writer of the object, or "" if there is none."""
+        try:
+            return str(self._call(key, "head_object").get("Metadata", {}).get(MARK, "unknown"))
+        except Missing:
+            return ""
+
+    # ---- requests
+
+    def _call(self, key: str, verb: str, arguments: Mapping[str, Any] | None = None, extra_s: float = 0.0) -> Answer:
+        """Sends a request about one object.  Raises Refused only if the name is taken or the range lies beyond the end."""
+        named = {"Key": self._path(key).removeprefix(f"{self.bucket}/"), **(arguments or {})}
+        try:
+            return self._request(self.full_name(key), verb, named, extra_s)
+        except Refused as refused:
+            if refused.code in ("NoSuchKey", "404"):
+                raise Missing(key, self.url) from refused
+            if refused.lost_its_place or refused.status == 416:
+                raise
+            raise Unavailable(self.full_name(key), meaning(refused)) from refused
+
+    def _request(self, object: str, verb: str, arguments: Mapping[str, Any], extra_s: float = 0.0) -> Answer:
+        def attempt(seconds: float) -> Answer:
+            answer: Answer = sync(self.filesystem.loop, self._once, verb, seconds, arguments)
+            return answer
+
+        return self.policy.call(object, attempt, extra_s)
+
+    async def _once(self, verb: str, seconds: float, arguments: Mapping[str, Any]) -> Answer:
+        """Makes one attempt, including the body, within ``seconds``.  Raises Transient or Refused."""
+        if "Body" in arguments:
+            arguments = {**arguments, "Body": io.BytesIO(arguments["Body"])}  # read anew by every attempt
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                client = await self.filesystem.set_session()
+                answer: dict[str, Any] = await getattr(client, verb)(Bucket=self.bucket, **arguments)
+                if "Body" in answer:
+                    length = int(answer["ContentLength"])
+                    limit.reschedule(asyncio.get_running_loop().time() + seconds + self.policy.transfer_s(length))
+                    async with answer["Body"] as body:
+                        answer["Body"] = await body.read()
+                    if len(answer["Body"]) != length:
+                        raise Transient(f"{len(answer['Body'])} of {length} bytes came")
+        except FAILURES as error:
+            raise judged(error, seconds) from error
+        return answer
+
+
+def blocks_of(data: Data, size: int) -> Iterator[bytes]:
+    """Yields the same bytes in blocks of ``size``, the last one shorter.  Holds one block at a time."""
+    block = bytearray()
+    for piece in pieces_of(data):
+        rest = memoryview(piece)
+        rest = rest.cast("B") if rest.nbytes else rest
+        while rest.nbytes:
+            room = size - len(block)
+            block += rest[:room]
+            rest = rest[room:]
+            if len(block) == size:
+                yield bytes(block)
+                block.clear()
+    if block:
+        yield bytes(block)
+
+
+def _chain(first: bytes, second: bytes | None, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    if second is not None:
+        yield second
+    yield from rest

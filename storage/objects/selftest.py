@@ -1,0 +1,74 @@
+"""The self-test of a bucket: about thirty small requests before a run begins.  A store that breaks a promise would fail a month later.
+
+It checks what checkpoints, the journal and claims rely on.  A create-only write is refused if there is an object, both as one PUT and as
+an upload in parts, which stores implement separately.  Of several such writes at the same time, one wins.  Bytes come back as they were
+sent, and a range is that range.
+"""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from storage.errors import Exists, StorageError, Unavailable
+from storage.objects.port import ObjectStore
+
+BYTES = bytes(range(256))
+FIRST, LAST = 100, 150
+RIVALS = 8
+
+
+def check(store: ObjectStore, run: str) -> None:
+    """Raises :class:`Unavailable` if the bucket breaks a promise; the message says which, and what to do.  Leaves nothing in the bucket.
+
+    A folder is not tested: the code that makes it a store is our own.
+    """
+    if store.local:
+        return
+    key = f"{run}/.selftest-{uuid.uuid4().hex}"
+    parts = store.in_parts()
+    ways = [("", store)] + ([("-parts", parts)] if parts is not None else [])
+    try:
+        for suffix, way in ways:
+            _check(way, key + suffix, "a create-only upload in parts" if suffix else "a create-only PUT")
+        _race(store, f"{key}-race")
+    finally:
+        for suffix in ("", "-parts", "-race"):
+            with suppress(StorageError):
+                store.delete(key + suffix)
+
+
+def _check(store: ObjectStore, key: str, what: str) -> None:
+    store.put_if_absent(key, BYTES)
+    found = store.get(key)
+    if found != BYTES:
+        framing = "; it saves the frame of a checksum trailer inside the object" if BYTES in found else ""
+        raise _broken(store, f"{len(BYTES)} bytes were written and {len(found)} others came back{framing}", "upgrade it, or use another")
+    if store.get(key, FIRST, LAST) != BYTES[FIRST:LAST]:
+        raise _broken(store, f"asked for bytes {FIRST} to {LAST} it answers with others", "use one that honours Range")
+    if _created(store, key):
+        raise _broken(
+            store, f"{what} (If-None-Match: *) replaced what was there", "use one that honours it: writers would overwrite each other"
+        )
+
+
+def _race(store: ObjectStore, key: str) -> None:
+    """Finds a store that looks first and writes then: it overwrites whoever comes between, and tells nobody."""
+    with ThreadPoolExecutor(RIVALS) as pool:
+        winners = sum(pool.map(lambda _: _created(store, key), range(RIVALS)))
+    if winners != 1:
+        wrong = f"{winners} of {RIVALS} create-only writes (If-None-Match: *) at once were told that they won"
+        raise _broken(store, wrong, "use one that decides them one by one: two coordinators would both take a run for theirs")
+
+
+def _created(store: ObjectStore, key: str) -> bool:
+    try:
+        store.put_if_absent(key, BYTES)
+    except Exists:
+        return False
+    return True
+
+
+def _broken(store: ObjectStore, wrong: str, advice: str) -> Unavailable:
+    return Unavailable(store.url, f"the bucket does not keep what a run relies on: {wrong}; {advice}")

@@ -1,0 +1,73 @@
+"""The command line: what an option takes, and a command whose own options have the names of settings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from elastic.config.command_line import Parser, read_options
+from elastic.config.settings import leaves
+from elastic.errors import JobError
+from elastic.job import Job
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("--optim.lr -1e-3 --seed -.5", {"optim.lr": -1e-3, "seed": -0.5}),
+        ("--name=--x --bucket=a=b", {"name": "--x", "bucket": "a=b"}),
+        ("--checkpoint.save-every 3 --checkpoint.save_every 4", {"checkpoint.save_every": 4}),
+        ("--model-args.rope-theta 1e4 --model_args.a.b=_x", {"model_args.rope_theta": 1e4, "model_args.a.b": "_x"}),
+        ("--data.args.path /x --no-compile --reproducible", {"data.args.path": "/x", "compile": False, "reproducible": True}),
+        ("--optim.betas .8 0.9 --steps 1", {"optim.betas": [0.8, 0.9], "steps": 1}),
+    ],
+)
+def test_an_option_takes_its_words(line: str, options: dict[str, object]) -> None:
+    assert read_options(line.split(), Job) == options
+
+
+@pytest.mark.parametrize(
+    "line", ["--steps 1 2", "--model_args.dim 1 2", "--no-compile yes", "--stepz 3", "--step 3", "--model_args.", "-s 3", "-h"]
+)
+def test_and_no_others(line: str) -> None:
+    """Abbreviations are not guessed either."""
+    with pytest.raises(JobError, match=r"^command line: ('\S+' is no option; write|unknown setting '--\S+'; did you mean)"):
+        read_options(line.split(), Job)
+
+
+def test_a_commands_own_option_comes_before_a_setting_of_that_name() -> None:
+    parser = Parser(settings=Job)
+    parser.add_argument("--seed", type=int)
+    known = parser.parse_args(["--seed", "7", "--steps", "3"])
+    assert (known.seed, known.settings, known.line) == (7, {"steps": 3}, ["--steps", "3"])
+    plain = Parser(settings=Job).parse_args(["--seed", "7"])
+    assert plain.settings == {"seed": 7}, "the control"
+
+
+def test_the_words_of_a_line_say_the_same_again(tmp_path: Path) -> None:
+    """A command tells the next one by these words which job it means."""
+    path = tmp_path / "job.toml"
+    path.write_text('name = "a"\nbucket = "/b"\n')
+    line = ["--optim.betas", ".8", "0.9", "--no-reproducible", "--model_args.kv_heads=2", "--name", "-1"]
+    known = Parser(settings=Job).parse_args(line)
+    assert Job.load(path, known.line) == Job.load(path, line) == Job.load(path, known.settings)
+    assert Job.load(path, known.settings).model_args == {"kv_heads": 2}
+
+
+def test_help_groups_settings_by_section_with_meaning_and_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    Parser(settings=Job, listed=True).print_help()
+    shown = capsys.readouterr().out
+    for name in leaves(Job):
+        if "[]" not in name:
+            assert re.search(rf"^  --{name.replace('_', '-')} .*?\w\S* \((default: .+|required)\)$", shown, re.M | re.S), name
+    assert re.search(r"^settings in \[workers\]:\n  The number of worker processes.*\n\n  --workers\.min INTEGER", shown, re.M)
+    assert "--parallel.dp-shard INTEGER|auto\n" in shown and "--compile [true|false]" in shown
+    Parser(settings=Job).print_help()
+    assert "--workers.min" not in capsys.readouterr().out, "the help of other commands stays short"

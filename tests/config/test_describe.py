@@ -1,0 +1,101 @@
+"""Every setting says what it means and what may change; what depends on that follows from the declarations."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pytest
+
+from elastic.config.describe import meaning_of, settings_page
+from elastic.config.settings import leaves
+from elastic.config.values import Change, Free, Positive, change_of, free_settings
+from elastic.data.cursor import SAMPLINGS
+from elastic.engine.optim.base import RULES
+from elastic.engine.precision import PRECISIONS
+from elastic.job import Job, Part
+from elastic.plan.layout import USES
+from elastic.runs import flat
+
+pytestmark = pytest.mark.fast
+
+
+class Sizes(Part):
+    """Sizes."""
+
+    width: Free[Positive] = 1
+    """Width."""
+    forgotten: Positive = 1
+
+
+def problems(model: type[Part]) -> list[str]:
+    """The settings that lack a change class or a meaning."""
+    return [name for name, field in leaves(model).items() if change_of(field) is None or not re.match(r"`?\w.*\.$", meaning_of(field))]
+
+
+def test_every_setting_has_a_meaning_and_a_change_class() -> None:
+    assert problems(Job) == []
+    assert problems(Sizes) == ["forgotten"], "the control"
+
+
+def test_the_trajectory_is_what_is_not_free() -> None:
+    """All but the name, which says which run it is.  A run's folder may be moved, so its bucket is free."""
+    optim = {"kind": "a.b:c", "args": {"x": 1}}
+    job = Job(name="run", bucket="/b", model_args={"dim": 1}, optim=optim)
+    fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE}
+    tables = {"model_args": "model_args.dim", "optim.args": "optim.args.x"}
+    assert set(flat(job.trajectory())) == {tables.get(name, name) for name in fixed} - {"name"}
+    assert {name for name, field in leaves(Job).items() if change_of(field) is Change.REFUSED} == {
+        "name",
+        "model",
+        "model_args",
+        "optim.kind",
+    }
+
+
+def test_a_section_is_wholly_free_only_if_each_of_its_settings_is() -> None:
+    class Outer(Part):
+        """Outer."""
+
+        sizes: Sizes = Sizes()
+
+    assert free_settings(Sizes) == {"width": True}
+    assert free_settings(Outer) == {"sizes": {"width": True}}
+    assert free_settings(Job)["workers"] is True
+
+
+def test_the_page_has_a_row_for_each_setting() -> None:
+    page = settings_page(Job)
+    rows = re.findall(r"^\| `([\w.\[\]]+)` \| .+ \| .+ \| .+ \| (free|branch|refused) \|$", page, re.M)
+    assert sorted(rows) == sorted((name, str(change_of(field))) for name, field in leaves(Job).items())
+    assert page.count("\n## ") == len({name.rpartition(".")[0] for name in leaves(Job)})
+    for row in (
+        "| `bucket` | text | required | Folder or fsspec URL",
+        '| `parallel.dp_shard` | integer ≥ 1 or `auto` | `"auto"` | ',
+        "| `optim.betas` | list of 2 × number ≥ 0 and < 1 | `[0.9, 0.95]` | ",
+        "| `faults` | list of tables | `[]` | ",
+        "| `faults[].point` | text | required | ",
+        "| `model_args` | table | `{}` | ",
+    ):
+        assert f"\n{row}" in page, row
+
+
+def test_the_guide_has_the_page_that_the_command_prints() -> None:
+    kept = (Path(__file__).parents[2] / "examples" / "guide" / "settings.md").read_text(encoding="utf-8")
+    assert kept == settings_page(Job), "elastic settings > examples/guide/settings.md"
+
+
+def choices(setting: str) -> set[Any]:
+    """The words that a setting accepts by name."""
+    annotation = leaves(Job)[setting].annotation
+    return {word for each in (annotation, *get_args(annotation)) if str(each).startswith("typing.Literal") for word in get_args(each)}
+
+
+def test_the_choices_of_a_setting_are_the_rows_of_its_table() -> None:
+    """Who adds a row adds its word to the setting, or is told here."""
+    assert choices("optim.kind") == set(RULES)
+    assert choices("precision") == set(PRECISIONS)
+    assert choices("parallel.use") == set(USES)
+    assert choices("data.sampling") == set(SAMPLINGS)
+    assert set(get_args(Literal["a", "b"])) == {"a", "b"} != choices("precision"), "the control"

@@ -1,0 +1,140 @@
+"""How long the journal of a recovery is: each member that says something costs the same, however many there are.
+
+Written as format 2 was, each answer to a fence repeated all answers before it, with the commits that each had brought: 128 workers with
+1,024 samples a step and two commits that were not acknowledged made 150 MB.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from elastic.control import codec
+from elastic.control.decision import Transition
+from elastic.control.run import Forming, Running, RunState
+from elastic.ids import Version, WorkerId
+from elastic.plan.layout import LayoutRule
+from elastic.protocol import events as ev
+from elastic.protocol.commit_record import Outcome
+from tests.control.play import Play, stepping
+
+pytestmark = pytest.mark.fast
+
+REPLICAS = LayoutRule(None, 1, 1, "all")
+Record = Callable[[int, float, ev.Event, RunState, Transition], dict[str, Any]]
+
+
+def commit(step: int, samples: int) -> Outcome:
+    """A step of ``samples`` samples, 16 in each microbatch."""
+    parts = samples // 16
+    ids = tuple(tuple(range(16 * part, 16 * part + 16)) for part in range(parts))
+    return Outcome(step, 1, 1.5, tuple(0.1 * (part + 1) for part in range(parts)), (16,) * parts, ids, True)
+
+
+def whole_fields(number: int, at: float, event: ev.Event, before: RunState, transition: Transition) -> dict[str, Any]:
+    """The control: a record that holds each value that changed whole, and the event with all that it said."""
+    after = transition.run
+    changed = {each.name: getattr(after, each.name) for each in fields(after) if getattr(after, each.name) != getattr(before, each.name)}
+    return {
+        "n": number,
+        "at": at,
+        "event": codec.encode(event),
+        "changed": {name: codec.encode(value) for name, value in changed.items()},
+        "actions": codec.encode(transition.actions),
+        "reason": transition.reason,
+    }
+
+
+class Recorded(Play):
+    """Adds up how long the records are, by the kind of their events."""
+
+    def __init__(self, play: Play, record: Record = codec.record) -> None:
+        super().__init__(play.rules, play.run)
+        self.record, self.sizes = record, dict[str, int]()
+        self.begun = codec.snapshot(play.run)
+        self.records: list[dict[str, Any]] = []
+
+    def tell(self, event: ev.Event) -> str:
+        before = self.run
+        reason = super().tell(event)
+        line = json.dumps(self.record(len(self.records), self.now, event, before, self.last), separators=(",", ":"))
+        self.records.append(json.loads(line))
+        self.sizes[type(event).__name__] = self.sizes.get(type(event).__name__, 0) + len(line)
+        return reason
+
+
+def recovery(workers: int, samples: int = 64, record: Record = codec.record) -> Recorded:
+    """A member dies; each of the others brings the same two commits of which nobody knew, and the next world forms, steps and saves."""
+    play = Recorded(stepping(workers, layout=REPLICAS, save_every=5), record)
+    members = play.plan.members
+    play.lose(members[0])
+    for worker in members[1:]:
+        held = (play.shard(worker, Version(4, 1)),)
+        play.tell(ev.Fenced(worker, 1, held, 5, (commit(3, samples), commit(4, samples))))
+    assert isinstance(play.run.state, Forming) and play.run.step == 4
+    play.here(*play.plan.members)
+    play.ready(*play.plan.members)
+    assert isinstance(play.run.state, Running)
+    play.step(5)
+    play.save(Version(5, 2), *play.plan.members)
+    assert play.run.history.saved == (Version(5, 2),)
+    return play
+
+
+def grown(record: Record) -> dict[str, float]:
+    """By kind of event: how much longer what 256 members say is than what 64 say, for each member, and what 64 say than what 16 say."""
+    found = {number: recovery(number, record=record).sizes for number in (16, 64, 256)}
+    per_member = {number: {kind: size / number for kind, size in sizes.items()} for number, sizes in found.items()}
+    kinds = ("Fenced", "Here", "Ready", "ShardSaved")
+    return {kind: max(per_member[64][kind] / per_member[16][kind], per_member[256][kind] / per_member[64][kind]) for kind in kinds}
+
+
+def test_what_each_member_says_costs_the_same_however_many_there_are() -> None:
+    assert max(grown(codec.record).values()) < 1.2
+
+
+def test_records_of_whole_values_are_found_out() -> None:
+    """Negative control."""
+    assert min(grown(whole_fields).values()) > 2
+
+
+def test_a_commit_is_written_once() -> None:
+    """With the first answer that brought it; where else it is meant, in the history and the settlement, its step and generation do."""
+    play = recovery(8)
+    brought = [each["step"] for record in play.records for each in record.get("commits", ())]
+    assert brought == [3, 4, 5]
+    text = json.dumps(play.records)
+    assert text.count('"samples"') == 3 and text.count('"Commit"') > 3
+    assert codec.fold(play.begun, play.records) == play.run
+    again = [codec.written_out(play.records[1], play.begun["run"]), play.records[2]]
+    assert [each["step"] for each in again[0]["event"]["outcomes"]] == [3, 4] and again[1]["event"]["outcomes"] == []
+    assert again[1]["event"]["seen"] == codec.encode(Version(4, 1)), "what each member had seen is not lost"
+
+
+def test_a_fence_of_128_workers_is_short() -> None:
+    """1,024 samples a step, and two steps that were not acknowledged."""
+    play = recovery(128, samples=1024)
+    assert play.sizes["Fenced"] < 1e6
+    assert codec.fold(play.begun, play.records) == play.run
+
+
+def test_a_commit_that_is_nowhere_is_refused() -> None:
+    """A record whose commits were taken out says which one it lacks."""
+    play = recovery(4)
+    bent = [{name: each for name, each in record.items() if name != "commits"} for record in play.records]
+    with pytest.raises(codec.UnknownFormat, match="refers to the commit of step 3 of generation 1, and lacks it"):
+        codec.fold(play.begun, bent)
+
+
+def test_a_commit_that_others_brought_before_still_counts_as_seen() -> None:
+    """What is told again changes nothing, so it need not be written again: deciding from the record gives the same run."""
+    play = Recorded(stepping(3, layout=REPLICAS))
+    play.steps(1, 3)
+    play.lose("w3")
+    for worker, saw in (("w1", 3), ("w2", 2)):
+        play.tell(ev.Fenced(WorkerId(worker), 1, (play.shard(worker, Version(2, 1)),), 3, (commit(saw, 16),)))
+    assert codec.fold(play.begun, play.records) == play.run

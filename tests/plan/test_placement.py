@@ -1,0 +1,198 @@
+"""Placement against numpy: what a cell has of a tensor, and who has what, also along axes that only tests have."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from elastic.ids import Version, WorkerId
+from elastic.plan import placement
+from elastic.plan.axes import AXES
+from elastic.plan.layout import Layout
+from elastic.plan.transfer import Holding, Move, covered, missing, moves
+from storage.slices import Slice, Tensor
+from tests.support import toy_axes
+from tests.support.toy_axes import LAYOUTS, TENSORS
+
+pytestmark = pytest.mark.fast
+AT = Version(3, 1)
+
+
+@pytest.fixture(autouse=True)
+def _toys() -> Iterator[None]:
+    with toy_axes.registered():
+        yield
+    assert list(AXES) == ["dp_replicate", "dp_shard"]
+
+
+def numbers(tensor: Tensor) -> np.ndarray:
+    """Every element has a number of its own."""
+    return np.arange(1, int(np.prod(tensor.shape)) + 1).reshape(tensor.shape)
+
+
+def box(part: Slice) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
+
+
+def gathered(whole: np.ndarray, held: placement.Held) -> np.ndarray:
+    """A member's memory, filled box by box."""
+    memory = np.zeros(held.shape, whole.dtype)
+    for each in held.boxes:
+        memory[tuple(slice(at, at + size) for at, size in zip(each.at, each.slice.shape, strict=True))] = whole[box(each.slice)]
+    return memory
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_cell_has_what_numpy_cuts(layout: Layout) -> None:
+    places = toy_axes.places(layout)
+    assert [layout.coordinates(rank) for rank in range(layout.world)] == [
+        {axis: index for axis, index in place.items() if axis in dict(layout.degrees)} for place in places
+    ]
+    for (rank, place), tensor in itertools.product(enumerate(places), TENSORS):
+        found = placement.held(tensor, placement.cell_of(layout, rank))
+        expected = toy_axes.local(numbers(tensor), tensor, layout, place)
+        assert (gathered(numbers(tensor), found) == expected).all() and found.shape[1:] == expected.shape[1:], (tensor, place)
+        assert sum(each.slice.count for each in found.boxes) == expected.size
+
+
+def test_cells_are_equal_exactly_where_what_is_held_is() -> None:
+    """Over all layouts: replicas and members of other layouts may hold the same, and then they have one cell."""
+    seen: dict[str, set[bytes]] = {}
+    for layout in LAYOUTS:
+        for rank, place in enumerate(toy_axes.places(layout)):
+            content = b"|".join(toy_axes.local(numbers(t), t, layout, place).tobytes() for t in TENSORS)
+            seen.setdefault(placement.cell_of(layout, rank), set()).add(content)
+    assert all(len(contents) == 1 for contents in seen.values())
+    assert placement.cell_of(Layout(2, 2), 1) == placement.cell_of(Layout(2, 2), 3) != placement.cell_of(Layout(2, 2), 0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_inverse_finds_every_cell_with_elements_of_a_box(layout: Layout) -> None:
+    rng, degrees = random.Random(7), placement.degrees_of(layout)
+    for tensor in TENSORS:
+        for _ in range(20):
+            start = tuple(rng.randrange(size) for size in tensor.shape)
+            part = Slice(
+                tensor.name, tensor.kind, start, tuple(rng.randint(a + 1, size) for a, size in zip(start, tensor.shape, strict=True))
+            )
+            wanted = set(numbers(tensor)[box(part)].flat)
+            expected = {
+                placement.cell_of(layout, rank)
+                for rank, place in enumerate(toy_axes.places(layout))
+                if wanted & set(toy_axes.local(numbers(tensor), tensor, layout, place).flat)
+            }
+            assert set(placement.cells_meeting(tensor, part, degrees)) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_each_element_is_written_once(layout: Layout) -> None:
+    times = {tensor: np.zeros(tensor.shape, int) for tensor in TENSORS}
+    for rank in range(layout.world):
+        own = placement.cell_of(layout, rank)
+        for tensor, each in placement.written_by(TENSORS, layout, rank):
+            assert each in placement.held(tensor, own).boxes
+            times[tensor][box(each.slice)] += 1
+    assert all((count == 1).all() for count in times.values())
+
+
+def world(layout: Layout, names: str) -> list[Holding]:
+    return [Holding(WorkerId(f"{names}{rank}"), AT, placement.cell_of(layout, rank)) for rank in range(layout.world)]
+
+
+def deliver(held: list[Holding], layout: Layout, members: list[WorkerId], todo: tuple[Move, ...]) -> None:
+    """Fails unless each member ends with what numpy cuts for it, every element written once, from somebody who has it in one box."""
+    places = toy_axes.places(layout)
+    for tensor in TENSORS:
+        whole = numbers(tensor)
+        for rank, member in enumerate(members):
+            times = np.zeros(tensor.shape, int)
+            for move in todo:
+                if (move.destination, move.slice.name, move.slice.kind) == (member, tensor.name, tensor.kind):
+                    cells = [each.cell for each in held if (each.worker, each.keeper) == (move.source, move.keeper)]
+                    boxes = [b.slice for cell in cells for b in placement.held(tensor, cell).boxes]
+                    assert any(b.intersect(move.slice) == move.slice for b in boxes), f"{move} is in no box of its source"
+                    times[box(move.slice)] += 1
+            has = set(toy_axes.local(whole, tensor, layout, places[rank]).flat)
+            expected = np.isin(whole, list(has)).astype(int)
+            assert (times == expected).all(), f"{member} does not get exactly its part of {tensor}"
+
+
+@pytest.mark.parametrize("before", LAYOUTS, ids=str)
+def test_moves_bring_every_cell_from_any_layout_to_any_other(before: Layout) -> None:
+    """Survivors keep what they have; one member's own moves are those of all in which it takes part, in the same order."""
+    for after in LAYOUTS:
+        held = world(before, "w")
+        members = [WorkerId(f"w{rank}" if rank % 2 == 0 else f"n{rank}") for rank in range(after.world)]
+        todo = moves(TENSORS, held, after, members)
+        deliver(held, after, members, todo)
+        for who in {*members, *(each.worker for each in held)}:
+            own = tuple(move for move in todo if who in (move.destination, move.source))
+            assert moves(TENSORS, held, after, members, of=who) == own
+
+
+def test_deliver_notices_a_move_left_out_made_twice_or_from_a_stranger() -> None:
+    """Negative control."""
+    before, after = Layout(1, 2, (("columns", 2),)), Layout(1, 1, (("halves", 3),))
+    held, members = world(before, "w"), [WorkerId(f"n{rank}") for rank in range(3)]
+    good = moves(TENSORS, held, after, members)
+    deliver(held, after, members, good)
+    for wrong in (good[1:], (*good, good[0]), (replace(good[0], source=WorkerId("x")), *good[1:])):
+        with pytest.raises(AssertionError):
+            deliver(held, after, members, wrong)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_broken_worlds_cover_exactly_what_numpy_finds(seed: int) -> None:
+    """Cells of two layouts, some of them lost: coverage by classes, and what is left to the bucket, element by element."""
+    rng = random.Random(seed)
+    for _ in range(12):
+        held = [each for layout, name in zip(rng.sample(LAYOUTS, 2), "ab", strict=True) for each in world(layout, name)]
+        held = [each for each in held if rng.random() < 0.7]
+        masks = {tensor: np.zeros(tensor.shape, bool) for tensor in TENSORS}
+        for tensor, each in itertools.product(TENSORS, held):
+            for b in placement.held(tensor, each.cell).boxes:
+                masks[tensor][box(b.slice)] = True
+        assert covered(held, placement.classes_of(TENSORS)) == (bool(held) and all(mask.all() for mask in masks.values()))
+        layout = rng.choice(LAYOUTS)
+        own = placement.cell_of(layout, rng.randrange(layout.world))
+        for tensor in TENSORS:
+            gaps = np.zeros(tensor.shape, int)
+            for part in missing([tensor], held, own):
+                gaps[box(part)] += 1
+            mine = np.zeros(tensor.shape, int)
+            for b in placement.held(tensor, own).boxes:
+                mine[box(b.slice)] = 1
+            assert (gaps == mine * ~masks[tensor]).all()
+
+
+def test_classes_are_few_and_a_class_stands_for_all_of_it() -> None:
+    """With the product's own axes only the number of rows matters; a row that cuts by name makes more classes."""
+    many = [Tensor(f"t{n}", kind, "F32", (n % 3 + 4, 8)) for n in range(30) for kind in ("parameter", "moment.exp_avg")]
+    assert len(placement.classes_of(many)) == 60
+    for name in toy_axes.TOYS:
+        del AXES[name]
+    try:
+        assert len(placement.classes_of(many)) == 3 and placement.same_classes(many, placement.classes_of(many))
+        assert not placement.same_classes(many, placement.classes_of(many[:2]))
+    finally:
+        AXES.update(toy_axes.TOYS)
+
+
+def test_model_groups_data_ranks_and_who_reports() -> None:
+    """Members along axes that are no data axes run one microbatch together; the last stage knows the losses."""
+    layout = Layout(1, 2, (("stages", 2),))
+    assert [placement.data_rank(layout, rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert placement.data_ranks(layout) == 2 and placement.reporters(layout) == (1, 3)
+    assert placement.data_ranks(Layout(2, 2)) == 4 and placement.reporters(Layout(2, 2)) == (0, 1, 2, 3)
+    assert placement.reporters(Layout(1, 1, (("columns", 4),))) == (0,)
+
+
+def test_a_cell_that_is_too_long_for_a_header_is_refused() -> None:
+    layout = Layout(1, 10_000, tuple((name, 10_000) for name in toy_axes.TOYS))
+    with pytest.raises(ValueError, match=r"takes \d+ bytes and may take 64"):
+        placement.cell_of(layout, layout.world - 1)

@@ -1,0 +1,212 @@
+"""Axes that only tests have go through all that moves state: exchange, host copies, checkpoints, resuming, export.
+
+What each member must end with is cut by numpy (``toy_axes.local``).  The product's only part in these axes is a row of its table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from elastic.engine.world import World
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.job import Job
+from elastic.plan import placement
+from elastic.plan.copy_budget import CopyRule
+from elastic.plan.layout import Layout
+from elastic.plan.transfer import Holding, missing, moves
+from elastic.protocol.plan import Plan
+from elastic.state.heal import from_bucket, from_members
+from elastic.state.keeper_store import KeeperStore
+from elastic.state.region import Region, frame
+from elastic.state.shard import DTYPES, Shard
+from elastic.state.snapshot import Snapshots
+from elastic.state.sources.hosts import Access, read
+from elastic.state.staging import StagingStream
+from elastic.train.checkpoint import _raw, snapshot
+from storage.checkpoints import Checkpoints, ShardReceipt
+from storage.objects import ObjectStore
+from storage.slices import Tensor
+from tests.support import toy_axes
+from tests.support.ranks import Ranks
+from tests.support.toy_axes import LAYOUTS, TENSORS
+
+AT = Version(7, 1)
+with toy_axes.registered():
+    FOUR = [layout for layout in LAYOUTS if layout.world == 4]
+SECRET = b"k" * 32
+
+
+def whole(tensor: Tensor) -> torch.Tensor:
+    """Every element is another number, exact in each dtype."""
+    return torch.arange(1, int(np.prod(tensor.shape)) + 1).reshape(tensor.shape).to(DTYPES[tensor.dtype])
+
+
+def right(layout: Layout, rank: int) -> dict[tuple[str, str], torch.Tensor]:
+    """What the member must have of each tensor of which it has anything."""
+    place = toy_axes.places(layout)[rank]
+    found = {}
+    for tensor in TENSORS:
+        cut = toy_axes.local(whole(tensor).to(torch.float64).numpy(), tensor, layout, place)
+        if cut.size:
+            found[tensor.kind, tensor.name] = torch.from_numpy(np.array(cut)).to(DTYPES[tensor.dtype])
+    return found
+
+
+def shard_of(layout: Layout, rank: int, version: Version = AT) -> Shard:
+    return Shard(version, placement.cell_of(layout, rank), right(layout, rank))
+
+
+def empty(layout: Layout, rank: int, version: Version = AT) -> Shard:
+    values = {key: torch.full_like(value, -1) for key, value in right(layout, rank).items()}
+    return Shard(version, placement.cell_of(layout, rank), values)
+
+
+def check(shard: Shard, layout: Layout, rank: int) -> None:
+    for key, expected in right(layout, rank).items():
+        assert torch.equal(shard.values[key], expected), (str(layout), rank, key)
+
+
+@dataclass
+class Bare:
+    """All of a ``State`` that healing and saving use: there is no model."""
+
+    tensors: tuple[Tensor, ...]
+    shard: Shard
+    world: World
+    job: Job
+
+
+JOB = Job(name="toys", bucket="/nowhere", steps=1, global_batch=2)
+
+
+def plan_of(layout: Layout, holders: Sequence[Holding], tier: str) -> Plan:
+    members = tuple(WorkerId(f"w{rank}") for rank in range(layout.world))
+    return Plan(1, 2, layout, members, AT, tier, tuple(holders), NodeId("n"), (NodeId("n"),) * layout.world)
+
+
+def live(layout: Layout, without: int | None = None) -> list[Holding]:
+    return [Holding(WorkerId(f"w{rank}"), AT, placement.cell_of(layout, rank)) for rank in range(layout.world) if rank != without]
+
+
+# ---- in real processes
+
+
+def heal_in_turn(world: World, layouts: Sequence[Layout], stale: bool) -> None:
+    """From one layout to the next, each member's cell out of the others' memory."""
+    with toy_axes.registered():
+        shard = shard_of(layouts[0], world.rank)
+        if stale and world.rank == 1:
+            shard.values["parameter", "cube"] += 1
+        for before, after in itertools.pairwise(layouts):
+            plan = plan_of(after, live(before), "live")
+            state = Bare(TENSORS, empty(after, world.rank), world, JOB)
+            todo = moves(TENSORS, plan.holders, after, plan.members, plan.nodes, of=plan.members[world.rank])
+            from_members(state, plan, plan.members[world.rank], [shard], todo)
+            check(state.shard, after, world.rank)
+            shard = state.shard
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_layout_heals_into_any_other(ranks: Ranks, seed: int) -> None:
+    """R17, along axes of dimension 1, of half the tensors, of moments alone and of fused tensors, in random orders."""
+    layouts = random.Random(seed).sample(FOUR, len(FOUR))
+    ranks.run(Layout(4), heal_in_turn, layouts, False)
+
+
+def test_one_stale_slice_is_seen(ranks: Ranks) -> None:
+    """Negative control."""
+    with pytest.raises(AssertionError, match="cube"):
+        ranks.run(Layout(4), heal_in_turn, [FOUR[1], FOUR[0]], True)
+
+
+def save(state: Bare, checkpoints: Checkpoints) -> ShardReceipt:
+    taken = snapshot(state)
+    return checkpoints.write_shard(AT, taken.name, [(tensor, part, _raw(value)) for tensor, part, value in taken.parts], state=taken.state)
+
+
+def save_and_resume(world: World, folder: str, before: Layout, after: Layout, lost: int | None) -> str | None:
+    """Save in one layout; begin again in another with what the members that are left hold, and the rest from the bucket."""
+    with toy_axes.registered():
+        checkpoints = Checkpoints(ObjectStore.open(folder), "toys")
+        shard = shard_of(before, world.rank)
+        receipts = gather(world, save(Bare(TENSORS, shard, replace(world, layout=before), JOB), checkpoints).to_json())
+        if world.rank == 0:
+            checkpoints.commit(AT, map(ShardReceipt.from_json, receipts), {})
+        gather(world, "committed")
+        holders = [] if lost is None else live(before, lost)
+        plan = plan_of(after, holders, "bucket")
+        me = plan.members[world.rank] if world.rank < after.world else WorkerId("out")
+        if me == "out":
+            return None
+        state = Bare(TENSORS, empty(after, world.rank), world, JOB)
+        if holders:
+            todo = moves(TENSORS, holders, after, plan.members, plan.nodes, partly=True, of=me)
+            from_members(state, plan, me, [] if world.rank == lost else [shard], todo)
+        from_bucket(state, plan, checkpoints, missing(TENSORS, holders, state.shard.cell))
+        check(state.shard, after, world.rank)
+        return state.shard.cell
+
+
+def gather(world: World, text: str) -> list[str]:
+    found: list[str] = [""] * world.size
+    torch.distributed.all_gather_object(found, text)
+    return found
+
+
+@pytest.mark.parametrize("lost", [None, 1])
+@pytest.mark.parametrize("number", range(len(FOUR)))
+def test_a_checkpoint_of_any_layout_is_resumed_in_another(ranks: Ranks, tmp_path: Path, number: int, lost: int | None) -> None:
+    before, after = FOUR[number], (FOUR if lost is not None else LAYOUTS)[(number * 5 + 3) % len(FOUR)]
+    ranks.run(Layout(4), save_and_resume, str(tmp_path), before, after, lost)
+
+
+def test_an_export_has_the_whole_tensors(ranks: Ranks, tmp_path: Path) -> None:
+    before = Layout(1, 1, (("stages", 2), ("columns", 2)))
+    ranks.run(Layout(4), save_and_resume, str(tmp_path / "bucket"), before, FOUR[0], None)
+    files = Checkpoints(ObjectStore.open(str(tmp_path / "bucket")), "toys").export(AT, tmp_path / "out")
+    found = {name: value for file in files for name, value in load_file(file).items()}
+    for tensor in TENSORS:
+        if tensor.kind in ("parameter", "buffer"):
+            assert torch.equal(found[tensor.name], whole(tensor))
+
+
+# ---- copies in keepers' memory
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["same-node", "other-node"])
+@pytest.mark.parametrize("before", LAYOUTS, ids=str)
+def test_copies_of_any_layout_heal_any_other(before: Layout, far: bool) -> None:
+    with toy_axes.registered():
+        store = KeeperStore(NodeId("n"), "127.0.0.1", SECRET)
+        plan = replace(plan_of(before, [], "init"), copy_every=1)
+        regions = []
+        for rank, worker in enumerate(plan.members):
+            layout = frame(TENSORS, placement.cell_of(before, rank))
+            regions.append(Region.create(2, layout.bytes, layout.blocks))
+            snapshots = Snapshots(regions[-1], TENSORS, torch.device("cpu"), CopyRule())
+            store.adopt(worker, os.getpid(), regions[-1].descriptor)
+            snapshots.enter(plan, worker, shard_of(before, rank))
+            assert snapshots.settle().copied_through == AT.step
+        held = store.held()
+        assert {each.cell for each in held} == {placement.cell_of(before, rank) for rank in range(before.world)}
+        for after in LAYOUTS:
+            members = tuple(WorkerId(f"new{rank}") for rank in range(after.world))
+            nodes = (NodeId("far" if far else "n"),) * after.world
+            there = replace(plan_of(after, held, "host"), members=members, nodes=nodes, hosts=((NodeId("n"), store.address),))
+            for rank, me in enumerate(members):
+                shard = empty(after, rank)
+                todo = moves(TENSORS, held, after, members, nodes, of=me)
+                assert all(move.keeper for move in todo)
+                read(shard, TENSORS, there, Access(me, SECRET), todo, [StagingStream(torch.device("cpu"))], lambda: None)
+                check(shard, after, rank)
+        store.close()

@@ -1,0 +1,209 @@
+"""A storage backend is one file: a toy that the product does not know passes the common suite, and a job trains and resumes on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from storage.errors import Exists, Missing, Unavailable
+from storage.objects import ObjectStore
+from storage.objects.folder import Folder
+from storage.objects.fsspec import Fsspec
+from storage.objects.remote import RemotePolicy
+from storage.objects.selftest import check
+from storage.objects.urls import BACKENDS
+from tests.storage.conformance import Conformance
+from tests.support.job_file import to_toml
+from tests.support.patience import PATIENCE_S
+from tests.support.state_hash import state_hash
+from tests.support.toy_store import Toy, install
+from tests.support.toys import toy_job
+
+ROOT = Path(__file__).parents[2]
+QUICK = RemotePolicy(attempts=3, first_pause_s=0.001)
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Fsspec:
+    return Fsspec(Toy(), f"{tmp_path}/objects.db/prefix", QUICK)
+
+
+@pytest.mark.fast
+class TestToy(Conformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ObjectStore:
+        fsspec.register_implementation("toy", "tests.support.toy_store.Toy", clobber=True)
+        return ObjectStore.open(f"toy://{tmp_path}/objects.db/prefix")
+
+
+@pytest.mark.fast
+class TestRow(Conformance):
+    """A backend of ours: its class, and a row of the table."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+        monkeypatch.setitem(BACKENDS, "shelf", f"{__name__}:Shelf")
+        opened = ObjectStore.open(f"shelf://{tmp_path}/bucket")
+        assert type(opened) is Shelf
+        return opened
+
+
+class Shelf(Folder):
+    @classmethod
+    def connect(cls, url: str) -> Shelf:
+        return cls(url.partition("://")[2])
+
+
+# ---- a job on it
+
+
+def elastic(folder: Path, site: Path | None, *arguments: str) -> tuple[int, str]:
+    """The command's exit code and what it printed.  ``site``: a folder of installed packages, beside those of this Python."""
+    path = os.pathsep.join([str(ROOT), *([str(site)] if site else [])])
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    return done.returncode, done.stdout
+
+
+def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(tmp_path: Path) -> None:
+    """Killed before the commit of step 4, resumed from step 3 on the toy, and equal in every bit to the same job in a folder."""
+    install(tmp_path / "site")
+    folder, bucket = f"{tmp_path}/bucket", f"toy://{tmp_path}/objects.db/bucket"
+    killed = [{"point": "before_commit", "step": 4}]
+    for name, place, faults in (("killed", bucket, killed), ("toy", bucket, []), ("folder", folder, [])):
+        job = toy_job(folder, steps=6, checkpoint={"save_every": 3}, faults=faults)
+        (tmp_path / f"{name}.toml").write_text(to_toml(job).replace(folder, place))  # this process does not know the scheme
+
+    code, shown = elastic(tmp_path, None, "train", "toy.toml", "--local")
+    assert code != 0 and "must have a scheme that is known" in shown, "the control: without the package nobody knows toy://"
+    code, shown = elastic(tmp_path, tmp_path / "site", "train", "killed.toml", "--local")
+    assert code < 0, shown
+    code, shown = elastic(tmp_path, tmp_path / "site", "train", "toy.toml", "--local")
+    assert code == 0 and re.findall(r"step +(\d+)/6  loss", shown) == ["4", "5", "6"], shown
+    code, shown = elastic(tmp_path, None, "train", "folder.toml", "--local")
+    assert code == 0 and re.findall(r"step +(\d+)/6  loss", shown) == ["1", "2", "3", "4", "5", "6"], shown
+
+    hashes = {}
+    for name, step in (("toy", "6"), ("folder", "6"), ("folder", "3")):
+        files = tmp_path / f"{name}-{step}"
+        code, shown = elastic(tmp_path, tmp_path / "site", "checkpoint", "export", f"{name}.toml", "--step", step, "--to", str(files))
+        assert code == 0, shown
+        hashes[name, step] = state_hash(sorted(files.glob("*.safetensors")))
+    assert hashes["toy", "6"] == hashes["folder", "6"] != hashes["folder", "3"]
+    assert not list(tmp_path.glob("toy:*")), "nothing was taken for a folder"
+
+
+# ---- what fsspec itself does not promise
+
+
+class Disturbed(Toy):
+    """Runs ``before`` and ``after`` round every write and read."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        self.before()
+        super().pipe_file(path, value, mode)
+        self.after()
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        self.before()
+        return super().cat_file(path, start, end)
+
+
+def failing(times: int, error: Exception) -> Callable[[], None]:
+    left = [error] * times
+
+    def fail() -> None:
+        if left:
+            raise left.pop()
+
+    return fail
+
+
+class Busy(Exception):
+    """A class of its own, as every client library has for a server that is busy."""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("error", [Busy("503 slow down"), ConnectionResetError("reset"), TimeoutError("timed out")])
+def test_what_may_pass_is_tried_again(toy: Fsspec, error: Exception) -> None:
+    toy.filesystem = Disturbed(failing(2, error))
+    toy.put_if_absent("a", b"1")
+    toy.filesystem = Disturbed(failing(2, error))
+    assert toy.get("a") == b"1"
+    toy.filesystem = Disturbed(failing(3, error))
+    with pytest.raises(Unavailable, match=f"objects.db/prefix/a cannot .* gave up after 3 attempts .* {type(error).__name__}: {error}"):
+        toy.get("a")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("error", [PermissionError("no"), TypeError("unexpected keyword argument 'mode'")])
+def test_what_would_fail_again_is_not_tried_again(toy: Fsspec, error: Exception) -> None:
+    toy.filesystem = Disturbed(failing(1, error))
+    with pytest.raises(Unavailable, match=str(error)):
+        toy.put_if_absent("a", b"1")
+    assert not toy.exists("a")
+
+
+@pytest.mark.fast
+def test_a_store_that_does_not_answer_is_left_waiting(toy: Fsspec) -> None:
+    answered = threading.Event()
+    toy.policy = replace(QUICK, attempts=2, attempt_s=0.05, slowest_bytes_s=1e9)
+    toy.filesystem = Disturbed(lambda: answered.wait(PATIENCE_S) and None)
+    with pytest.raises(Unavailable, match=r"gave up after 2 attempts .* no answer within 0\.\d s"):
+        toy.put("a", b"1")
+    answered.set()
+
+
+@pytest.mark.fast
+def test_a_writer_whose_answer_is_lost_is_not_told_that_it_won(toy: Fsspec) -> None:
+    """Its caller compares what is there; the object is whole."""
+    toy.filesystem = Disturbed(after=failing(1, ConnectionResetError("reset")))
+    with pytest.raises(Exists):
+        toy.put_if_absent("a", b"mine")
+    assert toy.get("a") == b"mine"
+
+
+class LooksFirst(Toy):
+    """As fsspec's own default does: it checks, and then writes, a network's round trip later."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        if mode == "create":
+            with self._table(path) as (rows, key):
+                if rows.execute("SELECT 1 FROM objects WHERE key = ?", (key,)).fetchone():
+                    raise FileExistsError(path)
+            time.sleep(0.02)
+        super().pipe_file(path, value)
+
+
+@pytest.mark.fast
+def test_a_filesystem_that_looks_first_and_writes_then_is_refused(toy: Fsspec) -> None:
+    check(toy, "run")
+    toy.filesystem = LooksFirst()
+    with pytest.raises(Unavailable, match=r"\d of 8 create-only writes .* were told that they won"):
+        for _ in range(20):
+            check(toy, "run")
+    assert toy.list() == []
+    with pytest.raises(Missing):
+        toy.get("run")

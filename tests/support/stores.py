@@ -1,0 +1,39 @@
+"""A store that passes every call on to another one: tests override the calls that they watch or disturb."""
+
+from __future__ import annotations
+
+from storage.objects import Data, ObjectStore
+
+
+class Forwarding(ObjectStore):
+    """Looks like a remote store (``local`` is False), whatever ``store`` is."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store.root)
+        self.store = store
+
+    @classmethod
+    def connect(cls, url: str) -> Forwarding:
+        return cls(ObjectStore.open(url))
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def put(self, key: str, data: Data) -> None:
+        self.store.put(key, data)
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        self.store.put_if_absent(key, data)
+
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        return self.store.get(key, start, stop)
+
+    def size(self, key: str) -> int:
+        return self.store.size(key)
+
+    def list(self, prefix: str = "") -> list[str]:
+        return self.store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self.store.delete(key)

@@ -1,0 +1,67 @@
+"""A storage backend that Elastic does not know: objects as rows of an SQLite file, ``toy:///folder/objects.db/prefix``.
+
+This one file is all that a user writes.  ``install`` makes it an installed package, whose entry point fsspec finds in every process.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, data BLOB NOT NULL)"
+ENTRY = "[fsspec.specs]\ntoy = tests.support.toy_store:Toy\n"
+
+
+class Toy(AbstractFileSystem):  # type: ignore[misc]
+    """The five verbs that a store calls.  SQLite's primary key makes creating an object atomic, also between processes."""
+
+    protocol = "toy"
+    cachable = False
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        how = "INSERT" if mode == "create" else "INSERT OR REPLACE"
+        try:
+            with self._table(path) as (rows, key):
+                rows.execute(f"{how} INTO objects VALUES (?, ?)", (key, value))
+        except sqlite3.IntegrityError:
+            raise FileExistsError(path) from None
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        with self._table(path) as (rows, key):
+            found = rows.execute("SELECT data FROM objects WHERE key = ?", (key,)).fetchone()
+        if found is None:
+            raise FileNotFoundError(path)
+        return bytes(found[0][start:end])
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "type": "file", "size": len(self.cat_file(path))}
+
+    def find(self, path: str, **_: Any) -> list[str]:
+        with self._table(path) as (rows, key):
+            found = rows.execute("SELECT key FROM objects WHERE substr(key, 1, ?) = ?", (len(key), key)).fetchall()
+        file = path.partition(".db")[0]
+        return [f"{file}.db/{each}" for (each,) in found]
+
+    def rm_file(self, path: str) -> None:
+        with self._table(path) as (rows, key):
+            rows.execute("DELETE FROM objects WHERE key = ?", (key,))
+
+    @contextmanager
+    def _table(self, path: str) -> Iterator[tuple[sqlite3.Connection, str]]:
+        file, _, key = path.partition(".db")
+        with closing(sqlite3.connect(f"{file}.db", timeout=60)) as rows, rows:
+            rows.execute(TABLE)
+            yield rows, key.strip("/")
+
+
+def install(site: Path) -> None:
+    """Makes ``site`` a folder of installed packages, with this one in it: what pip leaves of an entry point."""
+    about = site / "toy_store-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-store\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(ENTRY)

@@ -1,5 +1,5 @@
-"""One keeper a node: no accelerator, no training.  It hosts the store in which a generation meets, watches the node's workers, and
-keeps what a dead one printed, the copies of its state, and the end of the journal for when the coordinator is dead.
+"""One keeper a node: no accelerator, no training.  It hosts the store in which a generation meets, watches the node's workers, keeps what
+a dead one printed, the copies of its state, and the end of the journal for when the coordinator is dead, and uploads the saves.
 
 Heartbeat and watch have threads of their own, so that nothing it does can make it look dead; a beat that is late all the same is
 said in its log.
@@ -8,6 +8,7 @@ said in its log.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -24,9 +25,13 @@ from actors.processes import Process, describe, end_on_sigterm, log_folder, swee
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
-from elastic.protocol.events import STOPPED, Beat, Kept, Progress
+from elastic.protocol.actions import Save
+from elastic.protocol.events import STOPPED, Beat, Kept, Progress, SaveFailed, ShardSaved
+from elastic.runs import SavedShard
 from elastic.state.keeper_store import KeeperStore
+from elastic.state.uploads import Uploads
 from elastic.train.counters import OPERATIONS, Counters, segment
+from storage.checkpoints import ShardReceipt
 from storage.errors import Deposed, StorageError
 from storage.journal.replicas import DEPOSED, Tail
 from storage.objects import ObjectStore
@@ -36,6 +41,8 @@ CLOSE_S = 5.0
 """Of all its workers together, to end by themselves when the run is over."""
 REAPED_S = 0.5
 SAID_S, SAID = 60.0, 10
+UPLOADER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import main; main(*sys.argv[2:])"
+"""Program of the uploader process: it finds modules where the keeper does."""
 SWITCH_S = 0.0005
 """How long a thread of a keeper computes before another one may; the beat waits for each of those that do."""
 
@@ -54,6 +61,8 @@ class Keeper:
         self._said: dict[str, float] = {}
         self._told = coordinator.tell.options(max_task_retries=0)
         self.stock = KeeperStore(self.node, ray.util.get_node_ip_address(), secret, self._say)
+        command = [sys.executable, "-c", UPLOADER, json.dumps(sys.path), bucket, name]
+        self.uploads = Uploads(self.stock, command, self._uploaded, self._say)
         self.logs = Logs(self.store, f"{name}/logs/{run.removeprefix(f'{name}-')}", run, self.node)
         self.late_s = 0.0
         """The most that a beat was late."""
@@ -124,6 +133,7 @@ class Keeper:
         self.workers[worker] = (Process(counters["pid"]), counters)
         self.logs.follow(worker)
         if counters["copies"]:
+            self.uploads.start()
             try:
                 self.stock.adopt(worker, counters["pid"], counters["copies"])
             except (OSError, StateMissing) as error:  # the worker sees that nobody holds its copies, and says so in every commit
@@ -141,6 +151,14 @@ class Keeper:
     def release(self, incarnation: int, copied: Version, buddied: Version) -> None:
         self._heed(incarnation)
         self.stock.release(copied, buddied)
+
+    def upload(self, incarnation: int, number: int, saves: tuple[Save, ...], generation: int, version: Version) -> None:
+        """The saves on their way, as that coordinator says for the ``number``-th time; see :class:`Upload`."""
+        self._heed(incarnation)
+        self.uploads.obey((incarnation, number), saves, generation, version)
+
+    def _uploaded(self, save: Save, event: ShardSaved | SaveFailed, receipt: ShardReceipt | None) -> None:
+        self.coordinator.post.remote(event, SavedShard(save.by, save.layout, receipt) if receipt is not None else None)
 
     def pair(self, incarnation: int, address: str) -> None:
         """From now on, copies go on to the keeper at ``address``."""
@@ -213,6 +231,7 @@ class Keeper:
         for path in segment(self.run, "x").parent.glob(f"elastic-{self.run}-*"):
             path.unlink(missing_ok=True)
         self.logs.close()
+        self.uploads.close()
         self.workers.clear()
         self.stores.clear()
         self.stock.close()

@@ -40,6 +40,7 @@ from elastic.protocol.actions import (
     Release,
     Settle,
     StartWorkers,
+    Upload,
 )
 from elastic.protocol.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
 from elastic.runs import Parts, Run
@@ -78,6 +79,8 @@ class Group:
         """A call to each actor that ends when it does."""
         self.ship: Callable[[float], bool] = lambda timeout_s: True
         """Have the journal in the bucket, as far as it goes."""
+        self._uploads = 0
+        """How many times keepers were told which saves are on their way."""
         self._closing = False
         self.tell: Callable[[str], None] = lambda sentence: None
         """For the run's story: what was found out, and decides nothing."""
@@ -107,6 +110,12 @@ class Group:
             case Kill(workers, _, examine):
                 for worker in workers:
                     self._examine(worker) if examine else self._kill(worker)
+            case Upload(keepers, saves, generation, version):
+                self._uploads += 1
+                for node in keepers:
+                    own = tuple(save for save in saves if node in save.nodes)
+                    for keeper in self._those((node,)):
+                        keeper.upload.remote(self.incarnation, self._uploads, own, generation, version)
             case CommitManifest(version, lineage, by):
                 self._pool.submit(self._commit, version, lineage, by)
             case Quarantine(version, reason):

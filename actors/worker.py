@@ -27,7 +27,6 @@ from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed
 from elastic.protocol.member import Member
-from elastic.runs import SavedShard
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters, segment
 from elastic.train.machine.limits import no_segment, shared_memory
@@ -78,7 +77,8 @@ class Worker:
             session = make_session(self.job, self.counters)
             tensors = tensors_of(build_model(self.job), rule_of(self.job))
             classes = classes_of(tensors)
-            session.secret, session.snapshots = self.secret, make_snapshots(self.job, tensors, device, self.counters)
+            session.secret = self.secret
+            session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults)
             build = replace(build_of(session), host=cluster.host())
         except (Unavailable, NoRoomYet) as error:  # the next start may find the store answering, and memory given back
             self.report(StartFailed(self.worker, str(error)))
@@ -90,8 +90,7 @@ class Worker:
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
         warm_up(session, device)
-        if session.snapshots is not None:
-            session.snapshots.ready()
+        session.snapshots.ready()
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
         self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build)
         self.report(self._joined)
@@ -116,8 +115,8 @@ class Worker:
             sys.stdout.flush()
             os._exit(code)
 
-    def report(self, event: Event, shard: SavedShard | None = None) -> None:
-        self.coordinator.post.remote(event, shard)
+    def report(self, event: Event) -> None:
+        self.coordinator.post.remote(event)
 
     def _keep_lease(self) -> None:
         """Ask for the lease again and again.  A worker that no coordinator answers for two leases ends itself."""

@@ -16,6 +16,7 @@ from elastic.ids import Version
 from elastic.protocol import lineage
 from elastic.protocol.actions import Pause
 from elastic.protocol.commit_record import GO_ON, Outcome
+from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import StepDone
 
 
@@ -54,6 +55,6 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     if version.step > history.furthest.step:
         decision.know("history", furthest=version, fruitless=0)
     if saves.begins(outcome, decision.rules.save_every, decision.rules.target_step):
-        saves.begin(decision, version, plan.members)
-    elif saves.due(outcome.step, decision.rules.save_every, decision.rules.target_step):
+        saves.begin(decision, outcome)
+    elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
         decision.say("the bucket does not keep up: steps go on, and saves are left out until the one before has been written")

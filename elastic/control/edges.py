@@ -65,6 +65,8 @@ def form(decision: Decision) -> None:
         return _wait(decision, f"{held} may be newer than step {plan.version.step}")
     given_up = lineage.abandoned(run.history.lineage, plan.version)
     _take_up(decision, plan)
+    if run.saves.by_keepers:
+        saves.tell(decision)
     enter(decision, Forming(plan, decision.now + decision.rules.form_s))
     decision.do(Form(plan))
     decision.say(_announcement(plan, given_up))
@@ -187,6 +189,7 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
     else:
         enter(decision, state)
     decision.do(Fence(plan.generation, pending))
+    saves.tell(decision)
     copy_inventory.ask(decision)
     decision.say(f"{cause}: stop it with {names(pending)}")
 

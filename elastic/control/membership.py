@@ -72,7 +72,7 @@ def number_of(worker: WorkerId) -> int:
 
 
 def remove(decision: Decision, workers: tuple[WorkerId, ...]) -> None:
-    """The workers are no part of the run any more; saves that still need a part from them cannot become complete."""
+    """The workers are no part of the run any more.  What they copied is with their keepers."""
     gone = frozenset(workers)
     nodes = dict.fromkeys(known.node for worker, known in decision.run.workers.items() if worker in gone)
     decision.know(members=decision.run.members.without(gone), saves=saves.survivors(decision.run.saves, gone))
@@ -116,7 +116,8 @@ def keeper_up(decision: Decision, event: KeeperUp) -> None:
 
 
 def keeper_lost(decision: Decision, node: NodeId, *, with_its_node: bool = False) -> None:
-    """The keeper is gone, and all copies in its memory with it."""
+    """The keeper is gone, and all copies in its memory with it, also those that it had still to upload."""
+    saves.without_keeper(decision, node)
     run = decision.run
     decision.know("cluster", keepers=tuple(keeper for keeper in run.cluster.keepers if keeper != node))
     decision.know("copies", hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node})

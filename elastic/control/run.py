@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from elastic.control.liveness import Watch
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
-from elastic.protocol.actions import Settle
+from elastic.protocol.actions import Save, Settle
 from elastic.protocol.builds import Build
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.lineage import Lineage
@@ -301,7 +302,7 @@ class Saving:
 
     version: Version
     members: tuple[WorkerId, ...]
-    """These workers write it, each a part."""
+    """The checkpoint consists of the parts of these workers."""
     reported: tuple[WorkerId, ...] = ()
     """The parts of these workers are in the bucket."""
     ask_at: float = 0.0
@@ -312,6 +313,11 @@ class Saving:
     """The generation of the world that writes it, all in one layout; 0 is the generation that committed the version."""
     failed: str = ""
     """Why it can never be complete, if that was heard before the commit of its version."""
+    layout: Layout | None = None
+    """The layout of the members."""
+    nodes: tuple[NodeId, ...] = ()
+    """Where each member runs, or ran, and whose keeper uploads its part.  Without nodes the members upload their parts themselves, as those
+    of older versions did, and the save ends with any of them."""
 
     @property
     def complete(self) -> bool:
@@ -325,6 +331,11 @@ class Saving:
         """The part of ``worker`` is in the bucket too."""
         reported = {*self.reported, worker}
         return evolve(self, reported=tuple(member for member in self.members if member in reported))
+
+    def needs(self, node: NodeId) -> bool:
+        """Returns whether a part is still to come from the keeper of ``node``.  A manifest that was asked for may come all the same."""
+        missing = {where for member, where in zip(self.members, self.nodes, strict=False) if member not in self.reported}
+        return node in missing and not self.asked
 
 
 @dataclass(frozen=True)
@@ -343,6 +354,20 @@ class Saves:
 
     def without(self, version: Version) -> Saves:
         return Saves(tuple(saving for saving in self.pending if saving.version != version))
+
+    @property
+    def by_keepers(self) -> bool:
+        """Is there a save that keepers upload?"""
+        return any(saving.nodes for saving in self.pending)
+
+    @property
+    def orders(self) -> tuple[Save, ...]:
+        """What the keepers are to upload."""
+        return tuple(
+            Save(each.version, each.by or each.version.generation, each.layout, each.members, each.nodes)
+            for each in self.pending
+            if each.layout is not None and not each.failed
+        )
 
 
 # ---- copies in host memory, and takeover

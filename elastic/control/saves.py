@@ -1,8 +1,11 @@
-"""Checkpoints: when the state is saved to the bucket, and when a checkpoint counts.
+"""Checkpoints on their way to the bucket, and when one counts.
 
-Each member writes its own part in the background and reports it.  Only when all members of the world that began the save have reported,
-and the version is on the lineage, is the manifest written: nothing exists until its manifest does, and no manifest counts unless it was
-asked for.  A save that lost a writer can never be complete and is forgotten.
+The members copy the version, and the keepers of their nodes upload the copies.  Only when the parts of all members of the world that began
+the save are in the bucket, and the version is on the lineage, is the manifest written: nothing exists until its manifest does, and no
+manifest counts unless it was asked for.  A member may die meanwhile: its keeper says whether its copy was complete.  A save that lost a
+keeper which still had a part to upload can never be complete and is forgotten.
+
+Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).
 """
 
 from __future__ import annotations
@@ -13,27 +16,19 @@ from dataclasses import replace
 from elastic.control.decision import Decision
 from elastic.control.rules import Rules
 from elastic.control.run import Finishing, RunState, Saves, Saving, Stopping
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import lineage
-from elastic.protocol.actions import CommitManifest, Quarantine
+from elastic.protocol.actions import CommitManifest, Quarantine, Upload
 from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome
+from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Saved, SaveFailed, ShardSaved
 from elastic.protocol.plan import Plan
 
-# ---- when to save; the members decide by the same two functions
-
-
-def due(step: int, save_every: int, target_step: int) -> bool:
-    """Is the state after ``step`` due to be saved to the bucket?"""
-    return step > 0 and (step % save_every == 0 or step == target_step)
-
 
 def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
-    """Is the state saved after this commit?
-
-    While a member still writes the save before, only the last step and a save that was asked for begin one: a bucket that is down stops
-    nobody.
-    """
+    """Returns whether the version that ``outcome`` commits is saved.  Journals of older versions do not say so; this is their rule."""
+    if outcome.saves is not None:
+        return outcome.saves
     if outcome.boundary == SAVE_AND_PAUSE or outcome.step == target_step:
         return True
     return due(outcome.step, save_every, target_step) and not outcome.behind
@@ -42,19 +37,52 @@ def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
 # ---- a save, from its beginning to its manifest
 
 
-def begin(decision: Decision, version: Version, members: tuple[WorkerId, ...]) -> None:
-    """``members`` write ``version``; some of them may have reported their part already, or that there will be none."""
-    known, writable = decision.run.saves.find(version), set(members) <= decision.run.workers.keys()
+def begin(decision: Decision, outcome: Outcome) -> None:
+    """The members copy the version that ``outcome`` commits; their keepers upload it."""
+    run, plan, version = decision.run, decision.plan, Version(outcome.step, outcome.generation)
+    if outcome.saves is None:
+        return _begin_of_old(decision, version, plan)
+    keepers = frozenset(run.cluster.keepers)
+    if lacking := tuple(node for node in dict.fromkeys(plan.nodes) if node not in keepers):
+        decision.say(f"{version} is not saved: there is no keeper on node {', '.join(node[:8] for node in lacking)}")
+    elif version not in run.history.saved:
+        _put(decision, Saving(version, plan.members, layout=plan.layout, nodes=plan.nodes))
+    tell(decision)
+
+
+def _begin_of_old(decision: Decision, version: Version, plan: Plan) -> None:
+    """Begins a save in the journal of a version whose members uploaded their parts themselves."""
+    known, writable = decision.run.saves.find(version), set(plan.members) <= decision.run.workers.keys()
     if known is None and writable and version not in decision.run.history.saved:
-        _put(decision, Saving(version, members))
+        _put(decision, Saving(version, plan.members))
     elif known is not None and known.failed:
         _forget(decision, version, known.failed)
 
 
 def begin_again(decision: Decision, plan: Plan) -> None:
-    """Another world holds that version now and writes all of it; a manifest that was asked for already still counts."""
+    """Another world holds that version now and copies all of it; a manifest that was asked for already still counts."""
     known = decision.run.saves.find(plan.version)
-    _put(decision, Saving(plan.version, plan.members, asked=known is not None and known.asked, by=plan.generation))
+    asked = known is not None and known.asked
+    _put(decision, Saving(plan.version, plan.members, asked=asked, by=plan.generation, layout=plan.layout, nodes=plan.nodes))
+    tell(decision)
+
+
+def tell(decision: Decision) -> None:
+    """Tells all keepers the saves on their way, once a decision: what counts is how they stand at its end.
+
+    Keepers that upload are told also where they are not known to be up: one that comes up meanwhile hears it then.
+    """
+    run, orders = decision.run, decision.run.saves.orders
+    keepers = tuple(dict.fromkeys((*run.cluster.keepers, *(node for save in orders for node in save.nodes))))
+    decision.actions = [action for action in decision.actions if not isinstance(action, Upload)]
+    decision.do(Upload(keepers, orders, run.generation, run.version))
+
+
+def without_keeper(decision: Decision, node: NodeId) -> None:
+    """Gives up the saves of which the keeper of ``node``, which is gone or not heard any more, had still to upload a part."""
+    for each in decision.run.saves.pending:
+        if each.needs(node):
+            _forget(decision, each.version, f"the keeper of node {node[:8]} had still to upload a part of it")
 
 
 def _put(decision: Decision, saving: Saving) -> None:
@@ -72,7 +100,7 @@ def shard_saved(decision: Decision, event: ShardSaved) -> None:
 
 
 def _unannounced(decision: Decision, version: Version) -> Saving | None:
-    """A member may report its part before the commit is reported."""
+    """In the journal of an older version a member may have reported its part before the commit was reported."""
     plan = decision.run.plan
     own = plan is not None and version.generation == plan.generation and version not in decision.run.history.saved
     if plan is None or not own or not set(plan.members) <= decision.run.workers.keys():
@@ -98,6 +126,8 @@ def saved(decision: Decision, event: Saved) -> None:
     others = tuple(each for each in run.saves.pending if each.asked or each.version > version)
     decision.know(saves=Saves(others).without(version))
     decision.know("history", saved=tuple(sorted({*run.history.saved, version})))
+    if run.saves.by_keepers:
+        tell(decision)
     decision.durable = True
     decision.say(f"the checkpoint of {version} is in the bucket")
 
@@ -119,17 +149,20 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
 
 
 def _forget(decision: Decision, version: Version, why: str) -> None:
+    known = decision.run.saves.find(version)
     decision.know(saves=decision.run.saves.without(version))
+    if known is not None and known.nodes:
+        tell(decision)
     decision.say(f"the checkpoint of {version} failed ({why})")
 
 
 def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
-    """Returns the saves that need nothing more from ``gone``.
+    """Returns the saves that need nothing more from the workers that are ``gone``.
 
     A save whose manifest was asked for also stays: the manifest may still come, asked for by another coordinator perhaps.
     """
     lost = set(gone)
-    return Saves(tuple(each for each in saves.pending if each.asked or not lost & (set(each.members) - set(each.reported))))
+    return Saves(tuple(each for each in saves.pending if each.nodes or each.asked or not lost & (set(each.members) - set(each.reported))))
 
 
 # ---- what is in the bucket

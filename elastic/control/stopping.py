@@ -211,6 +211,8 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
     there = tuple(worker for worker, known in run.workers.items() if known.node in gone and worker not in answered)
     why = f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {LONGER * silence_s:g} s, nor an answer to the fence"
     membership.expel(decision, there, why)
+    for node in gone:
+        saves.without_keeper(decision, node)
     decision.amend(pending=(), expelled=(*state.expelled, *state.pending))
     decision.say(f"{why}: expel {names(there)}")
     assert isinstance(decision.run.state, Stopping)

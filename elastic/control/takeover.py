@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from elastic.control import copy_inventory, edges, membership, stopping
+from elastic.control import copy_inventory, edges, membership, saves, stopping
 from elastic.control.decision import Decision, count, names
 from elastic.control.liveness import Watch
 from elastic.control.run import NEVER, Finishing, Forming, Running, Saves, Stopping, Waiting
@@ -47,6 +47,7 @@ def recovered(decision: Decision, event: Recovered) -> None:
     if not event.whole:
         _expect_the_unread(decision)
     _say_again(decision)
+    saves.tell(decision)
     if decision.run.takeover.startups > MAX_DEATHS:
         give_up(decision, f"{MAX_DEATHS} coordinators in a row died before anything came of their start")
 
@@ -81,8 +82,8 @@ def _forgive_the_silence(decision: Decision) -> None:
     run, now, rules = decision.run, decision.now, decision.rules
     lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s)
-    saves = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves.pending)  # the writers have what a manifest is made of
-    decision.know(watch=watch, saves=Saves(saves))
+    again = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves.pending)  # the keepers have what a manifest is made of
+    decision.know(watch=watch, saves=Saves(again))
     match run.state:
         case Forming():
             decision.amend(deadline=now + rules.form_s, here_at=now if run.state.here else NEVER)

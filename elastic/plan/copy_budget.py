@@ -17,6 +17,8 @@ SELDOM_S = 1.0
 REMEMBERED = 8
 BUDDY_SLOTS = 2
 """In which a keeper holds copies of another node's worker: the newest that all buddies have complete, and the next one."""
+SAVE_SLOTS = 1
+"""Slots for saves: what is on its way to the bucket is not overwritten, and steps go on meanwhile."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
 GBIT = 1e9 / 8
 """Bytes."""
@@ -95,21 +97,27 @@ class Pace:
         return ceil(max(brought_s / self.rule.link_share, SELDOM_S) / self.step_s)
 
 
-def slots_for(buddy_every: int) -> int:
-    """A version known to be complete, the next one; with buddies also the one complete at them, and the next one of those."""
-    return 4 if buddy_every else 2
+def slots_for(copy_every: int, buddy_every: int) -> int:
+    """Returns how many slots a worker has: for a save on its way to the bucket, and for copies.
+
+    Those are a version known to be complete and the next one; with buddies also the one complete at them, and the next one of those.
+    """
+    return SAVE_SLOTS + (4 if buddy_every else 2 if copy_every else 0)
 
 
-def slots_a_worker(buddy_every: int) -> int:
-    """Its own, and those in which its node holds copies of a worker of another one."""
-    return slots_for(buddy_every) + (BUDDY_SLOTS if buddy_every else 0)
+def slots_a_worker(copy_every: int, buddy_every: int) -> int:
+    """Returns how many slots a worker takes: its own, and those in which its node holds copies of a worker of another one."""
+    return slots_for(copy_every, buddy_every) + (BUDDY_SLOTS if buddy_every else 0)
 
 
 def explained(spread: Spread, copy_every: int, buddy_every: int, rule: CopyRule, link: Link = Link(), price_per_gb: float = 0.0) -> str:
     """The sentence for the user, before anything was measured.  ``link``: of the machine where it is said."""
+    slots, part, shards = slots_a_worker(copy_every, buddy_every), spread.part_bytes, spread.shards
     if not copy_every:
-        return "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket"
-    slots, part, shards = slots_a_worker(buddy_every), spread.part_bytes, spread.shards
+        return (
+            "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket; "
+            f"a save on its way there takes up to {amount(slots * part)} a worker"
+        )
     text = f"copies in host memory {_often(copy_every, rule.copies)}, of {amount(spread.state_bytes)} of state: "
     text += (
         f"up to {amount(slots * part)} a worker ({slots} slots of {amount(part)}, {shards} {'shard' if shards == 1 else 'shards'} at least)"
@@ -169,10 +177,13 @@ def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: in
     """Why copies of ``needed`` bytes do not fit where ``free`` are left; "" where they do.  ``where``: whose limit that is."""
     if needed <= free:
         return ""
-    less = "copies.buddy_every = 0 two thirds of it, " if slots > slots_for(0) else ""
+    less = [
+        f"{setting} leaves {left} of {slots} slots"
+        for setting, left in (("copies.buddy_every = 0", slots_for(1, 0)), ("copies.copy_every = 0", slots_for(0, 0)))
+        if left < slots
+    ]
     return (
-        f"copies.copy_every = {copy_every}: this worker's copies take {amount(needed)} of memory ({slots} slots), and {where} leaves "
-        f"{amount(free)} beside those of the node's other workers; raise it by {amount(needed - free)} a worker (on Kubernetes "
-        f"resources.limits.memory of the pod), or save it: "
-        f"{less}copies.copy_every = 0 all of it, workers.min = more makes the largest shard smaller"
+        f"copies.copy_every = {copy_every}: this worker's copies and saves take {amount(needed)} of memory ({slots} slots), and {where} "
+        f"leaves {amount(free)} beside those of the node's other workers; raise it by {amount(needed - free)} a worker (on Kubernetes "
+        f"resources.limits.memory of the pod), or save it: {', '.join((*less, 'workers.min = more makes the largest shard smaller'))}"
     )

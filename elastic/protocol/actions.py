@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.plan import Plan
 
@@ -71,6 +72,33 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class Save:
+    """A version on its way to the bucket: the copies that the members of generation ``by`` made of it.
+
+    ``members[i]`` has world rank i of ``layout`` and runs on ``nodes[i]``, whose keeper uploads its part.
+    """
+
+    version: Version
+    by: int
+    layout: Layout
+    members: tuple[WorkerId, ...]
+    nodes: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Tell keepers which saves are on their way: each uploads the parts of its node's workers and reports ``ShardSaved`` or ``SaveFailed``.
+
+    Every other save that began by ``version`` of ``generation`` is over: its upload stops, and its slots may be overwritten.
+    """
+
+    keepers: tuple[NodeId, ...]
+    saves: tuple[Save, ...]
+    generation: int
+    version: Version
+
+
+@dataclass(frozen=True)
 class CommitManifest:
     """All shards of ``version`` are in: write its manifest, create-only, and report ``Saved`` or ``SaveFailed``."""
 
@@ -120,4 +148,6 @@ class Exit:
     workers: tuple[WorkerId, ...]
 
 
-Action = StartWorkers | Form | Go | Pause | Fence | Settle | Kill | CommitManifest | Quarantine | ListCopies | Release | Pair | Exit
+Action = (
+    StartWorkers | Form | Go | Pause | Fence | Settle | Kill | Upload | CommitManifest | Quarantine | ListCopies | Release | Pair | Exit
+)

@@ -5,8 +5,8 @@ on any backend and can be filled in on the accelerator.  The collective complete
 complete: having seen it *is* the commit.  An aborted collective can look complete over garbage, so each record names whom it
 is from and carries a checksum; one wrong record and there is no outcome.
 
-    [MAGIC, incarnation, generation, step, world rank, boundary (+ BEHIND), finite, squared norm]
-    then what it says of its copies        [copied_through, buddied_through, copy_every, buddy_every]
+    [MAGIC, incarnation, generation, step, world rank, boundary, finite, squared norm]
+    then what it says of its copies        [copied_through, buddied_through, copy_every, buddy_every, save, behind]
     then for each of the member's rounds   [loss sum, token count, sample ids ...]
     then the checksum: the wrapping 64-bit sum of everything before it, word i as a bit pattern times 2i + 1, so that order counts; first
     its upper half is mixed into its lower (exclusive or), or two words that differ in their sign alone could change places unseen
@@ -24,24 +24,28 @@ from elastic.plan.placement import data_ranks, reporters
 
 GO_ON, PAUSE, SAVE_AND_PAUSE = 0, 1, 2
 """What a member asks for at the boundary after this step; the greatest of all members counts."""
-BEHIND = 4
-"""Added to it by a member whose save before is still on its way to the bucket, where one is due after this step."""
+NO_SAVE, DUE, LAST = 0, 1, 2
+"""Whether a member asks that the state after this step be saved to the bucket: not, once there is room, whatever else is on its way."""
 
-MAGIC = 20260721.0
-HEADER = 12
+MAGIC = 20261124.0
+HEADER = 14
 LOWER = 2**32 - 1
 
 
 class Copied(NamedTuple):
     """What a member says of its copies when it prepares a step: complete through which, and every how many steps it can make one.
 
-    -1 and 0: none, as often as planned.  Of all members the least step and the greatest number count.
+    -1 and 0: none, as often as planned.  Of all members the least step and the greatest number count.  ``save`` is NO_SAVE, DUE or
+    LAST.  ``behind`` is 1 while this member has no room for a save: the one before is not in the bucket yet, or its newest copy is not
+    complete.
     """
 
     copied_through: int = -1
     buddied_through: int = -1
     copy_every: int = 0
     buddy_every: int = 0
+    save: int = NO_SAVE
+    behind: int = 0
 
 
 NO_COPIES = Copied()
@@ -55,7 +59,9 @@ class Outcome:
     by microbatch, in order; ``samples`` the ids each microbatch read (the ledger).  ``finite`` False: the update is skipped.
     ``copied_through``: the newest step of this generation of which every member had a complete copy in host memory when it prepared
     this one (-1: none); ``buddied_through``: a complete copy at its buddy.
-    ``behind``: a member still writes the save before.  ``copy_every``, ``buddy_every``: steps from one copy to the next, at least.
+    ``behind``: a member has no room for a save.  ``copy_every``, ``buddy_every``: steps from one copy to the next, at least.
+    ``saves``: every member copies the state after this step, and that copy is a save; None in the journals of older versions, whose
+    members found that out for themselves.
     """
 
     step: int
@@ -71,6 +77,7 @@ class Outcome:
     behind: bool = False
     copy_every: int = 0
     buddy_every: int = 0
+    saves: bool | None = None
 
     @property
     def tokens(self) -> int:
@@ -116,6 +123,14 @@ class CommitShape:
         return HEADER + self.rounds * (2 + self.microbatch) + 1
 
 
+def is_saved(boundary: int, asked: int, behind: bool) -> bool:
+    """Returns whether the state after a step becomes a save; ``asked`` is the greatest of what the members asked for.
+
+    The last step and a stop are saved whatever else is on its way; any other save waits until every member has room for it.
+    """
+    return boundary == SAVE_AND_PAUSE or asked >= LAST or (asked == DUE and not behind)
+
+
 class BadRecord(ValueError):
     """A gathered record is not what its member sent: the collective was aborted under us."""
 
@@ -137,6 +152,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
                 first = HEADER + round_ * (2 + shape.microbatch)
                 parts[index] = records[world_rank][first : first + 2 + shape.microbatch]
     ordered = [parts[i] for i in range(shape.microbatches)]
+    boundary, behind = max(int(record[5]) for record in records), any(record[13] > 0 for record in records)
     return Outcome(
         step=step,
         generation=shape.generation,
@@ -145,12 +161,13 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
         counts=tuple(int(part[1]) for part in ordered),
         samples=tuple(tuple(int(i) for i in part[2:]) for part in ordered),
         finite=all(record[6] == 1.0 for record in records),
-        boundary=max(int(record[5]) % BEHIND for record in records),
+        boundary=boundary,
         copied_through=int(min(record[8] for record in records)),
         buddied_through=int(min(record[9] for record in records)),
-        behind=any(record[5] >= BEHIND for record in records),
+        behind=behind,
         copy_every=int(max(record[10] for record in records)),
         buddy_every=int(max(record[11] for record in records)),
+        saves=is_saved(boundary, int(max(record[12] for record in records)), behind),
     )
 
 

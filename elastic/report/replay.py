@@ -23,6 +23,8 @@ Json = Mapping[str, Any]
 Segment = tuple[Json, Sequence[Json]]
 
 SHOWN_MEMBERS = 8
+NEW_ACTIONS = frozenset({"Upload"})
+"""Actions that formats before the present one do not have: workers uploaded their saves themselves then."""
 
 
 @dataclass(frozen=True)
@@ -134,15 +136,17 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
     Raises :class:`ValueError` without any, :class:`~elastic.control.codec.UnknownFormat` for a journal that this version cannot read.
     """
     for snapshot, records in segments:
+        unknown = NEW_ACTIONS if snapshot["format"] < codec.FORMAT else frozenset[str]()
         snapshot, records = codec.modern(snapshot, records)
         recorded = snapshot.get("rules")
         by = codec.decode(Rules, recorded) if recorded else rules
         if by is None:
             raise ValueError("the journal does not say by which rules it was decided: name the job file instead of the journal")
-        yield from _of_segment(snapshot, records, by, sentences=bool(recorded) and snapshot["code"] == code)
+        yield from _of_segment(snapshot, records, by, unknown, sentences=bool(recorded) and snapshot["code"] == code)
 
 
-def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Difference]:
+def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, unknown: frozenset[str], *, sentences: bool) -> Iterator[Difference]:
+    """``unknown``: actions that did not exist yet when the segment was written."""
     for record in records:
         record = codec.written_out(record, snapshot["run"])
         before = codec.before(snapshot["run"], record)
@@ -150,7 +154,8 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, senten
         state = type(decided.run.state).__name__
         if state != record["state"]:
             yield Difference(record["n"], "state", record["state"], state)
-        ours = _in_the_words_of(record["actions"], codec.encode(decided.actions))
+        known = [action for action in decided.actions if type(action).__name__ not in unknown]
+        ours = _in_the_words_of(record["actions"], codec.encode(tuple(known)))
         if ours != record["actions"]:
             wanted, ours = ("; ".join(map(action_line, each)) for each in (record["actions"], ours))
             yield Difference(record["n"], "actions", wanted, ours)

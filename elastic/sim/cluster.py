@@ -8,13 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.control.run import RunState
 from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.protocol.actions import Upload
 from elastic.protocol.builds import Build
-from elastic.protocol.events import Beat, Capacity, KeeperLost, KeeperUp, Kept, Lost, NodeFound, NodeRefused, StartFailed
+from elastic.protocol.events import (
+    Beat,
+    Capacity,
+    KeeperLost,
+    KeeperUp,
+    Kept,
+    Lost,
+    NodeFound,
+    NodeRefused,
+    SaveFailed,
+    ShardSaved,
+    StartFailed,
+)
 from elastic.protocol.plan import Plan
 from elastic.sim.faults import Kind
 from elastic.sim.memory import Shelf, held_at
 from elastic.sim.network import Way
 from elastic.sim.truth import check_manifest, covers
+from elastic.sim.uploads import Uploads
 from elastic.sim.worker import Worker
 
 if TYPE_CHECKING:
@@ -42,6 +56,7 @@ class Node:
     """What its keeper holds of the journal: see ``journals.py``."""
     shelf: Shelf = field(default_factory=Shelf)
     buddy: NodeId = NodeId("")  # noqa: RUF009 - a plain string
+    uploads: Uploads = field(init=False)
 
     def heed(self, incarnation: int) -> None:
         """What coordinators before this one write is taken no more."""
@@ -98,6 +113,7 @@ class Cluster:
     def add_node(self, host: str = "") -> None:
         name = NodeId(f"n{self.number()}")
         node = Node(name, host or name)
+        node.uploads = Uploads(self, node)
         self.nodes[node.name] = node
         self.clock.after(0.0, self.found, node.name)
         self.keeper_up(node)
@@ -119,7 +135,7 @@ class Cluster:
             self.clock.after(0.0, self.found, node)
             self.say_surely(node, NodeRefused(node, f"node {node} sees another bucket"))
 
-    def say_surely(self, node: NodeId, event: KeeperUp | KeeperLost | NodeRefused | Lost | StartFailed) -> None:
+    def say_surely(self, node: NodeId, event: KeeperUp | KeeperLost | NodeRefused | Lost | StartFailed | ShardSaved | SaveFailed) -> None:
         """Said again and again, by the node or about it, until the coordinator of the day has heard it."""
         self.network.send_surely(Way.FROM, node, self.sim.tell_coordinator, event)
 
@@ -133,7 +149,9 @@ class Cluster:
 
     def keeper_dies(self, node: Node, down_s: float) -> None:
         node.keeper, node.heeds, node.tail = False, 0, None
-        node.shelf, node.buddy = Shelf(), NodeId("")
+        node.shelf, node.buddy, node.uploads = Shelf(), NodeId(""), Uploads(self, node)
+        for worker in self.on(node.name):
+            worker.memory.saving = None  # whatever the next keeper does with its memory, it knows of no save
         self.say_surely(node.name, KeeperLost(node.name, "its process died"))
         self.clock.after(down_s, self.keeper_up, node)
 
@@ -190,6 +208,18 @@ class Cluster:
         for node in nodes:
             self.network.send(Way.TO, node, self._obey, incarnation, node, call, *args)
 
+    def order_surely(self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any) -> None:
+        """The same, where no word may be lost on the way: one that stands still hears it afterwards."""
+        for node in nodes:
+            self.network.send_surely(Way.TO, node, self._obey_at_last, incarnation, node, call, *args)
+
+    def _obey_at_last(self, incarnation: int, name: NodeId, call: Callable[..., None], *args: Any) -> None:
+        node = self.nodes.get(name)
+        if node is not None and node.frozen_until > self.clock.now:
+            self.clock.after(node.frozen_until - self.clock.now, self._obey_at_last, incarnation, name, call, *args)
+        else:
+            self._obey(incarnation, name, call, *args)
+
     def _obey(self, incarnation: int, name: NodeId, call: Callable[..., None], *args: Any) -> None:
         node = self.nodes.get(name)
         if node is not None and self.shelf(name) is not None and incarnation >= node.heeds:
@@ -203,6 +233,9 @@ class Cluster:
 
     def release(self, node: Node, copied: Version, buddied: Version) -> None:
         self.sim.oracle.occasions["copies of the dead are released"] += bool(node.shelf.release(copied, buddied))
+
+    def upload(self, node: Node, number: tuple[int, int], action: Upload) -> None:
+        node.uploads.obey(number, action.saves, action.generation, action.version)
 
     def pair(self, node: Node, buddy: NodeId) -> None:
         node.buddy = buddy

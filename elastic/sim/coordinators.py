@@ -52,6 +52,8 @@ class Coordinator:
         """It has read all that the ones before it may have acted on."""
         self.attached: set[WorkerId] = set()
         """Who has answered it."""
+        self.uploads = 0
+        """How many times it has told keepers which saves are on their way."""
         self._backlog: list[Event] = []
         self._decided: tuple[RunState, Event, Transition] | None = None
         """What may not be performed yet: its record lies nowhere where the next coordinator would find it."""
@@ -216,6 +218,9 @@ class Coordinator:
                 cluster.kill(action.workers)
             case do.CommitManifest():
                 self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._commit_manifest, action)
+            case do.Upload():
+                self.uploads += 1
+                cluster.order_surely(self.incarnation, action.keepers, cluster.upload, (self.incarnation, self.uploads), action)
             case do.ListCopies():
                 cluster.order(self.incarnation, action.keepers, cluster.take_stock, action.generation)
             case do.Release():

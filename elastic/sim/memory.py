@@ -6,18 +6,20 @@ place is another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.copy_budget import slots_for
 from elastic.plan.transfer import Holding
-from elastic.protocol.commit_record import Outcome
-from elastic.protocol.copy_schedule import Copies, Copy
+from elastic.protocol.commit_record import NO_COPIES, Copied, Outcome
+from elastic.protocol.copy_schedule import Copies, Copy, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
+from elastic.sim.faults import Point
 
 if TYPE_CHECKING:
     from elastic.sim.cluster import Cluster
+    from elastic.sim.uploads import Uploads
     from elastic.sim.worker import Worker
 
 
@@ -60,15 +62,20 @@ class Memory:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.sim = worker, worker.sim
-        self.slots: Slots = [None] * slots_for(worker.sim.rules.buddy_every)
+        self.slots: Slots = [None] * slots_for(worker.sim.rules.copy_every, worker.sim.rules.buddy_every)
         self.copies: Copies | None = None
         self.buddied: Copy | None = None
         """The newest of which the buddy has said that it is complete there."""
+        self.generation = 0
+        self.saving: Version | None = None
+        """The newest save that was begun and is neither in the bucket nor given up, as far as the keeper says."""
+        self.save_rule = SaveRule(worker.sim.rules.save_every, worker.sim.rules.target_step)
 
     # -- what the worker does -------------------------------------------------------------------------------------
 
     def enter(self, plan: Plan) -> None:
-        self.copies, self.buddied = Copies.begin(plan, self.worker.name, self.copies, whole(self.slots)), None
+        self.copies, self.buddied = Copies.begin(plan, self.worker.name, self.copies, whole(self.slots), self.save_rule), None
+        self.generation = plan.generation
         self._go_on(None)
 
     def committed(self, outcome: Outcome, *, fenced: bool = False) -> None:
@@ -82,7 +89,16 @@ class Memory:
         copies = self.copies
         if copies is None or copies.begun is None or (before is not None and before.begun == copies.begun):
             return
-        place = copies.slot(whole(self.slots))
+        try:
+            place = copies.slot(whole(self.slots))
+        except NoRoom:
+            self.sim.clock.after(0.3, self.worker.receive, self._make_room, copies)
+            return
+        if copies.begun in copies.saving:
+            self.saving = copies.begun.version
+            self.sim.strikes.passes(self.worker, Point.SAVE)
+        if not self.worker.alive:
+            return
         if place is None:
             self._send(copies.begun)
             return
@@ -93,19 +109,36 @@ class Memory:
         work_s = 0.05 + (0.4 if self.sim.rng.random() < 0.8 else 2.5) * self.sim.rng.random()
         self.sim.clock.after(work_s, self.worker.receive, self._complete, slot)
 
+    def _make_room(self, copies: Copies) -> None:
+        """The last save of a world has no slot as long as the one before is on its way."""
+        if self.copies is not copies or self.worker.world is None or copies.begun is None:
+            return
+        if self.saving is None:
+            self.copies = replace(copies, saving=(copies.begun,))
+        self._go_on(None)
+
+    def heed(self, keeper: Uploads) -> None:
+        """The keeper was told which saves are on their way."""
+        if self.saving is not None and keeper.is_over(self.worker.name, self.saving):
+            self.saving = None
+
     def _complete(self, slot: Slot) -> None:
         slot.complete = True
         self._send(slot.copy)
 
-    def through(self) -> tuple[int, int]:
+    def through(self) -> Copied:
         """What it puts into a commit record: the newest steps of this generation that are complete here, and at its buddy."""
-        copies = self.copies
+        copies, node = self.copies, self.sim.cluster.nodes.get(self.worker.node)
         if copies is None:
-            return -1, -1
+            return NO_COPIES
+        if node is not None and node.keeper:
+            self.heed(node.uploads)
         held = whole(self.slots)
         steps = [copy.version.step for copy in (copies.begun, copies.copied) if copy is not None and copy in held and self._now(copy)]
         at_buddy = self.buddied.version.step if self.buddied is not None and self._now(self.buddied) else -1
-        return max(steps, default=-1), at_buddy
+        behind = self.saving is not None or (bool(copies.plan.copy_every) and copies.begun not in held)
+        through = max(steps, default=-1) if copies.plan.copy_every else -1
+        return Copied(through, at_buddy, save=copies.asks, behind=int(behind))
 
     def _now(self, copy: Copy) -> bool:
         """Is it of this generation: cut as it is cut now, of what it began from or of a later step?"""

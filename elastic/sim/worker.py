@@ -11,17 +11,16 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from elastic.control.saves import begins
 from elastic.errors import FencedOff
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
-from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Broken, Fenced, Here, Joined, Progress, Ready, SaveFailed, ShardSaved, StepDone
+from elastic.protocol.commit_record import GO_ON, Outcome
+from elastic.protocol.events import Broken, Fenced, Here, Joined, Progress, Ready, StepDone
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
-from elastic.sim.faults import Kind, Point
+from elastic.sim.faults import Point
 from elastic.sim.memory import Memory
 from elastic.sim.network import Way
 from elastic.sim.process import Process
@@ -64,8 +63,6 @@ class Worker(Process):
         """The generation whose fence it has answered last."""
         self.newest: tuple[int, int] | None = None
         """The step, and its generation, that it has applied last."""
-        self.saved: set[tuple[Version, int]] = set()
-        """Versions of which its part is in the bucket, and the generation that saved them."""
         self._planned_at = 0.0
         self.progress: Progress | None = None
         self.memory = Memory(self)
@@ -102,8 +99,6 @@ class Worker(Process):
         self.report(self.introduction)
         for event in self.member.attached():
             self._answer(event) if isinstance(event, Fenced) else self.report(event)
-        for version, generation in sorted(self.saved)[-4:]:
-            self.report(ShardSaved(self.name, version, generation))
 
     # -- forming and healing --------------------------------------------------------------------------------------
 
@@ -184,8 +179,6 @@ class Worker(Process):
         self.held = {(version, self.cell)}
         check_start(self)
         self._renew()  # at once: its Ready, from which the lease counts, may be long ago
-        if version.step >= self.sim.rules.target_step:
-            self._save(version)
         self.memory.enter(self.world.plan)
         self._start_step()
 
@@ -223,7 +216,7 @@ class Worker(Process):
         assert self.world is not None
         self.sim.oracle.contributes(self, step)
         self.phase = Phase.PREPARED
-        self.world.contribute(self, step, self.member.boundary, *self.memory.through())
+        self.world.contribute(self, step, self.member.boundary, self.memory.through())
 
     def commit_seen(self, outcome: Outcome) -> None:
         if self.phase is Phase.PREPARED:
@@ -248,13 +241,11 @@ class Worker(Process):
         self.phase = Phase.DONE
         self.memory.committed(outcome, fenced=fenced)
         self._count(outcome.step + 1, 0, 0)
-        if begins(outcome, self.sim.rules.save_every, self.sim.rules.target_step):
-            self._save(version)
 
     def _applied(self, outcome: Outcome) -> None:
         if self.phase is not Phase.APPLYING:
             return
-        self._update_done(outcome, fenced=self.member.barred or bool(outcome.boundary))
+        self._update_done(outcome, fenced=self.member.barred or (outcome.boundary != GO_ON and not outcome.saves))
         assert self.world is not None
         if self.world.plan.members[0] == self.name:
             self.report(StepDone(self.name, outcome.generation, outcome))
@@ -378,18 +369,3 @@ class Worker(Process):
 
     def _count(self, step: int, microbatch: int, collective: int) -> None:
         self.progress = Progress(self.name, self.member.generation, step, microbatch, collective)
-
-    def _save(self, version: Version) -> None:
-        """In the background, from a copy: neither the next step nor a fence disturbs it."""
-        if self.sim.strikes.passes(self, Point.SAVE) is Kind.EXCEPTION:
-            self.report(SaveFailed(version, "ValueError: flaky", self._generation()))
-            return
-        self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self.receive, self._shard_written, version, self.cell, self._generation())
-
-    def _shard_written(self, version: Version, cell: Cell, generation: int) -> None:
-        if self.sim.cluster.bucket_fails():
-            self.sim.clock.after(1.0, self.receive, self._shard_written, version, cell, generation)
-            return
-        self.sim.cluster.bucket.written(version, cell, generation)
-        self.saved.add((version, generation))
-        self.post(ShardSaved(self.name, version, generation))

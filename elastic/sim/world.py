@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic.ids import WorkerId
-from elastic.protocol.commit_record import Outcome
+from elastic.protocol.commit_record import Copied, Outcome, is_saved
 from elastic.protocol.plan import Plan
-from elastic.sim.faults import Kind
 
 if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
@@ -27,8 +26,8 @@ class World:
         self.here: dict[WorkerId, Worker] = {}
         self.broken = False
         """A member died or left: nothing new completes."""
-        self.asked: dict[int, dict[WorkerId, tuple[int, int, int]]] = {}
-        """By step: who contributed, which boundary flag it asked for, and what it has copied and brought to its buddy."""
+        self.asked: dict[int, dict[WorkerId, tuple[int, Copied]]] = {}
+        """By step: who contributed, which boundary flag it asked for, and what it says of its copies."""
         self.completed_at: dict[int, float] = {}
         self.outcomes: dict[int, Outcome] = {}
 
@@ -45,10 +44,10 @@ class World:
             worker = self.here[name]
             worker.later(0.1 * self.sim.rng.random(), worker.formed)
 
-    def contribute(self, worker: Worker, step: int, boundary: int, copied: int, buddied: int) -> None:
+    def contribute(self, worker: Worker, step: int, boundary: int, copied: Copied) -> None:
         """The worker's record of ``step``.  The last one makes the commit."""
         asked = self.asked.setdefault(step, {})
-        asked[worker.name] = (boundary, copied, buddied)
+        asked[worker.name] = (boundary, copied)
         if not self.broken and self.sim.cluster.peers_cut(self.plan.members):
             self.falls_apart()
         if self.broken:
@@ -56,14 +55,16 @@ class World:
         elif len(asked) == len(self.plan.members):
             self._complete(step, list(asked.values()))
 
-    def _complete(self, step: int, asked: list[tuple[int, int, int]]) -> None:
+    def _complete(self, step: int, asked: list[tuple[int, Copied]]) -> None:
         rng, clock = self.sim.rng, self.sim.clock
         mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
-        boundary, copied, buddied = max(each[0] for each in asked), min(each[1] for each in asked), min(each[2] for each in asked)
-        behind = self.sim.network.level(Kind.BUCKET_DOWN) >= 1.0
+        boundary, records = max(each[0] for each in asked), [each[1] for each in asked]
+        copied, buddied = min(each.copied_through for each in records), min(each.buddied_through for each in records)
+        behind = any(each.behind for each in records)
+        saves = is_saved(boundary, max(each.save for each in records), behind)
         seldom = step // 7 % 4 if self.generation % 3 == 0 else 0  # as if copies took so many steps for a while
         self.outcomes[step] = Outcome(
-            step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, copied, buddied, behind, seldom, seldom + 1
+            step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, copied, buddied, behind, seldom, seldom + 1, saves
         )
         self.completed_at[step] = clock.now
         for name in self.plan.members:

@@ -54,6 +54,7 @@ class KeeperStore:
         region["keeper"] = os.getpid()
         with self._lock:
             region["brought"] = 0  # a keeper before this one may have had another buddy
+            region["saves_over"] = region["saves"]  # and what it had still to upload is given up
             self._own[worker] = region
             self._dead.discard(worker)
 
@@ -62,6 +63,23 @@ class KeeperStore:
             if worker in self._own:
                 self._dead.add(worker)
                 self._sent_s.pop(worker, None)
+
+    def regions(self) -> list[tuple[WorkerId, Region]]:
+        """Returns those of this node's workers, dead or alive."""
+        with self._lock:
+            return list(self._own.items())
+
+    def region(self, worker: WorkerId) -> tuple[Region | None, bool]:
+        """Returns the region of one of this node's workers, None where there is none here, and whether the worker has ended."""
+        with self._lock:
+            return self._own.get(worker), worker in self._dead
+
+    def forget(self, worker: WorkerId) -> None:
+        """Frees what a dead worker has left."""
+        with self._lock:
+            if worker in self._dead:
+                self._dead.remove(worker)
+                del self._own[worker]
 
     def held(self) -> tuple[Holding, ...]:
         """Every slot that is complete."""

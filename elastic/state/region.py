@@ -1,20 +1,21 @@
 """The memory of one worker's copies: a few slots, each of which holds one version of its shard complete, or nothing.
 
-An anonymous file (memfd) that the worker makes and its keeper opens too, as ``/proc/<pid>/fd/<n>``: the bytes outlive the worker, and
+It is an anonymous file (memfd) that the worker makes and its keeper opens too, as ``/proc/<pid>/fd/<n>``: the bytes outlive the worker, and
 nothing is left on the node when both are gone.  A slot is empty while it is written: its header is marked first and last.  Each block
-of a slot has a digest, so that what is read back, torn by a death or bent on its way, is never taken for state.
+of a slot has a digest, so that bytes that a death has torn or memory has bent are never taken for state.
 
-    header | a header for each slot | digests of each slot | slots, page by page
+    header, a header for each slot | which tensors there are | digests of each slot | slots, page by page
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 from elastic.errors import StateMissing
 from elastic.ids import Cell
@@ -23,14 +24,15 @@ from elastic.protocol.copy_schedule import Copy
 from storage.slices import Tensor, Version, nbytes
 
 NAME = "elastic-copies"
-"""Of the anonymous file."""
+"""Name of the anonymous file."""
 MAGIC = 0x656C617374696334
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
-COPIES = ("send", "safe")
-"""``send``: what the keeper is to bring to its buddy; ``safe``: what is complete at every member's buddy, this worker's part of it."""
+COPIES = ("send", "safe", "save")
+"""``send`` is the copy that the keeper is to bring to its buddy.  ``safe`` is this worker's part of the version that is complete at every
+member's buddy.  ``save`` is the newest copy that this worker has begun and that is a save."""
 BLOCK = 2**18
-"""Bytes of one digest."""
+"""Bytes that one digest covers."""
 WORD = 8
 CELL = tuple(f"cell{word}" for word in range(CELL_BYTES // WORD))
 """The words in which a header has the text of a cell, filled up with zeros."""
@@ -39,15 +41,23 @@ HEADER = (
     "slots",
     "slot_bytes",
     "slot_blocks",
+    "tensors_bytes",
     "keeper",
     "brought_us",
     "asked",
     "brought",
+    "generation",
+    "saves",
+    "saves_over",
+    "save_failed",
     *(f"{name}_{part}" for name in COPIES for part in ("step", "generation", *CELL)),
 )
-"""``keeper``: the process that has it open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us``: how long
-its node's link is busy when all workers there have a copy brought to the buddy, in microseconds; 0: that was never seen.  ``asked``: how
-many times the worker has said what is to be sent; ``brought``: the last of those, as the keeper says, that its present buddy has."""
+"""``keeper`` is the process that has the region open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us`` is
+how long the node's link is busy when a copy of every worker there is brought to the buddy, in microseconds; 0: not measured yet.  ``asked``
+counts how often the worker has said what is to be sent; ``brought`` is the last of those that the keeper says its present buddy has.
+``generation`` is the world that the worker is in; it has ended every copy of earlier ones.  ``saves`` counts the saves that the worker has
+begun; ``saves_over`` is the last of those that the keeper says is in the bucket or given up.  ``save_failed`` is 1 where the worker could
+not copy the newest save."""
 TAKEN = 2**26
 """Bytes that are taken from the system at once: who maps or unmaps memory in this process waits meanwhile, 20 ms."""
 POPULATE_WRITE = 23
@@ -92,13 +102,13 @@ def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
 
 
 class Region:
-    """One worker's slots.  One writer a word, so nothing is locked; whoever reads a slot looks at its header before and after.
+    """One worker's slots.  Every word has one writer, so nothing is locked; a reader of a slot looks at its header before and after.
 
-    Several threads may be at work in it: memory and descriptor go with the last who refers to it, never under somebody's hands.
+    Several threads may work in it: memory and descriptor are freed with the last reference.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Takes over the descriptor.  Raises :class:`StateMissing` for something else than a region."""
+        """Takes over the descriptor.  Raises :class:`StateMissing` if it is not a region's."""
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
         size = os.fstat(descriptor).st_size
@@ -106,24 +116,39 @@ class Region:
             raise StateMissing("what should be a region of host copies is no memory of any")
         self.memory = memoryview(mmap.mmap(descriptor, size))
         self._words = self.memory[:PAGE].cast("q")
-        if self["magic"] != MAGIC or size != _size(self["slots"], self["slot_bytes"], self["slot_blocks"]):
+        sizes = (self["slots"], self["slot_bytes"], self["slot_blocks"], self["tensors_bytes"])
+        if self["magic"] != MAGIC or size != _size(*sizes):
             raise StateMissing("this is no region of host copies, or one of another version of Elastic")
-        self.slots, self.slot_bytes, self.slot_blocks = self["slots"], self["slot_bytes"], self["slot_blocks"]
+        self.slots, self.slot_bytes, self.slot_blocks, self._tensors_bytes = sizes
+        self._digests_at = PAGE + _pages(self._tensors_bytes)
 
     @classmethod
-    def create(cls, slots: int, slot_bytes: int, slot_blocks: int) -> Region:
-        """Slots for ``slot_bytes`` with ``slot_blocks`` digests each.  Memory is taken as it is written."""
+    def create(cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = ()) -> Region:
+        """Makes slots of ``slot_bytes`` with ``slot_blocks`` digests each.  The system gives memory as it is written.
+
+        The slots hold parts of ``tensors``, which are described here for readers that outlive the worker.
+        """
+        described = json.dumps([asdict(tensor) for tensor in tensors]).encode()
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks))
-        with mmap.mmap(descriptor, PAGE) as first:
-            words = memoryview(first).cast("q")
-            words[: len(HEADER)] = memoryview(_packed(MAGIC, slots, slot_bytes, slot_blocks, *[0] * 4, *[-1] * (len(HEADER) - 8))).cast("q")
+        os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks, len(described)))
+        with mmap.mmap(descriptor, PAGE + len(described)) as first:
+            first[PAGE:] = described
+            words = memoryview(first)[:PAGE].cast("q")
+            given = _packed(MAGIC, slots, slot_bytes, slot_blocks, len(described))
+            words[: len(HEADER)] = memoryview(given + bytes((len(HEADER) - len(given) // WORD) * WORD)).cast("q")
+            for name in COPIES:
+                words[HEADER.index(f"{name}_step")] = -1
             words.release()
         return cls(descriptor)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Returns the tensors that its slots hold parts of, in the order of a frame."""
+        described = json.loads(bytes(self.memory[PAGE : PAGE + self._tensors_bytes]))
+        return tuple(Tensor(**each | {"shape": tuple(each["shape"])}) for each in described)
+
     @classmethod
     def of_process(cls, pid: int, descriptor: int) -> Region:
-        """The region that process ``pid`` of this machine has open as ``descriptor``."""
+        """Opens the region that process ``pid`` of this machine has open as ``descriptor``."""
         return cls(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
     def __getitem__(self, field: str) -> int:
@@ -133,12 +158,12 @@ class Region:
         self._words[HEADER.index(field)] = value
 
     def copy(self, field: str) -> Copy | None:
-        """One of :data:`COPIES`."""
+        """Returns one of :data:`COPIES`."""
         step, generation, *cell = (self[f"{field}_{part}"] for part in ("step", "generation", *CELL))
         return Copy(Version(step, generation), _cell(cell)) if step >= 0 else None
 
     def set_copy(self, field: str, copy: Copy | None) -> None:
-        """The step last: until then nobody takes the words for a copy."""
+        """Sets one of :data:`COPIES`; the step last, because without it nobody takes the words for a copy."""
         self[f"{field}_step"] = -1
         if copy is not None:
             for part, word in zip(CELL, _words(copy.cell), strict=True):
@@ -146,56 +171,67 @@ class Region:
             self[f"{field}_generation"], self[f"{field}_step"] = copy.version.generation, copy.version.step
 
     def send(self, copy: Copy | None) -> None:
-        """From now on the keeper is to see to it that its buddy has ``copy``, whatever it brought before."""
+        """Asks the keeper to bring ``copy`` to its buddy, whatever it brought before."""
         self.set_copy("send", copy)
         self["asked"] += 1
 
+    def begin_save(self, copy: Copy) -> None:
+        """Says that ``copy`` is a save: the worker does not overwrite it before the keeper says that the save is over."""
+        self["save_failed"] = 0
+        self.set_copy("save", copy)
+        self["saves"] += 1
+
+    @property
+    def saving(self) -> bool:
+        """Returns whether the newest save is neither in the bucket nor given up."""
+        return self["saves"] != self["saves_over"]
+
     def header(self, slot: int) -> memoryview:
-        """The words of :data:`SLOT`."""
+        """Returns the words of :data:`SLOT`."""
         first = len(HEADER) + slot * len(SLOT)
         return self._words[first : first + len(SLOT)]
 
     def held(self, slot: int) -> Copy | None:
-        """What the slot holds complete."""
+        """Returns what the slot holds complete."""
         complete, step, generation, _, *cell = self.header(slot)
         return Copy(Version(step, generation), _cell(cell)) if complete else None
 
     def all_held(self) -> list[Copy | None]:
-        """By slot."""
+        """Returns what each slot holds complete."""
         return [self.held(slot) for slot in range(self.slots)]
 
     def find(self, copy: Copy) -> int | None:
-        """The slot that holds it complete."""
+        """Returns the slot that holds ``copy`` complete."""
         return next((slot for slot, held in enumerate(self.all_held()) if held == copy), None)
 
     def filled(self, slot: int) -> int:
-        """Bytes of what it holds."""
+        """Returns the size of what the slot holds, in bytes."""
         return self.header(slot)[SLOT.index("bytes")]
 
     def begin(self, slot: int) -> None:
-        """From now on the slot holds nothing."""
+        """Marks the slot as empty."""
         self.header(slot)[0] = 0
 
     def finish(self, slot: int, copy: Copy, size: int) -> None:
-        """It holds ``copy``, ``size`` bytes."""
+        """Marks the slot as one that holds ``copy``, which has ``size`` bytes."""
         words = self.header(slot)
         fields = (copy.version.step, copy.version.generation, size, *_words(copy.cell))
         words[1:] = memoryview(_packed(*fields)).cast("q")
         words[0] = 1
 
     def digests(self, slot: int) -> memoryview:
-        """Of the blocks of its tensors, in the order of its frame."""
-        first = PAGE + slot * _pages(self.slot_blocks * WORD)
+        """Returns the digests of the slot's blocks, in the order of its frame."""
+        first = self._digests_at + slot * _pages(self.slot_blocks * WORD)
         return self.memory[first : first + self.slot_blocks * WORD].cast("q")
 
     def data_at(self, slot: int) -> int:
-        """Where the slot's bytes begin in ``memory``."""
-        return PAGE + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
+        """Returns where the slot's bytes begin in ``memory``."""
+        return self._digests_at + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
 
     def take(self, first: int, last: int) -> None:
-        """From the system: the memory between these bytes, which would else come page by page as it is written.  What is in it stays.
+        """Takes the memory between these bytes from the system, which would else give it page by page as it is written.
 
-        On a system that cannot do so nothing happens.
+        Its content stays.  A system that cannot do so does nothing.
         """
         start, first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), first - first % PAGE
         for at in range(first, last, TAKEN):
@@ -224,5 +260,5 @@ def _pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _size(slots: int, slot_bytes: int, slot_blocks: int) -> int:
-    return PAGE + slots * (_pages(slot_blocks * WORD) + _pages(slot_bytes))
+def _size(slots: int, slot_bytes: int, slot_blocks: int, tensors_bytes: int) -> int:
+    return PAGE + _pages(tensors_bytes) + slots * (_pages(slot_blocks * WORD) + _pages(slot_bytes))

@@ -1,8 +1,10 @@
-"""The worker's side: after an update its shard is copied into a slot while the next step computes.
+"""Copies a worker's shard into a slot after an update, while the next step computes.
 
-A thread copies, on an accelerator over a stream of its own to memory that is pinned, and marks the slot complete at the end.  It launches
-piece by piece, since an abort has to wait for all that the device was told until then.  When a world ends the copy goes on, beside the
-forming of the next one: it reads the shard that is left, and what it writes outlives this process (``copies/region.py``).
+A thread does it, on an accelerator over a stream of its own into pinned memory, and marks the slot complete at the end.  It launches the
+copy piece by piece, because an abort has to wait for everything that the device was told before.  When a world ends, a copy goes on while
+the next world forms: it reads the shard that is left, and what it writes outlives this process (``state/region.py``).
+
+A save is such a copy.  Making it is all that a worker does for a save: the keeper uploads what the slot holds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,8 +23,8 @@ import torch
 from elastic.engine.streams import finish, stream
 from elastic.ids import Version, WorkerId
 from elastic.plan.copy_budget import CopyRule, Pace, slots_for
-from elastic.protocol.commit_record import Copied, Outcome
-from elastic.protocol.copy_schedule import Copies, Copy
+from elastic.protocol.commit_record import NO_SAVE, Copied, Outcome
+from elastic.protocol.copy_schedule import NO_SAVES, Copies, Copy, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
 from elastic.state.region import Frame, Region, frame
@@ -31,49 +34,74 @@ from storage.slices import Tensor
 
 NEVER = -1
 PIECE = 2**28
-"""Bytes after which a device is given no more to copy than one more such piece; each ends with a tensor."""
+"""Bytes of a piece: at most two are launched and not done.  Each ends with a tensor."""
+POLL_S = 0.005
+"""Seconds between two looks at what the keeper says of a save."""
 
 Part = tuple[torch.Tensor, torch.Tensor, slice]
 """Memory of a tensor, where it goes, which digests of the slot are its."""
+Strike = Callable[[Plan, int, int], None]
+"""``strike(plan, world_rank, step)``: the copy of ``step``, which is a save, is under way; tests end the process here."""
+
+
+def nothing(plan: Plan, world_rank: int, step: int) -> None:
+    """No test ends this process in a save."""
 
 
 class Snapshots:
-    """Of one worker, for all its worlds.  For the training thread."""
+    """The copies of one worker, in all its worlds.  Only the training thread calls its methods."""
 
-    def __init__(self, region: Region, tensors: tuple[Tensor, ...], device: torch.device, rule: CopyRule) -> None:
+    def __init__(
+        self,
+        region: Region,
+        tensors: tuple[Tensor, ...],
+        device: torch.device,
+        rule: CopyRule,
+        saves: SaveRule = NO_SAVES,
+        patience_s: float = 0.0,
+        strike: Strike = nothing,
+    ) -> None:
+        """``patience_s``: a save that is due waits so long for the one before, once; after that steps go on, and the save is owed."""
+        self.saves, self.patience_s, self.strike = saves, patience_s, strike
+        self._rank = self._awaited = 0
+        """World rank in the present world; number of the newest save that was waited for."""
+        self._homeless: Shard | None = None
+        """The shard that is copied as soon as a slot is free."""
         self.region, self.tensors, self.pace = region, tensors, Pace(rule)
         self.memory = torch.frombuffer(region.memory, dtype=torch.uint8)
         self.copies: Copies | None = None
         self.made: Version | None = None
-        """The newest version of the present world that was begun here: complete once ``settle`` was called."""
+        """The newest version of the present world whose copy was begun here.  It is complete once ``settle`` has returned."""
         self.buddied: Version | None = None
-        """The newest version of the present world that its keeper's buddy has, as the keeper says."""
+        """The newest version of the present world that the keeper's buddy has, as the keeper says."""
         self._frame = Frame({}, 0, 0)
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
         self._way = _Pinned(region, self.memory, device) if device.type == "cuda" else _Plain(region)
         self._under_way: tuple[Future[None], Callable[[], None]] | None = None
-        """And how to do it again."""
+        """The copy that is being made, and a call that makes it again."""
 
     def ready(self) -> None:
-        """Wait until copies run at full speed."""
+        """Returns once copies run at full speed."""
         self._way.ready()
 
     def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
-        """A world begins; ``shard``: this member's, at the plan's version."""
+        """Begins a world, in which this member has ``shard`` at the plan's version."""
         self._wait()
         self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.cell)
-        self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held())
+        self._homeless, self._rank = None, plan.world_rank(worker)
+        self.region["generation"] = plan.generation
+        self.copies = Copies.begin(plan, worker, self.copies, self.region.all_held(), self.saves)
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
         self.region.set_copy("safe", self.copies.buddied)
         self.region.send(self.copies.sent)
-        self._way.pin(slots_for(plan.buddy_every))
+        self._way.pin(min(slots_for(plan.copy_every, plan.buddy_every), self.region.slots))
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
         self._begin(shard)
 
     def committed(self, outcome: Outcome, shard: Shard | None) -> None:
-        """A step was applied; ``shard``: may be copied now."""
+        """Takes note that a step was applied, and begins the copy that is due now.  Without ``shard`` nothing may be copied."""
         if self.copies is None:
             return
         now = time.monotonic()
@@ -93,34 +121,57 @@ class Snapshots:
         assert copies is not None
         if self.region.copy("safe") != copies.buddied:
             self.region.set_copy("safe", copies.buddied)
-        slot = copies.slot(self.region.all_held()[: self._way.slots])
-        if slot is not None and copies.begun is not None:
+        try:
+            slot = copies.slot(self.region.all_held()[: self._way.slots])
+        except NoRoom:
+            self._homeless = shard
+            return
+        if copies.begun is None:
+            return
+        if saves := copies.begun in copies.saving:
+            self.region.begin_save(copies.begun)
+        if slot is not None:
             self._wait()
             self.region.begin(slot)
-            copying = partial(self._copy, slot, copies.begun, shard)
+            copying = partial(self._copy, slot, copies.begun, shard, saves)
             self._under_way = begin(copying, "copies"), copying
             self.made = shard.version
 
-    def _copy(self, slot: int, copy: Copy, shard: Shard) -> None:
-        """On the thread."""
+    def make_room(self, give_up: Callable[[], bool]) -> None:
+        """Returns once the last save of this world is copied, or ``give_up()`` holds while there is no room for it."""
+        while self._homeless is not None and not give_up():
+            if self.region.saving:
+                time.sleep(POLL_S)
+                continue
+            assert self.copies is not None and self.copies.begun is not None
+            shard, self._homeless = self._homeless, None
+            self.copies = replace(self.copies, saving=(self.copies.begun,))
+            self._begin(shard)
+        if self.copies is not None and self.copies.begun in self.copies.saving:
+            self._wait()  # no step comes any more that would find out that it failed
+
+    def _copy(self, slot: int, copy: Copy, shard: Shard, saves: bool) -> None:
+        """Makes the copy, on the thread."""
         began = time.monotonic()
         with torch.no_grad():
-            self._way.fill(slot, self._parts(slot, shard))
+            self._way.fill(slot, self._parts(slot, shard, saves))
         self.region.finish(slot, copy, self.bytes)
         self._took_s = time.monotonic() - began
 
-    def _parts(self, slot: int, shard: Shard) -> Iterator[Part]:
-        """Of ``shard``, for ``slot``."""
+    def _parts(self, slot: int, shard: Shard, saves: bool) -> Iterator[Part]:
+        """Yields what is to be copied of ``shard``, and where it goes in ``slot``."""
         data = self.region.data_at(slot)
         for tensor, place in self._frame.places.items():
             if not place.bytes:  # this member has nothing of it, perhaps not even a tensor
                 continue
+            if saves and self.copies is not None:
+                self.strike(self.copies.plan, self._rank, shard.version.step)
             value = shard.values[tensor.kind, tensor.name]
             room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
             yield value, room, slice(place.first_block, place.first_block + place.blocks)
 
     def _wait(self) -> None:
-        """Until what is under way has ended.  What fails is tried once more: without it nothing would be copied until the next world."""
+        """Returns once the copy under way has ended.  One that fails is made once more: without it nothing is copied in this world."""
         if self._under_way is None:
             return
         (future, again), self._under_way = self._under_way, None
@@ -130,34 +181,49 @@ class Snapshots:
             except Exception:  # the step needs no copy
                 traceback.print_exc()
         self.made = None
+        if self.copies is not None and self.copies.begun in self.copies.saving:
+            self.region["save_failed"] = 1
+
+    def _patiently(self) -> bool:
+        """Returns whether the save before is over, for which it waits a while, but only once a save."""
+        until = time.monotonic() + (self.patience_s if self._awaited < self.region["saves"] else 0.0)
+        while self.region.saving and time.monotonic() < until:
+            time.sleep(POLL_S)
+        self._awaited = self.region["saves"]
+        return not self.region.saving
 
     def settle(self) -> Copied:
-        """Wait until it has ended; how far it is."""
+        """Returns what this member says of its copies, once the one under way has ended."""
         if self._under_way is not None and not self._under_way[0].done():
-            self._way.computed()  # as long as the device computes it holds up nobody
+            self._way.computed()  # as long as the device computes, the copy holds up nobody
             began = time.monotonic()
             self._wait()
             self._held_up_s += time.monotonic() - began
         self._wait()
-        sent = self.copies.sent if self.copies else None
+        sent, asks = (self.copies.sent, self.copies.asks) if self.copies else (None, NO_SAVE)
+        over = self._patiently() if asks != NO_SAVE else not self.region.saving
+        copied = self.copies is not None and bool(self.copies.plan.copy_every)  # where only saves are copied, none counts as a copy
+        lacking = copied and self.made is None
         brought = self.region["brought"]
         if sent and brought in (0, self.region["asked"]):
             self.buddied = sent.version if brought else None
         return Copied(
-            self.made.step if self.made and self.region["keeper"] else NEVER,
+            self.made.step if self.made and self.region["keeper"] and copied else NEVER,
             self.buddied.step if self.buddied else NEVER,
             self.pace.copy_every(),
             self.pace.buddy_every(self.region["brought_us"] / 1e6) if sent else 0,
+            asks,
+            int(lacking or not over),
         )
 
     @property
     def bytes(self) -> int:
-        """Of one copy."""
+        """The size of one copy."""
         return self._frame.bytes
 
 
 class _Plain:
-    """Memory of the host into a slot."""
+    """Copies memory of the host into a slot."""
 
     def __init__(self, region: Region) -> None:
         self.region, self.slots = region, region.slots
@@ -172,7 +238,7 @@ class _Plain:
         """At once."""
 
     def fill(self, slot: int, parts: Iterable[Part]) -> None:
-        """Copy all and take their digests."""
+        """Copies all parts and takes their digests."""
         sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
         for value, room, blocks in parts:
             room.copy_(value)
@@ -180,7 +246,7 @@ class _Plain:
 
 
 class _Pinned:
-    """Memory of a device into a slot, on a stream of its own."""
+    """Copies memory of a device into a slot, on a stream of its own."""
 
     def __init__(self, region: Region, memory: torch.Tensor, device: torch.device) -> None:
         self.region, self.memory, self._stream = region, memory, stream("copies", device)
@@ -189,7 +255,7 @@ class _Pinned:
         self.slots = 0
         """Those that are pinned, or will be soon: the others are not used."""
         self._pinning = threading.Thread()
-        self.pin(slots_for(buddy_every=0))
+        self.pin(min(slots_for(1, 0), region.slots))
 
     def ready(self) -> None:
         self._pinning.join()

@@ -1,6 +1,7 @@
 """``--local``: one worker in this process.  No Ray, no threads; breakpoints work, and the bits are the cluster's.
 
-The same session, state, step and saver as in a worker; what is missing is everything about others.
+The session, the state and the step are a worker's.  Everything about others is missing; without a keeper this process writes its saves
+itself, slice for slice as an uploader does.
 """
 
 from __future__ import annotations
@@ -11,31 +12,34 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from elastic.control.run import RunState
-from elastic.control.saves import due
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import PlatformGaveUp
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.plan.placement import written_by
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
-from elastic.protocol.events import Event, SaveFailed, ShardSaved
+from elastic.protocol.copy_schedule import due
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.story import Line, Story
-from elastic.runs import Run, SavedShard
+from elastic.runs import Run
 from elastic.state.heal import Healing
 from elastic.state.shard import Shard
+from elastic.state.uploader import name_of
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.checkpoint import Saver
 from elastic.train.counters import Counters
 from elastic.train.model import State
 from elastic.train.session import make_session, prepare_process
 from elastic.train.step import Session, run_step
-from storage.errors import Damaged
+from storage.checkpoints import Checkpoints, ShardReceipt
+from storage.errors import Damaged, StorageError
 
 WORKER = WorkerId("local")
 
@@ -56,6 +60,17 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
             session.loader.close()
 
 
+def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] | None = None) -> ShardReceipt:
+    """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each slice goes out."""
+    layout, rank = state.world.layout, state.world.rank
+    parts = [(tensor, box.slice, _raw(state.shard.part(tensor, box.slice))) for tensor, box in written_by(state.tensors, layout, rank)]
+    return checkpoints.write_shard(state.shard.version, name_of(layout, rank), parts, hook, state.tensors)
+
+
+def _raw(value: torch.Tensor) -> memoryview:
+    return memoryview(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 class _Local:
     """One run in this process."""
 
@@ -65,7 +80,6 @@ class _Local:
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
         self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps)
-        self.saver = Saver(run.checkpoints, WORKER, self._saved, session.faults, threaded=False)
 
     def train(self) -> tuple[str, str, int]:
         job = self.session.job
@@ -79,14 +93,14 @@ class _Local:
                 step = outcome.step
                 self._committed(outcome)
                 if due(step, job.checkpoint.save_every, job.steps):
-                    self.saver.save(state)
+                    self._save(state)
         except KeyboardInterrupt as interrupt:
             asked = str(interrupt) or "Ctrl-C"
             with self.apply_fence as member:
                 harmed = not member.held
             if harmed:
                 return "Stopped", f"{asked} in the middle of an update; the last save counts", step
-            self.saver.save(state)
+            self._save(state)
             return "Stopped", f"{asked}; saved at step {step}", step
         return "Finished", f"all {job.steps} steps are done", step
 
@@ -121,12 +135,14 @@ class _Local:
         self.story.step(time.time(), outcome, 1, learning_rate_of(self.session.job, outcome.step))
         self.show(self.story.lines[-1])
 
-    def _saved(self, event: Event, shard: SavedShard | None = None) -> None:
-        if isinstance(event, SaveFailed):
+    def _save(self, state: State) -> None:
+        version = state.shard.version
+        try:
+            receipt = save_here(self.run.checkpoints, state, lambda: self.session.faults.strike("save", version.step, self.world))
+        except (StorageError, OSError) as error:
             where = f"bucket = {self.session.job.bucket!r}"
-            raise PlatformGaveUp(f"the save of {event.version} to {where} failed: {event.reason}; mend that, and the same command resumes")
-        assert isinstance(event, ShardSaved) and shard is not None
-        self.run.commit(event.version, [shard.receipt], self.lineage, shard.layout)
+            raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
+        self.run.commit(version, [receipt], self.lineage, self.world.layout)
 
     def _show_sentence(self, text: str) -> None:
         self.story.say(time.time(), text)

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,18 +23,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic.control.saves import begins, due
 from elastic.engine.parallelize import scheme_of
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.plan.transfer import Holding
-from elastic.protocol.commit_record import BEHIND, GO_ON, CommitShape, Outcome
+from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.events import Broken, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, nothing
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, tell_where_all_stand, touch
-from elastic.train.checkpoint import Report, Saver
 from elastic.train.faults import Seat
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
@@ -42,9 +41,6 @@ from storage.checkpoints import Checkpoints
 
 SLOW_S = 5.0
 """A generation that is not left so many seconds after its settlement is looked into."""
-SAVE_S = 5.0
-"""A save that takes longer than from one to the next is waited for so long, once: checkpoints that are far apart cost steps, and so does
-waiting for a bucket that is down."""
 WITNESS_S = 0.05
 """For the flight recorder to say what is in flight, before it is aborted."""
 SHOWN = 8
@@ -81,12 +77,13 @@ class Leave(Exception):
 
 
 class Trainer:
-    """One worker.  ``report(event, shard=None)`` reaches the coordinator and does not block."""
+    """One worker.  ``report(event)`` reaches the coordinator and does not block."""
 
-    def __init__(self, session: Session, fence: ApplyFence, device: torch.device, checkpoints: Checkpoints, report: Report) -> None:
+    def __init__(
+        self, session: Session, fence: ApplyFence, device: torch.device, checkpoints: Checkpoints, report: Callable[[Event], None]
+    ) -> None:
         self.session, self.apply_fence, self.device, self.checkpoints, self.report = session, fence, device, checkpoints, report
         self.worker = fence.member.worker
-        self.saver = Saver(checkpoints, self.worker, report, session.faults)
         self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
         """Orders that count, for the training thread.  None: leave the run."""
         self.world: World | None = None
@@ -164,8 +161,6 @@ class Trainer:
             events = member.attached()
         for event in events:
             self.report(event)
-        for event, shard in list(self.saver.told):
-            self.report(event, shard)
 
     def _answer(self, answer: Event | None) -> None:
         """``answer``: to a fence, or None where there is none yet."""
@@ -183,7 +178,7 @@ class Trainer:
                     self._live(order.plan, order.store)
                     gc.collect()  # a wrapped model is full of cycles; what it holds must be free before the next one takes memory
         except Leave:
-            self.saver.wait()
+            return
         finally:
             self._slow.cancel()
             self._close()
@@ -318,27 +313,22 @@ class Trainer:
         snapshots = self.session.snapshots
         if snapshots is not None:
             snapshots.enter(plan, self.worker, state.shard)
-        if step == job.steps:  # the world was formed again only to save what it holds
-            self.saver.save(state)
         while step < job.steps:
             step += 1
-            outcome = run_step(self.session, state, self.apply_fence, shape, step, partial(self._asked, step))
+            outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked)
             if world.rank == 0:
                 self.report(StepDone(self.worker, plan.generation, outcome))
             if snapshots is not None:
                 snapshots.committed(outcome, state.shard)
-            if begins(outcome, job.checkpoint.save_every, job.steps):
-                self.saver.save(state)
             if outcome.boundary != GO_ON:
                 self.fence(plan.generation)
-                return
+                break
+        if snapshots is not None:
+            snapshots.make_room(lambda: not self.orders.empty())
 
-    def _asked(self, step: int) -> int:
-        job = self.session.job
-        patience_s = min(SAVE_S, job.deadlines.stall_s / 2)
-        behind = due(step, job.checkpoint.save_every, job.steps) and not self.saver.done(patience_s)
+    def _asked(self) -> int:
         with self.apply_fence as member:
-            return member.boundary + BEHIND * behind
+            return member.boundary
 
     def _tell(self, plan: Plan, error: Exception, *, forming: bool) -> None:
         if isinstance(error, FencedOff) and not error.lease:

@@ -20,16 +20,21 @@ from elastic.plan.copy_budget import no_room, slots_a_worker, slots_for
 from elastic.plan.layout import table
 from elastic.plan.placement import distinct_cells, number_of_cells
 from elastic.protocol.builds import Build
+from elastic.protocol.copy_schedule import SaveRule
+from elastic.protocol.plan import Plan
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
 from elastic.train.counters import Counters
-from elastic.train.faults import Faults
+from elastic.train.faults import Faults, Seat
 from elastic.train.machine.interface import choose
 from elastic.train.machine.limits import alone, copies_here, free_memory, little_lockable, little_shared, lockable_memory, shared_memory
 from elastic.train.step import Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
 
+SAVE_S = 5.0
+"""Seconds for which a save that is due waits, once, for the one before: checkpoints that are far apart cost steps, and so does waiting for
+a bucket that is down."""
 NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog must not end the process: recovery is ours
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -97,29 +102,32 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     return Session(job, load(job.loss, "loss"), cursor, loader, counters, Faults(job.faults))
 
 
-def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters) -> Snapshots | None:
-    """With room for this worker's shard in the smallest world there may be.  None where the job wants no copies.
+def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults) -> Snapshots:
+    """Returns this worker's slots, each with room for its shard in the smallest world there may be.
 
     Raises :class:`JobError` where this node has no room beside what its other workers' copies will take, :class:`NoRoomYet` where it may
     have once what dead ones have left is given back.
     """
-    if job.copies.copy_every == 0:
-        return None
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
     fewest = distinct_cells(min(layouts, key=number_of_cells))
     largest = max((frame(tensors, cell) for cell in fewest), key=lambda each: each.bytes)
-    buddies = bool(job.copies.buddy_every)
-    slots = slots_a_worker(buddies)
+    rule = job.rules()
+    own, slots = slots_for(rule.copy_every, rule.buddy_every), slots_a_worker(rule.copy_every, rule.buddy_every)
     with alone():
         (free, where), (coming, kept) = free_memory(), copies_here()
         needed, left = slots * largest.bytes, max(free - coming, 0)
         if why := no_room(job.copies.copy_every, needed, left, where, slots):
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
-        region = Region.create(slots_for(buddies), largest.bytes, largest.blocks)
+        region = Region.create(own, largest.bytes, largest.blocks, tensors)
         counters["copies"] = region.descriptor
-    if device.type == "cuda" and (little := little_lockable(slots_for(buddies) * largest.bytes, lockable_memory())):
+    if device.type == "cuda" and (little := little_lockable(own * largest.bytes, lockable_memory())):
         print(little, flush=True)
-    return Snapshots(region, tensors, device, job.copy_rule())
+
+    def strike(plan: Plan, rank: int, step: int) -> None:
+        faults.strike("save", step, Seat(plan.generation, rank))
+
+    saves = SaveRule(job.checkpoint.save_every, job.steps)
+    return Snapshots(region, tensors, device, job.copy_rule(), saves, min(SAVE_S, job.deadlines.stall_s / 2), strike)
 
 
 def _opened(job: Job) -> Dataset:

@@ -239,7 +239,7 @@ def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPa
     said, copies = told(capsys)
     assert re.search(
         r"copies in host memory every step or more seldom \(auto\), of (\S+ kB) of state: up to \S+ [kM]B a worker "
-        r"\(6 slots of \1, 1 shard at least\); on to another node as often as 20% of each link allow, once a second at most \(auto\): "
+        r"\(7 slots of \1, 1 shard at least\); on to another node as often as 20% of each link allow, once a second at most \(auto\): "
         r"(\S+ [kM]B) each time over all links, at most \2/s; "
         r"\d\.\d+ each time, at most \d+\.\d+ an hour in all, at copies\.price_per_gb = 1000$",
         copies,

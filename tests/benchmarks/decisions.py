@@ -23,6 +23,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
+from elastic.protocol.copy_schedule import due
 from elastic.protocol.plan import Plan
 from tests.control.play import but, outcome
 from tests.support.cells import cell, classes
@@ -98,7 +99,9 @@ class Timed:
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
-            self.tell(ev.StepDone(self.plan.members[0], self.plan.generation, outcome(step, self.plan.generation)), ev.Tick())
+            saves = due(step, self.rules.save_every, self.rules.target_step)
+            self.tell(ev.StepDone(self.plan.members[0], self.plan.generation, replace(outcome(step, self.plan.generation), saves=saves)))
+            self.tell(ev.Tick())
 
     def save(self, version: Version) -> None:
         members = self.plan.members
@@ -180,7 +183,7 @@ def through_a_failure(workers: int) -> Slowest:
     timed.tell(ev.Recovered(2, tuple(timed.run.workers), tuple(timed.nodes)))
     timed.tell(*(ev.Attached(name, timed.plan, True) for name in timed.names[:FEW]), ev.Stumbled("KeyError"))
     timed.steps(3, 5)
-    timed.tell(ev.KeeperLost(timed.nodes[0], "its process died"))
+    timed.tell(ev.KeeperLost(timed.nodes[0], "its process died"), ev.KeeperUp(timed.nodes[0]))
     timed.steps(6, 6)
     assert isinstance(timed.run.state, Finishing), timed.run.state
     timed.save(Version(6, 2))

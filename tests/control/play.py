@@ -12,8 +12,9 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
-from elastic.protocol.actions import Action
-from elastic.protocol.commit_record import GO_ON, Outcome
+from elastic.protocol.actions import Action, Upload
+from elastic.protocol.commit_record import DUE, GO_ON, LAST, NO_SAVE, Outcome, is_saved
+from elastic.protocol.copy_schedule import due
 from elastic.protocol.plan import Plan
 from tests.support.cells import cell, classes
 
@@ -48,7 +49,8 @@ def but(run: RunState, part: str, **changes: Any) -> RunState:
 
 
 def outcome(step: int, generation: int, boundary: int = GO_ON) -> Outcome:
-    return Outcome(step, generation, 1.5, (0.1 * step,), (4,), ((step,),), True, boundary)
+    """A commit that begins no save."""
+    return Outcome(step, generation, 1.5, (0.1 * step,), (4,), ((step,),), True, boundary, saves=False)
 
 
 class Play:
@@ -92,16 +94,22 @@ class Play:
     def ready(self, *workers: str) -> str:
         return [self.tell(ev.Ready(WorkerId(worker), self.generation)) for worker in workers][-1]
 
-    def step(self, step: int, boundary: int = GO_ON) -> str:
+    def commit(self, step: int, boundary: int = GO_ON, behind: bool = False) -> Outcome:
+        """What the world concludes of ``step``; ``behind``: a member has no room for a save."""
+        rules = self.rules
+        asked = LAST if step == rules.target_step else DUE if due(step, rules.save_every, rules.target_step) else NO_SAVE
+        return replace(outcome(step, self.generation, boundary), behind=behind, saves=is_saved(boundary, asked, behind))
+
+    def step(self, step: int, boundary: int = GO_ON, behind: bool = False) -> str:
         """World rank 0 reports that the world committed ``step``."""
-        return self.tell(ev.StepDone(self.plan.members[0], self.generation, outcome(step, self.generation, boundary)))
+        return self.tell(ev.StepDone(self.plan.members[0], self.generation, self.commit(step, boundary, behind)))
 
     def steps(self, first: int, last: int) -> str:
         return [self.step(step) for step in range(first, last + 1)][-1]
 
     def answer(self, worker: str, at: Version | None, prepared: int | None = None, saw: int | None = None) -> str:
         """The worker is fenced, holds its shard ``at`` a version, and has seen the commit of step ``saw``."""
-        seen = (outcome(saw, self.generation),) if saw else ()
+        seen = (self.commit(saw),) if saw else ()
         held = (self.shard(worker, at),) if at is not None else ()
         return self.tell(ev.Fenced(WorkerId(worker), self.generation, held, prepared, seen))
 
@@ -145,8 +153,8 @@ class Play:
 
     @property
     def deeds(self) -> list[str]:
-        """Names of all actions that the last event brought, in order."""
-        return [type(action).__name__ for action in self.last.actions]
+        """Names of all actions that the last event brought, in order; but for ``Upload``, which goes with every change of saves."""
+        return [type(action).__name__ for action in self.last.actions if not isinstance(action, Upload)]
 
 
 def started(workers: int = 2, **changes: Any) -> Play:

@@ -2,135 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from elastic.control.run import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
-from elastic.control.saves import begins, due
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.layout import LayoutRule
 from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle
 from elastic.protocol.commit_record import PAUSE, SAVE_AND_PAUSE
-from tests.control.play import CLASSES, Play, outcome, reformed, rules, started, stepping
+from tests.control.play import CLASSES, Play, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
 W1, W2 = WorkerId("w1"), WorkerId("w2")
-
-
-def test_when_to_save() -> None:
-    assert [step for step in range(0, 12) if due(step, 5, 11)] == [5, 10, 11]
-
-
-def test_no_save_begins_while_the_one_before_is_on_its_way() -> None:
-    """R11: steps go on; the last state, and what a stop asks for, is saved all the same."""
-    assert [step for step in range(1, 12) if begins(replace(outcome(step, 1), behind=step > 5), 5, 11)] == [5, 11]
-    assert begins(replace(outcome(7, 1, SAVE_AND_PAUSE), behind=True), 5, 11)
-    play = stepping(2, save_every=5)
-    play.steps(1, 9)
-    said = play.tell(ev.StepDone(W1, 1, replace(outcome(10, 1), behind=True)))
-    assert said == "the bucket does not keep up: steps go on, and saves are left out until the one before has been written"
-    assert [each.version.step for each in play.run.saves.pending] == [5]
-    play.steps(11, 15)
-    assert [each.version.step for each in play.run.saves.pending] == [5, 15]
-
-
-def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
-    play = stepping(2, save_every=5)
-    play.steps(1, 5)
-    play.tell(ev.ShardSaved(W1, Version(5, 1)))
-    assert play.last.actions == ()
-    play.tell(ev.ShardSaved(W2, Version(5, 1)))
-    assert play.last.actions == (CommitManifest(Version(5, 1), ((1, 5),)),)
-    assert play.run.history.saved == ()
-    assert play.tell(ev.Saved(Version(5, 1), "digest")) == "the checkpoint of step 5 of generation 1 is in the bucket"
-    assert play.run.history.saved == (Version(5, 1),)
-
-
-def test_a_part_may_overtake_the_report_of_its_step() -> None:
-    """World rank 1 is quicker in saving than world rank 0 in reporting; the manifest waits for the commit."""
-    play = stepping(2, save_every=5)
-    play.steps(1, 4)
-    play.tell(ev.ShardSaved(W2, Version(5, 1)))
-    play.tell(ev.ShardSaved(W1, Version(5, 1)))
-    assert play.last.actions == ()
-    play.step(5)
-    assert play.deeds == ["CommitManifest"]
-
-
-def test_a_zombies_manifest_counts_for_nothing() -> None:
-    """Version (7, 1) was abandoned; whatever is written of it later is refused."""
-    play = stepping(3, layout=LayoutRule(1, None, 1, "all"), save_every=7)
-    play.steps(1, 7)
-    for worker in ("w1", "w2", "w3"):
-        play.tell(ev.ShardSaved(WorkerId(worker), Version(7, 1)))
-    assert play.deeds == ["CommitManifest"]
-    play.lose("w2")
-    play.answer("w1", Version(7, 1))
-    play.answer("w3", Version(7, 1))
-    assert play.plan.version == Version(0, 0) and play.run.history.lineage == ()
-    before = play.run
-    assert play.tell(ev.Saved(Version(7, 1), "digest")) == "refused: the checkpoint of step 7 of generation 1 is not on the lineage"
-    assert play.tell(ev.ShardSaved(W1, Version(7, 1))).startswith("refused: nobody waits for a part")
-    assert play.run is before and play.run.history.saved == ()
-
-
-def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
-    play = stepping(2, save_every=5)
-    play.steps(1, 6)
-    assert play.tell(ev.Saved(Version(6, 1), "digest")) == "refused: nobody asked for the manifest of step 6 of generation 1"
-    assert play.tell(ev.Saved(Version(5, 1), "digest")) == "refused: nobody asked for the manifest of step 5 of generation 1"
-
-
-def test_a_save_that_lost_a_writer_is_forgotten() -> None:
-    play = stepping(2, save_every=5)
-    play.steps(1, 5)
-    play.tell(ev.ShardSaved(W1, Version(5, 1)))
-    play.lose("w2")
-    play.answer("w1", Version(5, 1))
-    assert play.run.saves.pending == ()
-
-
-def test_a_save_outlives_its_world_when_its_writers_do() -> None:
-    play = stepping(2, save_every=5)
-    play.steps(1, 5)
-    play.broken("w1")
-    play.answer("w1", Version(5, 1))
-    play.answer("w2", Version(5, 1))
-    assert play.generation == 2
-    assert play.save(Version(5, 1), "w1", "w2").endswith("is in the bucket")
-
-
-def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
-    play = stepping(2, save_every=5)
-    play.steps(1, 5)
-    for worker in (W1, W2):
-        play.tell(ev.ShardSaved(worker, Version(5, 1)))
-    reason = play.tell(ev.SaveFailed(Version(5, 1), "store unavailable"))
-    assert reason == "the manifest of step 5 of generation 1 was not written (store unavailable); again in 5 s"
-    assert play.last.actions == ()
-    play.step(6)
-    play.later(5.0)
-    assert play.deeds == ["CommitManifest"]
-    play.steps(7, 10)
-    assert play.tell(ev.SaveFailed(Version(10, 1), "disk full")) == "the checkpoint of step 10 of generation 1 failed (disk full)"
-    assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves.pending] == [Version(5, 1)]
-
-
-def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for() -> None:
-    """The writer's word may come before that of world rank 0, also after another writer's."""
-    play = stepping(2, save_every=5, target_step=10)
-    play.steps(1, 4)
-    play.tell(ev.ShardSaved(W1, Version(5, 1)))
-    assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")) == ""
-    assert "the checkpoint of step 5 of generation 1 failed (disk full)" in play.step(5)
-    assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")).startswith("refused: nobody saves"), "its other writer fails too"
-    assert play.run.saves.pending == ()
-    play.steps(6, 9)
-    play.tell(ev.SaveFailed(Version(10, 1), "disk full"))
-    play.step(10)
-    assert "the last checkpoint cannot become complete" in play.later(0.1), "not after stop_s"
 
 
 def finishing(workers: int = 2) -> Play:
@@ -140,20 +22,26 @@ def finishing(workers: int = 2) -> Play:
     return play
 
 
+def test_the_last_save_that_fails_is_not_waited_for() -> None:
+    play = finishing()
+    assert "the last checkpoint cannot become complete" in play.tell(ev.SaveFailed(Version(6, 1), "disk full")), "not after stop_s"
+
+
 def test_a_run_finishes_when_the_last_checkpoint_is_durable() -> None:
     play = finishing()
     assert isinstance(play.run.state, Finishing)
     reason = play.save(Version(6, 1), "w1", "w2")
     assert reason == "the checkpoint of step 6 of generation 1 is in the bucket; finished at step 6"
     assert isinstance(play.run.state, Finished)
-    assert play.last.actions == (Exit((W1, W2)),)
+    assert play.deeds == ["Exit"] and play.did(Exit) == [Exit((W1, W2))]
 
 
 def test_losing_a_member_while_finishing_saves_again_from_whoever_holds_it() -> None:
     play = finishing()
     play.tell(ev.ShardSaved(W1, Version(6, 1)))
-    reason = play.lose("w2")
-    assert reason == "w2 is lost (its process died); the last checkpoint cannot become complete: stop generation 1 of 2 workers"
+    assert play.lose("w2") == "w2 is lost (its process died)"
+    reason = play.tell(ev.SaveFailed(Version(6, 1), "no part of w2", 1))
+    assert reason.endswith("failed (no part of w2); the last checkpoint cannot become complete: stop generation 1 of 2 workers")
     reason = play.answer("w1", Version(6, 1))
     assert reason == "form generation 2 of w1 (1×1) at step 6 (live)"
     reformed(play)
@@ -164,11 +52,14 @@ def test_losing_a_member_while_finishing_saves_again_from_whoever_holds_it() -> 
     assert play.run.history.lineage == ((1, 6),), "the version is still generation 1's: nothing was computed again"
 
 
-def test_losing_a_member_after_its_part_is_in_changes_nothing() -> None:
+def test_losing_all_members_after_they_have_copied_changes_nothing() -> None:
+    """The keepers write the last checkpoint without them."""
     play = finishing()
     play.tell(ev.ShardSaved(W1, Version(6, 1)))
-    play.tell(ev.ShardSaved(W2, Version(6, 1)))
+    assert play.lose("w1") == "w1 is lost (its process died)"
     assert play.lose("w2") == "w2 is lost (its process died)"
+    play.tell(ev.ShardSaved(W2, Version(6, 1)))
+    assert play.did(CommitManifest)
     assert play.tell(ev.Saved(Version(6, 1), "digest")).endswith("finished at step 6")
 
 
@@ -199,7 +90,7 @@ def test_a_stop_is_clean_saves_and_can_be_resumed() -> None:
     assert isinstance(play.run.state, Stopping), "its checkpoint is not durable yet"
     reason = play.save(Version(4, 1), "w1", "w2")
     assert reason == "the checkpoint of step 4 of generation 1 is in the bucket; stopped (Ctrl-C), resumes from step 4"
-    assert play.last.actions == (Settle(1, (W1, W2), None), Exit((W1, W2)))
+    assert (play.deeds, play.did(Settle)) == (["Settle", "Exit"], [Settle(1, (W1, W2), None)])
     resumed = Play(rules(max_workers=2), RunState.begin(2, 0.0, play.run.history.saved, play.run.history.lineage, play.run.generation))
     resumed.tell(ev.Capacity(2))
     assert "at step 4 (bucket)" in resumed.join("w1", "w2")

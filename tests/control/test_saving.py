@@ -1,16 +1,203 @@
-"""The bookkeeping of saves, against a dumb twin of sets."""
+"""What is saved on the way (R11, H1, H2), told as stories: when, by whom, and when a checkpoint counts; and the bookkeeping of that."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control.run import Saves, Saving
+from elastic.control.run import Running, Saves, Saving
 from elastic.control.saves import survivors
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import LayoutRule
+from elastic.protocol import events as ev
+from elastic.protocol.actions import CommitManifest, Save, Upload
+from elastic.protocol.commit_record import DUE, GO_ON, LAST, NO_SAVE, PAUSE, SAVE_AND_PAUSE, is_saved
+from elastic.protocol.copy_schedule import due
+from tests.control.play import Play, stepping
 
 pytestmark = pytest.mark.fast
+W1, W2 = WorkerId("w1"), WorkerId("w2")
+
+
+def test_when_to_save() -> None:
+    assert [step for step in range(0, 12) if due(step, 5, 11)] == [5, 10, 11]
+
+
+def test_no_save_begins_while_the_one_before_is_on_its_way() -> None:
+    """R11: steps go on; the last state, and what a stop asks for, is saved all the same."""
+    asks = {step: LAST if step == 11 else DUE if due(step, 5, 11) else NO_SAVE for step in range(1, 12)}
+    assert [step for step in asks if is_saved(GO_ON, asks[step], behind=step > 5)] == [5, 11]
+    assert is_saved(SAVE_AND_PAUSE, NO_SAVE, behind=True) and not is_saved(PAUSE, NO_SAVE, behind=False)
+    play = stepping(2, save_every=5)
+    play.steps(1, 9)
+    said = play.step(10, behind=True)
+    assert said == "the bucket does not keep up: steps go on, and saves are left out until the one before has been written"
+    assert [each.version.step for each in play.run.saves.pending] == [5]
+    play.steps(11, 15)
+    assert [each.version.step for each in play.run.saves.pending] == [5, 15]
+
+
+def test_keepers_are_told_which_saves_are_on_their_way() -> None:
+    """Each change of them, with how far the run is known: what is not named and began by then is over."""
+    play = stepping(2, save_every=5)
+    play.steps(1, 4)
+    assert not play.did(Upload)
+    play.step(5)
+    plan, keepers = play.plan, play.run.cluster.keepers
+    save = Save(Version(5, 1), 1, plan.layout, plan.members, plan.nodes)
+    assert play.did(Upload) == [Upload(keepers, (save,), 1, Version(5, 1))]
+    play.step(6)
+    assert not play.did(Upload)
+    play.save(Version(5, 1), "w1", "w2")
+    assert play.did(Upload) == [Upload(keepers, (), 1, Version(6, 1))]
+    play.steps(7, 10)
+    play.tell(ev.SaveFailed(Version(10, 1), "disk full"))
+    assert play.did(Upload) == [Upload(keepers, (), 1, Version(10, 1))]
+
+
+def test_without_all_keepers_nothing_is_saved_and_that_is_said() -> None:
+    play = stepping(2, save_every=5)
+    play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
+    play.steps(1, 4)
+    assert "step 5 of generation 1 is not saved: there is no keeper on node n2" in play.step(5)
+    assert play.run.saves.pending == () and play.did(Upload)[0].saves == (), "whoever copied it may overwrite it"
+
+
+def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    assert play.last.actions == ()
+    play.tell(ev.ShardSaved(W2, Version(5, 1)))
+    assert play.last.actions == (CommitManifest(Version(5, 1), ((1, 5),)),)
+    assert play.run.history.saved == ()
+    assert play.tell(ev.Saved(Version(5, 1), "digest")) == "the checkpoint of step 5 of generation 1 is in the bucket"
+    assert play.run.history.saved == (Version(5, 1),)
+
+
+def by_an_older_version(play: Play, step: int) -> str:
+    """The commit of ``step`` as the journals of versions have it whose members uploaded their parts themselves."""
+    return play.tell(ev.StepDone(W1, 1, replace(play.commit(step), saves=None)))
+
+
+def test_a_part_may_overtake_the_report_of_its_step_in_an_older_journal() -> None:
+    """World rank 1 is quicker in saving than world rank 0 in reporting; the manifest waits for the commit."""
+    play = stepping(2, save_every=5)
+    play.steps(1, 4)
+    play.tell(ev.ShardSaved(W2, Version(5, 1)))
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    assert play.last.actions == ()
+    by_an_older_version(play, 5)
+    assert play.last.actions == (CommitManifest(Version(5, 1), ((1, 5),)),)
+
+
+def test_a_zombies_manifest_counts_for_nothing() -> None:
+    """Version (7, 1) was abandoned; whatever is written of it later is refused."""
+    play = stepping(3, layout=LayoutRule(1, None, 1, "all"), save_every=7)
+    play.steps(1, 7)
+    for worker in ("w1", "w2", "w3"):
+        play.tell(ev.ShardSaved(WorkerId(worker), Version(7, 1)))
+    assert play.deeds == ["CommitManifest"]
+    play.lose("w2")
+    play.answer("w1", Version(7, 1))
+    play.answer("w3", Version(7, 1))
+    assert play.plan.version == Version(0, 0) and play.run.history.lineage == ()
+    before = play.run
+    assert play.tell(ev.Saved(Version(7, 1), "digest")) == "refused: the checkpoint of step 7 of generation 1 is not on the lineage"
+    assert play.tell(ev.ShardSaved(W1, Version(7, 1))).startswith("refused: nobody waits for a part")
+    assert play.run is before and play.run.history.saved == ()
+
+
+def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 6)
+    assert play.tell(ev.Saved(Version(6, 1), "digest")) == "refused: nobody asked for the manifest of step 6 of generation 1"
+    assert play.tell(ev.Saved(Version(5, 1), "digest")) == "refused: nobody asked for the manifest of step 5 of generation 1"
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_worker_that_dies_does_not_end_a_save(older: bool) -> None:
+    """Its keeper has the copy, or says that it has not.  In an older journal the worker wrote its part itself: its save is forgotten."""
+    play = stepping(2, save_every=5)
+    play.steps(1, 4)
+    by_an_older_version(play, 5) if older else play.step(5)
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    play.lose("w2")
+    play.answer("w1", Version(5, 1))
+    assert [each.version for each in play.run.saves.pending] == ([] if older else [Version(5, 1)])
+    if not older:
+        assert play.did(Upload)[0].saves[0].members == (W1, W2), "and it is told so while the next world forms"
+        assert play.save(Version(5, 1), "w2").endswith("the checkpoint of step 5 of generation 1 is in the bucket")
+
+
+def test_a_worker_that_dies_before_its_copy_is_complete_ends_the_save() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.lose("w2")
+    said = play.tell(ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1))
+    assert said == "the checkpoint of step 5 of generation 1 failed (no part of w2: it ended before its copy was complete)"
+    assert play.run.saves.pending == ()
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_keeper_that_dies_ends_the_saves_that_it_had_to_upload(written: bool) -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.tell(ev.ShardSaved(W2 if written else W1, Version(5, 1)))
+    said = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
+    assert ("the keeper of node n2 had still to upload a part of it" in said) != written
+    assert [each.version.step for each in play.run.saves.pending] == ([5] if written else [])
+
+
+def test_a_save_that_the_run_went_back_behind_is_given_up() -> None:
+    """Nobody waits for it: else every later save would."""
+    play = stepping(2, layout=LayoutRule(1, None, 1, "all"), save_every=5)
+    play.steps(1, 5)
+    play.lose("w2")
+    play.answer("w1", Version(5, 1))
+    assert play.plan.version == Version(0, 0) and play.run.saves.pending == ()
+    assert play.did(Upload) == [Upload(play.run.cluster.keepers, (), 2, Version(0, 0))]
+
+
+def test_a_save_outlives_its_world_when_its_writers_do() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.broken("w1")
+    play.answer("w1", Version(5, 1))
+    play.answer("w2", Version(5, 1))
+    assert play.generation == 2
+    assert play.save(Version(5, 1), "w1", "w2").endswith("is in the bucket")
+
+
+def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    for worker in (W1, W2):
+        play.tell(ev.ShardSaved(worker, Version(5, 1)))
+    reason = play.tell(ev.SaveFailed(Version(5, 1), "store unavailable"))
+    assert reason == "the manifest of step 5 of generation 1 was not written (store unavailable); again in 5 s"
+    assert play.last.actions == ()
+    play.step(6)
+    play.later(5.0)
+    assert play.deeds == ["CommitManifest"]
+    play.steps(7, 10)
+    assert play.tell(ev.SaveFailed(Version(10, 1), "disk full")) == "the checkpoint of step 10 of generation 1 failed (disk full)"
+    assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves.pending] == [Version(5, 1)]
+
+
+def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for_in_an_older_journal() -> None:
+    """The writer's word may come before that of world rank 0, also after another writer's."""
+    play = stepping(2, save_every=5, target_step=10)
+    play.steps(1, 4)
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")) == ""
+    assert "the checkpoint of step 5 of generation 1 failed (disk full)" in by_an_older_version(play, 5)
+    assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")).startswith("refused: nobody saves"), "its other writer fails too"
+    assert play.run.saves.pending == ()
+
 
 WORKERS = [WorkerId(f"w{number}") for number in range(1, 5)]
 STEPS = st.integers(1, 3)

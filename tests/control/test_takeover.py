@@ -15,9 +15,9 @@ from elastic.control.liveness import Watch
 from elastic.control.run import Finished, Finishing, Forming, Running, RunState, Saves, Stopped, Stopping, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import events as ev
-from elastic.protocol.actions import CommitManifest, Exit, Fence, Form, Go, Kill, Pause, Settle
+from elastic.protocol.actions import CommitManifest, Exit, Fence, Form, Go, Kill, Pause, Settle, Upload
 from elastic.protocol.commit_record import GO_ON
-from tests.control.play import CLASSES, Play, outcome, reformed, rules, started, stepping
+from tests.control.play import CLASSES, Play, reformed, rules, started, stepping
 
 STEPPING, READY, HERE = "stepping", "ready", "here"
 
@@ -95,13 +95,13 @@ def ready(worker: str) -> Callable[[Play], ev.Event]:
 
 
 def committed(step: int, boundary: int = GO_ON) -> Callable[[Play], ev.Event]:
-    return lambda play: ev.StepDone(play.plan.members[0], play.generation, outcome(step, play.generation, boundary))
+    return lambda play: ev.StepDone(play.plan.members[0], play.generation, play.commit(step, boundary))
 
 
 def fenced(worker: str, step: int, boundary: int = GO_ON) -> Callable[[Play], ev.Event]:
     def make(play: Play) -> ev.Event:
         held = (play.shard(worker, Version(step, play.generation)),)
-        return ev.Fenced(WorkerId(worker), play.generation, held, None, (outcome(step, play.generation, boundary),))
+        return ev.Fenced(WorkerId(worker), play.generation, held, None, (play.commit(step, boundary),))
 
     return make
 
@@ -352,13 +352,14 @@ def test_leases_that_nobody_knows_of_are_waited_for() -> None:
 
 
 def test_a_manifest_is_asked_for_again() -> None:
-    """Of what it is made the writers say once more."""
+    """Of what it is made the keepers say once more, since they are told again which saves are on their way."""
     play = at_step(10)
     play.tell(ev.ShardSaved(WorkerId("w1"), Version(10, 1)))
     play.tell(ev.ShardSaved(WorkerId("w2"), Version(10, 1)))
     assert play.did(CommitManifest)
     again = take_over(play)
     assert not again.did(CommitManifest)
+    assert [save.version for save in again.did(Upload)[0].saves] == [Version(10, 1)]
     again.tell(ev.ShardSaved(WorkerId("w2"), Version(10, 1)))
     again.tell(ev.ShardSaved(WorkerId("w1"), Version(10, 1)))
     assert again.did(CommitManifest)

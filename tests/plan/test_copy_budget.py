@@ -53,22 +53,25 @@ def test_what_it_costs_is_said() -> None:
     """Before anything was measured: with auto what it can be at most, else what it is with steps of a second."""
     assert explained(Spread(96 * GB, 2), 1, 1, AUTO, ETHERNET, 0.01) == (
         "copies in host memory every step or more seldom (auto), of 96 GB of state: "
-        "up to 288 GB a worker (6 slots of 48 GB, 2 shards at least); "
+        "up to 336 GB a worker (7 slots of 48 GB, 2 shards at least); "
         "on to another node as often as 20% of each link allow, once a second at most (auto): 96 GB each time over all links, "
         "at most 2.5 GB/s from a node with a link like eth0 here (100 Gb/s); "
         "0.9600 each time, at most 90.00 an hour a node, at copies.price_per_gb = 0.01"
     )
     assert explained(Spread(96 * GB, 2), 5, 10, CopyRule(), ETHERNET, 0.01) == (
-        "copies in host memory every 5 steps, of 96 GB of state: up to 288 GB a worker (6 slots of 48 GB, 2 shards at least); "
+        "copies in host memory every 5 steps, of 96 GB of state: up to 336 GB a worker (7 slots of 48 GB, 2 shards at least); "
         "on to another node every 10 steps: 96 GB each time, 9.6 GB a step over all links; "
         "from one worker 4.8 GB a step, with steps of 1 s 4.8 GB/s, 38.40% of a link like eth0 here (100 Gb/s); "
         "0.0960 a step at copies.price_per_gb = 0.01"
     )
     assert explained(Spread(3_000), 5, 0, CopyRule(), ETHERNET, 0.01) == (
-        "copies in host memory every 5 steps, of 3 kB of state: up to 6 kB a worker (2 slots of 3 kB, 1 shard at least); "
+        "copies in host memory every 5 steps, of 3 kB of state: up to 9 kB a worker (3 slots of 3 kB, 1 shard at least); "
         "none on other nodes (copies.buddy_every = 0)"
     )
-    assert "read from the bucket" in explained(Spread(3_000), 0, 0, CopyRule())
+    assert explained(Spread(3_000), 0, 0, CopyRule()) == (
+        "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket; "
+        "a save on its way there takes up to 3 kB a worker"
+    )
     assert [amount(size) for size in (0, 999, 1_000, 1.5e9, 2e15)] == ["0 B", "999 B", "1 kB", "1.5 GB", "2e+03 TB"]
 
 
@@ -101,13 +104,14 @@ def test_each_replica_is_sent() -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    assert no_room("auto", 10, 10, "the node", 4) == ""
-    sentence = no_room("auto", 96 * GB, 64 * GB, "the container (memory.max = 80000000000)", 6)
-    assert sentence.startswith("copies.copy_every = auto: this worker's copies take 96 GB")
-    assert "take 96 GB of memory (6 slots), and the container (memory.max = 80000000000) leaves 64 GB beside" in sentence
+    assert no_room("auto", 10, 10, "the node", 5) == ""
+    sentence = no_room("auto", 112 * GB, 64 * GB, "the container (memory.max = 80000000000)", 7)
+    assert sentence.startswith("copies.copy_every = auto: this worker's copies and saves take 112 GB")
+    assert "take 112 GB of memory (7 slots), and the container (memory.max = 80000000000) leaves 64 GB beside" in sentence
     assert (
         "resources.limits.memory" in sentence
-        and "raise it by 32 GB" in sentence
-        and "save it: copies.buddy_every = 0 two thirds of it, copies.copy_every = 0 all" in sentence
+        and "raise it by 48 GB" in sentence
+        and "save it: copies.buddy_every = 0 leaves 3 of 7 slots, copies.copy_every = 0 leaves 1 of 7 slots, workers.min" in sentence
     )
-    assert "copies.buddy_every" not in no_room(1, 96 * GB, 64 * GB, "the node", 2)
+    assert "copies.buddy_every" not in no_room(1, 96 * GB, 64 * GB, "the node", 3)
+    assert "or save it: workers.min = more" in no_room(0, 96 * GB, 64 * GB, "the node", 1)

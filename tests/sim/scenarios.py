@@ -93,14 +93,16 @@ def abandoned(seed: int) -> Scenario:
 
 
 def forgetting(seed: int) -> Scenario:
-    """Coordinators die with their disks, and all workers with them: what remains is what is in the bucket, and who knows of it."""
+    """Coordinators die with their disks, and all workers with them; often the keepers die once the next coordinator has read what they have
+    of the journal: what remains is what is in the bucket, and who knows of it."""
     rng = random.Random(seed)
     blows = [rng.uniform(5.0, 40.0) for _ in range(5)]
     disks = (Fault(at - 0.01, Kind.DISK_LOSS) for at in blows)
     deaths = (Fault(at, Kind.COORDINATOR_KILL, duration_s=1.0) for at in blows)
+    keepers = [Fault(at + 1.15, Kind.KEEPER_KILL, n, duration_s=2.0) for at in blows for n in range(2) if rng.random() < 0.8]
     workers = (Fault(at + 0.1, Kind.SIGKILL, -1) for at in blows)
     rules = small_rules(1, 2, LayoutRule(None, None, 1, "all"), target_step=30, save_every=1)
-    return Scenario(rules=replace(rules, max_fruitless=50), faults=(*disks, *deaths, *workers), nodes=2, slots=3)
+    return Scenario(rules=replace(rules, max_fruitless=50), faults=(*disks, *deaths, *keepers, *workers), nodes=2, slots=3)
 
 
 def unshipped(seed: int) -> Scenario:

@@ -30,7 +30,13 @@ def test_what_copies_are_for_does_happen() -> None:
     coverage = Coverage()
     for seed in range(60):
         coverage.add(simulate(seed))
-    rare = ("a world starts from copies alone", "a copy at a buddy is used", "a copy is torn by death", "copies of the dead are released")
+    rare = (
+        "a world starts from copies alone",
+        "a copy at a buddy is used",
+        "a copy is torn by death",
+        "copies of the dead are released",
+        "a dead worker's copy is saved",
+    )
     assert [each for each in ("a world starts from tier host", *rare) if not coverage.occasions[each]] == []
 
 
@@ -209,6 +215,13 @@ def test_members_that_skip_copies_by_themselves_are_noticed(monkeypatch: pytest.
 
     monkeypatch.setattr(Copies, "after", alone)
     assert GONE in first_violation(advance, "drawn")
+
+
+def test_overwriting_a_save_on_its_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot counts as any other's as soon as it is complete."""
+    after = Copies.after
+    monkeypatch.setattr(Copies, "after", lambda copies, outcome: replace(after(copies, outcome), saving=()))
+    assert "was overwritten before it was in the bucket" in first_violation(advance, "drawn")
 
 
 def test_counting_a_torn_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,7 +254,8 @@ def test_a_mandate_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_taking_what_could_be_read_for_all_there_is_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     left = Journal.left
     monkeypatch.setattr(Journal, "left", lambda *arguments: (left(*arguments)[0], True))
-    assert "is begun twice" in first_violation(advance, "severed")
+    found = first_violation(advance, "severed")
+    assert FOLLOWED in found or "twice" in found  # the name of a worker, or the number of a generation
 
 
 def test_a_number_that_may_be_taken_is_noticed() -> None:

@@ -87,7 +87,7 @@ def cluster(layout: Layout, per_node: int, slots: int = 2) -> Iterator[tuple[Pla
     with ExitStack() as stack:
         found = {name: Node(name, KeeperStore(name, "127.0.0.1", SECRET), {}) for name in dict.fromkeys(nodes)}
         for rank, member in enumerate(members):
-            region = Region.create(slots, largest.bytes, largest.blocks)
+            region = Region.create(slots, largest.bytes, largest.blocks, TENSORS)
             node = found[nodes[rank]]
             node.workers[member] = Snapshots(region, TENSORS, torch.device("cpu"), AUTO)
             node.stock.adopt(member, os.getpid(), region.descriptor)

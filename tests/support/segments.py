@@ -23,8 +23,8 @@ from elastic.runs import Run
 from elastic.state.heal import Healing
 from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.checkpoint import Saver
 from elastic.train.counters import Counters
+from elastic.train.local import save_here
 from elastic.train.model import State
 from elastic.train.session import make_session
 from elastic.train.step import Session, run_step
@@ -74,12 +74,7 @@ class Member:
         return run_step(self.session, self.state, self.fence, self.shape, self.state.shard.version.step + 1, boundary)
 
     def save(self) -> ShardReceipt:
-        receipts: list[Any] = []
-        told = lambda event, shard=None: receipts.append(shard.receipt)  # noqa: E731
-        Saver(self.checkpoints, self.fence.member.worker, told, self.session.faults, threaded=False).save(self.state)
-        (receipt,) = receipts
-        assert isinstance(receipt, ShardReceipt)
-        return receipt
+        return save_here(self.checkpoints, self.state)
 
 
 def shards(fence: ApplyFence) -> list[Shard]:

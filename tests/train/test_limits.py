@@ -17,6 +17,7 @@ from elastic.errors import JobError, NoRoomYet
 from elastic.state.region import PAGE
 from elastic.train import session
 from elastic.train.counters import Counters
+from elastic.train.faults import Faults
 from elastic.train.machine.limits import (
     SEGMENT,
     SHARED,
@@ -71,28 +72,30 @@ def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: p
     tensors, cpu = tensors_of(build_model(job), rule_of(job)), torch.device("cpu")
     counters = [Counters(tmp_path / name, create=True) for name in ("w1", "w2")]
     before, kept = copies_here()
-    first = make_snapshots(job, tensors, cpu, counters[0])
-    assert first is not None and counters[0]["copies"] == first.region.descriptor
+    first = make_snapshots(job, tensors, cpu, counters[0], Faults(()))
+    assert counters[0]["copies"] == first.region.descriptor
     size = first.region.memory.nbytes
-    assert size - 2 * PAGE <= copies_here()[0] - before <= size
+    assert size - 5 * PAGE <= copies_here()[0] - before <= size
 
     def free(regions: int, taken: int = 0) -> None:
         monkeypatch.setattr(session, "free_memory", lambda: (regions * size, "the node (MemAvailable)"))
         monkeypatch.setattr(session, "copies_here", lambda: (copies_here()[0] - before, taken))
 
     free(2)
-    with pytest.raises(JobError, match=r"^copies\.copy_every = 3: this worker's copies take .* raise it by .* \(on Kubernetes resources"):
-        make_snapshots(job, tensors, cpu, counters[1])
+    with pytest.raises(
+        JobError, match=r"^copies\.copy_every = 3: this worker's copies and saves take .* raise it by .* \(on Kubernetes resources"
+    ):
+        make_snapshots(job, tensors, cpu, counters[1], Faults(()))
     free(2, taken=size)
     with pytest.raises(NoRoomYet):
-        make_snapshots(job, tensors, cpu, counters[1])
+        make_snapshots(job, tensors, cpu, counters[1], Faults(()))
     assert counters[1]["copies"] == 0
     for slot in range(first.region.slots):
         first.region.data(slot)[:] = bytes(first.region.slot_bytes)
         first.region.digests(slot)[:] = memoryview(bytes(8 * first.region.slot_blocks)).cast("q")
-    assert copies_here()[0] - before <= 2 * PAGE and copies_here()[1] - kept >= size - 2 * PAGE, "written, and nobody else has it open"
+    assert copies_here()[0] - before <= 5 * PAGE and copies_here()[1] - kept >= size - 5 * PAGE, "written, and nobody else has it open"
     free(2)
-    assert make_snapshots(job, tensors, cpu, counters[1]) is not None
+    assert make_snapshots(job, tensors, cpu, counters[1], Faults(())).region.slots == first.region.slots
 
 
 def test_one_worker_of_a_node_at_a_time() -> None:

@@ -17,7 +17,19 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.batch import microbatch_of
 from elastic.plan.layout import Layout
-from elastic.protocol.commit_record import BEHIND, NO_COPIES, PAUSE, SAVE_AND_PAUSE, BadRecord, CommitShape, Copied, Outcome, conclude
+from elastic.protocol.commit_record import (
+    DUE,
+    LAST,
+    NO_COPIES,
+    NO_SAVE,
+    PAUSE,
+    SAVE_AND_PAUSE,
+    BadRecord,
+    CommitShape,
+    Copied,
+    Outcome,
+    conclude,
+)
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.faults import Faults
 from elastic.train.step import Share, blank_record, fill_record, update
@@ -163,11 +175,22 @@ def test_what_was_gathered_says_what_was_put_in() -> None:
     assert conclude(SHAPE, 6, gathered(6)) != outcome
 
 
-def test_what_one_member_asks_for_all_do_and_who_is_behind_is_waited_for_by_all() -> None:
-    outcomes = [
-        conclude(SHAPE, 7, gathered(7, asked)) for asked in ((0, BEHIND, PAUSE), (SAVE_AND_PAUSE, 0, PAUSE), (0, 0, PAUSE + BEHIND))
-    ]
-    assert [(each.boundary, each.behind) for each in outcomes] == [(PAUSE, True), (SAVE_AND_PAUSE, False), (PAUSE, True)]
+def test_what_one_member_asks_for_all_do() -> None:
+    outcomes = [conclude(SHAPE, 7, gathered(7, asked)) for asked in ((0, 0, PAUSE), (SAVE_AND_PAUSE, 0, PAUSE))]
+    assert [(each.boundary, each.saves) for each in outcomes] == [(PAUSE, False), (SAVE_AND_PAUSE, True)]
+
+
+def test_a_save_waits_for_who_has_no_room_and_the_last_one_for_nobody() -> None:
+    """One who remembers that a save is due asks for all; all say the same of when."""
+
+    def said(*saves: tuple[int, int]) -> tuple[bool, bool | None]:
+        found = conclude(SHAPE, 7, gathered(7, copied=tuple(Copied(save=save, behind=behind) for save, behind in saves)))
+        return found.behind, found.saves
+
+    assert said((NO_SAVE, 0), (NO_SAVE, 0), (NO_SAVE, 0)) == (False, False)
+    assert said((NO_SAVE, 0), (DUE, 0), (NO_SAVE, 0)) == (False, True)
+    assert said((DUE, 0), (DUE, 0), (DUE, 1)) == (True, False)
+    assert said((LAST, 0), (LAST, 0), (LAST, 1)) == (True, True)
 
 
 def test_of_copies_the_slowest_member_decides() -> None:

@@ -1,0 +1,166 @@
+"""A process of the keeper that brings saves from the slots of its node's workers to the bucket.
+
+    uploader BUCKET RUN      a line of JSON on stdin for each part to write or to give up, one on stdout for each that has ended
+
+It is a process of its own so that hashing and sending never hold up the keeper's beats.  It maps the memory that the keeper has open, so
+no byte is copied, and a worker that dies does not matter.  Each block of a slot must have the digest that it got on the worker's device:
+that is checked after the hashes of the file were taken and before its first byte goes out, so a file whose hashes are right by themselves
+never holds what memory has bent.  When the keeper ends, so does this process: nobody waits for its word any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+import numpy as np
+
+from elastic.errors import StateMissing
+from elastic.ids import Version
+from elastic.plan.axes import Box
+from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of, held, written_by
+from elastic.protocol.copy_schedule import Copy
+from elastic.state.region import BLOCK, WORD, Frame, Place, Region, frame
+from storage.checkpoints import Checkpoints, ShardReceipt
+from storage.errors import StorageError
+from storage.objects import ObjectStore
+from storage.slices import Tensor, nbytes
+
+AT_ONCE = 4
+"""Parts that one node writes at the same time: a single stream fills neither a fast link nor a node's cores."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One member's part of a save: the shard that world rank ``rank`` of ``layout`` had of ``version``, in a region of process ``pid``."""
+
+    number: int
+    pid: int
+    descriptor: int
+    version: Version
+    layout: Layout
+    rank: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Part:
+        return cls(**value | {"version": Version(**value["version"]), "layout": Layout(**value["layout"])})
+
+
+class GivenUp(Exception):
+    """Nobody wants this part any more."""
+
+
+def name_of(layout: Layout, rank: int) -> str:
+    """Returns what the file of that member is called, without its ending."""
+    return f"shard-{rank:05d}-of-{layout.world:05d}"
+
+
+def upload(checkpoints: Checkpoints, region: Region, part: Part, given_up: Callable[[], bool] = lambda: False) -> ShardReceipt:
+    """Writes ``part`` from its slot in ``region`` and returns the receipt.
+
+    Raises :class:`StateMissing` where the slot does not hold the copy, or holds it bent; :class:`GivenUp`; :class:`StorageError`.
+    """
+    copy, tensors = Copy(part.version, cell_of(part.layout, part.rank)), region.tensors()
+    slot, lies = region.find(copy), frame(tensors, copy.cell)
+    if slot is None:
+        raise StateMissing(f"the copy of {part.version} is not in its slot any more")
+    data, checked = region.data(slot), list[bool]()
+
+    def before_each_slice() -> None:
+        if given_up():
+            raise GivenUp
+        if not checked:
+            checked.append(True)
+            check(region, slot, lies)
+
+    parts = [
+        (tensor, box.slice, _bytes_of(data, lies.places[tensor], tensor, box, held(tensor, copy.cell).shape))
+        for tensor, box in written_by(tensors, part.layout, part.rank)
+    ]
+    receipt = checkpoints.write_shard(part.version, name_of(part.layout, part.rank), parts, before_each_slice, tensors)
+    if region.find(copy) != slot:
+        raise StateMissing(f"the copy of {part.version} was overwritten while it was written to the bucket")
+    return receipt
+
+
+def _bytes_of(data: memoryview, place: Place, tensor: Tensor, box: Box, shape: tuple[int, ...]) -> memoryview:
+    """Returns the bytes of ``box`` from a member's memory of ``tensor``, which has ``shape``; they are copied only where they lie apart."""
+    item = nbytes(tensor, box.slice) // box.slice.count
+    memory = np.frombuffer(data, dtype=np.uint8, count=place.bytes, offset=place.offset).reshape(*shape, item)
+    piece = memory[tuple(slice(at, at + size) for at, size in zip(box.at, box.slice.shape, strict=True))]
+    return np.ascontiguousarray(piece).reshape(-1).data
+
+
+def check(region: Region, slot: int, lies: Frame) -> None:
+    """Raises :class:`StateMissing` unless every block in the slot has the digest that it was copied with."""
+    data, digests = region.data(slot), region.digests(slot)
+    for tensor, place in lies.places.items():
+        expected = np.frombuffer(digests[place.first_block : place.first_block + place.blocks], dtype=np.int64)
+        if not np.array_equal(_sums(data, place), expected):
+            raise StateMissing(f"the copy of {tensor.kind} {tensor.name!r} in host memory is damaged")
+
+
+def _sums(data: memoryview, place: Place) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Returns the digests of a tensor's bytes as ``digest.digests`` takes them: the sum of each block's words, modulo 2^64."""
+    raw = np.frombuffer(data, dtype=np.uint8, count=place.bytes, offset=place.offset)
+    whole, rest = divmod(place.bytes, BLOCK)
+    sums = raw[: whole * BLOCK].view(np.int64).reshape(whole, BLOCK // WORD).sum(axis=1)
+    if not rest:
+        return sums
+    last = np.zeros(-(-rest // WORD) * WORD, dtype=np.uint8)
+    last[:rest] = raw[whole * BLOCK :]
+    return np.append(sums, last.view(np.int64).sum())
+
+
+class Uploader:
+    """The process: reads what is to be done, writes several parts at once, and says what became of each."""
+
+    def __init__(self, checkpoints: Checkpoints, out: TextIO) -> None:
+        self.checkpoints, self.out = checkpoints, out
+        self._given_up: set[int] = set()
+        self._one_says = threading.Lock()
+
+    def serve(self, lines: TextIO) -> None:
+        """Until the other end of ``lines`` is closed; whatever is under way then is left as it is."""
+        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="upload")
+        for line in lines:
+            value = json.loads(line)
+            if "give_up" in value:
+                self._given_up.add(value["give_up"])
+            else:
+                pool.submit(self._write, Part.from_json(value))
+
+    def _write(self, part: Part) -> None:
+        try:
+            region = Region.of_process(part.pid, part.descriptor)
+            receipt = upload(self.checkpoints, region, part, lambda: part.number in self._given_up)
+        except GivenUp:
+            self._say(part.number, failed="it was given up")
+        except (StateMissing, StorageError, OSError) as error:
+            self._say(part.number, failed=str(error))
+        except Exception as error:  # the end of a thread: the keeper waits for what becomes of the part
+            self._say(part.number, failed=f"{type(error).__name__}: {error}")
+        else:
+            self._say(part.number, receipt=receipt.to_json())
+
+    def _say(self, number: int, **what: str) -> None:
+        with self._one_says:
+            print(json.dumps({"number": number, **what}), file=self.out, flush=True)
+
+
+def main(bucket: str, run: str) -> None:
+    """Serves the keeper that started this process until that one ends."""
+    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)  # whatever a library prints goes to the keeper's log, not among the answers
+    Uploader(Checkpoints(ObjectStore.open(bucket), run), out).serve(sys.stdin)
+    os._exit(0)

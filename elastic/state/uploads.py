@@ -1,0 +1,237 @@
+"""A keeper's saves: which copies of its node's workers go to the bucket, and what has become of them.
+
+The coordinator says which saves are on their way; all others are over.  A thread looks which of their copies have become complete, hands
+them to the uploader process (``state/uploader.py``) and reports what that says.  A part fails once its copy can never be complete: its
+worker has ended, or is in a later world, without it.  An uploader that dies is followed by another, which begins the part again: what it
+writes is created, never replaced, so twice is as good as once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from elastic.ids import Version, WorkerId
+from elastic.plan.copy_budget import slots_for
+from elastic.plan.placement import cell_of
+from elastic.protocol.actions import Save
+from elastic.protocol.copy_schedule import Copy
+from elastic.protocol.events import SaveFailed, ShardSaved
+from elastic.state.keeper_store import KeeperStore
+from elastic.state.region import Region
+from elastic.state.uploader import Part, name_of
+from storage.checkpoints import ShardReceipt
+
+POLL_S = 0.02
+UNKNOWN_S = 10.0
+"""How long a part waits for its worker's memory to be opened here: a keeper that has just come up does not know its workers yet."""
+ATTEMPTS = 3
+"""Uploaders that may die of one part before it is given up."""
+
+Tell = Callable[[Save, ShardSaved | SaveFailed, ShardReceipt | None], None]
+"""Reports to the coordinator what became of one worker's part of a save."""
+
+
+@dataclass(eq=False)
+class Task:
+    """One worker's part of a save.  ``number``: of what the uploader was told of it, 0 while it has not got it.
+
+    ``region`` is kept from the moment that the uploader has it, whatever becomes of its worker.
+    """
+
+    save: Save
+    worker: WorkerId
+    since: float
+    number: int = 0
+    region: Region | None = None
+    attempts: int = 0
+    told: tuple[ShardSaved | SaveFailed, ShardReceipt | None] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.save.members.index(self.worker)
+
+
+@dataclass
+class Told:
+    """What the coordinator said last: the saves on their way, and how far it knew the run.
+
+    ``number`` grows with its incarnation and with each time that it says so: calls may overtake each other.
+    """
+
+    number: tuple[int, int] = (0, 0)
+    saves: Sequence[Save] = ()
+    generation: int = 0
+    version: Version = field(default_factory=lambda: Version(0, 0))
+
+    def is_over(self, worker: WorkerId, version: Version) -> bool:
+        """Returns whether the save of ``version`` that ``worker`` has begun is in the bucket or given up."""
+        if any(save.version == version and worker in save.members for save in self.saves):
+            return False
+        return version.generation < self.generation or version <= self.version
+
+
+class Uploads:
+    """The uploads of one keeper.  ``command`` starts its uploader; ``say`` tells what somebody should know of."""
+
+    def __init__(self, store: KeeperStore, command: Sequence[str], tell: Tell, say: Callable[[str], None] = print) -> None:
+        self.store, self.command, self.tell, self.say = store, command, tell, say
+        self._told = Told()
+        self._tasks: dict[tuple[Save, WorkerId], Task] = {}
+        self._number = 0
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._listener = threading.Thread()
+        threading.Thread(target=self._run, name="uploads", daemon=True).start()
+
+    def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
+        """Takes ``saves`` for all that are on their way; any other that began by ``version`` of ``generation`` is over.
+
+        What is known of their parts already is reported again, since the coordinator may be another one.
+        """
+        with self._lock:
+            if number <= self._told.number:
+                return
+            self._told = Told(number, saves, generation, version)
+            wanted = {
+                (save, worker) for save in saves for worker, node in zip(save.members, save.nodes, strict=True) if node == self.store.node
+            }
+            for key in self._tasks.keys() - wanted:
+                self._give_up(self._tasks.pop(key))
+            again = [task for task in self._tasks.values() if task.told]
+            for save, worker in wanted - self._tasks.keys():
+                self._tasks[save, worker] = Task(save, worker, time.monotonic())
+        for task in again:
+            assert task.told is not None
+            self.tell(task.save, *task.told)
+
+    def start(self) -> None:
+        """Starts the uploader, unless there is one: before the first save needs it, since its imports take a second."""
+        with self._lock:
+            if self._process is None and not self._closed.is_set():
+                try:
+                    self._process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                except OSError as error:  # no memory for another process, say: its parts wait
+                    return self.say(f"no uploader can be started: {error}")
+                self._listener = threading.Thread(target=self._listen, args=(self._process,), name="uploader", daemon=True)
+                self._listener.start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            process, listener = self._process, self._listener
+        if process is not None:
+            process.kill()
+            listener.join()
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        while not self._closed.wait(POLL_S):
+            with self._lock:
+                failed = [(task, why) for task in self._tasks.values() if not task.told and not task.number and (why := self._look(task))]
+                told = self._told
+            for task, why in failed:
+                self._fail(task, why)
+            for worker, region in self.store.regions():
+                number, save = region["saves"], region.copy("save")  # in this order: the worker counts a save after it has named it
+                if save is not None and region["saves_over"] != number and told.is_over(worker, save.version):
+                    region["saves_over"] = number
+            self._forget_the_dead()
+
+    def _look(self, task: Task) -> str:
+        """Hands the task to the uploader if its copy is complete.  Returns why that will never be, or ""."""
+        copy = Copy(task.save.version, cell_of(task.save.layout, task.rank))
+        region, ended = self.store.region(task.worker)  # in this order: what was complete when it ended is seen to be
+        region = task.region or region
+        if region is None:
+            return "its keeper has not opened its memory" if time.monotonic() - task.since > UNKNOWN_S else ""
+        if region.find(copy) is not None:
+            task.region = region
+            self._hand_over(task)
+            return ""
+        if ended:
+            return "it ended before its copy was complete"
+        if region["generation"] > task.save.by:
+            return "it went on without a copy"
+        return "the copy failed" if region["save_failed"] and region.copy("save") == copy else ""
+
+    def _hand_over(self, task: Task) -> None:
+        self.start()
+        if self._process is None:
+            return
+        self._number += 1
+        task.number, task.attempts = self._number, task.attempts + 1
+        assert task.region is not None
+        part = Part(task.number, os.getpid(), task.region.descriptor, task.save.version, task.save.layout, task.rank)
+        self._write(part.to_json())
+
+    def _write(self, line: str) -> None:
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        try:
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+        except (OSError, ValueError):  # it has died: who listens to it begins all of its parts again
+            return
+
+    def _give_up(self, task: Task) -> None:
+        if task.number and not task.told:
+            self._write(json.dumps({"give_up": task.number}))
+
+    def _fail(self, task: Task, why: str) -> None:
+        name = f"{task.worker} ({name_of(task.save.layout, task.rank)})"
+        self._tell(task, SaveFailed(task.save.version, f"no part of {name}: {why}", task.save.by), None)
+
+    def _tell(self, task: Task, event: ShardSaved | SaveFailed, receipt: ShardReceipt | None) -> None:
+        task.told, task.region = (event, receipt), None
+        self.tell(task.save, event, receipt)
+
+    def _forget_the_dead(self) -> None:
+        """Frees what dead workers have left where only saves are copied: nobody else says when, and here it is once the save is over."""
+        for worker, region in self.store.regions():
+            if region.slots == slots_for(0, 0) and not region.saving and self.store.region(worker)[1]:
+                self.store.forget(worker)
+
+    # ---- what the uploader says
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            answer = json.loads(line)
+            with self._lock:
+                task = next((each for each in self._tasks.values() if each.number == answer["number"]), None)
+            if task is None or task.told:
+                continue
+            if "failed" in answer:
+                self._fail(task, answer["failed"])
+            else:
+                receipt = ShardReceipt.from_json(answer["receipt"])
+                self._tell(task, ShardSaved(task.worker, task.save.version, task.save.by), receipt)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # what it did not read any more
+                assert pipe is not None
+                pipe.close()
+        if not self._closed.is_set():
+            self._begin_again(process)
+
+    def _begin_again(self, died: subprocess.Popen[str]) -> None:
+        self.say(f"its uploader died (exit code {died.returncode}); another one begins its parts again")
+        with self._lock:
+            self._process = None
+            left = [task for task in self._tasks.values() if task.number and not task.told]
+            hopeless = [task for task in left if task.attempts >= ATTEMPTS]
+            for task in left:
+                task.number = 0 if task not in hopeless else task.number
+        for task in hopeless:
+            self._fail(task, f"{ATTEMPTS} uploaders died while they wrote it")

@@ -1,0 +1,329 @@
+"""Saves: from a worker's slot to the bucket, by its keeper and the uploader process; whoever dies on the way (R1, R11, H1)."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.errors import StateMissing
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.protocol.actions import Save
+from elastic.protocol.commit_record import DUE, LAST, NO_SAVE
+from elastic.protocol.copy_schedule import Copy, SaveRule
+from elastic.protocol.events import SaveFailed, ShardSaved
+from elastic.state.keeper_store import KeeperStore
+from elastic.state.region import Region, frame
+from elastic.state.snapshot import Snapshots
+from elastic.state.uploader import GivenUp, Part, name_of, upload
+from elastic.state.uploads import Uploads
+from storage.checkpoints import Checkpoints, ShardReceipt
+from storage.objects import ObjectStore
+from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, outcome, shard_of, truth
+from tests.state.saver import NODE, PLAN, SAVED, WORKER
+from tests.support.cells import cell
+from tests.support.patience import PATIENCE_S
+
+WHOLE = cell(1, 0)
+REPOSITORY = Path(__file__).parents[2]
+UPLOADER = "import sys; from elastic.state.uploader import main; main(*sys.argv[1:])"
+
+
+def command(bucket: Path) -> list[str]:
+    return [sys.executable, "-c", UPLOADER, str(bucket), "run"]
+
+
+def checkpoints(bucket: Path) -> Checkpoints:
+    return Checkpoints(ObjectStore.open(str(bucket)), "run")
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Told:
+    """What a keeper reports to the coordinator."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[tuple[ShardSaved | SaveFailed, ShardReceipt | None]] = queue.SimpleQueue()
+
+    def __call__(self, save: Save, event: ShardSaved | SaveFailed, receipt: ShardReceipt | None) -> None:
+        self.events.put((event, receipt))
+
+    def next(self) -> tuple[ShardSaved | SaveFailed, ShardReceipt | None]:
+        return self.events.get(timeout=PATIENCE_S)
+
+
+@contextmanager
+def uploading(store: KeeperStore, bucket: Path) -> Iterator[tuple[Uploads, Told]]:
+    told = Told()
+    uploads = Uploads(store, command(bucket), told)
+    try:
+        yield uploads, told
+    finally:
+        uploads.close()
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 3), Layout(2, 2), Layout(3, 1)], ids=str)
+def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layout: Layout) -> None:
+    """Over two nodes; the manifest is refused unless the parts are the whole state, each element once; read again it is what was copied."""
+    told = []
+    with cluster(layout, 2) as (plan, nodes):
+        enter(plan, nodes)
+        save = Save(AT, AT.generation, layout, plan.members, plan.nodes)
+        for node in nodes:
+            with uploading(node.stock, tmp_path) as (uploads, heard):
+                uploads.obey((1, 1), (save,), AT.generation, AT)
+                told += [heard.next() for _ in node.workers]
+    assert sorted(event.worker for event, _ in told if isinstance(event, ShardSaved)) == sorted(plan.members), told
+    assert {event.by for event, _ in told} == {AT.generation}
+    receipts = [receipt for _, receipt in told if receipt is not None]
+    found = checkpoints(tmp_path)
+    found.commit(AT, receipts, {})
+    assert found.verify(AT).good and sum(len(receipt.rows) for receipt in receipts) == len({row for each in receipts for row in each.rows})
+    reader = found.open(AT)
+    for tensor, value in truth(AT).items():
+        expected = shard_of(AT, 1, 0).values[tensor.kind, tensor.name]
+        assert (
+            b"".join(bytes(data) for _, data in reader.read([tensor.whole()]))
+            == expected.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        ), (tensor, value)
+
+
+@contextmanager
+def saving(how: str) -> Iterator[tuple[subprocess.Popen[str], KeeperStore]]:
+    """A worker in a process of its own whose memory a keeper holds, and which begins to copy a save."""
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "tests.state.saver", how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    store = KeeperStore(NODE, "127.0.0.1", SECRET)
+    try:
+        assert worker.stdin is not None and worker.stdout is not None
+        store.adopt(WORKER, worker.pid, int(worker.stdout.readline()))
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+        assert worker.stdout.readline() == ("copied\n" if how == "whole" else "")
+        worker.kill()
+        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+        store.ended(WORKER)
+        yield worker, store
+    finally:
+        worker.kill()
+        worker.communicate()
+        store.close()
+
+
+SAVE = Save(SAVED, SAVED.generation, PLAN.layout, PLAN.members, PLAN.nodes)
+
+
+@pytest.mark.parametrize("how", ["whole", "torn"])
+def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path, how: str) -> None:
+    """SIGKILL, for real, before a byte was uploaded.  The control: one that dies while it copies does, and its keeper says so at once."""
+    with saving(how) as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        event, receipt = told.next()
+    if how == "torn":
+        assert isinstance(event, SaveFailed) and "w0 (shard-00000-of-00001): it ended before its copy was complete" in event.reason
+        return
+    assert event == ShardSaved(WORKER, SAVED, by=SAVED.generation) and receipt is not None
+    checkpoints(tmp_path).commit(SAVED, [receipt], {})
+    assert checkpoints(tmp_path).verify(SAVED).good
+
+
+def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
+    """It has the part in hand when it is killed (SIGKILL); a worker that could begin again is dead."""
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.start()
+        assert uploads._process is not None
+        first = uploads._process
+        os.kill(first.pid, signal.SIGSTOP)
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        until(lambda: any(task.number for task in uploads._tasks.values()))
+        os.kill(first.pid, signal.SIGKILL)
+        event, receipt = told.next()
+        assert first.wait(PATIENCE_S) == -signal.SIGKILL and uploads._process.pid != first.pid
+    assert isinstance(event, ShardSaved) and receipt is not None
+    checkpoints(tmp_path).commit(SAVED, [receipt], {})
+
+
+def test_a_part_that_kills_uploaders_is_given_up(tmp_path: Path) -> None:
+    with saving("whole") as (_, store):
+        told = Told()
+        uploads = Uploads(store, [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(7)"], told)
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        event, _ = told.next()
+        uploads.close()
+    assert isinstance(event, SaveFailed) and "3 uploaders died" in event.reason
+
+
+def test_an_uploader_ends_with_its_keeper(tmp_path: Path) -> None:
+    """A keeper that is killed leaves no process behind."""
+    program = f"""if True:
+        import sys
+        from elastic.state.keeper_store import KeeperStore
+        from elastic.state.uploads import Uploads
+        uploads = Uploads(KeeperStore("n", "127.0.0.1", b"k" * 32), {command(tmp_path)!r}, print)
+        uploads.start()
+        print(uploads._process.pid, flush=True)
+        sys.stdin.read()
+    """
+    keeper = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert keeper.stdout is not None
+    uploader = os.pidfd_open(int(keeper.stdout.readline()))
+    keeper.kill()
+    keeper.communicate()
+    assert select.select([uploader], [], [], PATIENCE_S)[0]
+    os.close(uploader)
+
+
+@contextmanager
+def copied(slots: int = 3, **changes: Any) -> Iterator[tuple[Node, Snapshots]]:
+    """One worker that has entered a world at AT; every other step is saved."""
+    with cluster(Layout(1, 1), 1, slots) as (plan, nodes):
+        (snapshots,) = nodes[0].workers.values()
+        snapshots.saves = SaveRule(2, 100)
+        snapshots.enter(replace(plan, **changes), WorkerId("w0"), shard_of(AT, 1, 0))
+        snapshots.settle()
+        yield nodes[0], snapshots
+
+
+def part(region: Region, version: Version = AT) -> Part:
+    return Part(1, os.getpid(), region.descriptor, version, Layout(1, 1), 0)
+
+
+@pytest.mark.parametrize("bent", [True, False])
+def test_what_memory_has_bent_does_not_get_into_the_bucket(tmp_path: Path, bent: bool) -> None:
+    """One bit of one tensor.  The control: nothing is bent."""
+    with copied() as (_, snapshots):
+        region = snapshots.region
+        slot = region.find(Copy(AT, WHOLE))
+        assert slot is not None
+        if bent:
+            region.data(slot)[frame(TENSORS, WHOLE).places[TENSORS[2]].offset + 3] ^= 1
+            with pytest.raises(StateMissing, match="the copy of parameter 'b' in host memory is damaged"):
+                upload(checkpoints(tmp_path), region, part(region))
+            assert not ObjectStore.open(str(tmp_path)).list()
+        else:
+            assert upload(checkpoints(tmp_path), region, part(region)).file.name == f"{name_of(Layout(1, 1), 0)}.safetensors"
+
+
+def test_what_is_given_up_is_not_written(tmp_path: Path) -> None:
+    with copied() as (_, snapshots), pytest.raises(GivenUp):
+        upload(checkpoints(tmp_path), snapshots.region, part(snapshots.region), lambda: True)
+    assert not ObjectStore.open(str(tmp_path)).list()
+
+
+def test_what_is_not_there_is_not_written(tmp_path: Path) -> None:
+    with copied() as (_, snapshots), pytest.raises(StateMissing, match="is not in its slot any more"):
+        upload(checkpoints(tmp_path), snapshots.region, part(snapshots.region, Version(9, 2)))
+
+
+def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_path: Path) -> None:
+    """Copies go on beside it, and no other save begins; a save of a world that is left is over once the keeper is told of a later world."""
+    with copied() as (node, snapshots):
+        region = snapshots.region
+        with uploading(node.stock, tmp_path) as (uploads, told):
+            assert [snapshots.settle().save, snapshots.settle().behind] == [NO_SAVE, 0]
+            snapshots.committed(replace(outcome(5, copied=4), saves=False), shard_of(Version(5, 2), 1, 0))
+            said = snapshots.settle()
+            assert (said.save, said.behind) == (DUE, 0), "after step 6"
+            snapshots.committed(replace(outcome(6, copied=5), saves=True), shard_of(Version(6, 2), 1, 0))
+            for step in range(7, 20):
+                said = snapshots.settle()
+                assert (said.save, said.behind) == (DUE if step > 7 else NO_SAVE, 1)
+                snapshots.committed(replace(outcome(step, copied=step - 1), behind=True, saves=False), shard_of(Version(step, 2), 1, 0))
+            assert region.find(Copy(Version(6, 2), WHOLE)) is not None
+            save = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
+            uploads.obey((1, 2), (save,), 2, Version(18, 2))
+            assert isinstance(told.next()[0], ShardSaved) and snapshots.settle().behind == 1, "the manifest is not written yet"
+            uploads.obey((1, 1), (), 2, Version(19, 2))
+            assert snapshots.settle().behind == 1, "this was said before"
+            uploads.obey((1, 3), (), 2, Version(5, 2))
+            time.sleep(0.1)
+            assert snapshots.settle().behind == 1, "whoever says so does not know of the save yet"
+            uploads.obey((1, 4), (), 2, Version(19, 2))
+            until(lambda: snapshots.settle().behind == 0)
+            assert snapshots.settle().save == DUE, "it is owed"
+
+
+def test_a_save_that_was_waited_for_in_vain_is_waited_for_no_more() -> None:
+    """R11: a step is not to wait for the bucket, but once and for a little while."""
+    with copied() as (_, snapshots):
+        snapshots.patience_s = 0.3
+        for step in (5, 6):
+            snapshots.committed(replace(outcome(step, copied=step - 1), saves=step == 6), shard_of(Version(step, 2), 1, 0))
+        snapshots.committed(replace(outcome(7, copied=6), behind=True, saves=False), shard_of(Version(7, 2), 1, 0))
+        began = time.monotonic()
+        assert snapshots.settle().behind == 1 and time.monotonic() - began > 0.3
+        snapshots.patience_s = 3600.0
+        assert snapshots.settle().behind == 1
+
+
+def test_where_nothing_else_is_copied_the_last_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    """There is one slot; the member has nothing else to do, and is not held up when it is told to leave."""
+    with copied(slots=1, copy_every=0) as (node, snapshots):
+        region = snapshots.region
+        assert snapshots.settle().copied_through == -1 and region.all_held() == [None]
+        snapshots.committed(replace(outcome(6), saves=True), shard_of(Version(6, 2), 1, 0))
+        snapshots.saves = SaveRule(2, 7)
+        snapshots.copies = replace(snapshots.copies, rule=snapshots.saves) if snapshots.copies else None
+        assert snapshots.settle().save == LAST and region.all_held() == [Copy(Version(6, 2), WHOLE)]
+        snapshots.committed(replace(outcome(7), behind=True, saves=True), shard_of(Version(7, 2), 1, 0))
+        snapshots.make_room(lambda: True)
+        assert region.all_held() == [Copy(Version(6, 2), WHOLE)]
+        with uploading(node.stock, tmp_path) as (uploads, _):
+            uploads.obey((1, 1), (), 2, Version(6, 2))
+            snapshots.make_room(lambda: False)
+            snapshots.settle()
+        assert region.all_held() == [Copy(Version(7, 2), WHOLE)]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_what_a_dead_worker_left_is_freed_once_its_save_is_over(tmp_path: Path, slots: int) -> None:
+    """Where nothing but saves is copied.  Else it is worth something until there are newer copies, and is released by the coordinator."""
+    with copied(slots, copy_every=int(slots > 1)) as (node, snapshots):
+        snapshots.committed(replace(outcome(6, copied=4), saves=True), shard_of(Version(6, 2), 1, 0))
+        snapshots.settle()
+        with uploading(node.stock, tmp_path) as (uploads, told):
+            save = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
+            uploads.obey((1, 1), (save,), 2, Version(6, 2))
+            node.stock.ended(WorkerId("w0"))
+            told.next()
+            assert node.stock.regions()
+            uploads.obey((1, 2), (), 2, Version(6, 2))
+            until(lambda: not snapshots.region.saving)
+            if slots == 1:
+                until(lambda: not node.stock.regions())
+            else:
+                time.sleep(0.1)
+                assert node.stock.regions()
+
+
+def test_a_copy_that_a_later_world_went_on_without_is_not_waited_for(tmp_path: Path) -> None:
+    """Its member heard of the commit when the world was over, and begins no copy then."""
+    with copied() as (node, snapshots), uploading(node.stock, tmp_path) as (uploads, told):
+        save = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
+        uploads.obey((1, 1), (save,), 2, Version(6, 2))
+        time.sleep(0.1)
+        assert told.events.empty(), "it may still come"
+        later = replace(PLAN, generation=3, version=Version(6, 2), nodes=(NodeId("node0"),))
+        snapshots.enter(later, WorkerId("w0"), shard_of(Version(6, 2), 1, 0))
+        event, _ = told.next()
+    if isinstance(event, SaveFailed):
+        assert "it went on without a copy" in event.reason

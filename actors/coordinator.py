@@ -22,8 +22,6 @@ import ray
 
 import elastic
 from actors import cluster
-from actors.audience import Audience
-from actors.coordinator_lease import CoordinatorLease
 from actors.journal_replicas import JournalReplicas
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder
@@ -35,6 +33,8 @@ from elastic.control.takeover import STOOD_S
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
+from elastic.protocol import authority
+from elastic.protocol.authority import Audience, Authority
 from elastic.protocol.builds import Build
 from elastic.protocol.events import (
     Capacity,
@@ -140,7 +140,6 @@ class Coordinator:
             self.run = Run.open(self.job)
             before, asked_at = self.run.claims(life), time.monotonic()
             self.incarnation = self.run.claim(context.gcs_address, life, cluster.here())
-            self.lease = CoordinatorLease(self.run, self.incarnation, self.rules.mandate_s, asked_at)
             self._find_out(reference, before, life)
             self.group = Group(
                 self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local
@@ -150,7 +149,8 @@ class Coordinator:
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise
             return False
-        self.replicas = JournalReplicas(self.journal, self.lease, self.group.keepers, self.state)
+        rules = Authority(self.incarnation, self.rules.mandate_s, asked_at, self.state.cluster.keepers, self.state, follows=self.again)
+        self.replicas = JournalReplicas(rules, self.run, self.journal, self.group.keepers)
         self.group.ship = self.journal.ship
         return True
 
@@ -176,22 +176,22 @@ class Coordinator:
         return replace(state, members=replace(state.members, reference=reference))
 
     def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[replicas.Written]:
-        """What is to be read of those before; where that may not be all, then when none of them acts any more.
+        """Reads what the coordinators ``before`` have left; where that may not be all, waits until none of them acts any more.
 
-        It is all where each of them was on this node, and so has ended, where none finds a majority of the keepers any more, or where the
-        run is over.
+        It is all if each of them was on this node, and so has ended; if none finds a majority of the keepers any more; or if the run is
+        over.
         """
-        until = time.monotonic() + self.rules.mandate_over_s
+        claimed_at = time.monotonic()
         here = all(node == cluster.here() and replicas.folder_of(folder, number).exists() for number, node in before.items())
         while True:
             self.left = find(self.token, self.incarnation)
             found = [*replicas.local(folder), *self.left.tails]
             known = self.run.read(min(before), found)
-            self.whole = here or (known is not None and (known.over or self.left.half_of(known.cluster.keepers)))
-            left_s = until - time.monotonic()
-            if self.whole or left_s <= 0:
+            self.whole = here or (known is not None and (known.over or authority.has_read_all(self.left.attached, known.cluster.keepers)))
+            wait_s = authority.waits_s(claimed_at, self.rules.mandate_over_s, self.whole, time.monotonic())
+            if not wait_s:
                 return found
-            time.sleep(left_s)
+            time.sleep(wait_s)
 
     # ---- inbox
 
@@ -207,7 +207,7 @@ class Coordinator:
     def renew(self, worker: WorkerId, generation: int) -> Lease:
         """A member asks for its lease on ``generation``."""
         state = self.recorded
-        granted = worker in state.workers and state.grants_lease(generation) and self.lease.holds
+        granted = worker in state.workers and state.grants_lease(generation) and self.replicas.holds
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
         safe = self.replicas.safe
@@ -267,7 +267,7 @@ class Coordinator:
 
     def _run(self) -> None:
         """Until the run is over and nothing of it is left, then not even this actor."""
-        threading.Thread(target=self.lease.keep, args=(self.over,), name="mandate", daemon=True).start()
+        threading.Thread(target=self.replicas.keep_lease, args=(self.over,), name="lease", daemon=True).start()
         try:
             if self.again:
                 self._take_over()
@@ -278,7 +278,7 @@ class Coordinator:
             print(f"coordinator {self.incarnation} leaves: {error}", flush=True)
             os._exit(DEPOSED)
         except Exception:  # the process boundary: a decision that failed ends the run, never silently
-            if self.journal.deposed or self.lease.deposed:
+            if self.journal.deposed or self.replicas.authority.deposed:
                 os._exit(DEPOSED)
             self.story.say(time.time(), "the coordinator failed; the run can be resumed\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
@@ -301,15 +301,14 @@ class Coordinator:
         self.group.attach(tuple(each.version for each in self.state.saves.pending if each.asked))
 
     def _take(self) -> None:
-        if self.lease.deposed:
-            raise Deposed(self.lease.deposed)
+        self.replicas.raise_if_deposed()
         try:
             event, shard = self.inbox.get(timeout=TICK_S)
         except queue.Empty:
             event, shard = Tick(), None
         self._handle(event, shard)
         if self.inbox.empty():
-            self.replicas.send(self.recorded)
+            self.replicas.send()
 
     def _handle(self, event: Event, shard: Any) -> None:
         try:
@@ -350,10 +349,8 @@ class Coordinator:
         self.recorded = run
         self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
         self.replicas.note(run)
-        if isinstance(event, Recovered):  # whoever was before finds the next segment written, and leaves
-            self.replicas.begin(run, lambda why: self.story.say(now, why))
-        elif durable:
-            self.replicas.secure(run, lambda why: self.story.say(now, why))
+        if durable:
+            self.replicas.secure(lambda why: self.story.say(now, why))
 
     def _tell(self, now: float, event: Event, before: RunState, reason: str) -> None:
         if isinstance(event, StepDone) and self.state.version.step == event.outcome.step:
@@ -369,7 +366,7 @@ class Coordinator:
         placed: frozenset[WorkerId] = frozenset()
         while not self.over.wait(CLUSTER_S):
             with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the world steps on, ask again
-                self.lease.ask_head(self.group.coordinator)
+                self.replicas.ask_head(self.group.coordinator)
                 self._keep(cluster.nodes())
                 before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # what is free trails by a moment
                 self.post_local(Capacity(cluster.slots(self.job.workers, self.state.cluster.refused), tuple(sorted(before & placed))))

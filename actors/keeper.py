@@ -26,6 +26,7 @@ from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
 from elastic.protocol.actions import Save
+from elastic.protocol.authority import Replica
 from elastic.protocol.events import STOPPED, Beat, Kept, Progress, SaveFailed, ShardSaved
 from elastic.runs import SavedShard
 from elastic.state.keeper_store import KeeperStore
@@ -33,7 +34,6 @@ from elastic.state.uploads import Uploads
 from elastic.train.counters import OPERATIONS, Counters, segment
 from storage.checkpoints import ShardReceipt
 from storage.errors import Deposed, StorageError
-from storage.journal.replicas import DEPOSED, Tail
 from storage.objects import ObjectStore
 
 BEAT_S = 0.5
@@ -48,12 +48,14 @@ SWITCH_S = 0.0005
 
 
 class Keeper:
-    def __init__(self, run: str, bucket: str, name: str, coordinator: Any, silence_s: float, secret: bytes) -> None:
-        """``silence_s``: a keeper that no coordinator has heard for so long leaves, as workers do."""
+    def __init__(self, run: str, bucket: str, name: str, coordinator: Any, incarnation: int, silence_s: float, secret: bytes) -> None:
+        """``incarnation``: of the coordinator that makes it.  ``silence_s``: a keeper whose beats no coordinator has answered for so many
+        seconds leaves, as workers do.
+        """
         self.run, self.coordinator, self.silence_s = run, coordinator, silence_s
         end_on_sigterm()
-        self.incarnation = 0
-        """The highest that was heard."""
+        self.replica, self._hearing = Replica(heeds=incarnation), threading.Lock()
+        """Which coordinator is heeded, and its journal's end; calls on several threads use it."""
         sweep(name)
         self.store = ObjectStore.open(bucket)
         self.node = NodeId(ray.get_runtime_context().get_node_id())
@@ -68,7 +70,6 @@ class Keeper:
         """The most that a beat was late."""
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
         self.stores: dict[int, Any] = {}
-        self.tail = Tail()
         self._beats = coordinator.post.options(max_task_retries=0)  # what one that died did not hear is old when the next one does
         self._closed = threading.Event()
         sys.setswitchinterval(SWITCH_S)
@@ -79,16 +80,16 @@ class Keeper:
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def attach(self, incarnation: int) -> tuple[int, bytes]:
-        """A coordinator has taken over: what earlier ones left here of the journal, and which of them.  They are heard no more."""
+        """A coordinator takes over: returns which one has left its journal's end here, and that.  Earlier ones are heard no more."""
         self._heed(incarnation)
-        return self.tail.incarnation, bytes(self.tail.data)
+        with self._hearing:
+            return self.replica.by, bytes(self.replica.data)
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def copy(self, incarnation: int, begin: int, at: int, data: bytes) -> int:
-        """Hold a part of the journal: :meth:`storage.journal.replicas.Tail.extend`."""
-        if incarnation < self.incarnation:
-            return DEPOSED
-        return self.tail.extend(incarnation, begin, at, data)
+        """Holds a part of the journal: :meth:`elastic.protocol.authority.Replica.copy`."""
+        with self._hearing:
+            return self.replica.copy(incarnation, begin, at, data)
 
     def _say(self, sentence: str) -> None:
         """Into this keeper's log and the run's story, each sentence once a minute, and no more than a few."""
@@ -101,9 +102,10 @@ class Keeper:
 
     def _heed(self, incarnation: int) -> None:
         """Raises :class:`Deposed` for a coordinator that does not know that it is over."""
-        if incarnation < self.incarnation:
-            raise Deposed(f"keeper of {self.node[:8]}: coordinator {self.incarnation} was heard; the journal of coordinator {incarnation}")
-        self.incarnation = incarnation
+        with self._hearing:
+            heard, heeded = self.replica.heeds, self.replica.heed(incarnation)
+        if not heeded:
+            raise Deposed(f"keeper of {self.node[:8]}: coordinator {heard} was heard; the journal of coordinator {incarnation}")
 
     def sees_coordinator(self) -> bool:
         """Is the bucket here what it is for the coordinator?  Leaves a sign of this node, which the coordinator is to look for."""
@@ -203,7 +205,7 @@ class Keeper:
                 asked = None
             if time.monotonic() - heard_at > self.silence_s:
                 print(f"keeper of {self.node[:8]}: no coordinator answered for {self.silence_s:.0f} s; leaving", flush=True)
-                self.close(self.incarnation)
+                self.close(self.replica.heeds)
                 os._exit(3)
 
     def _operation(self, process: Process, counters: Counters) -> str:

@@ -275,7 +275,10 @@ class Group:
                 max_concurrency=4,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(self.token, self.job.bucket, self.job.name, self.coordinator, 2 * self.job.deadlines.lease_s, self.secret)
+            .remote(
+                *(self.token, self.job.bucket, self.job.name, self.coordinator, self.incarnation),
+                *(2 * self.job.deadlines.lease_s, self.secret),
+            )
         )
         self.keepers[node] = actor
         self._await_keeper(node)

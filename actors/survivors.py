@@ -13,26 +13,23 @@ from elastic.ids import NodeId, WorkerId
 from storage.journal.replicas import Written
 
 KEEPERS_S = 5.0
-"""For the keepers to say what they have; those that are silent are asked no more."""
+"""Seconds in which the keepers must say what they hold; those that stay silent are not asked again."""
 
 
 @dataclass
 class Left:
-    """``tails``: what the keepers hold of the journal; ``attached``: which of them have held any, and heed nobody else."""
+    """The actors found.  ``tails``: what the keepers hold of the journal.  ``attached``: the keepers that answered, and which coordinator's
+    records each of them holds (0: none).
+    """
 
     workers: dict[WorkerId, Any] = field(default_factory=dict)
     keepers: dict[NodeId, Any] = field(default_factory=dict)
     tails: list[Written] = field(default_factory=list)
-    attached: set[NodeId] = field(default_factory=set)
-
-    def half_of(self, keepers: tuple[NodeId, ...]) -> bool:
-        """Are so many of ``keepers`` attached that no earlier coordinator finds a majority of them?"""
-        there = len(self.attached.intersection(keepers))
-        return there > 0 and 2 * there >= len(keepers)
+    attached: dict[NodeId, int] = field(default_factory=dict)
 
 
 def find(token: str, incarnation: int) -> Left:
-    """The actors of the run that live under ``token``.  From now on its keepers heed no coordinator before ``incarnation``."""
+    """Finds the actors of the run that live under ``token``.  From now on its keepers heed no coordinator before ``incarnation``."""
     left, nodes = Left(), cluster.nodes()
     for name, actor in cluster.named(f"{token}/").items():
         if name.startswith("keeper-"):
@@ -46,5 +43,5 @@ def find(token: str, incarnation: int) -> Left:
         with contextlib.suppress(ray.exceptions.RayActorError):
             by, tail = ray.get(ref)
             left.tails.append((by, tail))
-            left.attached |= {asked[ref]} if by else set()
+            left.attached[asked[ref]] = by
     return left

@@ -15,7 +15,7 @@
     └── PlatformGaveUp       2   a budget is spent: workers, time, or generations without a commit
         └── CoordinatorGone      no coordinator acts for the run any more
 
-A message has one clear sentence for each problem, one problem a line.  Errors travel between processes, so each of them pickles:
+A message has one clear sentence for each problem, one problem a line.  Errors travel between processes, so each of them pickles, and
 whatever an error knows beyond its message is an attribute.  A run that ends in good order raises no error; its exit codes are
 ``FINISHED`` and ``STOPPED`` (the same command resumes it).
 """

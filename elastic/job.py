@@ -143,8 +143,6 @@ class Copies(Part):
     """Whether buddies are in another zone (a label of Ray's nodes) and not in the same one."""
     link_share: Free[Annotated[Number, Field(gt=0, le=1)]] = 0.2
     """Largest fraction of a node's link that copies to buddies may take on average."""
-    price_per_gb: Free[Annotated[Number, Field(ge=0)]] = 0.0
-    """Price of traffic between nodes.  It is used only for a forecast before the launch.  0: no forecast."""
 
 
 class Network(Part):

@@ -1,4 +1,4 @@
-"""A run as it lies in the bucket: whose it is, where it stands, what is written about a checkpoint."""
+"""A run in its bucket: its job, its owner, its state, and the record of each checkpoint."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ from elastic.errors import JobError
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage
 from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.documents import digest_of, seal, unseal
 from storage.errors import Deposed, Exists, Missing
-from storage.journal import Journal, claim_owner, latest_claim, owners
-from storage.journal.replicas import Written, furthest
+from storage.journal import Journal, claim_owner, latest_claim, owners, replicas
+from storage.journal.replicas import Written
 from storage.objects import ObjectStore
 
 KEPT = 4
-"""Checkpoints whose parts are known, at most."""
+"""Largest number of checkpoints whose receipts are kept.  The newest is being saved; the manifest of an older one may be asked for
+again."""
 
 
 @dataclass(frozen=True)
 class SavedShard:
-    """What goes to the coordinator with ``ShardSaved``: a checkpoint is made of the shards of one generation, in its layout."""
+    """The receipt of a shard, which goes to the coordinator with ``ShardSaved``.
+
+    A checkpoint consists of the shards of one generation, in that generation's layout.
+    """
 
     generation: int
     layout: Layout
@@ -42,19 +47,25 @@ class SavedShard:
 
 
 class Parts:
-    """Of the checkpoints on their way, what their manifests are made of; for a while, since a manifest may be asked for again."""
+    """Keeps the receipts of the newest checkpoints, of which manifests are made.  A manifest may be asked for again."""
 
     def __init__(self) -> None:
         self._parts: dict[Version, dict[tuple[int, WorkerId], SavedShard]] = {}
 
     def add(self, version: Version, worker: WorkerId, shard: SavedShard) -> None:
-        """Pushes out what was added to longest ago: that may be newer by its number, and given up."""
+        """Adds a receipt, and drops the checkpoint that got none for the longest time.
+
+        That is not always the lowest version: a higher one may have been given up.
+        """
         self._parts[version] = self._parts.pop(version, {}) | {(shard.generation, worker): shard}
         if len(self._parts) > KEPT:
             del self._parts[next(iter(self._parts))]
 
     def of(self, version: Version, generation: int) -> list[SavedShard]:
-        """Those that ``generation`` wrote: another one may have been cut off half way.  Raises :class:`KeyError` where there is none."""
+        """Returns the receipts that ``generation`` wrote; another generation may have been cut off half way.
+
+        Raises :class:`KeyError` if none.
+        """
         written = [shard for shard in self._parts[version].values() if shard.generation == generation]
         if not written:
             raise KeyError(f"no part of {version} by generation {generation}")
@@ -62,7 +73,7 @@ class Parts:
 
 
 class Run:
-    """The folder of a job's run.  ``open`` begins it, ``look`` writes nothing; both refuse one that holds another job's."""
+    """The folder of a job's run.  ``open`` begins it, ``look`` writes nothing.  Both refuse a folder that holds the run of another job."""
 
     def __init__(self, job: Job, store: ObjectStore) -> None:
         self.job, self.store = job, store
@@ -70,7 +81,7 @@ class Run:
 
     @classmethod
     def open(cls, job: Job) -> Run:
-        """To train: the folder is the job's from now on.  Raises as :meth:`look` does."""
+        """Returns the run to train it.  The folder belongs to the job from now on.  Raises like :meth:`look`."""
         store = ObjectStore.open(job.bucket)
         with suppress(Exists):
             about = {"format": 1, "digest": job.digest, "job": json.loads(job.to_json())}
@@ -79,7 +90,7 @@ class Run:
 
     @classmethod
     def look(cls, job: Job) -> Run:
-        """To read; there may be nothing.  Raises :class:`JobError` when the folder holds the run of a job with another trajectory."""
+        """Returns the run to read it, even if it has not begun.  Raises :class:`JobError` if the folder has a run of another trajectory."""
         store = ObjectStore.open(job.bucket)
         with suppress(Missing):
             found = job.begun_as(json.loads(store.get(f"{job.name}/job.json"))["job"])
@@ -88,14 +99,14 @@ class Run:
         return cls(job, store)
 
     def trains_on(self, fingerprint: str) -> None:
-        """Bind the run to its samples, wherever they lie.  Raises as :meth:`check_data` does."""
+        """Binds the run to its samples, wherever they lie.  Raises like :meth:`check_data`."""
         with suppress(Exists):
             about = {"format": 1, "fingerprint": fingerprint, "args": self.job.data.args}
             self.store.put_if_absent(f"{self.job.name}/data.json", seal(about))
         self.check_data(fingerprint)
 
     def check_data(self, fingerprint: str) -> None:
-        """Raises :class:`JobError` where the run was begun on other samples."""
+        """Raises :class:`JobError` if the run was begun on other samples."""
         key = f"{self.job.name}/data.json"
         try:
             found = unseal(self.store.get(key), self.store.full_name(key), 1)
@@ -109,36 +120,39 @@ class Run:
             )
 
     def claim(self, address: str, life: str = "", node: str = "") -> int:
-        """The next incarnation, claimed by a create-only write before its first action.
+        """Returns the next incarnation, claimed by a create-only write before its first action.
 
-        ``life``: common to the coordinators that follow one another on one cluster, where workers outlive them.  ``node``: of that cluster.
+        ``life`` is common to the coordinators that follow one another on one cluster, where workers outlive them.  ``node`` is this
+        coordinator's node.
         """
         return claim_owner(self.store, self.job.name, {"address": address, "host": platform.node(), "life": life, "node": node})
 
     def claims(self, life: str) -> dict[int, NodeId]:
-        """The incarnations of ``life``, oldest first, and their nodes.  Raises :class:`Deposed` when another life has claimed the run."""
+        """Returns the incarnations of ``life``, oldest first, and their nodes.
+
+        Raises :class:`Deposed` if another life has claimed the run.
+        """
         claims = owners(self.store, self.job.name)
         ours = {number: NodeId(claim.get("node", "")) for number, claim in sorted(claims.items()) if claim.get("life") == life}
-        if ours:
-            self.is_latest(max(ours))
+        if ours and (latest := self.latest_claim()) > max(ours):
+            raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
         return ours
 
-    def is_latest(self, incarnation: int) -> None:
-        """Raises :class:`Deposed` where the run has been claimed since."""
-        if (latest := latest_claim(self.store, self.job.name)) > incarnation:
-            raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
+    def latest_claim(self) -> int:
+        """Returns the highest incarnation that has claimed the run."""
+        return latest_claim(self.store, self.job.name)
 
     def owner(self) -> dict[str, Any] | None:
-        """Who claimed the run last."""
+        """Returns the newest claim of the run, or None."""
         claims = owners(self.store, self.job.name)
         return dict(claims[max(claims)]) if claims else None
 
     def standing(self, incarnation: int, now: float) -> RunState:
-        """Where the run stands by its bucket: waiting, with every good checkpoint of its newest lineage.
+        """Returns the run's state by its bucket: waiting, with every good checkpoint of its newest lineage.
 
-        The newest manifest says which generations committed which steps; what is not on that line was abandoned.  Where the journal there
-        does not end with the run's end, generations may have been begun that it says nothing of; ``incarnation`` (0: who only looks, or
-        takes over) begins later ones.
+        The newest manifest says which generations committed which steps; checkpoints that are not on that lineage were abandoned.  If the
+        journal in the bucket does not end with the end of the run, it may lack the newest generations.  So an ``incarnation`` that begins
+        anew skips numbers; 0 stands for a reader or a takeover, which skips none.
         """
         last = self._last_recorded()
         generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
@@ -153,42 +167,49 @@ class Run:
         return RunState.begin(incarnation, now, good, manifest.lineage, max(generation, newest.generation), next_worker)
 
     def _last_recorded(self) -> RunState | None:
-        """What the run's last coordinator knew, as far as its journal reached the bucket: for numbers that are never used twice."""
+        """Returns the state that the last coordinator has written to the bucket, for numbers that must not be used twice, or None."""
         segment = journal.newest(self.store, self.job.name)
         return codec.fold(*segment) if segment is not None else None
 
     def end(self) -> Ended | None:
-        """How the run ended, where its bucket says so: by the record of who had it last, or by a checkpoint of its last step."""
+        """Returns how the run ended, by a checkpoint of its last step or the journal of its last owner; None if the bucket does not say."""
         last, newest = self._last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
             return Finished()
-        if last is None or last.incarnation < latest_claim(self.store, self.job.name):
+        if last is None or last.incarnation < self.latest_claim():
             return None
         return last.state if isinstance(last.state, TERMINAL) else None
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
-        """The journal, to go on with."""
+        """Returns the journal, ready to be continued."""
         written = journal.newest(self.store, self.job.name)
         return Journal(self.store, self.job.name, local, written[1][-1]["n"] + 1 if written else 0, snapshot)
 
     def read(self, first: int, tails: Iterable[Written]) -> RunState | None:
-        """As :meth:`recover`, and nothing is begun."""
+        """Returns the state that :meth:`recover` would find, and begins nothing."""
         _, segments = self._left(tails)
         run = codec.fold(*segments[-1]) if segments else None
         return run if run is not None and run.incarnation >= first else None
 
     def _left(self, tails: Iterable[Written]) -> tuple[int, list[codec.Segment]]:
-        """Returns where the bucket ends, and the last segments of the journal, wherever they are, in today's format."""
+        """Returns the number of the first record that the bucket lacks, and the last segments of the journal from any place, in today's
+        format.
+        """
         written = journal.newest(self.store, self.job.name)
         end, by = (written[1][-1]["n"] + 1, codec.fold(*written).incarnation) if written else (0, 0)
-        left = furthest(end, by, tails) or ([written] if written else [])
+        parsed = [(incarnation, replicas.segments_of(data)) for incarnation, data in tails if incarnation >= by]  # others are of no use
+        copies = [Found(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
+        found = furthest(end, by, copies)
+        left = found.records if found is not None else [written] if written else []
         return end, [codec.modern(*segment) for segment in left]
 
     def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:
-        """What a coordinator that died has left: the run as its journal says, and the journal to go on with.
+        """Returns what a dead coordinator has left: the state by its journal, and the journal to continue.
 
-        ``first``: the first incarnation of its life; ``tails``: of what the bucket does not have yet, see
-        :mod:`storage.journal.replicas`.  None when nothing was recorded in that life.
+        None if its life recorded nothing.
+
+        ``first`` is the first incarnation of its life.  ``tails`` have what the bucket does not have yet: see
+        :mod:`storage.journal.replicas`.
         """
         end, segments = self._left(tails)
         if not segments or codec.fold(*segments[-1]).incarnation < first:
@@ -206,19 +227,19 @@ class Run:
         return codec.fold(known, ()), kept
 
     def segments(self) -> list[codec.Segment]:
-        """Returns the journal, as far as it is in the bucket, in today's format."""
+        """Returns the part of the journal that is in the bucket, in today's format."""
         return [codec.modern(*segment) for segment in journal.read(self.store, self.job.name)]
 
     def records(self) -> list[Mapping[str, Any]]:
-        """Returns everything that was decided, as far as it is in the bucket, in today's format."""
+        """Returns all records of the journal that are in the bucket, in today's format."""
         return [record for _, records in self.segments() for record in records]
 
     def newest(self) -> Version | None:
-        """The newest good checkpoint."""
+        """Returns the newest good checkpoint, or None."""
         return max(self.standing(0, 0.0).history.saved, default=None)
 
     def version_at(self, step: int | None) -> Version:
-        """The good checkpoint at ``step``, or the newest.  Raises :class:`JobError` when there is none."""
+        """Returns the good checkpoint at ``step``, or the newest if ``step`` is None.  Raises :class:`JobError` if there is none."""
         saved = self.standing(0, 0.0).history.saved
         found = [version for version in saved if step in (None, version.step)]
         if not found:
@@ -228,9 +249,9 @@ class Run:
         return max(found)
 
     def commit(self, version: Version, receipts: Sequence[ShardReceipt], lineage: Lineage, layout: Layout) -> str:
-        """Write the manifest of ``version``; its digest.
+        """Writes the manifest of ``version``, and returns its digest.
 
-        There may be one already, of the same version in another world's layout: by a coordinator that died before it could say so.
+        A coordinator that died before it could say so may have written one already, for the same version in the layout of another world.
         """
         about = self._about(lineage, layout)
         try:
@@ -253,7 +274,7 @@ class Run:
 
 
 def _other_job(job: Job, found: Job) -> str:
-    """Which settings make it another job."""
+    """Returns the sentence that names the settings which make it another job."""
     ours, theirs = flat(job.trajectory()), flat(found.trajectory())
     changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
     shown = ", ".join(f"{key} = {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in changed[:4])
@@ -264,7 +285,7 @@ def _other_job(job: Job, found: Job) -> str:
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
+    """Returns nested settings by dotted name."""
     found: dict[str, Any] = {}
     for key, each in value.items():
         found |= flat(each, f"{prefix}{key}.") if isinstance(each, Mapping) else {f"{prefix}{key}": each}

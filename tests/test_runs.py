@@ -16,13 +16,13 @@ from elastic.errors import JobError
 from elastic.ids import Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.protocol.authority import Replica
 from elastic.protocol.events import Recovered, Tick
 from elastic.runs import KEPT, Parts, Run, SavedShard
 from storage.checkpoints import ShardReceipt
 from storage.documents import File
 from storage.errors import Deposed, Exists
 from storage.journal import Journal, replicas
-from storage.journal.replicas import Tail
 from tests.control.play import Play, stepping
 from tests.storage.states import TENSORS, state_of, write
 
@@ -50,7 +50,7 @@ class Life:
         self.incarnation = run.claim("here", life)
         self.recorded = play.run
         self.journal: Journal = run.journal(self.local, codec.snapshot(play.run))
-        self.keeper, self.held = Tail(), 0
+        self.keeper, self.held = Replica(), 0
 
     @property
     def local(self) -> Path:
@@ -65,7 +65,7 @@ class Life:
         self.recorded = known
 
     def copy(self) -> None:
-        self.held = self.keeper.extend(self.incarnation, *self.journal.tail(self.held))
+        self.held = self.keeper.copy(self.incarnation, *self.journal.tail(self.held))
 
 
 def end_as(life: Life, state: State) -> None:
@@ -118,7 +118,7 @@ def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_va
     """What was valid when it was begun is not looked at again, unless it defines the trajectory."""
     run = a_run()
     stored = json.loads(run.store.get("toy/job.json"))
-    stored["job"] |= {"deadlines": {"lease_s": -1}, "workers": "many"}
+    stored["job"] |= {"deadlines": {"lease_s": -1}, "workers": "many", "copies": {"copy_every": 1, "price_per_gb": 0.01}}  # one is retired
     run.store.put("toy/job.json", json.dumps(stored).encode())
     assert Run.open(run.job).job == run.job
     stored["job"]["seed"] = 7
@@ -132,12 +132,12 @@ def test_its_own_disk_has_everything(life: Life) -> None:
 
 
 def test_a_keeper_has_what_it_was_sent(life: Life) -> None:
-    found = recovered(life, [(life.keeper.incarnation, bytes(life.keeper.data))])
+    found = recovered(life, [(life.keeper.by, bytes(life.keeper.data))])
     assert found is not None and found.step == 3
 
 
 def test_whichever_reaches_furthest(life: Life) -> None:
-    assert recovered(life, [(life.keeper.incarnation, bytes(life.keeper.data)), *replicas.local(life.folder)]) == life.play.run
+    assert recovered(life, [(life.keeper.by, bytes(life.keeper.data)), *replicas.local(life.folder)]) == life.play.run
 
 
 def test_the_bucket_where_nothing_else_is_left(life: Life) -> None:
@@ -151,7 +151,7 @@ def test_a_keeper_goes_on_where_the_bucket_ends(life: Life) -> None:
     life.held = 0
     life.step(6)
     life.copy()
-    assert recovered(life, [(life.keeper.incarnation, bytes(life.keeper.data))]) == life.play.run
+    assert recovered(life, [(life.keeper.by, bytes(life.keeper.data))]) == life.play.run
 
 
 def test_again_and_again(life: Life) -> None:

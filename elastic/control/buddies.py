@@ -1,8 +1,8 @@
-"""Whose memory holds copies of whose: each node's buddy, in another failure domain.
+"""Each node's buddy: the node that holds its copies too, in another failure domain.
 
 A buddy is another node of the same zone, for traffic between zones is slow and paid for; with ``cross_zone`` it is in another zone, where
-there is one.  Pairs stay as they are where they can, since another buddy begins with nothing; otherwise whoever has least to hold is taken,
-and of equals the next one round the ring, so that no two nodes end up as each other's only hope unless there are only two.
+there is one.  Pairs stay as they are where they can, since a new buddy begins with nothing.  Otherwise the node with the least to hold is
+chosen, and of equals the next one round the ring, so that no two nodes are each other's only hope unless there are only two.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from elastic.ids import NodeId
 def choose(
     homes: Sequence[NodeId], zones: Mapping[NodeId, str], before: Mapping[NodeId, NodeId], *, cross_zone: bool = False
 ) -> dict[NodeId, NodeId]:
-    """The buddy of each node in ``homes``, which names it once for each worker there.
+    """Returns the buddy of each node in ``homes``, which names a node once for each worker there.
 
-    ``zones``: those of the nodes whose keepers are up ("": no label, all such are one zone).  A node for which there is none is left out.
+    ``zones`` has the zone of each node whose keeper is up; nodes without a label ("") are one zone.  A node that can have no buddy is left
+    out.
     """
     weights = Counter(homes)
     rings = _rings(zones, cross_zone)
@@ -43,7 +44,7 @@ def choose(
 
 
 def _rings(zones: Mapping[NodeId, str], cross_zone: bool) -> dict[str, list[NodeId]]:
-    """For the nodes of each zone: who may be their buddies, in order."""
+    """Returns for each zone the nodes that may be buddies of its nodes, in order."""
     near: dict[str, list[NodeId]] = {zone: [] for zone in zones.values()}
     for node in sorted(zones):
         near[zones[node]].append(node)
@@ -53,7 +54,10 @@ def _rings(zones: Mapping[NodeId, str], cross_zone: bool) -> dict[str, list[Node
 
 
 def _next(node: NodeId, ring: list[NodeId], skips: dict[int, int], load: Mapping[NodeId, int], fair: int) -> NodeId | None:
-    """The first on the ring after ``node`` that has not its share yet, or simply the first.  ``skips``: where to go on from who has."""
+    """Returns the first node on the ring after ``node`` that does not have its share yet, or simply the first.
+
+    ``skips`` remembers for nodes that have their share where to go on.
+    """
     if ring in ([], [node]):
         return None
     first = bisect_right(ring, node)

@@ -138,9 +138,10 @@ def modern(snapshot: Mapping[str, Json], records: Sequence[Mapping[str, Json]]) 
     if snapshot["format"] == FORMAT:
         return snapshot, records
     try:
-        return old_journals.converted(snapshot, records, RETIRED, FORMAT)
+        snapshot, records = old_journals.converted(snapshot, records, RETIRED, FORMAT)
     except KeyError as error:
         raise UnknownFormat(f"RunState of the journal has unknown fields: {error.args[0]}") from None
+    return {**snapshot, "run": encode(decode_run(snapshot["run"]))}, records  # with the fields that its version did not have yet
 
 
 def after(snapshot: Mapping[str, Json], record: Mapping[str, Json]) -> dict[str, Json]:

@@ -38,9 +38,9 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     run, history, plan = decision.run, decision.run.history, decision.plan
     if outcome.generation != plan.generation:
         return
-    if outcome.step <= history.version.step:
-        if outcome.step in history.untold:
-            decision.know("history", untold=tuple(step for step in history.untold if step != outcome.step))
+    if outcome.step in history.untold:
+        return decision.know("history", untold=tuple(step for step in history.untold if step != outcome.step))
+    if not history.is_news(outcome):
         return
     version = Version(outcome.step, outcome.generation)
     decision.know(

@@ -23,6 +23,10 @@ SAME: Json = object()
 """The delta between equal values; it is never written."""
 
 
+class Misfit(ValueError):
+    """A delta does not fit the value that it is applied to: what was recorded before it is not what it was made from."""
+
+
 def delta(before: object, after: object, encode: Encode, whole: tuple[type, ...] = ()) -> Json:
     """Returns what makes ``after`` of ``before``, or :data:`SAME`.  Values of the types in ``whole`` are written again as they are."""
     if before is after:
@@ -66,16 +70,22 @@ def _of_tuples(before: tuple[Any, ...], after: tuple[Any, ...], encode: Encode, 
 
 
 def patched(known: Json, change: Json) -> Json:
-    """Returns what ``change`` makes of ``known``, which is left as it is."""
+    """Returns what ``change`` makes of ``known``, which is left as it is.  Raises :class:`Misfit`."""
     if not isinstance(change, Mapping) or "$" in change:
         return change
     if "=" in change:
         return change["="]
     if "at" in change:
         at = change["at"]
+        if not isinstance(known, list) or at + change["cut"] > len(known):
+            raise Misfit(f"{change['cut']} items from position {at} on are to be replaced, and there is {str(known)[:80]}")
         return [*known[:at], *change["put"], *known[at + change["cut"] :]]
     if isinstance(known, list):
+        if absent := [key for key in change["~"] if not key.isdigit() or int(key) >= len(known)]:
+            raise Misfit(f"items {', '.join(absent)} are to be changed, and there are {len(known)}")
         return [patched(each, change["~"][str(i)]) if str(i) in change["~"] else each for i, each in enumerate(known)]
+    if not isinstance(known, Mapping):
+        raise Misfit(f"{', '.join(change['~'])} of {str(known)[:80]} is to be changed")
     gone = frozenset(change.get("-", ()))
     kept = {key: each for key, each in known.items() if key not in gone}
     return {**kept, **{key: patched(kept.get(key), each) for key, each in change["~"].items()}}

@@ -1,9 +1,9 @@
-"""Does it pay to take newcomers in?
+"""Growth: does it pay to take newcomers in?
 
-A growth costs the world a pause, and another one, with the step that breaks, when the newcomers' node is gone again; it brings their
-share of the work while they stay.  How long that will be is learned from the run's own nodes: a machine that comes and goes is known by
-its host when it is back, and waits as a spare until it has been there for long enough.  Survivors never wait: a world formed anew
-takes whoever is there.
+A growth costs the world a pause, and when the newcomers' node is gone again another pause and the step that breaks.  It brings the
+newcomers' share of the work while they stay.  How long that will be is learned from the run's own nodes: a machine that comes and goes is
+recognised by its host when it is back, and waits as a spare until it has been there for long enough.  Survivors never wait: a world that
+must be formed anew takes all workers that are there.
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ from elastic.control.run import RunState, Worker
 from elastic.ids import WorkerId
 
 UNKNOWN_S = 3600.0
-"""How long a host stays that has never gone; also where the first time it was gone is averaged into."""
+"""Prior for how long a host stays, in seconds; its observed stays are averaged in."""
 SHORTEST_S = 1.0
+"""A stay counts as at least this many seconds, so that its logarithm stays finite."""
 PAUSES = 2
-"""To let them in, and when they are gone."""
+"""Number of pauses that newcomers cost: one to let them in, one when they are gone."""
 HOSTS = 256
-"""So many are remembered, the latest that have gone."""
+"""Number of hosts whose stays are remembered: the latest that have gone."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``declined``: newcomers who would cost more than they bring; why, of the first host of each sort."""
+    """Which newcomers to take in."""
 
     welcome: tuple[WorkerId, ...]
     declined: tuple[WorkerId, ...]
+    """These newcomers would cost more than they bring."""
     why_welcome: str
+    """The reason for the first host that is welcome."""
     why_declined: str
+    """The reason for the first host that is declined."""
 
 
 def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[WorkerId], now: float) -> Verdict:
-    """Host by host: what comes together goes together, and costs its pauses once."""
+    """Judges the newcomers host by host: what comes together goes together, and costs its pauses once."""
     costs_s, usual_s = PAUSES * run.watch.reform_s + run.watch.step_s, _usual_s(run)
     hosts: dict[str, list[WorkerId]] = {}
     for worker in newcomers:
@@ -54,14 +58,17 @@ def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[Worker
 
 
 def expects_more(run: RunState, there: Sequence[WorkerId], now: float, rules: Rules) -> bool:
-    """Are others about to join that will be needed, and did the last newcomer join just now?"""
+    """Returns whether other workers that are needed are about to join, and the last newcomer joined only just now."""
     newest_s = now - max((run.workers[worker].joined_at for worker in there), default=now)
     needed = len(there) < rules.max_workers
     return needed and bool(run.members.starting) and newest_s < rules.grow_debounce_s
 
 
 def after_leaving(stays: Mapping[str, float], host: str, stayed_s: float) -> dict[str, float]:
-    """What is expected of each host once ``host`` has gone: half of it, by order of magnitude, is what was seen last."""
+    """Returns how long each host is expected to stay once ``host`` has gone.
+
+    For ``host`` it is the geometric mean of what was expected before and what was seen now.
+    """
     before = stays.get(host, UNKNOWN_S)
     after = {each: stay_s for each, stay_s in stays.items() if each != host}
     after[host] = sqrt(before * max(stayed_s, SHORTEST_S))
@@ -69,12 +76,12 @@ def after_leaving(stays: Mapping[str, float], host: str, stayed_s: float) -> dic
 
 
 def host_of(worker: Worker) -> str:
-    """The same for a machine that was away and came back under another node id."""
+    """Returns the name of the worker's machine, which stays the same when it comes back under another node id."""
     return worker.host or worker.node
 
 
 def _usual_s(run: RunState) -> float:
-    """Of a host of which nothing is known: the geometric mean of all, of those too that are there and have never gone."""
+    """Returns how long an unknown host is expected to stay: the geometric mean of all hosts, those included that have never gone."""
     steady = {host_of(worker) for worker in run.workers.values()} - run.cluster.stays.keys()
     stays = [UNKNOWN_S] * max(len(steady), 1) + list(run.cluster.stays.values())
     return exp(fsum(map(log, stays)) / len(stays))

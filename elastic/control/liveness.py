@@ -1,14 +1,14 @@
-"""Is the world moving, and if not, who holds it up?
+"""Liveness: is the world moving, and if not, which member holds it up?
 
-Waiting members stand still too, so standing still proves nothing.  The culprit is the one that has *completed* least: all
-others wait for it in a collective.  Keepers read each member's counters in shared memory and send them with their heartbeats, so
-a process that hangs or is stopped is seen all the same.  Where several have completed equally little, which is so whenever they wait for
-each other inside a backward pass, it is the one whose process the kernel calls stopped, or else the one that still reads data: nobody
-else's collective is what it waits for.  Where that tells nothing either, the fence does: a stopped process does not answer it, and a
-hanging one does not follow the next plan.
+Waiting members stand still too, so standing still proves nothing.  The culprit is the member that has *completed* least: all others wait
+for it in a collective.  Keepers read each member's counters in shared memory and send them with their heartbeats, so a process that hangs
+or is stopped is seen all the same.  Several members may have completed equally little, as they always have when they wait for each other
+inside a backward pass.  Then the culprit is the one whose process the kernel calls stopped, or else the one that still reads data: it is
+the only one that does not wait in a collective.  Where that tells nothing either, the fence does: a stopped process does not answer it, and
+a hanging one does not follow the next plan.
 
-A node whose keeper falls silent is another thing: nobody can tell a dead one from one that is cut off, and its members cannot be asked
-why.  A world that stands still is stopped because of it at once, and who is silent to the fence too is waited for no longer.
+A node whose keeper falls silent is another matter: nobody can tell a dead node from one that is cut off, and its members cannot be asked
+why.  A world that stands still is stopped because of it at once, and if the node does not answer the fence either, it is given up.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import STOPPED, Progress
 
 TELLING = (STOPPED, "reads data")
-"""Operations of which one member's explains why all others wait, the more certain first."""
+"""Operations of one member that explain why all others wait; the more certain one comes first."""
 EVIDENCE_S = 1.0
-"""Two members that stood still within so long of each other did so at once: their keepers' beats are half a second apart."""
+"""Members that stood still within this many seconds of each other did so at once: keepers' beats are half a second apart."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A member's counters: what it has completed, when that was first seen, and when it was seen last."""
+    """A member's counters, as its keeper last told them."""
 
     completed: tuple[int, int, int]
+    """What it has completed: the step, the microbatch and the collective."""
     since: float
+    """When that was first seen."""
     heard_at: float
+    """When the counters were last heard of."""
     operation: str = ""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """The beats of a keeper: ``since`` when it is heard without a gap, and when it was last."""
+    """The beats of a keeper: ``since`` when they come without a gap, and the time of the last one."""
 
     since: float
     at: float
@@ -45,31 +48,32 @@ class Heard:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is known of a world's pace.  ``moved_at``: when any member was last seen to complete something."""
+    """What is known of a world's pace, and who was heard when."""
 
     moved_at: float = 0.0
+    """When any member was last seen to complete something."""
     stepped_at: float = 0.0
     step_s: float = 0.0
-    """Recent time of a step: half of it the last one's, a quarter the one's before, ..."""
+    """Recent time of a step: one half is the last step's time, a quarter that of the step before, and so on."""
     seen: dict[WorkerId, Seen] = field(default_factory=dict)
     beats: dict[NodeId, Heard] = field(default_factory=dict)
-    """The keepers that were heard since they came up, and since this coordinator did."""
+    """The keepers that were heard since they came up and since this coordinator came up."""
     lease_until: float = 0.0
-    """When the last lease on the generation has run out: silent members have stopped of their own accord."""
+    """The time at which the last lease on the generation has run out; then silent members have stopped of their own accord."""
     reform_s: float = 0.0
-    """Recent time from a plan to ``Go``: half of it is the last one's."""
+    """Recent time from a plan to ``Go``, an average in which the last one counts one half."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Nobody moves.  ``culprit`` is None when it is not known who holds the others up."""
+    """Nobody moves.  ``culprit`` is None when it is not known which member holds the others up."""
 
     culprit: WorkerId | None
     sentence: str
 
 
 def observe(watch: Watch, progress: Iterable[Progress], now: float) -> Watch:
-    """The counters of some members, as of now."""
+    """Returns the watch with the counters of some members, as of now."""
     seen, moved_at = dict(watch.seen), watch.moved_at
     for report in progress:
         completed = (report.step, report.microbatch, report.collective)
@@ -83,19 +87,19 @@ def observe(watch: Watch, progress: Iterable[Progress], now: float) -> Watch:
 
 
 def heard(watch: Watch, node: NodeId, now: float, silence_s: float) -> Watch:
-    """A beat of its keeper."""
+    """Returns the watch with a beat of the node's keeper."""
     before = watch.beats.get(node)
     since = before.since if before is not None and now - before.at <= silence_s / 2 else now
     return replace(watch, beats={**watch.beats, node: Heard(since, now)})
 
 
 def forgotten(watch: Watch, node: NodeId) -> Watch:
-    """Its keeper is gone, which is no silence."""
+    """Returns the watch without the node: its keeper is gone, which is no silence."""
     return replace(watch, beats={each: beats for each, beats in watch.beats.items() if each != node})
 
 
 def silent(watch: Watch, nodes: Iterable[NodeId], now: float, for_s: float, silence_s: float) -> tuple[NodeId, ...]:
-    """Those of ``nodes`` of which nothing was heard for ``for_s``, while another was all the time: else it may be us who are deaf."""
+    """Returns those of ``nodes`` that were silent for ``for_s`` while another was heard all the time: otherwise we may be the deaf ones."""
     known = {node: watch.beats[node] for node in dict.fromkeys(nodes) if node in watch.beats}
     if not any(beats.since <= now - for_s and now - beats.at <= silence_s / 2 for beats in known.values()):
         return ()
@@ -103,7 +107,7 @@ def silent(watch: Watch, nodes: Iterable[NodeId], now: float, for_s: float, sile
 
 
 def silence(watch: Watch, nodes: tuple[NodeId, ...], now: float, silence_s: float) -> Stall | None:
-    """Does the world stand still because a member's node is dead or cut off?  ``nodes``: of the members."""
+    """Does the world stand still because one of ``nodes``, which are its members' nodes, is dead or cut off?"""
     still_s, gone = now - watch.moved_at, silent(watch, nodes, now, silence_s, silence_s)
     if not gone or still_s < silence_s:
         return None
@@ -114,18 +118,18 @@ def silence(watch: Watch, nodes: tuple[NodeId, ...], now: float, silence_s: floa
 
 
 def stepped(watch: Watch, now: float) -> Watch:
-    """The world committed a step."""
+    """Returns the watch after the commit of a step."""
     step_s = now - watch.stepped_at
     return replace(watch, moved_at=now, stepped_at=now, step_s=(watch.step_s + step_s) / 2 if watch.step_s else step_s)
 
 
 def patience_s(watch: Watch, stall_s: float) -> float:
-    """How long nobody may move: three recent steps at least, so that slow is not taken for stuck."""
+    """Returns how long nobody may move: three recent steps at least, so that a slow world is not taken for a stuck one."""
     return max(stall_s, 3 * watch.step_s)
 
 
 def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: float) -> Stall | None:
-    """Does the world stand still, and because of whom?  A member whose keeper is silent too is never blamed."""
+    """Does the world stand still, and which member is the culprit?  A member whose keeper is silent too is never blamed."""
     still_s = now - watch.moved_at
     if still_s < patience_s(watch, stall_s):
         return None

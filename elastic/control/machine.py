@@ -1,12 +1,12 @@
-"""The one state machine of a run: for failure, growth and a user's stop alike.
+"""The state machine of a run, one for failure, growth and a user's stop alike.
 
     advance(run, event, now, rules) -> Transition(run, actions, reason)
 
-Facts and the time go in; the run as it is now known, what to do in this order, and the sentence saying why come out.  No clock, no
-randomness, no I/O: the same code runs in production, in the simulator and in tests.
+Facts and the time go in.  The run as it is now known, the actions in their order, and the sentence that says why come out.  There is no
+clock, no randomness and no I/O, so the same code runs in production, in the simulator and in tests.
 
-Each call has two halves.  The event is *taken*: knowledge grows.  Then the run *goes on*: it does what knowledge and time now
-permit.  So nothing depends on which event it was that completed the picture, or on how often one is repeated.
+Each call has two halves.  First the event is *taken*: knowledge grows.  Then the run *goes on*: it does what knowledge and time now
+permit.  So nothing depends on which event completed the picture, or on how often an event is repeated.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["Transition", "advance"]
 
 
 def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition:
-    """The only place where the run changes state.  ``now``: seconds of any clock that only grows."""
+    """Returns what the run becomes because of ``event``, and what to do.  ``now`` is in seconds of any clock that only grows."""
     decision = Decision(run, now, rules)
     if why := admission.refusal(run, event, now):
         decision.refuse(why)
@@ -79,7 +79,7 @@ def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition
 
 
 def _take(decision: Decision, event: Event) -> None:
-    """What ``event`` tells."""
+    """Takes note of what ``event`` tells."""
     match event:
         case Joined():
             admission.joined(decision, event)
@@ -132,7 +132,7 @@ def _take(decision: Decision, event: Event) -> None:
 
 
 def _go_on(decision: Decision) -> None:
-    """What knowledge and time now permit."""
+    """Does what knowledge and time now permit."""
     if decision.run.saves.pending:
         saves.ask_for_manifests(decision)
     match decision.run.state:
@@ -186,7 +186,7 @@ def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
 
 
 def _renewed(decision: Decision, event: Renewed) -> None:
-    """It was granted, so it counts, even if the generation was fenced between the grant and this."""
+    """The lease was granted, so it counts, even if the generation was fenced since."""
     lease_until = max(decision.run.watch.lease_until, decision.now + decision.rules.lease_over_s)
     decision.know("watch", lease_until=lease_until)
 

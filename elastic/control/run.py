@@ -1,4 +1,4 @@
-"""Everything that the coordinator knows of a run: its state, and one value for each subject.
+"""The run: everything that the coordinator knows, as its state and one value for each subject.
 
     RunState ── state      Waiting, Forming, Running, Stopping, Finishing, or how the run ended
              ├─ members    workers and where they sit               ├─ copies    copies of the state in host memory
@@ -33,9 +33,9 @@ NEVER = float("inf")
 
 
 def evolve(value: T, **changes: Any) -> T:
-    """Returns ``value`` with other fields.
+    """Returns ``value`` with some fields replaced.
 
-    It is ``dataclasses.replace`` for a value of many fields, five times as fast: most of a decision's time was spent there.
+    It does what ``dataclasses.replace`` does, five times as fast for a value of many fields: most of a decision's time was spent there.
     """
     assert changes.keys() <= value.__dict__.keys(), f"{type(value).__name__} has no {', '.join(changes.keys() - value.__dict__.keys())}"
     new: T = object.__new__(type(value))
@@ -64,7 +64,7 @@ class Forming:
     ready: tuple[WorkerId, ...] = ()
     """These members have formed their groups and healed their state."""
     here_at: float = NEVER
-    """At this time the first member had the plan."""
+    """The time at which the first member had the plan."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Answer:
     worker: WorkerId
     held: tuple[Holding, ...]
     prepared: int | None
-    """The step whose gradients are complete there but not applied."""
+    """The step whose gradients are complete at the member but not applied."""
     seen: Version | None = None
     """The newest commit that the member has seen; the commits themselves are in the history."""
 
@@ -102,7 +102,7 @@ class Stopping:
     lost: tuple[WorkerId, ...] = ()
     """These members have certainly ended."""
     expelled: tuple[WorkerId, ...] = ()
-    """These were killed: they may still be alive, but nothing that they say counts any more."""
+    """These members were killed: they may still be alive, but nothing that they say counts any more."""
     save: bool = False
     """The boundary is also saved."""
     job_error: str = ""
@@ -155,7 +155,7 @@ class Worker:
     joined_at: float
     holdings: tuple[Holding, ...] = ()
     unfit: str = ""
-    """Why it can take part no more; it is replaced."""
+    """The reason why it can take part no more, so that it is replaced; "" while it is fit."""
     host: str = ""
 
 
@@ -174,7 +174,7 @@ class Members:
     reference: Build = field(default_factory=Build)
     """The build that the job was checked with; every worker must be made of the same."""
     classes: tuple[Tensor, ...] = ()
-    """One tensor of the state for each class that all axes cut alike: all that coverage depends on."""
+    """One tensor of the state for each class of tensors that all axes cut alike; coverage depends on nothing else."""
     kind: str = ""
     """The first member's kind.  It never changes: with ``reproducible`` only workers of this kind may be members."""
     mixed: tuple[int, ...] = ()
@@ -185,16 +185,16 @@ class Members:
     """Newcomers that would cost more than they bring; they wait as spares."""
 
     def without_starting(self, worker: WorkerId) -> Members:
-        """Nobody waits for ``worker`` to join any more."""
+        """Returns the members with nobody waiting for ``worker`` to join any more."""
         return evolve(self, starting={each: asked_at for each, asked_at in self.starting.items() if each != worker})
 
     def without(self, workers: Iterable[WorkerId]) -> Members:
-        """``workers`` are no part of the run any more."""
+        """Returns the members without ``workers``, which are no part of the run any more."""
         gone = frozenset(workers)
         return evolve(self, workers={worker: known for worker, known in self.workers.items() if worker not in gone})
 
     def holding(self, holdings: dict[WorkerId, tuple[Holding, ...]]) -> Members:
-        """Those of the named workers that are still here hold what ``holdings`` says."""
+        """Returns the members with each worker in ``holdings`` that is still here holding what it says."""
         known = self.workers
         new = {w: replace(known[w], holdings=held) for w, held in holdings.items() if w in known and known[w].holdings != held}
         return evolve(self, workers={**known, **new}) if new else self
@@ -223,18 +223,18 @@ class Cluster:
     """The nodes and their keepers."""
 
     nodes: dict[NodeId, bool] = field(default_factory=dict)
-    """The nodes that were found, and whether each one's keeper came up: no worker of a node is a member before."""
+    """The nodes that were found, and whether the keeper of each came up; before that, no worker of the node is a member."""
     refused: dict[NodeId, Refusal] = field(default_factory=dict)
     keepers: tuple[NodeId, ...] = ()
     """The nodes whose keepers are up."""
     slots: int = 0
     """The number of workers that the cluster could still start, on nodes that are not refused."""
     blamed: tuple[NodeId, ...] = ()
-    """Store nodes with which forming failed though every member was there, since the last world that formed."""
+    """The store nodes with which forming failed though every member was there, since a world last formed."""
     homes: dict[NodeId, Home] = field(default_factory=dict)
     """The nodes that workers have joined from."""
     stays: dict[str, float] = field(default_factory=dict)
-    """How long a host that has left before is expected to stay, in seconds: see ``growth.py``."""
+    """Expected stay in seconds of each host that has left before: see ``growth.py``."""
 
 
 # ---- history
@@ -260,7 +260,7 @@ class History:
     last: Outcome | None = None
     """The newest commit."""
     untold: tuple[int, ...] = ()
-    """Steps that the present generation committed without anyone here having seen their outcome: a coordinator that died was told."""
+    """Steps that the present generation committed but whose outcome is not known here: only a coordinator that died was told."""
     furthest: Version = field(default_factory=lambda: Version(0, 0))
     """The greatest step ever committed, even if it was given up since, with the generation that committed it first."""
     fruitless: int = 0
@@ -277,20 +277,16 @@ class History:
 
     @property
     def recorded_step(self) -> int:
-        """Every commit up to this step was told, so that members need not keep it."""
+        """The step up to which every commit was told, so that members need not keep those commits."""
         return min(self.untold) - 1 if self.untold else self.version.step
 
     def contains(self, version: Version) -> bool:
-        """Is ``version`` on the lineage, which means that it was committed and not given up?"""
+        """Returns whether ``version`` is on the lineage, which means that it was committed and not given up."""
         return lineage.contains(self.lineage, version)
 
     def is_news(self, outcome: Outcome) -> bool:
-        """Does this commit of the present generation tell anything new?  Most are reported by several members."""
+        """Returns whether this commit of the present generation tells anything new; most commits are reported by several members."""
         return outcome.step > self.version.step or outcome.step in self.untold
-
-    def told(self, step: int) -> History:
-        """The outcome of ``step``, which was committed before, is known now."""
-        return evolve(self, untold=tuple(each for each in self.untold if each != step))
 
 
 # ---- checkpoints on their way
@@ -306,34 +302,34 @@ class Saving:
     reported: tuple[WorkerId, ...] = ()
     """The parts of these workers are in the bucket."""
     ask_at: float = 0.0
-    """When to ask for the manifest (again), once all parts are there."""
+    """The time at which to ask for the manifest, for the first time or again, once all parts are there."""
     asked: bool = False
     """The manifest was asked for."""
     by: int = 0
-    """The generation of the world that writes it, all in one layout; 0 is the generation that committed the version."""
+    """The generation of the world that writes all of it in one layout; 0 means the generation that committed the version."""
     failed: str = ""
-    """Why it can never be complete, if that was heard before the commit of its version."""
+    """The reason why it can never be complete, if that was heard before the commit of its version."""
     layout: Layout | None = None
     """The layout of the members."""
     nodes: tuple[NodeId, ...] = ()
-    """Where each member runs, or ran, and whose keeper uploads its part.  Without nodes the members upload their parts themselves, as those
-    of older versions did, and the save ends with any of them."""
+    """The node of each member, whose keeper uploads the member's part even when the member is gone.  If there are no nodes, the members
+    upload their parts themselves, as members of older versions did, and the loss of any member ends the save."""
 
     @property
     def complete(self) -> bool:
         return not self.failed and set(self.reported) >= set(self.members)
 
     def is_of(self, generation: int) -> bool:
-        """Does a part that a member of ``generation`` wrote belong to it?  0 is the generation that committed the version."""
+        """Returns whether a part written by a member of ``generation`` belongs to it; 0 is the generation that committed the version."""
         return (generation or self.version.generation) == (self.by or self.version.generation)
 
     def report(self, worker: WorkerId) -> Saving:
-        """The part of ``worker`` is in the bucket too."""
+        """Returns the saving with the part of ``worker`` in the bucket too."""
         reported = {*self.reported, worker}
         return evolve(self, reported=tuple(member for member in self.members if member in reported))
 
     def needs(self, node: NodeId) -> bool:
-        """Returns whether a part is still to come from the keeper of ``node``.  A manifest that was asked for may come all the same."""
+        """Returns whether a part is still to come from the keeper of ``node``; False once the manifest was asked for: it may still come."""
         missing = {where for member, where in zip(self.members, self.nodes, strict=False) if member not in self.reported}
         return node in missing and not self.asked
 
@@ -343,13 +339,13 @@ class Saves:
     """The checkpoints on their way."""
 
     pending: tuple[Saving, ...] = ()
-    """One for each version, in order of version."""
+    """One saving for each version, in order of version."""
 
     def find(self, version: Version) -> Saving | None:
         return next((saving for saving in self.pending if saving.version == version), None)
 
     def put(self, saving: Saving) -> Saves:
-        """``saving`` takes the place of what was known of its version."""
+        """Returns the saves with ``saving`` in the place of what was known of its version."""
         return Saves(tuple(sorted((*self.without(saving.version).pending, saving), key=lambda each: each.version)))
 
     def without(self, version: Version) -> Saves:
@@ -357,12 +353,12 @@ class Saves:
 
     @property
     def by_keepers(self) -> bool:
-        """Is there a save that keepers upload?"""
+        """True if there is a save that keepers upload."""
         return any(saving.nodes for saving in self.pending)
 
     @property
     def orders(self) -> tuple[Save, ...]:
-        """What the keepers are to upload."""
+        """The saves that the keepers are to upload."""
         return tuple(
             Save(each.version, each.by or each.version.generation, each.layout, each.members, each.nodes)
             for each in self.pending
@@ -387,7 +383,7 @@ class Host:
 
 @dataclass(frozen=True)
 class CopyInventory:
-    """What is known of the copies in host memory."""
+    """The copies in host memory, as far as they are known."""
 
     hosts: dict[NodeId, Host] = field(default_factory=dict)
     asked: int = 0
@@ -399,7 +395,7 @@ class CopyInventory:
     unreported: int = 0
     """The generation before, if none of its members is left to say what it had seen: its copies may prove later commits; 0 otherwise."""
     buddies: dict[NodeId, NodeId] = field(default_factory=dict)
-    """For each node, the node whose keeper holds its copies too."""
+    """Maps each node to its buddy, the node whose keeper holds its copies too."""
     copied: Version | None = None
     """The newest version since the generation began that is complete in the host memory of all members."""
     buddied: Version | None = None
@@ -410,16 +406,16 @@ class CopyInventory:
 
 @dataclass(frozen=True)
 class Takeover:
-    """What coordinators before this one have left open, and what they died of."""
+    """The matters that coordinators before this one have left open, and the causes of their deaths."""
 
     startups: int = 0
     """The number of coordinators in a row that recorded nothing but their own beginning."""
     stumbles: tuple[str, ...] = ()
     """The events that coordinators have died of, as :class:`~elastic.protocol.events.Stumbled` names them."""
     blind_until: float = 0.0
-    """Until this time a world may commit of which no readable journal says anything."""
+    """The time until which a world that no readable journal mentions may still commit."""
     unread: int = 0
-    """The next generation is later than this one: coordinators with an unreadable journal may have begun as many."""
+    """Lower bound for the next generation, which is later than this; coordinators with unreadable journals may have used smaller ones."""
 
 
 # ---- the run
@@ -441,9 +437,9 @@ class RunState:
     watch: Watch = field(default_factory=Watch)
     takeover: Takeover = field(default_factory=Takeover)
     stop: str = ""
-    """Why a stop was asked for."""
+    """The reason for which a stop was asked for; "" if none was."""
     gave_up: str = ""
-    """Why the run ends as failed once it has stopped."""
+    """The reason for which the run ends as failed once it has stopped; "" if it does not."""
 
     @staticmethod
     def begin(
@@ -456,7 +452,8 @@ class RunState:
     ) -> RunState:
         """Returns a run at its beginning, or as the bucket knows it.
 
-        The next generation is later than ``generation`` and than all of ``lineage``; of ``saved`` counts what is on the lineage.
+        The next generation is later than ``generation`` and than all of ``lineage``.  Versions in ``saved`` that are not on the lineage are
+        left out.
         """
         generation = max(generation, *(each for each, _ in lineage), 0)
         history = History(lineage)
@@ -480,12 +477,12 @@ class RunState:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the present generation, while that is not settled."""
+        """The plan of the present generation; None once the generation is settled."""
         return self.state.plan if isinstance(self.state, Forming | Running | Stopping | Finishing) else None
 
     @property
     def over(self) -> bool:
-        """Has the run ended?"""
+        """True if the run has ended."""
         return isinstance(self.state, TERMINAL)
 
     @property
@@ -494,7 +491,7 @@ class RunState:
         return max(self.generation, self.takeover.unread) + 1
 
     def grants_lease(self, generation: int) -> bool:
-        """May a member's lease on ``generation`` be prolonged?  Not once the generation is fenced."""
+        """Returns whether a member's lease on ``generation`` may be prolonged; it may not once the generation is fenced."""
         state = self.state
         stepping = isinstance(state, Running | Finishing) or (isinstance(state, Stopping) and state.planned)
         return stepping and generation == self.generation

@@ -1,4 +1,4 @@
-"""The next generation: who sits where, and which state it begins from.
+"""Seating: the members of the next generation, their order, and the state that they begin from.
 
 Survivors keep their order and come first, so most slices stay where they are.  The state is the newest version on the lineage that
 the chosen members hold completely, together with the copies in keepers' memory, or that is in the bucket; never a mixture.
@@ -24,7 +24,7 @@ from storage.slices import Tensor
 
 @dataclass(frozen=True)
 class Source:
-    """A version and where it comes from: see :class:`Plan`."""
+    """A version and where it comes from: see :class:`~elastic.protocol.plan.Plan`."""
 
     version: Version
     tier: str
@@ -32,7 +32,7 @@ class Source:
 
 
 def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
-    """Workers that could be members, those of the last world first, in their order."""
+    """Returns the workers that could be members: those of the last world first, in their order."""
     kind = kind_of(run) if rules.reproducible else ""
     fit = {worker: None for worker, known in run.workers.items() if _fit(run, known, kind)}
     seated = dict.fromkeys(worker for worker in run.members.seats if worker in fit)
@@ -40,7 +40,10 @@ def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
 
 
 def kind_of(run: RunState) -> str:
-    """The kind that all members must have: the first world's; before there was one, the most common, of equals the first to come."""
+    """Returns the kind that all members must have.
+
+    It is the first world's; before there was one, the most common kind, and of equals the one that came first.
+    """
     kinds = Counter(worker.kind for worker in run.workers.values() if not worker.unfit) if not run.members.kind else Counter[str]()
     return run.members.kind or max(kinds, key=kinds.__getitem__, default="")
 
@@ -50,13 +53,13 @@ def _fit(run: RunState, worker: Worker, kind: str) -> bool:
 
 
 def layout_of(workers: int, rules: Rules) -> Layout | None:
-    """What so many workers become, if that is enough."""
+    """Returns the layout of that many workers, or None where they are too few."""
     layout = choose(min(workers, rules.max_workers), rules.layout)
     return layout if layout is not None and layout.world >= rules.min_workers else None
 
 
 def make_plan(run: RunState, rules: Rules) -> Plan | None:
-    """The plan of the next generation; None while too few workers, or no keeper to host its store, are there."""
+    """Returns the plan of the next generation; None while workers are too few, or no keeper is there to host its store."""
     there = candidates(run, rules)
     layout = layout_of(len(there), rules)
     if layout is None or not run.cluster.keepers:
@@ -89,7 +92,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
 
 
 def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
-    """All that ``members`` hold of versions on the lineage."""
+    """Returns all holdings of ``members`` whose versions are on the lineage."""
     on_line = cache(partial(lineage.contains, run.history.lineage))
     held: list[Holding] = []
     for member in sorted(members):
@@ -99,7 +102,7 @@ def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
 
 
 def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Holding] = ()) -> Source:
-    """The newest version that ``members`` can begin from, also of the copies ``kept``; of several places that have it the nearest."""
+    """Returns the newest version that ``members`` can begin from, also with the copies ``kept``, and the nearest place that has it."""
     held = held_by(run, members)
     live = newest_covered(held, run.members.classes)
     host = newest_covered([*held, *kept], run.members.classes) if kept else live
@@ -113,7 +116,7 @@ def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Hol
 
 
 def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept: Sequence[Holding] = ()) -> tuple[WorkerId, ...]:
-    """Leave out those that hold least, from the end, but nobody without whom the newest version is incomplete."""
+    """Leaves out those that hold least, from the end, but nobody without whom the newest version is incomplete."""
     members = list(there)
     while len(members) > world:
         held = held_by(run, members)
@@ -137,7 +140,7 @@ def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept
 
 
 def _spared(copies: Counter[Cell], own: Sequence[Cell], version: Version, classes: tuple[Tensor, ...]) -> bool:
-    """Are the cells of ``version``, of each so many copies, still the whole state without one worker's ``own``?"""
+    """Do the cells of ``version``, with that many copies of each, still make up the state without one worker's ``own``?"""
     if all(copies[cell] > 1 for cell in own):
         return True
     left = [cell for cell in copies if copies[cell] > own.count(cell)]
@@ -145,7 +148,7 @@ def _spared(copies: Counter[Cell], own: Sequence[Cell], version: Version, classe
 
 
 def _store_node(run: RunState, members: tuple[WorkerId, ...]) -> NodeId:
-    """A keeper's node: one that was blamed least, if possible a member's."""
+    """Returns the node of a keeper: one that was blamed least, and if possible a member's."""
     keepers = frozenset(run.cluster.keepers)
     near = dict.fromkeys(node for member in members if (node := run.workers[member].node) in keepers)
     return min((*near, *run.cluster.keepers), key=run.cluster.blamed.count)

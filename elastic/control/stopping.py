@@ -205,7 +205,8 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
     """Gives up nodes of which neither the keeper nor a member is heard, once only their answers to the fence are missing."""
     run, silence_s = decision.run, decision.rules.silence_s
     gone = silent(run.watch, state.plan.nodes, decision.now, LONGER * silence_s, silence_s)
-    if not _certain(decision, state) or any(run.workers[worker].node not in gone for worker in state.pending):
+    elsewhere = [worker for worker in state.pending if worker not in run.workers or run.workers[worker].node not in gone]
+    if elsewhere or not _certain(decision, state):  # one whose joining was never read of is fenced too, and its node is not known yet
         return state
     answered = frozenset(answer.worker for answer in state.answers)
     there = tuple(worker for worker, known in run.workers.items() if known.node in gone and worker not in answered)

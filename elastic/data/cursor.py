@@ -1,11 +1,10 @@
 """The position in the data is a function of the step.  Nothing is remembered, so no sample can be lost, repeated or swapped.
 
 Step s, with a global batch of B, uses the positions (s-1)·B … s·B-1 of an endless stream.  Position p is slot ``p mod n`` of epoch ``p
-div n``,
-and the order of an epoch is a permutation that is *computed*, not stored.  It is a Feistel network on the two digits (row, column) of
-a slot in a grid just larger than n; a result outside of n is permuted again until it lies inside (Black and Rogaway 2002, "Ciphers with
-Arbitrary Finite Domains", method 3).  So every epoch contains each sample exactly once, and the samples of any step take a few hashes.
-This costs about 10 µs a sample, outside of the training thread.
+div n``, and the order of an epoch is a permutation that is *computed*, not stored.  It is a Feistel network on the two digits (row,
+column) of a slot in a grid just larger than n; a result outside of n is permuted again until it lies inside (Black and Rogaway 2002,
+"Ciphers with Arbitrary Finite Domains", method 3).  So every epoch contains each sample exactly once, and the samples of any step take a
+few hashes.  This costs about 10 µs a sample, outside of the training thread.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ ROUNDS = 8
 """Rounds of the Feistel network.  Four are enough for a large range; a small range needs more to look random, and a round is cheap."""
 
 SAMPLINGS = ("permutation", "with_replacement")
+"""Values of ``data.sampling``."""
 
 
 class Cursor:
@@ -40,10 +40,6 @@ class Cursor:
         """Returns the sample ids of microbatch ``index`` of ``step``."""
         first = (step - 1) * self.global_batch + index * microbatch
         return tuple(self.at(position) for position in range(first, first + microbatch))
-
-    def epoch(self, step: int) -> int:
-        """Returns the number of the epoch in which ``step`` begins, from 0."""
-        return (step - 1) * self.global_batch // self.samples
 
     def at(self, position: int) -> int:
         """Returns the sample id at ``position`` (from 0) of the endless stream."""

@@ -22,7 +22,7 @@ Batch = dict[str, Any]
 """Tensors by name, each of shape [microbatch, ...]."""
 Ids = tuple[int, ...]
 Round = tuple[int, int | None, Ids, Batch | None]
-"""(round, microbatch that the rank runs in it, its sample ids, their batch).  The last three are None, () and None in an idle round."""
+"""One round: (round, microbatch that the rank runs in it, its sample ids, their batch).  An idle round has None, () and None."""
 
 
 class Dataset(Protocol):

@@ -9,6 +9,7 @@ from storage.errors import Missing
 from storage.objects import ObjectStore
 
 SHOWN_TOKENS = 64
+"""Number of tokens from the beginning of a dataset that are shown as text."""
 
 
 def show(path: str) -> dict[str, str]:

@@ -24,7 +24,9 @@ SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Compressions by suffix.  Each may follow any suffix of :data:`SUFFIXES` except .parquet, which compresses by itself."""
 BUFFER_BYTES = 4 * 2**20
+"""Size of one read from a store in bytes.  A large read makes a file of a bucket take few requests."""
 ROWS = 128
+"""Number of rows of a parquet file that are in memory at a time."""
 
 
 class Document(NamedTuple):

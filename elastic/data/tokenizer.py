@@ -26,6 +26,7 @@ END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Names of the end-of-document token in well-known tokenizers, tried in this order."""
 BATCH_BYTES = 4 * 2**20
+"""Size of the text in bytes that the library encodes at once, on all cores."""
 SMALLEST = 257
 """Size of the smallest vocabulary: 256 bytes and the end of a document."""
 
@@ -113,6 +114,7 @@ def train_bpe(documents: Iterable[Document], vocabulary: int) -> bytes:
 
 
 def read_definition(path: str | Path) -> bytes:
+    """Returns the bytes of a tokenizer.json.  Raises :class:`DataError` if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -1,1 +1,1 @@
-"""COMPUTES: process groups, sharded models, reductions of gradients, optimizers.  Uses torch, never Ray."""
+"""COMPUTES: process groups, sharded models, reductions of gradients, optimizers.  It uses torch, and never Ray."""

@@ -1,4 +1,4 @@
-"""Losses return a sum over valid tokens and their number, never a mean, so that the number of members cannot change the scale."""
+"""Losses.  Each returns a sum over valid tokens and their number, never a mean, so the number of members cannot change the scale."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of each next token: (sum as float32 scalar, number of valid targets as int64 scalar).
+    """Returns the cross-entropy of each next token: (sum as float32 scalar, number of valid targets as int64 scalar).
 
     ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked.
     """

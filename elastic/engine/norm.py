@@ -1,8 +1,8 @@
 """The norm of the whole gradient, with the same bits in every layout.
 
 Library reductions add in an order that depends on the number of rows and threads.  Here each row is summed by a fixed binary tree over
-its elements, and the rows of the whole tensor by another one: pad to a power of two, add the halves.  Members split tensors between rows,
-never inside of one, so both trees are the same whoever holds the rows.
+its elements, and the rows of the whole tensor by another one: pad to a power of two, add the halves.  Members split tensors between rows
+and never inside a row, so both trees are the same for every distribution of the rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.engine.world import World, all_gather
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """Return the sum over the last dimension by a fixed binary tree: [..., n] -> [...].  The order depends on n alone."""
+    """Returns the sum over the last dimension by a fixed binary tree: [..., n] -> [...].  The order depends on n alone."""
     count = values.shape[-1]
     if count == 0:
         return values.new_zeros(values.shape[:-1])
@@ -28,7 +28,7 @@ def tree_sum(values: Tensor) -> Tensor:
 
 
 def squared_norm(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> Tensor:
-    """Return the squared 2-norm of the whole gradient: a float64 scalar, with the same bits in every layout.
+    """Returns the squared 2-norm of the whole gradient: a float64 scalar, with the same bits in every layout.
 
     ``grads[i]`` is this member's shard [its rows, ...] of a tensor that has ``rows[i]`` rows.
     """
@@ -45,10 +45,10 @@ def squared_norm(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> 
     for column, count, size in zip(columns, rows, sizes, strict=True):
         column[:count] = everyone[:, first : first + size].reshape(-1)[:count]
         first += size
-    return tree_sum(tree_sum(columns))  # more zeros behind a column leave its tree's result as it is
+    return tree_sum(tree_sum(columns))  # zeros that are appended to a column do not change the result of its tree
 
 
 def _row_sums(grad: Tensor, size: int) -> Tensor:
-    """Return the squared sum of each row, added in float32 and given as float64, padded with zeros to [size]."""
+    """Returns the squared sum of each row, added in float32 and given as float64, padded with zeros to [size]."""
     sums = tree_sum(grad.detach().float().square().reshape(grad.shape[0], -1) if grad.numel() else grad.new_zeros(0, 1))
     return torch.nn.functional.pad(sums.double(), (0, size - sums.numel()))

@@ -1,7 +1,7 @@
-"""The ordered composition of all axes, on one page.
+"""Applies all axes to a model, in their order, on one page.
 
-There is no way to swap a process group under a wrapped model, so nothing is repaired: each generation wraps a new blueprint, made on
-the meta device, and its shards are filled from whoever holds them.
+The process group of a wrapped model cannot be replaced, so nothing is repaired.  Each generation wraps a new blueprint that is made on
+the meta device, and its shards are filled from the members, keepers or checkpoints that hold them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.models.spec import ShardingTable
 
 
 def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Scheme]:
-    """Wrap ``blueprint`` (on meta) for ``world`` and give it memory, not yet values.
+    """Wraps ``blueprint`` (on meta) for ``world`` and gives it memory, but no values yet.
 
     Returns the wrapped model and the scheme that sums its gradients.
     """
@@ -40,12 +40,12 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
 
 
 def scheme_of(job: Job) -> type[Scheme]:
-    """Return the way in which the members of ``job`` synchronise."""
+    """Returns the scheme by which the members of ``job`` synchronise."""
     return Ordered if job.reproducible else Collective
 
 
 def sharding_table(model: nn.Module) -> ShardingTable:
-    """Return the model's own table; without one, the blocks are the children of its largest ModuleList."""
+    """Returns the model's own table.  If it has none, the blocks are the children of its largest ModuleList."""
     own: Callable[[], ShardingTable] | None = getattr(model, "sharding", None)
     if own is not None:
         return own()
@@ -57,7 +57,7 @@ def sharding_table(model: nn.Module) -> ShardingTable:
 
 
 def _aliases(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Return the groups of (module, attribute) that are one tied parameter, or one buffer."""
+    """Returns the groups of (module, attribute) that are one tied parameter, or one buffer."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for module_name, module in model.named_modules():
         own = (module.named_parameters, module.named_buffers)
@@ -67,7 +67,7 @@ def _aliases(model: nn.Module) -> list[list[tuple[str, str]]]:
 
 
 def _tie(model: nn.Module, aliases: list[list[tuple[str, str]]]) -> None:
-    """Tie parameters again after ``to_empty``, which gives each owner memory of its own."""
+    """Ties parameters again after ``to_empty``, which gives each owner memory of its own."""
     for (first_module, first), *rest in aliases:
         tensor = getattr(model.get_submodule(first_module), first)
         for module_name, name in rest:

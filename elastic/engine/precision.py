@@ -1,7 +1,7 @@
-"""In which dtypes a step computes and sums.
+"""Precision policies: the dtypes in which a step computes and sums.
 
-The parameters that a member holds (the masters), the moments, and the gradient sum are float32 in every policy.  A policy says in which
-dtype parameters are gathered and used by forward and backward, and in which dtype gradients travel.
+The parameters that a member holds (the masters), the moments, and the gradient sum are float32 in every policy.  A policy names
+the dtype in which parameters are gathered and used by forward and backward, and the dtype in which gradients travel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """``compute`` None: the dtype of the parameters as they are."""
+    """One policy.  With ``compute`` None the parameters are used in the dtype that they have."""
 
     compute: torch.dtype | None
     reduce: torch.dtype = torch.float32

@@ -1,7 +1,7 @@
-"""This process's own sockets, found in ``/proc``: those that gloo and NCCL have opened and tell nobody of.
+"""Finds this process's own sockets in ``/proc``, since gloo and NCCL do not tell which sockets they have opened.
 
-gloo has no abort: its sockets are shut down.  NCCL has one, but two of its threads that an abort waits for look for it only once somebody
-speaks to them, or else twice a second (``ncclProxyService``, ``ncclProxyServiceUDS`` in NCCL's src/proxy.cc, 2.28).
+gloo has no abort, so its sockets are shut down.  NCCL has one, and it waits for two of NCCL's threads.  They notice the abort as soon as
+somebody speaks to them, and otherwise twice a second (``ncclProxyService``, ``ncclProxyServiceUDS`` in NCCL's src/proxy.cc, 2.28).
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from collections.abc import Collection, Iterator
 
 Endpoint = tuple[str, int]
 Service = Endpoint | bytes
-"""Accepts TCP connections, or hears at a Unix socket of that name."""
+"""A place where a thread listens: an address for TCP connections, or the name of a Unix socket."""
 
 TCP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 NCCL_NAME = b"nccl-socket-"
-"""In the name of the Unix socket to which the members of a communicator on one machine send descriptors of their memory (NCCL's
-src/misc/ipcsocket.cc)."""
+"""Part of the name of the Unix socket to which members of a communicator on one machine send descriptors of their memory.
+
+Source: NCCL's src/misc/ipcsocket.cc.
+"""
 
 
 def listening() -> set[Endpoint]:
-    """Where TCP connections are accepted."""
+    """Returns the addresses at which this process accepts TCP connections."""
     return {
         (_plain(sock.getsockname()[0]), sock.getsockname()[1])
         for sock in _all(socket.SOCK_STREAM)
@@ -31,7 +33,7 @@ def listening() -> set[Endpoint]:
 
 
 def shut_down(ports: Collection[int], peers: Collection[Endpoint]) -> int:
-    """End all TCP connections that were accepted at one of our ``ports``, or made to one of ``peers``; how many that were."""
+    """Ends all TCP connections that were accepted at one of our ``ports`` or made to one of ``peers``, and returns their number."""
     count = 0
     for sock in _all(socket.SOCK_STREAM):
         if sock.family in TCP_FAMILIES and _is_among(sock, ports, peers):
@@ -42,7 +44,7 @@ def shut_down(ports: Collection[int], peers: Collection[Endpoint]) -> int:
 
 
 def services() -> set[Service]:
-    """Where this process's threads listen, those of NCCL (of any of its communicators) and others."""
+    """Returns all places where threads of this process listen: those of NCCL, of any of its communicators, and others."""
     names = (sock.getsockname() for sock in _all(socket.SOCK_DGRAM) if sock.family == socket.AF_UNIX)
     return {name for name in names if isinstance(name, bytes) and NCCL_NAME in name} | listening()
 
@@ -50,11 +52,12 @@ def services() -> set[Service]:
 class Waking:
     """Speaks to NCCL's threads at ``services`` while their communicators are being aborted, so that they look for the abort's flag.
 
-    First to those at Unix sockets, which end once the flag is set, as soon as they hear anything.  When all of them have, the others are
-    called: before, they would wait for what a caller has to say, and serve nobody.  Each twice, since it looks before it listens; nobody
-    hangs up before the abort has ended: NCCL would look this machine's address up by name, to complain.
+    It speaks to the threads at Unix sockets first.  They end as soon as they hear anything after the flag is set.  When all of them have
+    ended, it calls the threads at TCP addresses; earlier, such a thread would wait for the caller's request and serve nobody.  It calls
+    each twice, because the thread looks for the flag before it listens.  It does not hang up before the abort has ended, because NCCL
+    would look up this machine's address by name to write a warning.
 
-    Nothing blocks; whoever is not reached looks later.
+    Nothing blocks.  A thread that is not reached looks for the flag later by itself.
     """
 
     def __init__(self, services: Collection[Service]) -> None:
@@ -76,7 +79,7 @@ class Waking:
                     caller.connect_ex((host, port))
 
     def end(self) -> None:
-        """Hang up."""
+        """Closes all connections."""
         self._callers.close()
 
 
@@ -99,7 +102,7 @@ def _is_among(sock: socket.socket, ports: Collection[int], peers: Collection[End
 
 
 def _all(kind: socket.SocketKind) -> Iterator[socket.socket]:
-    """Each duplicated for the moment it is looked at."""
+    """Yields all sockets of one kind.  Each is a duplicate that is closed when the next one is asked for."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -110,16 +113,16 @@ def _all(kind: socket.SocketKind) -> Iterator[socket.socket]:
             continue
         try:
             sock = socket.socket(fileno=twin)
-        except OSError:  # what was a socket a moment ago is something else now
+        except OSError:  # the descriptor was reused for something else meanwhile
             os.close(twin)
             continue
         with sock:
             if socket.getdefaulttimeout() is not None:
-                os.set_blocking(twin, blocking)  # that of the original too, which a default timeout has changed
+                os.set_blocking(twin, blocking)  # a default timeout has changed it, also for the original
             if sock.type & kind:
                 yield sock
 
 
 def _plain(address: str) -> str:
-    """IPv4 addresses seen through an IPv6 socket look like ``::ffff:10.0.0.1``."""
+    """Returns an IPv4 address without the prefix that it has in an IPv6 socket (``::ffff:10.0.0.1``)."""
     return address.removeprefix("::ffff:")

@@ -1,18 +1,17 @@
-"""The only maker of process groups and meshes: form, abort, close.
+"""Makes and ends process groups and meshes.  No other module does.
 
-A world lives for one generation.  Forming takes a store that no member hosts (its keeper does), under a prefix of the generation, so
-that nothing of an older world can be met.  ``abort`` may be called from another thread, and only after every member is fenced
-or expelled, since one that is not could apply a commit that the abort broke: it frees a training thread that is stuck in a collective
-whose peer is gone.
+A world lives for one generation.  Its members meet in a store that a keeper hosts, under a prefix for the generation, so they never meet
+anything of an older world.  ``abort`` frees a training thread that is stuck in a collective whose peer is gone.  It may be called from
+another thread, but only after every member is fenced or expelled: any other member could apply a commit that the abort broke.
 
-* NCCL: all communicators are aborted at once, each from a thread of its own, and its service threads are woken to see it.
-* gloo has no abort.  A peer that dies frees only those connected to it; the others wait on members that are alive but no longer
-  answer.  So the sockets of the groups, and only these, are shut down: those bound to a port that gloo listened on here, or
-  connected to one that it listened on elsewhere (each member publishes its own through the store while forming).
+* NCCL: all communicators are aborted at once, each from its own thread, and NCCL's service threads are woken so that they notice it.
+* gloo has no abort.  A peer that dies frees only the members connected to it; others wait for members that live but no longer answer.
+  So the sockets of the groups, and only these, are shut down: those bound to a port on which gloo listened here, and those connected to a
+  port on which it listened elsewhere (each member publishes its ports through the store while the world forms).
 
-It is also the seam for torch's own ``ProcessGroup.reconfigure`` (2.15).  Everybody else knows ``World`` and its groups; what makes them
-and ends them is below the line *how groups are made and left*, four functions, and a process that keeps its groups from one generation
-to the next would replace these.  That nobody else makes or leaves a group is checked by ``tests/architecture``.
+This module is also the place for torch's own ``ProcessGroup.reconfigure`` (2.15).  Other modules know only ``World`` and its groups.  The
+four functions below the line *how groups are made and left* make and end them; a process that kept its groups from one generation to the
+next would replace these four.  ``tests/architecture`` checks that no other module makes or leaves a group.
 """
 
 from __future__ import annotations
@@ -39,20 +38,24 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import data_rank, data_ranks
 
 LEAD = 8
-"""Calls of ``keep_up`` that the host may be ahead of the device."""
+"""Largest number of ``keep_up`` calls by which the host may be ahead of the device."""
 TO_HOST = "to host"
+"""Key of the staging buffer for ``to_host``."""
 ROOM = 2**32
-"""Bytes of the device: with less free a world that forms gives back what torch keeps, since NCCL takes memory of its own."""
+"""Free memory of the device in bytes, below which a world that forms gives back the memory that torch keeps: NCCL needs memory too."""
 WAKE_S = (0.005, 0.5)
-"""From an abort's beginning until NCCL's threads are woken, and twice as long until the next time, up to what NCCL itself takes."""
+"""Shortest and longest pause in seconds between two wakings of NCCL's threads in an abort.
+
+The pause doubles each time.  NCCL's threads look by themselves every half second.
+"""
 FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""That of NCCL, where this torch has it; else that of the other backends (torch 2.13)."""
+"""Functions of torch that dump its flight recorder: NCCL's if this torch has it, else that of the other backends (torch 2.13)."""
 
 
 class Staging:
-    """Pinned host memory by purpose, allocated once and used again.
+    """Pinned host memory by purpose, which is allocated once and used again.
 
-    Allocating it while a collective hangs would wait for the device, holding what an abort from another thread needs.
+    An allocation while a collective hangs would wait for the device, and would meanwhile hold what an abort from another thread needs.
     """
 
     def __init__(self) -> None:
@@ -74,18 +77,18 @@ class World:
     rank: int
     device: torch.device
     shard_group: dist.ProcessGroup
-    """Those who hold one replica together."""
+    """The members that hold one replica together."""
     replicate_group: dist.ProcessGroup | None
-    """Those who hold the same shard, if such a group was asked for."""
+    """The members that hold the same shard, or None if no such group was asked for."""
     store: dist.Store
     listening: frozenset[int]
-    """Ports that this member's groups accept connections on (gloo)."""
+    """Ports on which this member's groups accept connections (gloo)."""
     peers: frozenset[Endpoint]
-    """Where the other members' groups accept theirs (gloo)."""
+    """Addresses at which the other members' groups accept connections (gloo)."""
     services: frozenset[Service] = frozenset()
-    """Where threads of this member's communicators listen (NCCL)."""
+    """Places where threads of this member's communicators listen (NCCL)."""
     groups: tuple[dist.ProcessGroup, ...] = field(init=False)
-    """All of them, that of all members first."""
+    """All groups.  The group of all members is the first."""
     staging: Staging = field(default_factory=lambda: Staging())
     ahead: deque[torch.cuda.Event] = field(default_factory=lambda: deque())
     formed_ns: int = field(default_factory=time.time_ns)
@@ -108,16 +111,16 @@ class World:
         replicas: bool = True,
         met: Callable[[], None] = lambda: None,
     ) -> World:
-        """Meet the other members in ``store`` and make all groups.  Blocks until all are there, or raises after ``form_s``.
+        """Meets the other members in ``store`` and makes all groups.  Blocks until all are there, or raises after ``form_s``.
 
-        No collective runs before ``connect``.  ``replicas``: with a group of those who hold the same shard.  ``met`` is called
-        between the group of all members and the smaller ones.
+        No collective runs before ``connect``.  With ``replicas`` the members that hold the same shard get a group.  ``met`` is called after
+        the group of all members is made and before the smaller ones are.
         """
         store = dist.PrefixStore(f"g{generation}", store)
         store.set_timeout(datetime.timedelta(seconds=form_s))
         before = sockets.listening()
         with contextlib.ExitStack() as undo:
-            undo.callback(_forget_groups, device)  # whatever fails: this process must be able to form the next world
+            undo.callback(_forget_groups, device)  # after any failure this process must be able to form the next world
             _init_default_group(store, rank, layout.world, device, form_s)
             met()
             shard = _group(layout.ranks_along("dp_shard", rank), layout)
@@ -130,15 +133,17 @@ class World:
 
     @classmethod
     def alone(cls, device: torch.device, generation: int = 1) -> World:
-        """A world of one, in this process, that reaches for no network."""
+        """Returns a world of one member in this process, which uses no network."""
         world = cls.form(dist.HashStore(), generation=generation, layout=Layout(), rank=0, device=device, form_s=60.0)
         world.connect(60.0, 3600.0)
         return world
 
     @classmethod
     def imagined(cls, layout: Layout, device: torch.device) -> World:
-        """Rank 0 of a world in which nobody else is: collectives end at once and bring nothing that means anything (torch's fake
-        backend).  For what depends on shapes only."""
+        """Returns rank 0 of a world without other members, for work that depends on shapes only.
+
+        Its collectives end at once and their results mean nothing (torch's fake backend).
+        """
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world)
         return cls(0, layout, 0, device, _group(layout.ranks_along("dp_shard", 0), layout), None, FakeStore(), frozenset(), frozenset())
 
@@ -163,11 +168,11 @@ class World:
         return DeviceMesh.from_group(self.shard_group, self.device.type)
 
     def connect(self, form_s: float, run_s: float) -> None:
-        """A tiny collective on every group: a backend that connects lazily does so now, within ``form_s``.
+        """Runs a tiny collective on every group, so that a backend that connects lazily does so now, within ``form_s``.
 
-        ``run_s``: timeout of collectives afterwards; a last resort, since losses are dealt with by ``abort``.  That does not reach
-        whoever sits in ``ncclCommInitRank``, which waits for every member.  So they meet in the store right before each, where one who
-        waits for a member that has died comes free with the store.
+        ``run_s`` is the timeout of collectives afterwards.  It is a last resort, since ``abort`` deals with losses.  But an abort does not
+        reach a thread in ``ncclCommInitRank``, which waits for every member.  So the members meet in the store right before each of these
+        calls: a member that waits there for a dead one is freed when the store ends.
         """
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
@@ -176,7 +181,7 @@ class World:
         before = sockets.services() if self.device.type == "cuda" else set[Service]()
         one, expected, until = torch.ones((), device=self.device), 1, time.monotonic() + form_s
         for number, group in enumerate(self.groups):
-            if group.size() > 1 or len(self.groups) == 1:  # in the others nobody waits for anybody
+            if group.size() > 1 or len(self.groups) == 1:  # in a smaller group of one there is nobody to wait for
                 self._meet(f"connects/{number}", until)
                 dist.all_reduce(one, group=group)
                 expected *= group.size()
@@ -188,23 +193,25 @@ class World:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
 
     def _meet(self, where: str, until: float) -> None:
-        """Wait for all members in the store.  Raises ``dist.DistError`` at ``until``, or once the store is gone."""
+        """Waits for all members in the store.  Raises ``dist.DistError`` at ``until``, or as soon as the store is gone."""
         self.store.set(f"{where}/{self.rank}", "")
         keys = [f"{where}/{rank}" for rank in range(self.size)]
         self.store.wait(keys, datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
     def exchange(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        """All of ``operations`` at once.  Whoever cannot launch them, since an abort was quicker, can launch in the next world."""
+        """Launches all ``operations`` at once.  If an abort prevents it, this thread can still launch in the next world."""
         try:
             return dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError:
-            if self.device.type == "cuda":  # torch leaves NCCL's group open, and nothing that this thread launches would ever begin
+            if self.device.type == "cuda":  # torch leaves NCCL's group open, and nothing that this thread launches later would begin
                 with contextlib.suppress(RuntimeError):
                     self.groups[0]._end_coalescing(self.device)
             raise
 
     def to_host(self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False) -> torch.Tensor:
-        """``tensor`` in host memory.  On an accelerator this polls and never synchronises: a collective whose peer died does not end.
+        """Returns ``tensor`` in host memory.
+
+        On an accelerator this polls and never synchronises, because a collective whose peer died does not end.
 
         Raises :class:`WorldBroken` at ``until`` (``time.monotonic``), or as soon as ``given_up()``.
         """
@@ -221,12 +228,12 @@ class World:
         return host
 
     def reserve(self, key: str, like: torch.Tensor) -> None:
-        """Make the host memory of a later ``to_device`` or ``to_host`` now, while no collective can hang: see :class:`Staging`."""
+        """Allocates the host memory of a later ``to_device`` or ``to_host`` now, while no collective can hang: see :class:`Staging`."""
         if self.device.type != "cpu":
             self.staging.buffer(key, like)
 
     def to_device(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` on the device, without waiting for what it is doing.  One copy in flight for each ``key``."""
+        """Returns ``tensor`` on the device, without waiting for the device.  Each ``key`` may have one copy in flight."""
         if self.device.type == "cpu":
             return tensor
         host = self.staging.buffer(key, tensor)
@@ -234,34 +241,39 @@ class World:
         return host.to(self.device, non_blocking=True)
 
     def finish(self) -> None:
-        """Wait until the device has done all it was told, by polling: a collective that hangs ends when this world is aborted.
+        """Waits, by polling, until the device has done all its work.  A collective that hangs ends when this world is aborted.
 
-        It then looks completed, over garbage.  Who waited for one asks afterwards whether this member was fenced.
+        Such a collective looks completed, with garbage as its result.  So the caller must ask afterwards whether this member was fenced.
         """
         if self.device.type == "cuda":
             streams.finish()
 
     def keep_up(self) -> None:
-        """Wait, by polling, until the device is at most ``LEAD`` calls of this behind: it has to do all that was launched before an abort
-        ends.  Called for each block of a backward pass whose gradients are folded; a forward pass is launched whole.
+        """Waits, by polling, until the device is at most ``LEAD`` calls of this method behind.
+
+        The reason is that an abort ends only after the device has done all that was launched.  The ordered reduction calls this for each
+        block of a backward pass.  A forward pass is launched as a whole.
         """
         if self.device.type == "cuda":
             event = self.ahead.popleft() if len(self.ahead) == LEAD else torch.cuda.Event()
-            streams.wait_for(event)  # a new one has nothing to wait for
+            streams.wait_for(event)  # a new event has nothing to wait for
             event.record()
             self.ahead.append(event)
 
     def abort(self) -> int:
-        """Free whoever is stuck in a collective here.  From any thread; returns the number of sockets shut down (gloo)."""
+        """Frees every thread of this process that is stuck in a collective, and returns the number of sockets shut down (gloo).
+
+        Any thread may call it.
+        """
         if self.device.type == "cuda":
             _abort_together(self.groups, self.services)
             return 0
         return sockets.shut_down(self.listening, self.peers)
 
     def in_flight(self) -> list[str]:
-        """Collectives that have begun here and not ended, as torch's flight recorder has them; none where it does not record.
+        """Returns the collectives that have begun here and not ended, by torch's flight recorder; none if it does not record.
 
-        It asks the device for what has ended, and never waits for it.  What it says of worlds that were aborted is passed over.
+        It asks the device which collectives have ended and never waits for it.  Collectives of earlier worlds are left out.
         """
         known = (getattr(torch._C._distributed_c10d, name, None) for name in FLIGHT_RECORDERS)
         dump = next((each for each in known if each is not None), None)
@@ -270,7 +282,7 @@ class World:
         return [f"{each['profiling_name']} #{each['collective_seq_id']} of {each['input_sizes']}" for each in ours]
 
     def close(self) -> None:
-        """Forget the groups.  After ``abort``, or when no collective is under way."""
+        """Forgets the groups.  It may be called after ``abort``, or when no collective is under way."""
         _forget_groups(self.device)
 
 
@@ -278,13 +290,19 @@ class World:
 
 
 def _init_default_group(store: dist.Store, rank: int, world: int, device: torch.device, form_s: float) -> None:
-    """Without ``device_id``: with it groups are split off NCCL's world, and a split after an abort crashes the process (torch 2.11)."""
+    """Makes the group of all members.
+
+    It passes no ``device_id``: with one, torch splits groups off NCCL's world, and a split after an abort crashes the process (torch 2.11).
+    """
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=form_s))
 
 
 def _group(ranks: Sequence[int], layout: Layout) -> dist.ProcessGroup:
-    """The group of all serves an axis that is the whole world: each further communicator costs time to make and to abort."""
+    """Returns a group of ``ranks``.
+
+    An axis that spans the whole world uses the group of all members, because each communicator costs time to make and to abort.
+    """
     whole = dist.group.WORLD
     if len(ranks) == layout.world and whole is not None:
         return whole
@@ -292,11 +310,11 @@ def _group(ranks: Sequence[int], layout: Layout) -> dist.ProcessGroup:
 
 
 def _forget_groups(device: torch.device) -> None:
-    """Leave no group behind.  ``destroy_process_group`` may not return after an NCCL abort, so there the registries are emptied."""
+    """Forgets all groups.  On CUDA it empties torch's registries, because ``destroy_process_group`` may not return after an NCCL abort."""
     c10d = dist.distributed_c10d
     world = c10d._world
     if not dist.is_initialized():
-        world.group_count = 0  # an attempt that failed has counted, and its number is part of the name that the next members meet under
+        world.group_count = 0  # a failed attempt was counted, and the count is part of the name under which the next members meet
         return
     if device.type == "cpu":
         dist.destroy_process_group()
@@ -310,10 +328,11 @@ def _forget_groups(device: torch.device) -> None:
 
 
 def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[Service]) -> None:
-    """Abort the NCCL communicators of all ``groups`` at the same time.
+    """Aborts the NCCL communicators of all ``groups`` at the same time.
 
-    One after the other would hang: ending a communicator frees device memory, which waits for the kernels of the others, which wait
-    for a dead peer until they are aborted too (torch's own grouping does not help, for it aborts from another thread each).
+    Aborting one after the other would hang: ending a communicator frees device memory, which waits for the kernels of the other
+    communicators, and these wait for a dead peer until they are aborted too.  torch's own grouping does not help, because it aborts each
+    communicator from another thread.
     """
     threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
     for thread in threads:
@@ -328,17 +347,20 @@ def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[Se
     waking.end()
 
 
-# ---- what collectives need
+# ---- collectives, and the endpoints of gloo
 
 
 def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``output`` flat [members × n] from everyone's ``mine`` [n], in order of rank.  torch 2.13 renamed the call."""
+    """Fills ``output``, flat [members × n], with every member's ``mine`` [n] in order of rank.  torch 2.13 renamed the call."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, mine, group=group)
 
 
 def reduce_scatter(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``output`` [n]: this member's part of the sum of everyone's flat ``mine`` [members × n].  torch 2.13 renamed the call."""
+    """Fills ``output`` [n] with this member's part of the sum of every member's flat ``mine`` [members × n].
+
+    torch 2.13 renamed the call.
+    """
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, mine, group=group)
 

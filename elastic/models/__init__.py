@@ -1,1 +1,1 @@
-"""Models: plain modules for one device, each of which may declare a sharding table."""
+"""MODELS: plain modules for one device.  Each may declare a sharding table."""

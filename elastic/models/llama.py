@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+    """The SwiGLU layer, w2(silu(w1 x) * w3 x): [batch, seq, dim] -> [batch, seq, dim]."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -48,6 +48,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """One decoder block: attention and feed-forward, each after a norm and added to its input.  [batch, seq, dim] -> the same shape."""
+
     def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
@@ -62,7 +64,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """tokens int64 [batch, seq] -> logits [batch, seq, vocab]."""
+    """The decoder: tokens, int64 [batch, seq] -> logits [batch, seq, vocab]."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""The axes of a layout, and what each does to the state: a row of a table for every axis.
+"""The table of axes: one row for each axis, which says how the axis cuts the state and the work.
 
-A world is a grid of members with one dimension for each axis.  Along some axes members run different microbatches (they are *data* axes),
-along others they run one microbatch together.  Along some axes members hold different parts of the state, along others they hold the same
-part.  An axis says how it *cuts* what a member holds: its rule is given what the inner axes have left, and returns what the member at one
-index keeps.  Everything else follows from the rows: where a world rank sits, which part of a tensor lies where (``placement.py``), who can
-send it to whom (``transfer.py``), and who has the losses of a microbatch.
+A world is a grid of members with one dimension for each axis.  Along a *data* axis members run different microbatches; along any other
+axis they run one microbatch together.  Along some axes members hold different parts of the state, along others they hold the same part.
+The rule of an axis *cuts* what a member holds: it takes what the inner axes have left, and returns what the member at one index keeps.
+Everything else follows from the rows: the place of a world rank, the part of a tensor that a member holds (``placement.py``), the members
+that can send it (``transfer.py``), and the members that know the losses of a microbatch.
 
 A new axis is a new row here, and its rewriting of modules in ``engine/axes``.
 """
@@ -19,7 +19,10 @@ from storage.slices import WHOLE, Slice, Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """A part of one tensor: ``slice`` in the tensor's own coordinates; ``at`` is where it begins in the member's memory of the tensor."""
+    """A box is a part of one tensor.
+
+    ``slice`` has the tensor's coordinates; ``at`` is where it begins in the member's memory of the tensor.
+    """
 
     slice: Slice
     at: tuple[int, ...]
@@ -27,13 +30,16 @@ class Box:
 
 @dataclass(frozen=True)
 class Held:
-    """What a member holds of one tensor: memory of ``shape``, filled by ``boxes`` without gaps.  No boxes: nothing."""
+    """The part of one tensor that a member holds: memory of ``shape``, filled by ``boxes`` without gaps.
+
+    Without boxes it holds nothing.
+    """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
     def cut(self, dim: int, first: int, last: int) -> Held:
-        """Return the part of the memory with ``first <= index < last`` along ``dim``."""
+        """Returns the part of the memory with ``first <= index < last`` along ``dim``."""
         found = []
         for box in self.boxes:
             size = box.slice.stop[dim] - box.slice.start[dim]
@@ -47,7 +53,7 @@ class Held:
 
 
 Cut = Callable[[Tensor, Held, int, int], Held]
-"""``cut(tensor, held, degree, index)``: what the member at ``index`` of ``degree`` keeps of ``held``."""
+"""``cut(tensor, held, degree, index)`` returns what the member at ``index`` of ``degree`` keeps of ``held``."""
 
 
 def _first(degree: int) -> int:
@@ -64,35 +70,38 @@ def _all(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis."""
+    """One row of the table."""
 
     data: bool
     """True where members along it run different microbatches."""
     cut: Cut | None = None
-    """How it cuts what a member holds; None where members along it hold the same."""
+    """The rule by which it cuts what a member holds, or None if all members along it hold the same."""
     key: Callable[[Tensor], Hashable] = _nothing
-    """All that ``cut`` depends on in a tensor, beside the shape of what it is given: tensors with equal keys are cut alike."""
+    """Returns all that ``cut`` depends on in a tensor, beside the shape of ``held``: tensors with equal keys are cut alike."""
     reaches: Callable[[Tensor, Held, int, Slice], Iterable[int]] = _all
-    """``reaches(tensor, held, degree, part)``: the indices whose share of ``held`` can have elements of ``part``; too many do no harm."""
+    """``reaches(tensor, held, degree, part)`` returns the indices whose share of ``held`` can have elements of ``part``.
+
+    It may return too many: they only cost time.
+    """
     reports: Callable[[int], int] = _first
-    """For an axis that is no data axis: the index, of so many, at which the losses are known."""
+    """Returns, for the degree of an axis that is no data axis, the index at which the losses are known."""
 
 
 def chunk(length: int, count: int, index: int) -> tuple[int, int]:
-    """Return the rows ``[first, last)`` of chunk ``index`` of ``count``: torch's chunk rule, so late chunks may be short or empty."""
+    """Returns the rows ``[first, last)`` of chunk ``index`` of ``count``: torch's chunk rule, so late chunks may be short or empty."""
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)
 
 
 def cut_rows(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
-    """Cut dimension 0 by the chunk rule, as FSDP2 does; what is whole everywhere stays whole."""
+    """Cuts dimension 0 by the chunk rule, as FSDP2 does; a tensor that no axis may cut stays whole."""
     if not is_cut(tensor):
         return held
     return held.cut(0, *chunk(held.shape[0], degree, index))
 
 
 def reaches_rows(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterable[int]:
-    """Return the indices of :func:`cut_rows` that can have rows of ``part``."""
+    """Returns the indices of :func:`cut_rows` that can have rows of ``part``."""
     size = -(-held.shape[0] // degree) if is_cut(tensor) else 0
     if not size or len(held.boxes) != 1:
         return range(degree)
@@ -102,12 +111,12 @@ def reaches_rows(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterab
 
 
 def rows_key(tensor: Tensor) -> Hashable:
-    """Return the number of rows, or None for what is whole everywhere."""
+    """Returns the number of rows, or None for a tensor that no axis may cut."""
     return tensor.shape[0] if is_cut(tensor) else None
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Return whether axes may cut the tensor: scalars and buffers are whole on every member."""
+    """Returns whether axes may cut the tensor: scalars and buffers are whole on every member."""
     return bool(tensor.shape) and tensor.kind not in WHOLE
 
 
@@ -115,4 +124,4 @@ AXES: dict[str, Axis] = {
     "dp_replicate": Axis(data=True),
     "dp_shard": Axis(data=True, cut=cut_rows, key=rows_key, reaches=reaches_rows),
 }
-"""The axes by name, the outermost first: members that are neighbours along the last one have neighbouring world ranks."""
+"""All axes by name, the outermost first.  Members that are neighbours along the last axis have neighbouring world ranks."""

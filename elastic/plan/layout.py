@@ -1,9 +1,10 @@
-"""Layouts: the degrees of the axes, where a world rank sits in them, and what n workers become.
+"""Layouts: the degrees of all axes, the place of a world rank in them, and the layout that n workers form.
 
 Axes are ordered as in ``axes.py``: replicas are outside of shards, so that the shards of one replica have neighbouring world ranks.
 
-A :class:`LayoutRule` says which degrees may be used.  The shard degree has a floor: every worker that leaves makes the shards of
-the others larger, up to what their memory holds.  Below it there is no layout, and the run waits instead of running out of memory.
+A :class:`LayoutRule` says which degrees may be used.  The shard degree has a smallest value, because every worker that leaves makes the
+shards of the others larger, and their memory is limited.  Below that value there is no layout: the run waits and does not run out of
+memory.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from elastic.plan.axes import AXES
 
 USES = ("all", "fit")
+"""Values of ``LayoutRule.use``."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The degree of each axis.  ``more``: (axis, degree) of axes beside the two data axes."""
+    """A layout gives each axis its degree.  ``more`` has (axis, degree) of the axes beside the two data axes."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -27,7 +29,7 @@ class Layout:
 
     @property
     def degrees(self) -> tuple[tuple[str, int], ...]:
-        """(axis, degree) of every axis, the outermost first.  Raises ValueError for an axis that is not in the table."""
+        """Pairs of (axis, degree) of every axis, the outermost first.  Raises ValueError for an axis that is not in the table."""
         known = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, **dict(self.more)}
         if unknown := known.keys() - AXES.keys():
             raise ValueError(f"a layout has the axes {', '.join(sorted(unknown))}, which plan/axes.py does not know")
@@ -39,14 +41,14 @@ class Layout:
         return math.prod(degree for _, degree in self.degrees)
 
     def coordinates(self, world_rank: int) -> dict[str, int]:
-        """Return where a member sits along each axis."""
+        """Returns the index of a member along each axis."""
         found = {}
         for name, degree in reversed(self.degrees):
             world_rank, found[name] = divmod(world_rank, degree)
         return dict(reversed(found.items()))
 
     def ranks_along(self, axis: str, world_rank: int) -> range:
-        """Return the members that differ from ``world_rank`` along ``axis`` alone, itself included."""
+        """Returns the members that differ from ``world_rank`` along ``axis`` alone, itself included."""
         inner = math.prod(degree for _, degree in self.degrees[[name for name, _ in self.degrees].index(axis) + 1 :])
         first = world_rank - self.coordinates(world_rank)[axis] * inner
         return range(first, first + inner * dict(self.degrees)[axis], inner)
@@ -57,10 +59,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """Which layouts are allowed; a degree of None is chosen here.
+    """A rule says which layouts are allowed.  A degree of None is chosen here.
 
-    ``use`` "all": a larger shard degree where that uses workers which would be left over; "fit": the smallest, they become spares.
-    Raises ValueError, naming the setting as the job file does, for a rule that no number of workers can meet.
+        With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over.  With "fit" it stays the
+    smallest, and those workers become spares.  Raises ValueError, which names the setting as the job file does, if no number of workers
+    can meet the rule.
     """
 
     dp_replicate: int | None = None
@@ -82,7 +85,7 @@ class LayoutRule:
             )
 
     def check(self, min_workers: int, max_workers: int) -> None:
-        """Raises ValueError when no number of workers from min to max becomes a world of at least ``min_workers`` members."""
+        """Raises ValueError if no number of workers from min to max forms a world of at least ``min_workers`` members."""
         worlds = [layout.world for _, layout in table(self, max_workers) if layout is not None]
         if any(world >= min_workers for world in worlds):
             return
@@ -96,7 +99,7 @@ class LayoutRule:
         )
 
     def _smallest(self, workers: int) -> int | None:
-        """The smallest number, from ``workers`` up, that becomes a world of at least so many members."""
+        """Returns the smallest number, from ``workers`` up, that forms a world of at least ``workers`` members, or None."""
         period = (self.dp_replicate or 1) * (self.dp_shard or self.min_shard)
         for n in range(workers, workers + period + 1):
             layout = choose(n, self)
@@ -111,12 +114,12 @@ class LayoutRule:
 
 
 def choose(workers: int, rule: LayoutRule) -> Layout | None:
-    """What so many workers become: the layout with most members, then the smallest shard degree.  None: they have to wait."""
+    """Returns the layout that ``workers`` form: with the most members, then with the smallest shard degree.  None means that they wait."""
     return max(_candidates(workers, rule), key=lambda layout: (layout.world, -layout.dp_shard), default=None)
 
 
 def table(rule: LayoutRule, n_max: int) -> tuple[tuple[int, Layout | None], ...]:
-    """(n, what n workers become) for n = 1 … n_max."""
+    """Returns (n, the layout that n workers form) for n = 1 … n_max."""
     return tuple((n, choose(n, rule)) for n in range(1, n_max + 1))
 
 

@@ -1,9 +1,9 @@
-"""Which part of the state a member holds: from a layout to cells, from a cell to boxes, and back.
+"""Maps a layout to cells, a cell to boxes of tensors, and boxes back to cells.
 
 A *cell* names a part of the state.  Two members hold the same part exactly when their cells are equal, whichever layouts they belong to.
-Everybody else passes cells around and never looks inside; only this module turns (tensor, cell) into the boxes of that tensor which a
-member has, with the place of each in the member's memory.  There may be several boxes (a fused tensor), or none (a tensor of another
-pipeline stage), and different kinds of state may be cut differently (moments that are sharded where parameters are replicated).
+All other modules pass cells around and never look inside.  This module alone turns (tensor, cell) into the boxes of the tensor that a
+member has, with the place of each box in the member's memory.  A tensor may have several boxes there (a fused tensor) or none (a tensor of
+another pipeline stage), and kinds of state may be cut differently (moments may be sharded while parameters are replicated).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from elastic.plan.layout import Layout
 from storage.slices import Slice, Tensor
 
 CELL_BYTES = 64
-"""What the text of a cell may have: so much room there is for it in the header of a copy."""
+"""Largest size of a cell's text in bytes.  The header of a copy has that much room for it."""
 Degrees = tuple[tuple[str, int], ...]
-"""The axes that cut the state, with their degrees, in the order of the table."""
+"""Axes that cut the state, with their degrees, in the order of the table."""
 Corners = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and stop of a box."""
 
@@ -30,7 +30,7 @@ Corners = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def cell_of(layout: Layout, world_rank: int) -> Cell:
-    """Return the cell of a member.  Raises ValueError for a layout whose cells have too long a text."""
+    """Returns the cell of a member.  Raises ValueError for a layout whose cells have too long a text."""
     index = layout.coordinates(world_rank)
     text = ";".join(f"{name} {index[name]}/{degree}" for name, degree in degrees_of(layout))
     if len(text) > CELL_BYTES:
@@ -39,13 +39,13 @@ def cell_of(layout: Layout, world_rank: int) -> Cell:
 
 
 def degrees_of(layout: Layout) -> Degrees:
-    """Return the axes of ``layout`` that cut the state."""
+    """Returns the axes of ``layout`` that cut the state."""
     return tuple((name, degree) for name, degree in layout.degrees if degree > 1 and AXES[name].cut is not None)
 
 
 @cache
 def _places(cell: Cell) -> tuple[tuple[str, int, int], ...]:
-    """(axis, index, degree) of each axis that cuts."""
+    """Returns (axis, index, degree) of each axis that cuts."""
     found = []
     for part in cell.split(";") if cell else ():
         name, _, place = part.partition(" ")
@@ -55,12 +55,12 @@ def _places(cell: Cell) -> tuple[tuple[str, int, int], ...]:
 
 
 def degrees_in(cell: Cell) -> Degrees:
-    """Return the axes that cut the state in the layouts that have ``cell``."""
+    """Returns the axes that cut the state in the layouts that have ``cell``."""
     return tuple((name, degree) for name, _, degree in _places(cell))
 
 
 def distinct_cells(layout: Layout) -> dict[Cell, tuple[int, ...]]:
-    """Return the cells of ``layout`` in order of their first member, each with the world ranks that hold it."""
+    """Returns the cells of ``layout`` in order of their first member, each with the world ranks that hold it."""
     found: dict[Cell, list[int]] = defaultdict(list)
     for world_rank in range(layout.world):
         found[cell_of(layout, world_rank)].append(world_rank)
@@ -68,7 +68,7 @@ def distinct_cells(layout: Layout) -> dict[Cell, tuple[int, ...]]:
 
 
 def number_of_cells(layout: Layout) -> int:
-    """Return how many parts the state has in ``layout``: each is held by ``layout.world`` divided by this many members."""
+    """Returns how many parts the state has in ``layout``: each is held by ``layout.world`` divided by this many members."""
     return math.prod(degree for _, degree in degrees_of(layout))
 
 
@@ -77,7 +77,7 @@ def number_of_cells(layout: Layout) -> int:
 
 @lru_cache(maxsize=2**17)
 def held(tensor: Tensor, cell: Cell) -> Held:
-    """Return what a member in ``cell`` holds of ``tensor``.  The innermost axis cuts first, so the outer ones cut what it left."""
+    """Returns what a member in ``cell`` holds of ``tensor``.  The innermost axis cuts first, so the outer ones cut what it left."""
     found = whole(tensor)
     for name, index, degree in reversed(_places(cell)):
         found = _cut(name, tensor, found, degree, index)
@@ -85,7 +85,7 @@ def held(tensor: Tensor, cell: Cell) -> Held:
 
 
 def whole(tensor: Tensor) -> Held:
-    """Return what a member holds of ``tensor`` that has all of it."""
+    """Returns what a member that has all of ``tensor`` holds."""
     part = tensor.whole()
     return Held(tensor.shape, (Box(part, part.start),) if part.count else ())
 
@@ -97,7 +97,7 @@ def _cut(name: str, tensor: Tensor, before: Held, degree: int, index: int) -> He
 
 
 def cells_meeting(tensor: Tensor, part: Slice, degrees: Degrees) -> Iterator[Cell]:
-    """Yield the cells, of a layout with these ``degrees``, that have elements of ``part``: the inverse of :func:`held`."""
+    """Yields the cells, of a layout with these ``degrees``, that have elements of ``part``: the inverse of :func:`held`."""
 
     def descend(left: Degrees, before: Held, text: str) -> Iterator[Cell]:
         if not left:
@@ -113,7 +113,7 @@ def cells_meeting(tensor: Tensor, part: Slice, degrees: Degrees) -> Iterator[Cel
 
 
 def written_by(tensors: Sequence[Tensor], layout: Layout, world_rank: int) -> Iterator[tuple[Tensor, Box]]:
-    """Yield what this member writes into a checkpoint: each element of the state is written by one member of the world.
+    """Yields what this member writes into a checkpoint.  Exactly one member of the world writes each element of the state.
 
     Members that hold the same boxes of a tensor take turns, tensor by tensor.
     """
@@ -122,7 +122,7 @@ def written_by(tensors: Sequence[Tensor], layout: Layout, world_rank: int) -> It
 
     @cache
     def sharing(key: Hashable) -> tuple[int, ...]:
-        """The members with the same boxes of ``tensor``, and of all that are cut like it."""
+        """Returns the members that have the same boxes of ``tensor``, and of all tensors that are cut like it."""
         mine = _corners(tensor, own)
         return tuple(sorted(rank for cell, ranks in cells.items() for rank in ranks if _corners(tensor, cell) == mine))
 
@@ -140,28 +140,28 @@ def _corners(tensor: Tensor, cell: Cell) -> list[Corners]:
 
 
 def classes_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return one tensor for each class of tensors that every axis cuts alike: whether they are covered, all are."""
+    """Returns one tensor of each class.  Every axis cuts the tensors of a class alike, so all are covered if one is."""
     return tuple({key_of(tensor): tensor for tensor in reversed(list(tensors))}.values())[::-1]
 
 
 def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Return whether both name the same classes."""
+    """Returns whether both collections have tensors of the same classes."""
     return set(map(key_of, some)) == set(map(key_of, others))
 
 
 def key_of(tensor: Tensor) -> Hashable:
-    """Return the class of ``tensor``: all that the axes' cuts depend on, beside its shape."""
+    """Returns the class of ``tensor``: all that the axes' cuts depend on, beside its shape."""
     return tuple(axis.key(tensor) for axis in AXES.values())
 
 
 def covered(cells: Iterable[Cell], tensor: Tensor) -> bool:
-    """Return whether members in ``cells`` hold every element of ``tensor`` between them."""
+    """Returns whether members in ``cells`` hold every element of ``tensor`` between them."""
     boxes = [corners for cell in cells for corners in _corners(tensor, cell)]
     return fills(boxes, ((0,) * len(tensor.shape), tensor.shape))
 
 
 def fills(boxes: Sequence[Corners], whole: Corners, dim: int = 0) -> bool:
-    """Return whether the boxes leave no gap in ``whole``, looking from dimension ``dim`` on."""
+    """Returns whether the boxes leave no gap in ``whole``, looking from dimension ``dim`` on."""
     start, stop = whole
     if any(a >= b for a, b in zip(start, stop, strict=True)):
         return True
@@ -176,7 +176,7 @@ def fills(boxes: Sequence[Corners], whole: Corners, dim: int = 0) -> bool:
 
 
 def _spans(box: Corners, whole: Corners, dim: int) -> bool:
-    """Does the box reach from end to end in every dimension from ``dim`` on?"""
+    """Returns whether the box reaches from end to end in every dimension from ``dim`` on."""
     return all(a <= low and high <= b for a, b, low, high in zip(box[0][dim:], box[1][dim:], whole[0][dim:], whole[1][dim:], strict=True))
 
 
@@ -189,11 +189,11 @@ def _leaves_no_gap(intervals: Iterable[tuple[int, int]], first: int, last: int) 
     return reach >= last
 
 
-# ---- who runs which microbatches
+# ---- model groups and their microbatches
 
 
 def data_rank(layout: Layout, world_rank: int) -> int:
-    """Return the number of the model group of a member, among those that run microbatches."""
+    """Returns the number of the model group of a member, among those that run microbatches."""
     found, index = 0, layout.coordinates(world_rank)
     for name, degree in layout.degrees:
         if AXES[name].data:
@@ -202,7 +202,7 @@ def data_rank(layout: Layout, world_rank: int) -> int:
 
 
 def data_ranks(layout: Layout) -> int:
-    """Return the number of model groups: each runs one microbatch at a time."""
+    """Returns the number of model groups: each runs one microbatch at a time."""
     found = 1
     for name, degree in layout.degrees:
         found *= degree if AXES[name].data else 1

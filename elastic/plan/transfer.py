@@ -1,13 +1,13 @@
-"""Which state is still held somewhere, and who sends which slice to whom.
+"""Computes which state is still held somewhere, and which holder sends which slice to which member.
 
-A holding is one cell of the state, live in a worker or as a copy in the memory of a node's keeper.  Holdings of one version may come from
-different layouts: a world that broke while it healed holds cells of the old and of the new.  So coverage and transfer are arithmetic on
-boxes: cut what is wanted at the edges of what is held, and take each piece from somebody whose box contains it.  Tensors of equal shape
-that every axis cuts alike are cut at the same edges, so the geometry is worked out once for all of them.
+A holding is one cell of the state: live in a worker, or a copy in the memory of a node's keeper.  Holdings of one version may come from
+different layouts, because a world that broke while it healed holds cells of the old layout and of the new one.  So coverage and transfer
+are arithmetic on boxes: a wanted box is cut at the edges of the boxes that are held, and each piece is taken from a holder whose box
+contains it.  Tensors of equal shape that every axis cuts alike are cut at the same edges, so their geometry is computed once.
 
-Everything is a pure function of its arguments, in whatever order the holdings come: all members compute the same moves, and nobody asks
-anybody for anything.  Which of several equal holders sends a piece depends on the piece and its destination alone, not on what was given
-to the others before; so one member can work out its own moves and leave out those of all others.
+Everything is a pure function of its arguments and independent of the order of the holdings.  So all members compute the same moves without
+talking to each other.  The choice among equally near holders depends only on the piece and its destination, not on earlier choices, so one
+member can compute its own moves and leave out those of all others.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from elastic.plan.placement import Corners
 from storage.slices import Slice, Tensor, nbytes
 
 LIVE = NodeId("")
-"""In the place of a keeper: in the worker's own memory."""
+"""Stands in place of a keeper for state in the worker's own memory."""
 SPLIT = 2**26
-"""Bytes of a piece above which several equal holders each send a part of it."""
+"""Size of a piece in bytes above which several equally near holders each send a part: 64 MiB take half a second on a link of 1 Gb/s."""
 
 
 @dataclass(frozen=True)
 class Holding:
     """``worker`` holds the part of the state that ``cell`` names, at ``version``.
 
-    ``keeper`` :data:`LIVE`: in the worker itself; else as a copy in the memory of that node's keeper, which outlives the worker.
+    With ``keeper`` = :data:`LIVE` it is in the worker itself; otherwise it is a copy in the memory of that node's keeper, which
+    outlives the worker.
     """
 
     worker: WorkerId
@@ -45,9 +46,9 @@ class Holding:
 
 @dataclass(frozen=True)
 class Move:
-    """``source`` sends ``slice`` to ``destination``; where they are the same worker, it copies from its own memory.
+    """``source`` sends ``slice`` to ``destination``.  If both are the same worker, it copies from its own memory.
 
-    With ``keeper`` it comes from the copy of ``source``'s cell there, whoever the destination is.  One box of a holding contains it whole.
+    With a ``keeper`` the slice comes from that keeper's copy of ``source``'s cell.  One box of a holding contains the whole slice.
     """
 
     slice: Slice
@@ -57,13 +58,13 @@ class Move:
 
     @property
     def stays(self) -> bool:
-        """True where the destination has it in its own live memory."""
+        """True if the destination has the slice in its own live memory."""
         return self.source == self.destination and not self.keeper
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a wanted box; each of ``cells`` has all of it in one of its boxes.  No cells: nobody holds it."""
+    """A part of a wanted box.  Each of ``cells`` has all of it in one box.  Without cells nobody holds it."""
 
     corners: Corners
     cells: tuple[Cell, ...]
@@ -73,9 +74,9 @@ class Piece:
 
 
 def covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> bool:
-    """Return whether the state is held completely.  ``classes``: a tensor of each class (:func:`placement.classes_of`).
+    """Returns whether the state is held completely.  ``classes`` has a tensor of each class (:func:`placement.classes_of`).
 
-    All holdings must be of one version: a mixture is no state, and raises ValueError.
+    Raises ValueError if the holdings are of several versions: a mixture is no state.
     """
     held = list(holdings)
     _one_version(held)
@@ -84,7 +85,7 @@ def covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> bool:
 
 
 def newest_covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> Version | None:
-    """Return the newest version that is held completely."""
+    """Returns the newest version that is held completely, or None."""
     known = tuple(classes)
     by_version: dict[Version, list[Holding]] = defaultdict(list)
     for holding in holdings:
@@ -93,7 +94,7 @@ def newest_covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> Ve
 
 
 def missing(tensors: Iterable[Tensor], holders: Iterable[Holding], cell: Cell) -> tuple[Slice, ...]:
-    """Return the slices of ``cell`` that none of ``holders`` has: they are left to the bucket."""
+    """Returns the slices of ``cell`` that none of ``holders`` has.  They are read from the bucket."""
     geometry = _Geometry(holders)
     wanted = ((tensor, box.slice) for tensor in tensors for box in placement.held(tensor, cell).boxes)
     return tuple(_slice(tensor, piece) for tensor, part in wanted for piece in geometry.pieces(tensor, part) if not piece.cells)
@@ -112,13 +113,14 @@ def moves(
     partly: bool = False,
     of: WorkerId | None = None,
 ) -> tuple[Move, ...]:
-    """Return what brings every member's cell to the version of ``holders``: what a member receives is exactly its cell, each element once.
+    """Returns the moves that bring every member's cell to the version of ``holders``.
 
-    ``nodes[i]`` is where ``members[i]`` runs.  A member takes from its own live memory what is there, else from a copy on its own node,
-    else from a live member there, else from one on another node, else from another node's keeper.  Of several that are equally near, nodes
-    take turns, and on each node those who are there; a large piece is shared out among them.
-    ``partly``: what nobody holds is left out, for :func:`missing` to name; otherwise it raises ValueError.
-    ``of``: only the moves that this member takes part in, in the same order: those to it, and those from its live memory.
+    A member receives exactly its cell, each element once.  ``nodes[i]`` is the node of ``members[i]``.  A member takes each piece from the
+    nearest holder, in this order: its own live memory, a copy on its own node, a live member there, a live member on another node, another
+    node's keeper.  Nodes that are equally near take turns, and so do the holders on each node.  A large piece is shared out among them.
+
+    With ``partly`` the moves leave out what nobody holds, which :func:`missing` names; without it that raises ValueError.  With ``of`` the
+    result has only the moves to that member and from its live memory, in the same order.
     """
     transfer = _Transfer(list(holders), layout, members, nodes)
     result = []
@@ -130,7 +132,7 @@ def moves(
 
 
 class _Geometry:
-    """What is held, by cell."""
+    """Knows the holdings by cell, and cuts boxes at the edges of what is held."""
 
     def __init__(self, holders: Iterable[Holding]) -> None:
         self.by_cell: dict[Cell, list[Holding]] = defaultdict(list)
@@ -141,7 +143,7 @@ class _Geometry:
         self._known: dict[Hashable, list[Piece]] = {}
 
     def pieces(self, tensor: Tensor, part: Slice) -> list[Piece]:
-        """``part`` cut at the edges of the boxes that are held, so that a box contains a piece or does not touch it."""
+        """Returns ``part``, cut at the edges of the boxes that are held, so that each box contains a piece or does not touch it."""
         key = placement.key_of(tensor), tensor.shape, part.start, part.stop
         if key not in self._known:
             self._known[key] = self._cut(tensor, part)
@@ -162,7 +164,7 @@ class _Geometry:
 
 
 def grid(whole: Corners, boxes: Sequence[Corners]) -> Iterator[Corners]:
-    """Yield ``whole``, which contains ``boxes``, cut at all of their edges."""
+    """Yields ``whole``, which contains ``boxes``, cut at all of their edges."""
     start, stop = whole
     edges = [sorted({a, b, *(corner[dim] for box in boxes for corner in box)}) for dim, (a, b) in enumerate(zip(start, stop, strict=True))]
     for intervals in product(*(list(pairwise(each)) for each in edges)):
@@ -174,7 +176,7 @@ def _contains(outer: Corners, inner: Corners) -> bool:
 
 
 class _Transfer:
-    """Who sends what to whom, destination by destination."""
+    """Computes the moves, one destination after the other."""
 
     def __init__(self, holders: list[Holding], layout: Layout, members: Sequence[WorkerId], nodes: Sequence[NodeId]) -> None:
         self.geometry = _Geometry(holders)
@@ -186,7 +188,7 @@ class _Transfer:
         self._nearest: dict[tuple[int, tuple[Cell, ...]], list[list[Holding]]] = {}
 
     def destinations(self, tensor: Tensor, of: WorkerId | None) -> Collection[int]:
-        """World ranks in order: all, or those that ``of`` may have to send something of ``tensor`` to, and its own."""
+        """Returns world ranks in order: all of them, or only that of ``of`` and those to which it may send a part of ``tensor``."""
         if of is None:
             return range(len(self.members))
         found = {self.members.index(of)} if of in self.members else set()
@@ -197,7 +199,7 @@ class _Transfer:
         return sorted(found)
 
     def into(self, rank: int, number: int, tensor: Tensor, *, partly: bool) -> Iterator[Move]:
-        """All that the member at ``rank`` receives of the ``number``-th tensor."""
+        """Yields all moves to the member at ``rank`` for ``tensor``, the ``number``-th."""
         turn, member = number + rank, self.members[rank]
         for box in placement.held(tensor, self.cells[rank]).boxes:
             for piece in self.geometry.pieces(tensor, box.slice):
@@ -216,7 +218,7 @@ class _Transfer:
             yield Move(share, holding.worker, self.members[rank], holding.keeper)
 
     def _equals(self, rank: int, cells: tuple[Cell, ...]) -> list[list[Holding]]:
-        """The nearest of those who hold ``cells``, by node."""
+        """Returns the nearest holders of ``cells``, grouped by node."""
         if (rank, cells) not in self._nearest:
             member = self.members[rank]
             held = [holding for cell in cells for holding in self.geometry.by_cell[cell]]
@@ -239,7 +241,7 @@ class _Transfer:
 
 
 def _shares(part: Slice, size: int, holders: int) -> Iterator[Slice]:
-    """Cut a large ``part`` along dimension 0, so that several of its holders send some of it."""
+    """Cuts a large ``part`` along dimension 0, so that several holders each send a share."""
     ways = min(holders, ceil(size / SPLIT), part.shape[0]) if part.start else 1
     first, *start = part.start or (0,)
     for way in range(ways):

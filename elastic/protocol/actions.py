@@ -1,4 +1,4 @@
-"""What to do: all that ``advance`` may ask for.  Performed in order by ``actors/perform.py``; each is safe to do twice."""
+"""Actions: all that ``advance`` may ask for.  ``actors/perform.py`` performs them in order; each is safe to do twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.protocol.plan import Plan
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Start ``workers``, new processes with ids never used before, on other nodes than those to ``avoid``."""
+    """Starts ``workers``, new processes with ids never used before, on other nodes than those to ``avoid``."""
 
     workers: tuple[WorkerId, ...]
     avoid: tuple[NodeId, ...] = ()
@@ -20,14 +20,14 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class Form:
-    """Open a store for the generation on the plan's store node, then send the plan to every member."""
+    """Opens a store for the generation on the plan's store node, then sends the plan to every member."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
 class Go:
-    """All are ready: begin stepping; what was held in older layouts may be dropped."""
+    """Lets the members begin to step, because all are ready; they may drop the state that they hold in older layouts."""
 
     generation: int
     members: tuple[WorkerId, ...]
@@ -35,7 +35,7 @@ class Go:
 
 @dataclass(frozen=True)
 class Pause:
-    """Ask the members to agree, in their next commit, to stop at the boundary after it; ``save``: and to save there."""
+    """Asks the members to agree, in their next commit, to stop at the boundary after it, and with ``save`` to save there."""
 
     generation: int
     members: tuple[WorkerId, ...]
@@ -44,7 +44,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class Fence:
-    """Let nothing more be applied in ``generation``; each answers ``Fenced``.  Nothing is aborted yet."""
+    """Tells the members to apply nothing more in ``generation``; each answers ``Fenced``.  Nothing is aborted yet."""
 
     generation: int
     members: tuple[WorkerId, ...]
@@ -52,7 +52,10 @@ class Fence:
 
 @dataclass(frozen=True)
 class Settle:
-    """All are fenced or expelled: apply ``outcome`` where it is prepared (None: drop), then abort and leave the groups."""
+    """Settles a generation once all members are fenced or expelled.
+
+    Each applies ``outcome`` if it has prepared that step (None: it drops the step), then aborts and leaves its groups.
+    """
 
     generation: int
     members: tuple[WorkerId, ...]
@@ -61,9 +64,9 @@ class Settle:
 
 @dataclass(frozen=True)
 class Kill:
-    """End these processes.  A wish: only ``Lost`` says that it came true.
+    """Ends these processes.  This is a wish: only ``Lost`` says that it came true.
 
-    ``examine``: they stand still, so it is found out where before they end.
+    With ``examine`` the processes stand still, so it is first found out where they do.
     """
 
     workers: tuple[WorkerId, ...]
@@ -87,8 +90,9 @@ class Save:
 
 @dataclass(frozen=True)
 class Upload:
-    """Tell keepers which saves are on their way: each uploads the parts of its node's workers and reports ``ShardSaved`` or ``SaveFailed``.
+    """Tells keepers which saves are on their way.
 
+    Each uploads the parts of its node's workers and reports ``ShardSaved`` or ``SaveFailed``.
     Every other save that began by ``version`` of ``generation`` is over: its upload stops, and its slots may be overwritten.
     """
 
@@ -100,17 +104,17 @@ class Upload:
 
 @dataclass(frozen=True)
 class CommitManifest:
-    """All shards of ``version`` are in: write its manifest, create-only, and report ``Saved`` or ``SaveFailed``."""
+    """Writes the manifest of ``version``, whose shards are all in the bucket, create-only, and reports ``Saved`` or ``SaveFailed``."""
 
     version: Version
     lineage: tuple[tuple[int, int], ...]
     by: int = 0
-    """The generation whose shards it is made of; 0: the one that committed the version."""
+    """The generation whose shards the checkpoint is made of; 0 means the generation that committed the version."""
 
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Add DAMAGED.json to the checkpoint of ``version``."""
+    """Adds DAMAGED.json to the checkpoint of ``version``."""
 
     version: Version
     reason: str
@@ -118,7 +122,7 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class ListCopies:
-    """Ask these keepers which copies they have complete; each answers ``Kept`` of ``generation``."""
+    """Asks these keepers which copies they have complete; each answers ``Kept`` of ``generation``."""
 
     generation: int
     keepers: tuple[NodeId, ...]
@@ -126,7 +130,10 @@ class ListCopies:
 
 @dataclass(frozen=True)
 class Release:
-    """Copies may be freed: of workers that are gone, those older than ``copied``; of other nodes' workers, those older than ``buddied``."""
+    """Lets keepers free old copies.
+
+    Copies of workers that are gone may be freed if they are older than ``copied``, those of other nodes' workers if older than ``buddied``.
+    """
 
     keepers: tuple[NodeId, ...]
     copied: Version
@@ -135,7 +142,10 @@ class Release:
 
 @dataclass(frozen=True)
 class Pair:
-    """``buddies``: a node, the node whose keeper is its buddy in ``generation``, and the "host:port" of that keeper; "" for none."""
+    """Tells keepers their buddies in ``generation``.
+
+    Each entry of ``buddies`` is a node, the node whose keeper is its buddy, and the "host:port" of that keeper; both are "" for none.
+    """
 
     generation: int
     buddies: tuple[tuple[NodeId, NodeId, str], ...]
@@ -143,7 +153,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Exit:
-    """The run is over for these workers: leave in good order."""
+    """Tells these workers that the run is over, so that they leave in good order."""
 
     workers: tuple[WorkerId, ...]
 

@@ -1,7 +1,7 @@
-"""What a worker is made of, and whether that is what the job was checked with.
+"""Builds: the software and data that a worker has, compared with those that the job was checked with.
 
 The driver's own build is the reference: it has loaded the model, the loss and the data before anything was started.  A part that
-nobody has named ("") is not compared.  Workers of another *kind* (device, torch, threads) are another matter: see ``seating.py``.
+nobody has named ("") is not compared.  Workers of another *kind* (device, torch, threads) are a different matter: see ``seating.py``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Build:
-    """``host`` only says where; the rest must be the same wherever a member runs."""
+    """The software and data of one process.  ``host`` only says where it runs; the rest must be the same wherever a member runs."""
 
     host: str = ""
     elastic: str = ""
-    """Version, and digest of the sources."""
+    """The version of Elastic, and the digest of its sources."""
     python: str = ""
-    """Major and minor."""
+    """The major and minor version of Python."""
     torch: str = ""
-    """Without the local part (+cpu, +cu130), which belongs to the kind."""
+    """The version of torch without its local part (+cpu, +cu130), which belongs to the kind."""
     ray: str = ""
     code: str = ""
-    """Each top-level package that the job names, with the digest of its sources."""
+    """The top-level packages that the job names, each with the digest of its sources."""
     data: str = ""
     """The dataset's fingerprint."""
 
@@ -39,14 +39,20 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """``part``: the field of :class:`Build`; ``sentence``: what differs, both values and the fix."""
+    """A difference between two builds.
+
+    ``part`` is the field of :class:`Build`; ``sentence`` says what differs, with both values and the fix.
+    """
 
     part: str
     sentence: str
 
 
 def difference(build: Build, reference: Build, reproducible: bool) -> Difference | None:
-    """The first part in which ``build`` is not ``reference``.  Without ``reproducible`` another torch only makes another kind."""
+    """Returns the first part in which ``build`` differs from ``reference``; None if there is none.
+
+    Without ``reproducible``, a different torch is no difference: it only makes the worker one of another kind.
+    """
     for part, (subject, fix) in _PARTS.items():
         here, there = getattr(reference, part), getattr(build, part)
         if here and there and here != there and (reproducible or part != "torch"):

@@ -1,12 +1,11 @@
-"""The commit of a step: what every member puts into the one all-gather, and what all of them conclude from it.
+"""The commit of a step: the record that every member puts into one all-gather, and the outcome that all of them conclude from it.
 
 The record is a fixed-size vector of float64 (integers below 2**53 are exact), so that it travels in one small collective
 on any backend and can be filled in on the accelerator.  The collective completes nowhere unless every member's gradients were
-complete: having seen it *is* the commit.  An aborted collective can look complete over garbage, so each record names whom it
-is from and carries a checksum; one wrong record and there is no outcome.
+complete: having seen it *is* the commit.  An aborted collective can look complete although it holds garbage, so each record names its
+sender and carries a checksum; one wrong record means that there is no outcome.
 
-    [MAGIC, incarnation, generation, step, world rank, boundary, finite, squared norm]
-    then what it says of its copies        [copied_through, buddied_through, copy_every, buddy_every, save, behind]
+    the named fields of a :class:`Head`
     then for each of the member's rounds   [loss sum, token count, sample ids ...]
     then the checksum: the wrapping 64-bit sum of everything before it, word i as a bit pattern times 2i + 1, so that order counts; first
     its upper half is mixed into its lower (exclusive or), or two words that differ in their sign alone could change places unseen
@@ -23,21 +22,24 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import data_ranks, reporters
 
 GO_ON, PAUSE, SAVE_AND_PAUSE = 0, 1, 2
-"""What a member asks for at the boundary after this step; the greatest of all members counts."""
+"""The requests that a member may make for the boundary after this step; the greatest of all members' requests counts."""
 NO_SAVE, DUE, LAST = 0, 1, 2
-"""Whether a member asks that the state after this step be saved to the bucket: not, once there is room, whatever else is on its way."""
+"""The requests that a member may make to save the state after this step to the bucket.
+
+NO_SAVE asks for no save, DUE for a save once there is room, LAST for a save whatever else is on its way.
+"""
 
 MAGIC = 20261124.0
-HEADER = 14
 LOWER = 2**32 - 1
 
 
 class Copied(NamedTuple):
-    """What a member says of its copies when it prepares a step: complete through which, and every how many steps it can make one.
+    """A member's report of its copies when it prepares a step.
 
-    -1 and 0: none, as often as planned.  Of all members the least step and the greatest number count.  ``save`` is NO_SAVE, DUE or
-    LAST.  ``behind`` is 1 while this member has no room for a save: the one before is not in the bucket yet, or its newest copy is not
-    complete.
+    ``copied_through`` and ``buddied_through`` are the newest steps with complete copies (-1: none); the least of all members counts.
+    ``copy_every`` and ``buddy_every`` are the steps that it needs from one copy to the next (0: as planned); the greatest counts.
+    ``save`` is NO_SAVE, DUE or LAST.  ``behind`` is 1 while this member has no room for a save: the save before is not in the bucket
+    yet, or its newest copy is not complete.
     """
 
     copied_through: int = -1
@@ -51,17 +53,47 @@ class Copied(NamedTuple):
 NO_COPIES = Copied()
 
 
+class Head(NamedTuple):
+    """The named fields that every record begins with.  A new field is a new line here, and a line of what all members make of it."""
+
+    magic: float
+    incarnation: float
+    generation: float
+    step: float
+    world_rank: float
+    boundary: float
+    finite: float
+    """1 where this member's norm is finite.  The device fills it in, and the next one."""
+    squared_norm: float
+    copied_through: float
+    buddied_through: float
+    copy_every: float
+    buddy_every: float
+    save: float
+    behind: float
+
+
+HEADER = len(Head._fields)
+FROM_DEVICE = Head._fields.index("finite")
+"""Where the two fields begin that the device fills in."""
+
+
+def head_of(shape: CommitShape, world_rank: int, step: int, boundary: int, copied: Copied = NO_COPIES) -> Head:
+    """Returns the head of a member's record, without what only its device knows."""
+    return Head(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The commit of one step, the same on every member.
 
-    ``squared_norm`` is that of the summed gradient, before it is divided by ``tokens``; ``losses`` and ``counts`` are sums
-    by microbatch, in order; ``samples`` the ids each microbatch read (the ledger).  ``finite`` False: the update is skipped.
-    ``copied_through``: the newest step of this generation of which every member had a complete copy in host memory when it prepared
-    this one (-1: none); ``buddied_through``: a complete copy at its buddy.
-    ``behind``: a member has no room for a save.  ``copy_every``, ``buddy_every``: steps from one copy to the next, at least.
-    ``saves``: every member copies the state after this step, and that copy is a save; None in the journals of older versions, whose
-    members found that out for themselves.
+    ``squared_norm`` is that of the summed gradient, before it is divided by ``tokens``.  ``losses`` and ``counts`` are sums by
+    microbatch, in order.  ``samples`` are the ids that each microbatch read (the ledger).  The update is skipped unless ``finite``.
+    ``copied_through`` is the newest step of this generation of which every member had a complete copy in host memory when it prepared
+    this step (-1: none); ``buddied_through`` is the same for complete copies at buddies.  ``copy_every`` and ``buddy_every`` are the
+    smallest numbers of steps from one copy to the next.  ``behind`` says that a member has no room for a save.  ``saves`` says that every
+    member copies the state after this step and that this copy is a save; it is None in the journals of older versions, whose members
+    found that out for themselves.
     """
 
     step: int
@@ -85,7 +117,7 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """Mean over the step's valid tokens, added in microbatch order."""
+        """The mean loss over the step's valid tokens, added in microbatch order."""
         total = 0.0
         for part in self.losses:
             total += part
@@ -93,13 +125,13 @@ class Outcome:
 
     @property
     def norm(self) -> float:
-        """Norm of the mean gradient, the one that is clipped."""
+        """The norm of the mean gradient, which is the norm that is clipped."""
         return float(self.squared_norm**0.5 / max(self.tokens, 1))
 
 
 @dataclass(frozen=True)
 class CommitShape:
-    """What fixes the size of a record: the same for every member of a world."""
+    """The numbers that fix the size of a record, the same for every member of a world."""
 
     incarnation: int
     generation: int
@@ -114,7 +146,7 @@ class CommitShape:
 
     @property
     def rounds(self) -> int:
-        """The number of rounds, of each of which a record has the loss, the tokens and the samples."""
+        """The number of rounds; a record has the loss, the tokens and the samples of each."""
         return rounds(self.microbatches, data_ranks(self.layout))
 
     @property
@@ -132,18 +164,19 @@ def is_saved(boundary: int, asked: int, behind: bool) -> bool:
 
 
 class BadRecord(ValueError):
-    """A gathered record is not what its member sent: the collective was aborted under us."""
+    """A gathered record differs from the one that its member sent, because the collective was aborted."""
 
 
 def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
-    """The outcome of ``step`` from the records of all members in order of world rank (little-endian float64).
+    """Returns the outcome of ``step`` from the records of all members in order of world rank (little-endian float64).
 
-    Raises :class:`BadRecord` when any of them is garbage.
+    Raises :class:`BadRecord` if any of them is garbage.
     """
     size = shape.fields * 8
     if len(gathered) != size * shape.world:
         raise BadRecord(f"{len(gathered)} bytes of commit records instead of {size * shape.world}")
     records = [_record(shape, step, rank, gathered[rank * size : (rank + 1) * size]) for rank in range(shape.world)]
+    heads = [Head(*record[:HEADER]) for record in records]
     parts, speakers = {}, reporters(shape.layout)
     for data_rank, world_rank in enumerate(speakers):
         for round_ in range(shape.rounds):
@@ -152,22 +185,22 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
                 first = HEADER + round_ * (2 + shape.microbatch)
                 parts[index] = records[world_rank][first : first + 2 + shape.microbatch]
     ordered = [parts[i] for i in range(shape.microbatches)]
-    boundary, behind = max(int(record[5]) for record in records), any(record[13] > 0 for record in records)
+    boundary, behind = max(int(head.boundary) for head in heads), any(head.behind > 0 for head in heads)
     return Outcome(
         step=step,
         generation=shape.generation,
-        squared_norm=records[speakers[0]][7],
+        squared_norm=heads[speakers[0]].squared_norm,
         losses=tuple(part[0] for part in ordered),
         counts=tuple(int(part[1]) for part in ordered),
         samples=tuple(tuple(int(i) for i in part[2:]) for part in ordered),
-        finite=all(record[6] == 1.0 for record in records),
+        finite=all(head.finite == 1.0 for head in heads),
         boundary=boundary,
-        copied_through=int(min(record[8] for record in records)),
-        buddied_through=int(min(record[9] for record in records)),
+        copied_through=int(min(head.copied_through for head in heads)),
+        buddied_through=int(min(head.buddied_through for head in heads)),
         behind=behind,
-        copy_every=int(max(record[10] for record in records)),
-        buddy_every=int(max(record[11] for record in records)),
-        saves=is_saved(boundary, int(max(record[12] for record in records)), behind),
+        copy_every=int(max(head.copy_every for head in heads)),
+        buddy_every=int(max(head.buddy_every for head in heads)),
+        saves=is_saved(boundary, int(max(head.save for head in heads)), behind),
     )
 
 

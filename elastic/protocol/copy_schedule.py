@@ -1,4 +1,4 @@
-"""Which versions are copied to host memory, which of them are saves, and which copies may be overwritten.
+"""The copy schedule: decides which versions are copied to host memory, which of them are saves, and which copies may be overwritten.
 
 All of it follows from the plan and the commits, so it is the same on every member.  Each member copies its shard beside the next step,
 into one of a few slots.  The world may break at any moment, and then one version must be complete in the slots of *all* members.  So
@@ -35,12 +35,12 @@ def version_at(plan: Plan, step: int) -> Version | None:
 
 
 def age(version: Version) -> tuple[int, int]:
-    """Returns what versions are ordered by: one of an earlier generation is older whatever its step, which may have been given up."""
+    """Returns the key that orders versions: a version of an earlier generation is older whatever its step, which may have been given up."""
     return version.generation, version.step
 
 
 class Copy(NamedTuple):
-    """What a slot's header says: the part of the state that ``cell`` names, at ``version``."""
+    """A copy as its slot's header names it: the part of the state that ``cell`` names, at ``version``."""
 
     version: Version
     cell: Cell
@@ -56,7 +56,7 @@ def due(step: int, save_every: int, target_step: int) -> bool:
 
 
 class SaveRule(NamedTuple):
-    """When saves are due: after every ``save_every`` steps, and after the last one."""
+    """The rule that says when saves are due: after every ``save_every`` steps, and after the last step."""
 
     save_every: int
     target_step: int
@@ -66,18 +66,20 @@ class SaveRule(NamedTuple):
 
 
 NO_SAVES = SaveRule(sys.maxsize, sys.maxsize)
-"""Of a world that no keeper saves from."""
+"""The rule of a world that no keeper saves from: no step is ever due."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What one member knows of the copies of its world.  Each is this member's part of a version.
+    """The copies of a world as one member knows them.  Each is this member's part of a version.
 
-    ``copied`` is the newest that is known to be complete in all members' host memory, ``buddied`` the newest that is known to be complete
-    at all buddies.  ``begun`` is the newest that all members of this generation copy, ``sent`` the newest that goes on to the buddies.  A
-    generation begins with a copy of its plan's version, because existing copies use older layouts and lie with workers that are gone.
+    ``copied`` is the newest copy that is known to be complete in all members' host memory, ``buddied`` the newest that is known to be
+    complete at all buddies.  ``begun`` is the newest that all members of this generation copy, ``sent`` the newest that goes on to the
+    buddies.  A generation begins with a copy of its plan's version, because existing copies use older layouts and lie with workers that
+    are gone.
 
-    ``saving`` are saves that may not be in the bucket yet; ``owed``: a save was due and has not begun; ``step``: the newest committed.
+    ``saving`` holds the saves that may not be in the bucket yet.  ``owed`` says that a save was due and has not begun.  ``step`` is the
+    newest committed step.
     """
 
     plan: Plan
@@ -95,10 +97,10 @@ class Copies:
     def begin(
         plan: Plan, worker: WorkerId, before: Copies | None = None, slots: Sequence[Copy | None] = (), rule: SaveRule = NO_SAVES
     ) -> Copies:
-        """Returns the copies of a new generation; ``slots``: what this worker's hold complete.
+        """Returns the copies of a new generation; ``slots`` lists the complete copies in this worker's slots.
 
-        What was known to be complete ``before`` stays protected, unless the plan knows better, or the version was given up.  So does what
-        is on its way to the bucket.  A generation that begins with the last step was formed to save it.
+        A copy that was known to be complete ``before`` stays protected, unless the plan names a newer one or its version was given up.  A
+        copy on its way to the bucket stays protected too.  A generation that begins with the last step was formed to save it.
         """
 
         def still(copy: Copy | None) -> Copy | None:
@@ -130,14 +132,14 @@ class Copies:
 
     @property
     def asks(self) -> int:
-        """What this member's record of the next step asks for: NO_SAVE, DUE or LAST."""
+        """The save that this member's record of the next step asks for: NO_SAVE, DUE or LAST."""
         step = self.step + 1
         if step == self.rule.target_step:
             return LAST
         return DUE if self.owed or self.rule.due(step) else NO_SAVE
 
     def after(self, outcome: Outcome) -> Copies:
-        """Returns what holds after the commit ``outcome``: its version is copied if it is ``begun``, and goes to the buddy if ``sent``."""
+        """Returns the copies after the commit ``outcome``: its version is copied if it is ``begun``, and goes to the buddy if ``sent``."""
         plan, step = self.plan, outcome.step
         copied, buddied = (self._of(outcome.copied_through), self._of(outcome.buddied_through)) if plan.copy_every else (None, None)
         new = replace(
@@ -161,10 +163,10 @@ class Copies:
         return Copy(version, self.cell) if version is not None else None
 
     def slot(self, slots: Sequence[Copy | None]) -> int | None:
-        """Returns the slot for the copy of ``begun``, None where it is there already: an empty or torn one, else the oldest unprotected.
+        """Returns the slot for the copy of ``begun``; None if the copy is in a slot already.
 
-        Raises :class:`NoRoom` where every slot is protected.  That happens only where nothing but saves is copied, to the last save of a
-        world while the one before is on its way.
+        An empty or torn slot is taken first, otherwise the one with the oldest unprotected copy.  Raises :class:`NoRoom` if every slot is
+        protected.  That happens only if nothing but saves is copied, to the last save of a world while the save before is on its way.
         """
         if self.begun is None or self.begun in slots:
             return None
@@ -176,9 +178,9 @@ class Copies:
 
 
 class NoRoom(Exception):
-    """Every slot holds what may not be overwritten."""
+    """Every slot holds a copy that may not be overwritten."""
 
 
 def _due(last: Copy | None, step: int, planned: int, agreed: int) -> bool:
-    """Returns whether enough steps are over since ``last``: as many as planned, or as the members agreed on if that is more."""
+    """Returns whether enough steps have passed since ``last``: as many as planned, or as the members agreed on if that is more."""
     return last is not None and step - last.version.step >= max(planned, agreed)

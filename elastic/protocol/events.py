@@ -1,4 +1,4 @@
-"""What happened: everything the coordinator can learn.  Frozen; each says who says so and in which generation.
+"""Events: everything that the coordinator can learn.  All are frozen; each says who reports it and in which generation.
 
 An event is a fact about its sender, never an instruction.  One that carries an older generation is refused by ``advance``.
 """
@@ -19,8 +19,8 @@ from storage.slices import Tensor
 class Joined:
     """A worker's process is up, its imports are done, and it can be given a plan.
 
-    ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes``: one tensor of the state
-    for each class that all axes cut alike, which is all that coverage depends on.  ``build``: what must be the same everywhere.
+    ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes`` has one tensor of the state
+    for each class of tensors that all axes cut alike; coverage depends on nothing else.  ``build`` must be the same everywhere.
     """
 
     worker: WorkerId
@@ -32,9 +32,10 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """The worker's process is gone for good, seen by its node or by Ray: it can act no more.
+    """The worker's process is gone for good, as its node or Ray has seen: it can act no more.
 
-    Not ``certain``: its whole node is taken for dead because nothing is heard of it; behind a cut it may live on for a while.
+    If it is not ``certain``, the whole node is taken for dead because nothing is heard of it; if it is only cut off, the process may live
+    on for a while.
     """
 
     worker: WorkerId
@@ -44,7 +45,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class StartFailed:
-    """A worker that was asked for did not come up (never ``Joined``)."""
+    """A worker that was asked for did not come up, so it never sent ``Joined``."""
 
     worker: WorkerId
     reason: str
@@ -59,9 +60,9 @@ class NodeFound:
 
 @dataclass(frozen=True)
 class NodeRefused:
-    """The node cannot run the job as the others do, now or later: ``why`` names it.
+    """The node cannot run the job as the others do, now or later; ``why`` says the reason.
 
-    ``shared``: what must be one place for all nodes, the bucket or the data, is not.
+    ``shared`` means that the node does not see the bucket or the data as the one place that it must be for all nodes.
     """
 
     node: NodeId
@@ -71,9 +72,9 @@ class NodeRefused:
 
 @dataclass(frozen=True)
 class KeeperUp:
-    """The keeper runs, and has found the bucket to be the same place as the coordinator's.
+    """The keeper runs, and has found its bucket to be the same place as the coordinator's.
 
-    ``address``: "host:port" at which it serves its copies; ``zone``: of the node, as its label says ("": none).
+    ``address`` is the "host:port" at which it serves its copies.  ``zone`` is the node's zone, as its label says ("": none).
     """
 
     node: NodeId
@@ -83,7 +84,7 @@ class KeeperUp:
 
 @dataclass(frozen=True)
 class KeeperLost:
-    """``with_its_node``: the whole node is taken for dead."""
+    """The keeper is gone; ``with_its_node`` means that its whole node is taken for dead."""
 
     node: NodeId
     reason: str
@@ -92,9 +93,9 @@ class KeeperLost:
 
 @dataclass(frozen=True)
 class Kept:
-    """The copies that a keeper has complete: answer to ``ListCopies`` of ``generation``.  A torn one is not among them.
+    """A keeper lists the copies that it has complete, as its answer to ``ListCopies`` of ``generation``.  Torn copies are not among them.
 
-    Of its own node's workers, dead or alive, and of those whose buddy it is; each names this keeper.
+    The copies are those of its own node's workers, dead or alive, and of the workers whose buddy it is; each names this keeper.
     """
 
     node: NodeId
@@ -104,9 +105,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Capacity:
-    """So many more workers the cluster could start when it was looked at.
+    """The cluster had room for ``slots`` more workers when it was looked at.
 
-    ``placed``: of those being started, who had taken its room by then; that of the others is still among ``slots``.  None: all had.
+    ``placed`` names the workers being started that had taken their room by then; the room of the others is still counted in ``slots``.
+    None means that all had taken it.
     """
 
     slots: int
@@ -123,10 +125,10 @@ class Here:
 
 @dataclass(frozen=True)
 class Ready:
-    """Groups formed, state healed: the worker holds its shard of the plan's version in the plan's layout.
+    """The worker has formed its groups and healed its state: it holds its shard of the plan's version in the plan's layout.
 
-    ``form_s``, ``heal_s``: how long the two took here; ``heal_bytes``: so many came from other nodes and members, over ``interface``.
-    For the report; they decide nothing.
+    ``form_s`` and ``heal_s`` are the seconds that the two took here.  ``heal_bytes`` is the number of bytes that came from other nodes and
+    members, over ``interface``.  These fields are for the report and decide nothing.
     """
 
     worker: WorkerId
@@ -139,7 +141,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class StepDone:
-    """The world committed a step.  Sent by world rank 0 once it applied it."""
+    """The world committed a step.  World rank 0 sends this once it has applied the step."""
 
     worker: WorkerId
     generation: int
@@ -148,7 +150,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Renewed:
-    """A member asked for its lease on ``generation`` to be prolonged, and was granted it."""
+    """A member asked to prolong its lease on ``generation``, and the lease was granted."""
 
     worker: WorkerId
     generation: int
@@ -158,7 +160,7 @@ class Renewed:
 class Progress:
     """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and collective of ``step``.
 
-    ``operation``: what it is at, in words; :data:`STOPPED` where the kernel says that its process stands still.
+    ``operation`` says in words what the member is doing; it is :data:`STOPPED` if the kernel says that its process stands still.
     """
 
     worker: WorkerId
@@ -182,11 +184,14 @@ class Beat:
 
 @dataclass(frozen=True)
 class Broken:
-    """A member cannot go on in ``generation`` and stands still, not fenced, groups not left.
+    """A member cannot go on in ``generation`` and stands still; it is not fenced and has not left its groups.
 
-    cause "peer": a collective failed; "job": the user's code raised (``signature``: exception type and user frame);
-    "device": its process cannot use its device any more and is to be replaced (``signature``: what the device says); "damaged":
-    ``version`` in the bucket cannot be read; "copy": nor can a keeper's copy (``signature``: its node); "lease": its lease ran out.
+    cause "peer":    a collective failed;
+    cause "job":     the user's code raised an error (``signature``: exception type and user frame);
+    cause "device":  its process cannot use its device any more and is to be replaced (``signature``: the device's error);
+    cause "damaged": ``version`` in the bucket cannot be read;
+    cause "copy":    a keeper's copy cannot be read (``signature``: the keeper's node);
+    cause "lease":   its lease ran out.
     """
 
     worker: WorkerId
@@ -200,11 +205,11 @@ class Broken:
 
 @dataclass(frozen=True)
 class Fenced:
-    """The worker will apply nothing more in ``generation``.  Answer to ``Fence``, and sent unasked at an agreed boundary.
+    """The worker will apply nothing more in ``generation``.  It answers ``Fence`` with this, and sends it unasked at an agreed boundary.
 
-    ``held``: what it holds complete and unharmed (old and new layout while healing).  ``prepared``: the step whose gradients are
-    complete here but not applied.  ``outcomes``: the last commits it has seen, oldest first: evidence, and the ledger of a dead rank 0.
-    A worker that failed while applying holds nothing.
+    ``held`` lists the state that it holds complete and unharmed, in the old and the new layout while it heals; a worker that failed while
+    it applied a step holds nothing.  ``prepared`` is the step whose gradients are complete here but not applied.  ``outcomes`` are the
+    last commits that it has seen, oldest first: they are evidence, and the ledger of a dead rank 0.
     """
 
     worker: WorkerId
@@ -213,7 +218,7 @@ class Fenced:
     prepared: int | None
     outcomes: tuple[Outcome, ...] = ()
     seen: Version | None = None
-    """The newest commit among ``outcomes``, as the journal keeps it where it leaves out those that were known."""
+    """The newest commit among ``outcomes``; the journal keeps it here because it leaves out commits that were known already."""
 
     @property
     def newest_seen(self) -> Version | None:
@@ -224,17 +229,17 @@ class Fenced:
 
 @dataclass(frozen=True)
 class ShardSaved:
-    """The worker's part of the checkpoint of ``version`` is in the bucket, digests taken."""
+    """The worker's part of the checkpoint of ``version`` is in the bucket, and its digests are taken."""
 
     worker: WorkerId
     version: Version
     by: int = 0
-    """As a member of which generation; 0: of the one that committed the version."""
+    """The generation as whose member the worker wrote the part; 0 means the generation that committed the version."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The manifest of ``version`` is durable; ``digest`` is its own."""
+    """The manifest of ``version`` is durable; ``digest`` is the manifest's."""
 
     version: Version
     digest: str
@@ -245,7 +250,7 @@ class SaveFailed:
     version: Version
     reason: str
     by: int = 0
-    """Of which generation's parts, as above."""
+    """The generation whose parts failed, as in :class:`ShardSaved`."""
 
 
 @dataclass(frozen=True)
@@ -257,10 +262,11 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class Recovered:
-    """A coordinator has taken over what the one before it left.  Its first event; the run before it was folded from the journal.
+    """A coordinator has taken over what the one before it left.  This is its first event; the run before it was read from the journal.
 
-    ``workers``, ``keepers``: whose actors it has found.  Each worker will say where it stands: ``Attached``, and again all that it has
-    said before and that may be lost.  Not ``whole``: earlier coordinators may have begun what no journal says that could be read.
+    ``workers`` and ``keepers`` are those whose actors it has found.  Each worker will say where it stands: it sends ``Attached``, and
+    repeats all that it has said before and that may be lost.  If the run is not ``whole``, earlier coordinators may have begun worlds
+    that no readable journal mentions.
     """
 
     incarnation: int
@@ -273,7 +279,8 @@ class Recovered:
 class Attached:
     """A worker has heard the new coordinator.
 
-    ``plan``: of the generation it is in, or was in last; ``stepping``: it is in it and was told to go, so all were ready.
+    ``plan`` is that of the generation that it is in, or was in last.  ``stepping`` means that it is still in that generation and was told
+    to go, so all members were ready.
     """
 
     worker: WorkerId
@@ -283,7 +290,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class Stumbled:
-    """The coordinator could not handle an event.  ``what``: the event's name, the exception and its place, the same each time."""
+    """The coordinator could not handle an event.  ``what`` is the event's name, the exception and its place, the same each time."""
 
     what: str
     detail: str = ""
@@ -291,7 +298,7 @@ class Stumbled:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time went by.  ``stood_s``: for so long the last decision was not performed, since its record lay where nobody else would find it."""
+    """Time went by.  For ``stood_s`` the last decision was not performed, since its record lay where nobody else would find it."""
 
     stood_s: float = 0.0
 

@@ -11,12 +11,12 @@ from elastic.plan.transfer import Holding
 
 @dataclass(frozen=True)
 class Plan:
-    """``members[i]`` has world rank i.  The world begins at ``version``, taken from ``tier``.
+    """The plan of a generation: ``members[i]`` has world rank i, and the world begins at ``version``, taken from ``tier``.
 
-    tier "init":   version is (0, 0): world rank 0 initialises and broadcasts;
-    tier "live":   ``holders`` (all of them members) hold every slice of it;
-    tier "host":   ``holders`` hold every slice of it, some only as copies in keepers' memory, which ``hosts`` serve;
-    tier "bucket": members without it read the manifest of ``version``; ``holders`` may still supply part.
+    tier "init":   ``version`` is (0, 0): world rank 0 initialises the state and broadcasts it;
+    tier "live":   ``holders``, all of them members, hold every slice of the version;
+    tier "host":   ``holders`` hold every slice of the version, some only as copies in keepers' memory, which ``hosts`` serve;
+    tier "bucket": members without the version read its manifest; ``holders`` may still supply part of it.
     """
 
     incarnation: int
@@ -28,19 +28,19 @@ class Plan:
     holders: tuple[Holding, ...]
     store_node: NodeId
     nodes: tuple[NodeId, ...] = ()
-    """Where ``members[i]`` runs."""
+    """``nodes[i]`` is the node on which ``members[i]`` runs."""
     hosts: tuple[tuple[NodeId, str], ...] = ()
     """The keepers that ``holders`` name, and the "host:port" at which each serves its copies."""
     copy_every: int = 0
-    """Every so many steps the state is copied to host memory (0: never) ..."""
+    """Number of steps from one copy of the state in host memory to the next (0: never)."""
     buddy_every: int = 0
-    """... and every so many the copy goes on to a buddy keeper."""
+    """Number of steps from one copy that goes on to a buddy keeper to the next (0: never)."""
     protected: Version | None = None
-    """The newest version that keepers' copies alone have complete, as far as is known: not to be overwritten before there is another ..."""
+    """The newest version that keepers' copies alone are known to have complete; it must not be overwritten before there is another."""
     buddied: Version | None = None
-    """... and the newest one that was complete at all buddies."""
+    """The newest version that was complete at all buddies; it must not be overwritten before there is another either."""
     lineage: tuple[tuple[int, int], ...] = ()
-    """Which generations committed the steps up to ``version``: nobody else may be left who knows."""
+    """The generations that committed the steps up to ``version``; the plan says so because nobody else may be left who knows."""
 
     def world_rank(self, worker: WorkerId) -> int:
         return self.members.index(worker)

@@ -1,1 +1,1 @@
-"""What happened, for people and for tests: pure functions of the journal."""
+"""TELLS people and tests what happened, by pure functions of the journal."""

@@ -1,7 +1,7 @@
 """The ledger: what each step of the surviving lineage consumed, from the journal alone.
 
-A commit is told by whoever saw it: world rank 0 reports it, or a fenced member remembers it when world rank 0 is dead.  Steps that were
-abandoned are other versions of the same step, and are left out: each step and each sample counts once.
+World rank 0 reports each commit; if it is dead, a fenced member that remembers the commit does.  A step that was abandoned is another
+version of the same step and is left out, so each step and each sample counts once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from elastic.protocol.lineage import Lineage, contains
 
 
 def mixed(segments: Sequence[Segment]) -> frozenset[int]:
-    """Returns the generations that the journal marks: their members were of several kinds, so no other run has the bits of their steps."""
+    """Returns the generations whose members were of several kinds, so that no other run has the bits of their steps."""
     return frozenset(generation for segment in segments for generation in field_after(modern(*segment), "members", "mixed"))
 
 
 def ledger(segments: Sequence[Segment]) -> dict[int, Outcome]:
-    """Returns the outcome of each step."""
+    """Returns the outcome of each step of the surviving lineage."""
     told: dict[Version, Any] = {}
     segments = [modern(*segment) for segment in segments]
     for _, records in segments:

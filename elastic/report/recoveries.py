@@ -1,12 +1,14 @@
-"""Where the time of each recovery went, from the journal alone.
+"""Splits the time of each recovery into phases, from the journal alone.
 
-detect    fault -> the coordinator knows            (needs the moment of the fault, from whoever caused it)
-decide    known -> all fenced, outcome decided      (fence first, abort second)
-abort     decided -> every member has left its groups and has the next plan
-re-form   until the process groups of the next generation exist
-heal      until every slice is at the plan's version
-go        until the members are told to step
-step      until the first commit of the new generation
+Each phase begins when the one before it ends:
+
+    detect    from the fault until the coordinator knows of it (only the one who caused the fault knows its moment)
+    decide    until all members are fenced and the outcome is decided
+    abort     until every member has left its groups and has the next plan
+    form      until the process groups of the next generation exist
+    heal      until every slice is at the plan's version
+    go        until the members are told to step
+    step      until the first commit of the new generation
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recovery:
-    """One change of worlds.  Seconds; ``known_at`` and ``committed_at`` are wall clock."""
+    """One change of worlds.  All durations are in seconds; ``known_at`` and ``committed_at`` are wall-clock times."""
 
     generation: int
     reason: str
@@ -34,7 +36,7 @@ class Recovery:
 
 
 def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
-    """Every change of worlds that reached a commit.  ``records``: journal records, in order."""
+    """Returns every change of worlds that reached a commit.  ``records`` are the journal's, in order."""
     found: list[Recovery] = []
     marks: dict[str, Any] = {}
     living: set[str] = set()
@@ -51,11 +53,14 @@ def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
 
 
 def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -> None:
-    """``all_lost``: with this event, so that nobody is left to be fenced."""
+    """Notes what ``record`` says of the present recovery.
+
+    With ``all_lost`` this event took the last member, so there is nobody to fence.
+    """
     at, event, actions = record["at"], record["event"], record["actions"]
     names = {action["$"]: action for action in actions}
     kind = event["$"]
-    if kind == "Recovered":  # what is new is a fence; the rest is said again
+    if kind == "Recovered":  # only a fence is new; the other actions are repeated
         names = {name: action for name, action in names.items() if name == "Fence"}
     if ("Fence" in names or all_lost) and "go" in marks:  # the new world broke before its first commit: another recovery begins
         marks.clear()
@@ -78,7 +83,7 @@ def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -
 
 
 def number(value: Any) -> float:
-    """A float as the journal writes it (hexadecimal, exact)."""
+    """Returns a float that the journal has written (exactly, in hexadecimal)."""
     return float.fromhex(value) if isinstance(value, str) else float(value)
 
 

@@ -1,11 +1,11 @@
-"""What happened and why, from the journal alone; and whether this version would decide the same.
+"""Tells what happened and why, from the journal alone, and checks whether this version would decide the same.
 
-A journal is a row of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows each record: time, event,
-edge, actions, reason.  ``differences`` calls ``advance`` from what was known before each record, with the recorded time and rules: states
-and actions must be the same, so a kept journal is a regression test of every decision in it.  Sentences are compared only with what
-the same version and the same rules would say: another version may word them better.
+A journal is a row of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows the time, event, edge,
+actions and reason of each record.  ``differences`` calls ``advance`` for each record with the state before it, the recorded time and the
+recorded rules.  States and actions must be the same, so a journal that is kept is a regression test of every decision in it.  Reasons
+are compared only if the same version wrote the journal, because another version may word them better.
 
-Beats, ticks, renewals and capacities are recorded only where something came of them; the next record says what they had changed by then.
+Beats, ticks, renewals and capacities are recorded only if they led to an action; the next record has what they changed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.control import codec
+from elastic.control.codec import Segment
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
 
 Json = Mapping[str, Any]
-Segment = tuple[Json, Sequence[Json]]
 
 SHOWN_MEMBERS = 8
+"""Largest number of members that a line names."""
 NEW_ACTIONS = frozenset({"Upload"})
-"""Actions that formats before the present one do not have: workers uploaded their saves themselves then."""
+"""Actions that older formats do not have.  Workers uploaded their saves themselves then."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Record ``n`` has ``recorded`` where this version decides ``decided``.  ``what``: state, actions or reason."""
+    """Record ``n`` has ``recorded``, and this version decides ``decided``.  ``what`` is "state", "actions" or "reason"."""
 
     n: int
     what: str
@@ -44,7 +45,7 @@ class Difference:
 
 
 def tell(segments: Iterable[Segment]) -> Iterator[str]:
-    """A line a record; commits to which nothing else happened are one line."""
+    """Yields a line for each record.  Commits that follow each other without any other event share one line."""
     before, state, commits = 0.0, "", list[Json]()
     for snapshot, records in segments:
         snapshot, records = codec.modern(snapshot, records)
@@ -83,7 +84,7 @@ def _head(record: Json, before: float) -> str:
 
 
 def event_line(event: Json) -> str:
-    """What happened, without what it carries."""
+    """Returns an event as text, without the data that it carries."""
     told = {name: value for name, value in event.items() if name in ("worker", "node", "generation", "step", "cause", "reason", "why")}
     if "outcome" in event:
         told["step"] = event["outcome"]["step"]
@@ -96,7 +97,7 @@ def event_line(event: Json) -> str:
 
 
 def action_line(action: Json) -> str:
-    """What was to be done, to whom."""
+    """Returns an action as text, with the members that it is for."""
     match action["$"]:
         case "Form":
             plan = action["plan"]
@@ -127,13 +128,16 @@ def _short(value: Any) -> str:
     return lines[-1]
 
 
-# ---- would it be decided so again
+# ---- deciding again
 
 
 def differences(segments: Sequence[Segment], code: str, rules: Rules | None = None) -> Iterator[Difference]:
-    """Where this version, called ``code``, decides otherwise.  ``rules``: for segments that do not hold their own.
+    """Yields each record for which this version, called ``code``, decides otherwise.
 
-    Raises :class:`ValueError` without any, :class:`~elastic.control.codec.UnknownFormat` for a journal that this version cannot read.
+    ``rules`` are for segments without rules of their own.
+
+    Raises :class:`ValueError` if there are no rules, and :class:`~elastic.control.codec.UnknownFormat` if this version cannot read
+    the journal.
     """
     for snapshot, records in segments:
         unknown = NEW_ACTIONS if snapshot["format"] < codec.FORMAT else frozenset[str]()
@@ -141,12 +145,12 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
         recorded = snapshot.get("rules")
         by = codec.decode(Rules, recorded) if recorded else rules
         if by is None:
-            raise ValueError("the journal does not say by which rules it was decided: name the job file instead of the journal")
+            raise ValueError("the journal does not have the rules by which it was decided: name the job file instead of the journal")
         yield from _of_segment(snapshot, records, by, unknown, sentences=bool(recorded) and snapshot["code"] == code)
 
 
 def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, unknown: frozenset[str], *, sentences: bool) -> Iterator[Difference]:
-    """``unknown``: actions that did not exist yet when the segment was written."""
+    """Yields the differences of one segment.  ``unknown`` are actions that did not exist yet when it was written."""
     for record in records:
         record = codec.written_out(record, snapshot["run"])
         before = codec.before(snapshot["run"], record)
@@ -165,7 +169,7 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, unknown: 
 
 
 def _in_the_words_of(recorded: Any, ours: Any) -> Any:
-    """``ours`` without the fields that values did not have yet when ``recorded`` was written."""
+    """Returns ``ours`` without the fields that did not exist yet when ``recorded`` was written."""
     if isinstance(recorded, dict) and isinstance(ours, dict) and recorded.get("$") == ours.get("$"):
         return {name: _in_the_words_of(recorded[name], each) for name, each in ours.items() if name in recorded}
     if isinstance(recorded, list) and isinstance(ours, list) and len(recorded) == len(ours):

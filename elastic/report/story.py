@@ -1,4 +1,4 @@
-"""The run as a person follows it: a line a step, and one sentence with the reason when something happens."""
+"""The run as a person follows it: a line for each step, and a sentence with the reason for each event."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.protocol.commit_record import Outcome
 
 @dataclass(frozen=True)
 class Sentence:
-    """Something happened.  ``at``: wall clock, seconds."""
+    """One event and its reason.  ``at`` is wall-clock time in seconds."""
 
     at: float
     text: str
@@ -17,7 +17,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class StepLine:
-    """A committed step."""
+    """One committed step.  ``at`` is wall-clock time in seconds."""
 
     at: float
     step: int
@@ -34,7 +34,7 @@ Line = Sentence | StepLine
 
 
 class Story:
-    """Collects lines; readers ask for those after the last one they have seen."""
+    """Collects lines.  A reader asks for the lines after the last one that it has seen."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -46,7 +46,7 @@ class Story:
             self.lines.append(Sentence(at, text))
 
     def step(self, at: float, outcome: Outcome, world: int, lr: float) -> None:
-        """``tokens_per_s`` is since the step before, so a recovery shows in it."""
+        """Adds a step.  Its ``tokens_per_s`` counts from the step before, so a recovery lowers it."""
         seconds = at - self._last_step_at if self._last_step_at is not None else 0.0
         self._last_step_at = at
         rate = outcome.tokens / seconds if seconds > 0 else 0.0

@@ -1,13 +1,14 @@
-"""THE CLUSTER IN ONE PROCESS: virtual time, lossy messages, seeded faults, and the invariants that must survive them.
+"""SIMULATES a cluster in one process: virtual time, lossy messages, seeded faults, and the promises that must hold.
 
-    simulate(seed)          one run, the same story for the same seed; raises Violation
-    simulate(seed, replace(Scenario.drawn(seed), faults=...))    the same cluster, with other faults
-    run_many(range(10_000)) many, summed up as Coverage; elastic simulate does it in several processes
+    simulate(seed)             runs one seed, with the same story every time; raises Violation
+    simulate(seed, replace(Scenario.drawn(seed), faults=...))    runs the same cluster with other faults
+    run_many(range(10_000))    runs many seeds and sums them up as Coverage; elastic simulate uses several processes
 
-``advance`` is the one production runs.  Everything round it is a model: of coordinators and their journal (``coordinators.py``), of
-workers (``worker.py``, ``process.py``) and their host memory (``memory.py``), of the collectives that bind them (``world.py``), of nodes,
-stores and bucket (``cluster.py``), of the network (``network.py``).  What befalls it is a schedule of faults (``faults.py``,
-``strikes.py``).  ``oracle.py`` and ``copies.py`` see everything, from outside, and say what must never happen.
+``advance`` (``elastic/control``) and the rules of a member (``elastic/protocol/member.py``) are the product's own.  Everything else is a
+model: of coordinators and their journal (``coordinators.py``, ``journals.py``), of workers (``worker.py``, ``process.py``) and their host
+memory (``memory.py``), of the collectives that bind them (``world.py``), of nodes, stores and bucket (``cluster.py``), and of the network
+(``network.py``).  A schedule of faults (``faults.py``, ``strikes.py``) strikes them.  ``oracle.py`` and ``copies.py`` see everything from
+outside, and raise :class:`Violation` if a promise is broken.
 """
 
 from elastic.sim.coverage import Coverage, run_many

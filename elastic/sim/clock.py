@@ -1,4 +1,4 @@
-"""Virtual time: a queue of calls, performed in order of their time, then of their making."""
+"""Virtual time: a queue of calls, which are performed in order of their times; equal times in order of their creation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Clock:
-    """``now`` moves only by performing the next call."""
+    """The clock of a simulation.  ``now`` moves only when the next call is performed."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,6 +20,6 @@ class Clock:
         heapq.heappush(self._calls, (self.now + delay_s, self._made, call, args))
 
     def step(self) -> None:
-        """Perform the next call.  Raises IndexError when none is left."""
+        """Performs the next call.  Raises IndexError if none is left."""
         self.now, _, call, args = heapq.heappop(self._calls)
         call(*args)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elastic.control.run import RunState
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.protocol.actions import Upload
+from elastic.protocol.authority import Replica
 from elastic.protocol.builds import Build
 from elastic.protocol.events import (
     Beat,
@@ -50,17 +50,11 @@ class Node:
     frozen_until: float = 0.0
     alive: bool = True
     declared_dead: bool = False
-    heeds: int = 0
-    """The highest incarnation that its keeper has heard."""
-    tail: tuple[int, int, RunState] | None = None
-    """What its keeper holds of the journal: see ``journals.py``."""
+    replica: Replica = field(default_factory=lambda: Replica([]))
+    """Which coordinator its keeper heeds, and what it holds of the journal."""
     shelf: Shelf = field(default_factory=Shelf)
     buddy: NodeId = NodeId("")  # noqa: RUF009 - a plain string
     uploads: Uploads = field(init=False)
-
-    def heed(self, incarnation: int) -> None:
-        """What coordinators before this one write is taken no more."""
-        self.heeds = max(self.heeds, incarnation)
 
 
 class Bucket:
@@ -141,14 +135,14 @@ class Cluster:
 
     def keeper_up(self, node: Node) -> None:
         if node.alive and not node.declared_dead:
-            node.keeper = True
+            node.keeper, node.replica = True, Replica([], heeds=self.sim.coordinators.present.incarnation)
             self.say_surely(node.name, self.introduction(node.name))
 
     def introduction(self, node: NodeId) -> KeeperUp:
         return KeeperUp(node, f"{node}:7")
 
     def keeper_dies(self, node: Node, down_s: float) -> None:
-        node.keeper, node.heeds, node.tail = False, 0, None
+        node.keeper = False
         node.shelf, node.buddy, node.uploads = Shelf(), NodeId(""), Uploads(self, node)
         for worker in self.on(node.name):
             worker.memory.saving = None  # whatever the next keeper does with its memory, it knows of no save
@@ -222,8 +216,7 @@ class Cluster:
 
     def _obey(self, incarnation: int, name: NodeId, call: Callable[..., None], *args: Any) -> None:
         node = self.nodes.get(name)
-        if node is not None and self.shelf(name) is not None and incarnation >= node.heeds:
-            node.heed(incarnation)
+        if node is not None and self.shelf(name) is not None and node.replica.heed(incarnation):
             call(node, *args)
 
     def take_stock(self, node: Node, generation: int) -> None:

@@ -1,7 +1,7 @@
 """The coordinators of a run, one after the other and sometimes two at once: inbox -> advance -> journal -> perform, as in production.
 
 A coordinator that dies or is taken for dead is followed by one of the next incarnation, which reads what the journal still says.  The
-one before may not know it: frozen or cut off, alone or together with nodes, it acts on as long as ``journals.py`` lets it.
+one before may not know it: frozen or cut off, alone or together with nodes, it acts on as long as its authority lets it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,23 @@ from elastic.control.run import RunState
 from elastic.control.takeover import STOOD_S
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import actions as do
-from elastic.protocol import lineage
-from elastic.protocol.events import Attached, Beat, Event, KeeperUp, Recovered, Renewed, Saved, SaveFailed, StopRequested, Stumbled, Tick
+from elastic.protocol import authority, lineage
+from elastic.protocol.events import (
+    Attached,
+    Beat,
+    Event,
+    KeeperLost,
+    KeeperUp,
+    Recovered,
+    Renewed,
+    Saved,
+    SaveFailed,
+    StopRequested,
+    Stumbled,
+    Tick,
+)
 from elastic.sim.faults import Kind
-from elastic.sim.journals import Journal
+from elastic.sim.journals import InBucket, Journal, Read, Record
 from elastic.sim.network import Way
 from elastic.sim.worker import Worker
 
@@ -35,21 +48,28 @@ AGAIN_S = 0.5
 """How often something is tried again that could not be had."""
 ATTACH_S = 0.5
 """How often a coordinator that took over calls a worker that has not answered."""
+UNREACHED, UNREACHED_S = 0.5, 3.0
+"""Share of the coordinators cut off that give up the keepers beyond the cut, and after how many seconds at most."""
 
 
 class Coordinator:
     """One incarnation."""
 
-    def __init__(self, sim: Simulation, advance: Advance, run: RunState, incarnation: int, ahead_s: float = 0.0) -> None:
-        self.sim, self.advance, self.run, self.incarnation = sim, advance, run, incarnation
+    def __init__(
+        self, sim: Simulation, advance: Advance, incarnation: int, journal: Callable[[Coordinator], Journal], ahead_s: float
+    ) -> None:
+        self.sim, self.advance, self.incarnation = sim, advance, incarnation
         self.ahead_s = ahead_s
         """Of its clock before the true time."""
         self.alive, self.frozen_until, self.cut_until = True, 0.0, 0.0
         self.side: frozenset[NodeId] = frozenset()
         """The nodes that are cut off together with it."""
-        self.journal = Journal(sim, self, run)
+        self.journal = journal(self)
+        self.run = self.journal.run
         self.whole = True
         """It has read all that the ones before it may have acted on."""
+        self.acted_to = 0
+        """So many of its records had to be known to whoever follows it, for it acted on the last of them."""
         self.attached: set[WorkerId] = set()
         """Who has answered it."""
         self.uploads = 0
@@ -57,7 +77,10 @@ class Coordinator:
         self._backlog: list[Event] = []
         self._decided: tuple[RunState, Event, Transition] | None = None
         """What may not be performed yet: its record lies nowhere where the next coordinator would find it."""
+        self._judged: tuple[RunState, Event, Transition] | None = None
+        """What the oracle has judged before it was performed, for a follower had read it."""
         self._decided_at = 0.0
+        self._tries_again = False
 
     @property
     def now(self) -> float:
@@ -100,35 +123,56 @@ class Coordinator:
         if codec.worth_recording(event, before, transition):
             self.journal.append(transition.run)
         self._decided, self._decided_at = (before, event, transition), now
-        self._go_through_with_it()
+        self.go_through_with_it()
         return transition.reason
 
-    def _go_through_with_it(self) -> None:
+    def go_through_with_it(self) -> None:
         """Perform what was decided, as soon as that may be."""
         if self._decided is None or not self.alive or self.frozen_until > self.sim.clock.now:
             return
-        before, event, transition = self._decided
+        before, event, transition = decided = self._decided
         if transition.durable and not self.journal.secured():
             self.sim.oracle.occasions["a coordinator stands still, for nobody would know what it did"] += self.alive
-            return self.sim.clock.after(AGAIN_S, self._go_through_with_it)
+            return self._try_again()
         self._decided, self.run = None, transition.run
         sim, coordinators = self.sim, self.sim.coordinators
         coordinators.events += 1
         coordinators.visited[type(before.state).__name__, type(event).__name__] += 1
-        sim.oracle.judge(before, event, transition, self)
+        if isinstance(event, Recovered):
+            coordinators.begins(self)
+        if decided is not self._judged:
+            sim.oracle.judge(before, event, transition, self)
+        if transition.durable:
+            self.acted_to = self.journal.disk.end
         for action in transition.actions:
             self.perform(action)
         if transition.run.state is not before.state:
             sim.strikes.entered(type(transition.run.state).__name__)
         if transition.run.history.last is not before.history.last:
             sim.strikes.recovered()
+        if isinstance(event, Recovered):
+            self._greet(event)
         if (stood_s := sim.clock.now - self._decided_at) > STOOD_S:
             self.receive(Tick(stood_s))
         self._catch_up()
+        self.journal.send()
+
+    def _try_again(self) -> None:
+        """In a moment, once."""
+        if not self._tries_again:
+            self._tries_again = True
+            self.sim.clock.after(AGAIN_S, self._tried_again)
+
+    def _tried_again(self) -> None:
+        self._tries_again = False
+        self.go_through_with_it()
 
     def is_read(self) -> None:
-        """By the one after it, to the last record: what it had decided and not performed is decided."""
-        if self._decided is not None:
+        """By the one after it: if that read the last record, then what this one decided and has not performed is decided."""
+        if self._decided is not None and self._decided is not self._judged and self.journal.read_to == self.journal.disk.end:
+            self._judged = self._decided
+            if isinstance(self._decided[1], Recovered):
+                self.sim.coordinators.begins(self)
             self.sim.oracle.judge(*self._decided, self)
 
     def depose(self) -> None:
@@ -137,10 +181,12 @@ class Coordinator:
             self.alive = False
             self.sim.oracle.occasions["a coordinator finds itself deposed"] += 1
             self.sim.tell(f"coordinator {self.incarnation} is deposed")
+            if self is self.sim.coordinators.present:  # by one before it, which wrote once more before it heard of this one
+                self.sim.clock.after(AGAIN_S, self.sim.coordinators.follow, self)
 
     def thaw(self) -> None:
         self.journal.thaw()
-        self._go_through_with_it()
+        self.go_through_with_it()
         self._catch_up()
 
     def _catch_up(self) -> None:
@@ -152,6 +198,7 @@ class Coordinator:
     def tick(self) -> None:
         if self.alive:
             if self.frozen_until <= self.sim.clock.now:
+                self.journal.keep_lease()
                 self.receive(Tick())
             self.sim.clock.after(TICK_S, self.tick)
 
@@ -164,9 +211,13 @@ class Coordinator:
         found = tuple(worker.name for worker in cluster.running if worker.node not in cluster.given_up)
         keepers = tuple(sorted(node.name for node in cluster.nodes.values() if node.keeper and not node.declared_dead))
         self.receive(Recovered(self.incarnation, found, keepers, whole))
-        for name in found:
+
+    def _greet(self, event: Recovered) -> None:
+        """It may act from now on."""
+        cluster = self.sim.cluster
+        for name in event.workers:
             self.attach(cluster.workers[name])
-        for node in keepers:
+        for node in event.keepers:
             cluster.say_surely(node, cluster.introduction(node))
         cluster.look_at_misfits()
         if self.sim.stop_asked:
@@ -184,11 +235,11 @@ class Coordinator:
     def renew(self, worker: Worker, generation: int, asked_at: float) -> None:
         """A lease runs from the moment it was asked for, so that the member's end is never later than the coordinator's."""
         known = self.journal.run
-        granted = worker.name in known.workers and known.grants_lease(generation) and self.journal.mandated()
+        granted = worker.name in known.workers and known.grants_lease(generation) and self.journal.holds()
         if granted:
             self.sim.oracle.granted(worker, asked_at)
             self.receive(Renewed(worker.name, generation))
-        safe = self.journal.safe
+        safe = self.journal.authority.safe
         recorded_step = safe.history.recorded_step if safe.generation == generation else 0
         self._tell(worker, worker.renewed, generation, asked_at, granted, recorded_step)
 
@@ -244,7 +295,7 @@ class Coordinator:
 
 
 class Coordinators:
-    """``present``: the latest incarnation, whom the world outside speaks to."""
+    """``present``: the latest incarnation, whom the world outside speaks to.  ``acting``: the latest that has begun."""
 
     def __init__(self, sim: Simulation, advance: Advance) -> None:
         self.sim, self.advance = sim, advance
@@ -253,15 +304,22 @@ class Coordinators:
         self.disk_lost = False
         self.ahead_s = 0.0
         self.all: list[Coordinator] = []
+        self.acting: Coordinator
         self.claimed = 1
         """The highest incarnation in the bucket."""
-        self.written: tuple[int, int, RunState] = (0, 0, RunState.begin(0, 0.0))
-        """The journal in the bucket: whose record is the last, how many of its own it is, and what it says."""
-        self.all.append(Coordinator(sim, advance, RunState.begin(1, 0.0), 1))
+        self.in_bucket = InBucket(RunState.begin(0, 0.0))
+        self._begin(Read(RunState.begin(1, 0.0), (), True), 1, 0.0, follows=False)
 
     @property
     def present(self) -> Coordinator:
         return self.all[-1]
+
+    def begins(self, coordinator: Coordinator) -> None:
+        """The one that acted until now is superseded; what it decided, and this one has read, is decided."""
+        for each in self.all[: self.all.index(coordinator)]:
+            each.is_read()
+        self.sim.oracle.judge_reading(self.acting, coordinator)
+        self.acting = coordinator
 
     def hear(self, worker: Worker, event: Event) -> None:
         """A worker's word; with the worker dies what had not quite left it.  Who is cut off still hears those that know no other."""
@@ -293,7 +351,9 @@ class Coordinators:
                 self.sim.clock.after(AGAIN_S, self._tell_present, event)
 
     def _tell_present(self, event: Event) -> None:
-        present = self.present
+        present, nodes = self.present, self.sim.cluster.nodes
+        if isinstance(event, KeeperLost) and event.node in nodes and nodes[event.node].keeper:
+            return  # there is another keeper by now, and no call of this coordinator to the one before has failed
         if present.cut or (isinstance(event, KeeperUp) and not present.reaches(event.node)):
             self.sim.clock.after(AGAIN_S, self._tell_present, event)
         else:
@@ -320,7 +380,6 @@ class Coordinators:
                 self.sim.clock.after(duration_s, self.follow, present, not self.disk_lost)
                 self.disk_lost = False
             case Kind.COORDINATOR_FREEZE:
-                present.journal.mandated()
                 present.frozen_until = max(present.frozen_until, now + duration_s)
                 self.sim.clock.after(duration_s * self.sim.rng.random(), self.follow, present)
                 self.sim.clock.after(duration_s, present.thaw)
@@ -339,6 +398,14 @@ class Coordinators:
             cluster.silent(node, until - self.sim.clock.now)
         if len(beside) == len(there):
             cluster.add_node()  # so that there is somewhere to go on
+        if rng.random() < UNREACHED:
+            for node in there:
+                self.sim.clock.after(UNREACHED_S * rng.random(), self._cannot_reach, present, node.name)
+
+    def _cannot_reach(self, coordinator: Coordinator, node: NodeId) -> None:
+        """Its own calls to the keeper fail, so it gives the keeper up, whatever the head would say."""
+        if not coordinator.reaches(node):
+            coordinator.receive(KeeperLost(node, "its process cannot be reached"))
 
     def follow(self, before: Coordinator, disk: bool = False, claimed_at: float | None = None) -> None:
         """The next incarnation, unless there is one.  ``disk``: it is made where the one before has ended, and finds what that has written.
@@ -351,16 +418,16 @@ class Coordinators:
             return self.sim.clock.after(AGAIN_S, self.follow, before, disk, claimed_at)
         if claimed_at is None:
             claimed_at, self.claimed = self.sim.clock.now, self.claimed + 1
-        run, whole = before.journal.left(self.claimed, disk)
-        wait_s = claimed_at + self.sim.rules.mandate_over_s - self.sim.clock.now
-        if not whole and wait_s > 0:
+        read = before.journal.read_by(self.claimed, disk)
+        if wait_s := authority.waits_s(claimed_at, self.sim.rules.mandate_over_s, read.all, self.sim.clock.now):
             return self.sim.clock.after(wait_s, self.follow, before, disk, claimed_at)
-        if run is before.journal.run:
-            before.is_read()
-        how = "" if disk else " with what the keepers have" if whole else " without what was written last"
+        for each in self.all:
+            each.journal.was_read(read.ahead)
+        how = "" if disk else " with what the keepers have" if read.all else " without what was written last"
         self.sim.oracle.occasions[f"a coordinator takes over{how}"] += 1
-        self._begin(codec.decode_run(codec.encode(run)), self.claimed)
-        return self.present.take_over(whole)
+        self._begin(read._replace(run=codec.decode_run(codec.encode(read.run))), self.claimed, claimed_at, follows=True)
+        self.sim.clock.after(0.0, self.present.tick)  # its first event is another
+        return self.present.take_over(read.all)
 
     def resume(self) -> None:
         """The same command after a stop: it knows what the newest manifest says, and which numbers were used."""
@@ -371,16 +438,22 @@ class Coordinators:
         begun = RunState.begin(
             incarnation, sim.clock.now + self.ahead_s, run.history.saved, known, run.next_generation - 1, run.members.next_worker
         )
-        self._begin(begun, incarnation)
+        self.in_bucket.create([Record(self.in_bucket.end, begun)], incarnation)
+        self._begin(Read(begun, (), True), incarnation, sim.clock.now, follows=False)
+        sim.clock.after(0.0, self.present.tick)
         sim.oracle.resumed()
         for node in sim.cluster.nodes.values():
             if node.keeper:
                 sim.cluster.say_surely(node.name, sim.cluster.introduction(node.name))
         sim.cluster.look_at_misfits()
 
-    def _begin(self, run: RunState, incarnation: int) -> None:
-        coordinator = Coordinator(self.sim, self.advance, run, incarnation, self.ahead_s)
-        self.all.append(coordinator)
-        self.written = (incarnation, 0, run)  # before it does anything
-        self.sim.tell(f"coordinator {incarnation} begins")
-        self.sim.clock.after(0.0, coordinator.tick)  # its first event is another
+    def _begin(self, read: Read, incarnation: int, claimed_at: float, *, follows: bool) -> None:
+        sim, first = self.sim, self.in_bucket.end
+
+        def journal(coordinator: Coordinator) -> Journal:
+            return Journal(sim, coordinator, read, first, claimed_at, follows=follows)
+
+        self.all.append(Coordinator(sim, self.advance, incarnation, journal, self.ahead_s))
+        if not follows:
+            self.acting = self.present
+        sim.tell(f"coordinator {incarnation} begins")

@@ -1,7 +1,9 @@
-"""What must never happen to copies in host memory, judged from outside.
+"""Judges copies in host memory from outside.  Four rules must hold:
 
-A version that was complete everywhere is there until another one is; a keeper's word is true when it is given; a world begins from the
-newest version that is held, wherever it is, unless its keeper's answer did not come in time; nothing that is still needed is freed.
+* A version that was complete everywhere stays until another version is.
+* The answer of a keeper is true at the time when it is given.
+* A world begins from the newest version that is held anywhere, unless that keeper's answer did not come in time.
+* No copy that is still needed is freed.
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ if TYPE_CHECKING:
 
 
 class CopiesOracle:
-    """``asked``: when keepers were asked after a generation; ``heard``: what they said, as the coordinator heard it."""
+    """Judges every copy and every answer.
+
+    ``asked`` has the time at which keepers were asked after a generation; ``heard`` has their answers as the coordinator heard them.
+    """
 
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self.asked: dict[int, float] = {}
         self.heard: dict[int, dict[NodeId, tuple[Holding, ...]]] = defaultdict(dict)
 
-    # -- what workers and keepers do --------------------------------------------------------------------------------
+    # -- workers and keepers --------------------------------------------------------------------------------
 
     def overwritten(self, worker: Worker, old: Slot) -> None:
-        """``worker`` has begun a copy in the place of ``old``."""
+        """Judges that ``worker`` has begun a copy in the place of ``old``."""
         world = worker.world
         assert world is not None
         known = next((each for _, each in sorted(world.outcomes.items(), reverse=True) if each.copied_through >= 0), None)
@@ -58,7 +63,7 @@ class CopiesOracle:
         return self._elsewhere(member.memory, version)
 
     def answers(self, node: NodeId, held: tuple[Holding, ...]) -> None:
-        """A keeper says what it has complete."""
+        """Judges a keeper's answer, which lists its complete copies."""
         shelf = self.sim.cluster.nodes[node].shelf
         for each in held:
             worker = self.sim.cluster.workers[each.worker]
@@ -67,12 +72,12 @@ class CopiesOracle:
             if (each.version, each.cell) not in headers:
                 raise Violation(f"the keeper of {node} says to hold {each}, and there is no such copy, or it is torn")
 
-    # -- what the coordinator is told and decides --------------------------------------------------------------------
+    # -- the coordinator --------------------------------------------------------------------
 
     def note(self, before: RunState, event: Event, refused: bool) -> None:
         match event:
             case Recovered():
-                self.forget()  # but for what the journal says
+                self.forget()  # except for what the journal says
                 self.heard[before.copies.asked] = {node: host.kept for node, host in before.copies.hosts.items() if host.kept}
             case KeeperLost():
                 for said in self.heard.values():
@@ -81,7 +86,7 @@ class CopiesOracle:
                 self.heard[event.generation][event.node] = event.held
 
     def forget(self) -> None:
-        """What was said to a coordinator that is gone."""
+        """Forgets the answers to a coordinator that is gone."""
         self.asked.clear()
         self.heard.clear()
 
@@ -108,12 +113,15 @@ class CopiesOracle:
                 raise Violation(f"copies older than {release.buddied} are freed, and no buddy has it of {member.name}")
 
     def reported(self, generation: int) -> int:
-        """The newest step of ``generation`` that a copy has proven to be committed."""
+        """Returns the newest step of ``generation`` that a copy has proven to be committed."""
         held = [holding for kept in self.heard[generation].values() for holding in kept]
         return max((each.version.step for each in held if each.version.generation == generation), default=0)
 
     def known(self, before: RunState, keepers: tuple[NodeId, ...]) -> set[tuple[Version, Cell]]:
-        """All that ``keepers`` hold, and have said in time; where they still had time to answer, all that they hold."""
+        """Returns what ``keepers`` hold and have said in time.
+
+        For a keeper that still had time to answer, it is all that the keeper holds.
+        """
         cluster, generation, held = self.sim.cluster, before.generation, set[tuple[Version, Cell]]()
         if not self.sim.rules.copy_every or not before.members.seats:
             return held
@@ -129,7 +137,11 @@ class CopiesOracle:
         return held
 
     def judge_plan(self, before: RunState, after: RunState, plan: Plan) -> None:
-        """No mixture; a keeper is named with where it is, and what it said to hold; what keepers alone have complete is protected."""
+        """Judges the copies of a plan.
+
+        It has no mixture of versions.  Each of its keepers is there, has said that it holds the copy, and is named with its address.  The
+        newest version that keepers hold completely is protected.
+        """
         if mixed := {each.version for each in plan.holders} - {plan.version}:
             raise Violation(f"generation {plan.generation} starts from {plan.version}, and its holders hold {sorted(mixed)}")
         kept = [each for each in plan.holders if each.keeper]

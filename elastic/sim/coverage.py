@@ -1,4 +1,4 @@
-"""Many seeds: run, summed up, and held against what must have been seen."""
+"""Runs many seeds, sums them up, and compares the sum with what must have been seen."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OVER = ("Finished", "Stopped", "Failed")
 STATES = tuple(state.__name__ for state in get_args(State))
 EVENTS = tuple(event.__name__ for event in get_args(Event))
 CHUNK = 250
-"""Seeds that a process takes at once."""
+"""Number of seeds that a process takes at once."""
 
 Pairs = Counter[tuple[str, str]]
 
 
 @dataclass
 class Coverage:
-    """Many seeds, summed up."""
+    """The sum of many seeds."""
 
     seeds: int = 0
     events: int = 0
@@ -66,7 +66,7 @@ class Coverage:
 
 
 def run_many(seeds: Iterable[int]) -> tuple[Coverage, int | None]:
-    """Every seed with its own scenario; and the seed that broke a promise, after which the others are left out."""
+    """Runs every seed with its own scenario.  Returns the sum, and the first seed that broke a promise, after which it stops."""
     coverage = Coverage()
     for seed in seeds:
         try:
@@ -77,10 +77,10 @@ def run_many(seeds: Iterable[int]) -> tuple[Coverage, int | None]:
 
 
 def run_in_processes(seeds: range, jobs: int) -> tuple[Coverage, int | None]:
-    """Over ``jobs`` processes, until one seed of a chunk has broken a promise: which."""
+    """Runs the seeds in ``jobs`` processes until one breaks a promise.  Returns the sum and that seed, or None."""
     coverage = Coverage()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-    rarely = 100_000  # a run is a cycle of some thousand objects: looking for such after every 700 took a seventh of the time
+    rarely = 100_000  # a run is a cycle of some thousand objects: a collection after every 700 took a seventh of the time
     with ProcessPoolExecutor(jobs, initializer=gc.set_threshold, initargs=(rarely,)) as pool:
         for part, broken in pool.map(run_many, chunks):
             coverage.merge(part)
@@ -90,18 +90,18 @@ def run_in_processes(seeds: range, jobs: int) -> tuple[Coverage, int | None]:
     return coverage, None
 
 
-# ---- what must have been seen
+# ---- pairs that must have been seen
 
 IMPOSSIBLE: Mapping[tuple[str, str], str] = {
     ("Waiting", "Renewed"): "there is no world whose lease could be prolonged",
     ("Forming", "Renewed"): "a lease begins with Go",
     ("over", "Renewed"): "no lease is granted once the run is over",
 }
-"""(state, event) that cannot meet, and why.  "over": any of the three ends."""
+"""Pairs (state, event) that cannot meet, with the reason.  "over" is any of the three ends."""
 
 
 def missing(coverage: Coverage) -> list[str]:
-    """Pairs that were never visited and could have been: an event in a state, a fault in a state, a fault that came upon another."""
+    """Returns the possible pairs that never met: an event in a state, a fault in a state, a fault during another fault."""
     met = {("over" if state in OVER else state, event) for state, event in coverage.visited}
     states = (*faults.STATES, "over")
     events = [f"{event} in {state}" for state in states for event in EVENTS if (state, event) not in met | IMPOSSIBLE.keys()]
@@ -111,7 +111,7 @@ def missing(coverage: Coverage) -> list[str]:
 
 
 def table(pairs: Pairs, rows: Sequence[str], columns: Sequence[str], *, transposed: bool = False) -> str:
-    """How often each pair came: counted as (row, column), or as (column, row) where ``transposed``."""
+    """Returns a table of how often each pair came.  Pairs are (row, column), or (column, row) if ``transposed``."""
     width, cell = max(map(len, rows)) + 1, max(9, *(len(column) + 2 for column in columns))
     head = " " * width + "".join(f"{column:>{cell}}" for column in columns)
     return "\n".join([head, *(f"{row:<{width}}" + "".join(_cells(pairs, row, columns, cell, transposed)) for row in rows)])
@@ -122,7 +122,7 @@ def _cells(pairs: Pairs, row: str, columns: Sequence[str], cell: int, transposed
 
 
 def overlap_table(overlaps: Pairs) -> str:
-    """A row for the fault that came first, a column for the one that struck before it was recovered from; columns by number."""
+    """Returns a table with a row for the first fault and a numbered column for the fault that struck before it was recovered from."""
     names = {kind: f"{number:>2} {kind}" for number, kind in enumerate(Kind, 1)}
     numbers = {kind: str(number) for number, kind in enumerate(Kind, 1)}
     named = Counter({(names[first], numbers[second]): overlaps[first, second] for first in Kind for second in Kind})
@@ -130,7 +130,7 @@ def overlap_table(overlaps: Pairs) -> str:
 
 
 def coverage_table(coverage: Coverage) -> str:
-    """All that was covered: three tables, the totals, the ends, the rare occasions."""
+    """Returns all that was covered as text: three tables, the totals, the ends, the rare occasions."""
     hours = coverage.virtual_s / 3600
     total = f"{coverage.seeds} seeds, {coverage.events} events, {coverage.generations} generations, {hours:.1f} hours"
     ends = ", ".join(f"{n} {end}" for end, n in sorted(coverage.ends.items()))

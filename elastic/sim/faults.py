@@ -1,9 +1,9 @@
 """The vocabulary of faults, shared by the simulator and by real chaos runs (``job.faults``, ``actors/chaos.py``).
 
-A fault is a value: what happens (``kind``), when (``at``, and perhaps only in a ``state`` or at a ``point`` of a worker's work), to
-which of those that are there (``target``), for how long and how badly.  A schedule is a tuple of them: drawn from a seed, written
-by hand as JSON, or made of a spot trace; what breaks a promise can be made smaller by leaving some of them out.
-The strings are part of the job format and of recorded schedules.
+A fault is a value.  It says what happens (``kind``), when (``at``, and perhaps only in a ``state`` or at a ``point`` of a worker's
+work), to which victim (``target``), for how long (``duration_s``) and how badly (``amount``).  A schedule is a tuple of faults.  It is
+drawn from a seed, written by hand as JSON, or made of a spot trace.  A schedule that breaks a promise is made smaller by leaving faults
+out.  The strings are part of the job format and of recorded schedules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
-    """What happens; to what, and how much of it, says :data:`SPECS`."""
+    """The kinds of faults.  :data:`SPECS` has the victim, the duration and the amount of each."""
 
     # to a worker's process
     SIGKILL = "SIGKILL"
@@ -25,76 +25,79 @@ class Kind(StrEnum):
     SIGSEGV = "SIGSEGV"
     SIGABRT = "SIGABRT"
     SIGSTOP = "SIGSTOP"
-    """Stands still, sockets open: nobody is told.  With a duration it is thawed (SIGCONT): a zombie, if it was expelled meanwhile."""
+    """It stands still with its sockets open, so nobody is told.  After the duration it goes on (SIGCONT), perhaps as a zombie that was
+    expelled meanwhile."""
     EXCEPTION = "exception"
-    """The user's code raises, or ours: the process lives, and says so."""
+    """The user's code or ours raises.  The process lives and reports it."""
     EXIT = "exit"
     DEVICE_ASSERT = "device_assert"
-    """A kernel's assertion fails: the process lives and says so, and cannot use its accelerator any more."""
+    """A kernel's assertion fails.  The process lives and reports it, and cannot use its accelerator any more."""
     HELD_GIL = "held_gil"
-    """Its control thread answers nobody while the duration lasts; signals still work."""
+    """Its control thread answers nobody for the duration; signals still work."""
     MEMORY_HOG = "memory_hog"
     """It takes memory until the kernel kills it."""
     SLOW = "slow"
     """Its work takes ``amount`` times as long: late is not dead."""
     CLOCK_SKEW = "clock_skew"
-    """Its clock runs ``amount`` too fast (0.02: two per cent), or too slow where negative; leases are counted by it."""
+    """Its clock, which counts its leases, runs ``amount`` too fast (0.02: two per cent), or too slow if negative."""
     # to a node
     NODE_KILL = "node_kill"
     """Power loss: its workers and its keeper are gone at once.  After the duration a new node joins in its place."""
     NODE_FREEZE = "node_freeze"
-    """All its processes stand still, and go on after the duration as if nothing had been."""
+    """All its processes stand still, and go on after the duration as if nothing had happened."""
     NODE_ADD = "node_add"
     """A node joins."""
     NODE_MISFIT = "node_misfit"
     """A node joins that does not see the bucket as the same place."""
     PARTITION = "partition"
-    """No word between the node and the coordinator; its workers still reach their peers on other nodes."""
+    """The node and the coordinator do not reach each other; its workers still reach their peers on other nodes."""
     PARTITION_TO = "partition_to"
-    """One way: nothing reaches the node, what it says is heard."""
+    """The network is cut one way: nothing reaches the node, but its messages arrive."""
     PARTITION_FROM = "partition_from"
-    """One way: the node hears everything, what it says is lost."""
+    """The network is cut one way: the node hears everything, but its messages are lost."""
     PEER_PARTITION = "peer_partition"
-    """The node's workers reach no peer on another node; control goes on."""
+    """The node's workers reach no peer on another node; the coordinator still reaches the node."""
     KEEPER_KILL = "keeper_kill"
     STORE_LOSS = "store_loss"
-    """The store of the present generation (of the next one where none is forming) cannot be reached, its keeper lives."""
+    """The store of the forming generation, or else of the next one, cannot be reached, but its keeper lives."""
     # to all messages of control
     DELAY = "delay"
-    """Up to ``amount`` seconds more for each message, so that they overtake each other."""
+    """Each message takes up to ``amount`` seconds more, so that messages overtake each other."""
     LOSS = "loss"
-    """A message is lost with chance ``amount``."""
+    """A message is lost with probability ``amount``."""
     DUPLICATE = "duplicate"
-    """A message comes twice, the second time late, with chance ``amount``."""
+    """A message comes twice, the second time late, with probability ``amount``."""
     KILL_LOST = "kill_lost"
-    """A kill that the coordinator asks for does not happen, with chance ``amount``."""
-    # to the places that all depend on
+    """A kill that the coordinator asks for does not happen, with probability ``amount``."""
+    # to shared services
     BUCKET_DOWN = "bucket_down"
-    """A call to the bucket fails with chance ``amount``; 1: it is down."""
+    """A call to the bucket fails with probability ``amount``; at 1 the bucket is down."""
     BUCKET_DAMAGE = "bucket_damage"
     """The newest checkpoint can no longer be read."""
     START_FAILURE = "start_failure"
-    """A worker that is asked for does not come up, with chance ``amount``."""
+    """A worker that is asked for does not start, with probability ``amount``."""
     DROUGHT = "drought"
-    """``target`` of the workers' places are taken away for the duration, once they are free."""
+    """The number of places for workers drops by ``target`` for the duration, as soon as they are free."""
     # to the coordinator
     COORDINATOR_KILL = "coordinator_kill"
-    """It is gone; after the duration it is started again."""
+    """It is gone, and is started again after the duration."""
     COORDINATOR_FREEZE = "coordinator_freeze"
-    """It stands still, is taken for dead and replaced, and goes on after the duration: two coordinators."""
+    """It stands still, is taken for dead and replaced, and goes on after the duration, so that there are two coordinators."""
     COORDINATOR_CUT = "coordinator_cut"
-    """As COORDINATOR_FREEZE, but it is cut off and acts on meanwhile: two coordinators at once.  ``amount``: the share of the nodes that
-    are cut off together with it (0: it alone, and only from the cluster's head)."""
+    """It is cut off, taken for dead and replaced, but goes on acting: there are two coordinators at once.  ``amount`` is the share of the
+    nodes that are cut off together with it; with 0 it is cut off alone, and only from the cluster's head."""
     COORDINATOR_CLOCK = "coordinator_clock"
     """The clock of the next coordinator is ``amount`` seconds ahead of this one's."""
     DISK_LOSS = "disk_loss"
-    """The next coordinator does not find the disk of this one: it starts on another node."""
+    """The next coordinator starts on another node and does not find the disk of this one."""
 
 
 class Spec(NamedTuple):
-    """Of a kind.  ``victim``: worker, node, coordinator, or all.  ``own``: a worker can do it to itself at an exact point (``job.faults``).
-    ``fatal``: the worker's process is gone.  ``lasts_s``, ``amount``: from and to what :func:`draw` gives it; None: done at once, knows no
-    more or less.
+    """The properties of one kind.
+
+    ``victim`` is "worker", "node", "coordinator" or "all".  ``lasts_s`` and ``amount`` are the ranges from which :func:`draw` takes the
+    duration and the amount; None means that the kind has none.  ``own`` is True if a worker can do it to itself at an exact point
+    (``job.faults``).  ``fatal`` is True if it ends the worker's process.
     """
 
     victim: str
@@ -141,7 +144,7 @@ SPECS: Mapping[Kind, Spec] = {
     Kind.COORDINATOR_CLOCK: Spec("coordinator", amount=(-20.0, 20.0)),
     Kind.DISK_LOSS: Spec("coordinator"),
 }
-"""Every kind; all groups of kinds follow from it."""
+"""All kinds with their properties.  The groups of kinds below follow from it."""
 
 VICTIM: Mapping[Kind, str] = {kind: spec.victim for kind, spec in SPECS.items()}
 SHARED_KINDS = tuple(kind for kind, victim in VICTIM.items() if victim == "all")
@@ -152,37 +155,39 @@ AMOUNTS: Mapping[Kind, tuple[float, float]] = {kind: spec.amount for kind, spec 
 
 
 class Point(StrEnum):
-    """Where in its work a worker is."""
+    """A point in a worker's work."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     BEFORE_COMMIT = "before_commit"
-    """Gradients complete, record not yet contributed."""
+    """The gradients are complete, and the record is not contributed yet."""
     BEFORE_UPDATE = "before_update"
-    """The commit was seen, nothing applied yet."""
+    """The commit was seen, and nothing is applied yet."""
     IN_UPDATE = "in_update"
-    """Parts of the state are new, parts are old: whoever fails here holds nothing."""
+    """Parts of the state are new and parts are old, so a worker that fails here holds nothing."""
     SAVE = "save"
     FORMING = "forming"
-    """The plan has arrived, the groups are not up."""
+    """The plan has arrived, and the groups do not exist yet."""
     HEALING = "healing"
 
 
 DELICATE_POINTS = frozenset({Point.BEFORE_UPDATE, Point.IN_UPDATE})
-"""Where members may differ in what they have applied."""
+"""Points at which members may differ in what they have applied."""
 
 STATES = ("Waiting", "Forming", "Running", "Stopping", "Finishing")
-"""In which a fault may wait to strike."""
+"""States for which a fault may wait before it strikes."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One entry of a schedule.  ``at``: seconds since the run began.  Where ``state`` or ``point`` is given, it strikes at the first such
-    occasion from then on, if there is one: the run is in that state, a worker passes that point of its work.
+    """One entry of a schedule.
 
-    ``target``: the n-th of the living victims in order of their names, modulo their number; so a schedule means something on every
-    cluster, also with parts of it left out.  -1: all of them (all nodes of the present world, where the victim is a node).
-    ``duration_s``: None is for good.
+    ``at`` is in seconds since the run began.  With a ``state`` the fault strikes at the first moment from then on at which the run is in
+    that state, and with a ``point`` when a worker passes that point of its work; if that never happens, it does not strike.
+
+    ``target`` is the number of the victim among the living ones in order of their names, modulo their count.  So a schedule means
+    something on every cluster, also if parts of it are left out.  -1 means all of them, or all nodes of the present world if the victim is
+    a node.  ``duration_s`` None means for good.
     """
 
     at: float
@@ -204,13 +209,13 @@ class Fault:
 
 
 def to_json(faults: Iterable[Fault]) -> str:
-    """One line a fault, without what has its default value."""
+    """Returns a schedule as JSON, one line for each fault, without fields that have their default value."""
     lines = [json.dumps({f.name: v for f in fields(Fault) if (v := getattr(each, f.name)) != f.default}) for each in faults]
     return "[" + ",\n ".join(lines) + "]\n"
 
 
 def from_json(text: str) -> tuple[Fault, ...]:
-    """Raises ValueError for a kind, point, state or field that is not in the vocabulary."""
+    """Returns the schedule in ``text``.  Raises ValueError for an unknown kind, point, state or field."""
     return tuple(_fault(each) for each in json.loads(text))
 
 
@@ -236,12 +241,12 @@ def draw(
     points: Sequence[Point] = (),
     for_good: float = 0.2,
 ) -> tuple[Fault, ...]:
-    """A schedule of ``number`` faults between ``since_s`` and ``since_s + span_s``, the same for the same arguments.
+    """Returns a schedule of ``number`` faults between ``since_s`` and ``since_s + span_s``, the same for the same arguments.
 
-    ``kinds``: each entry as likely.  ``doubles``: the share of faults that come close upon another one, half of them in one of
-    ``states``: faults have common causes, and strike while the last one is being dealt with.  ``points``: where a fault of
-    ``OWN_KINDS`` may strike, delicate ones three times as likely; none: wherever the worker is.  ``for_good``: the share of stopped
-    workers that are never thawed.
+    Each entry of ``kinds`` is equally likely.  ``doubles`` is the share of faults that come shortly after another one, half of them in one
+    of ``states``: faults have common causes, and strike while the last one is being dealt with.  ``points`` are the points at which a fault
+    of ``OWN_KINDS`` may strike, delicate ones three times as likely; without points it strikes wherever the worker is.  ``for_good`` is the
+    share of stopped workers that never go on.
     """
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
     weights = [3 if point in DELICATE_POINTS else 1 for point in points]

@@ -1,18 +1,19 @@
-"""where the records of a coordinator lie, and what it may do because of it
+"""Where the records of a coordinator lie: its own disk, its keepers, the bucket; and what travels between them, in virtual time.
 
-The rules of ``actors/journal_replicas.py`` and ``actors/coordinator_lease.py`` again, each a line.
-What may not be forgotten is acted on once a majority of the keepers holds it, of every list of keepers since the last time, and while
-the coordinator knows that no other has followed it; or once the bucket has it, and nobody has claimed the run since.  Who takes over is
-heeded by the keepers that it reaches: half of them are enough, and the one before finds no majority any more.
+The rules are the product's (``elastic/protocol/authority.py``): this file is what ``actors/journal_replicas.py`` is in production.  It
+carries requests to keepers, which may be dead, frozen, cut off or slow, brings records to the bucket, and asks who has claimed the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from elastic.control.run import RunState
 from elastic.ids import NodeId
+from elastic.protocol import authority
+from elastic.protocol.authority import Found, Replica
 
 if TYPE_CHECKING:
     from elastic.sim.cluster import Node
@@ -20,129 +21,239 @@ if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
 
 SHIP_S = 5.0
-"""How old a record gets before the bucket has it."""
-ASKS_S = 1.0
-"""How often it asks whether another has followed it."""
-Copy = tuple[int, int, RunState]
-"""Whose record is the last, how many of its own it is, and what it says."""
+"""Age in seconds at which a record is brought to the bucket, whether or not anybody waits for it."""
+AGAIN_S = 0.5
+"""Seconds after which a call that found its way blocked is tried again."""
+SLOW, SLOW_S = 0.05, 1.5
+"""Share of the calls to keepers that take long, and how many seconds at most."""
+UNSENT = 0.3
+"""Share of the occasions on which the next event comes before the records were sent."""
+
+
+class Record(NamedTuple):
+    """``n``: its number, without gaps over all coordinators of the run.  ``run``: what it says."""
+
+    n: int
+    run: RunState
+
+
+@dataclass
+class InBucket:
+    """The journal in the bucket: ``end`` is the number of its next record, ``by`` wrote the last one, which says ``run``."""
+
+    run: RunState
+    end: int = 0
+    by: int = 0
+
+    def create(self, records: Sequence[Record], by: int) -> bool:
+        """Adds ``records``; False where somebody else has written the first of them."""
+        if records and records[0].n != self.end:
+            return False
+        for each in records:
+            self.run, self.end, self.by = each.run, each.n + 1, by
+        return True
+
+
+class Read(NamedTuple):
+    """What a follower has read: ``run`` as the newest record says; ``ahead``: the records that the bucket does not have."""
+
+    run: RunState
+    ahead: Sequence[Record]
+    all: bool
+    """It has read all that coordinators before it acted on."""
+
+
+@dataclass
+class Disk:
+    """The records that one coordinator has written on its own disk, the first ``in_bucket`` of which are in the bucket."""
+
+    first: int
+    records: list[Record] = field(default_factory=list)
+    in_bucket: int = 0
+
+    @property
+    def end(self) -> int:
+        return len(self.records)
+
+    def append(self, run: RunState) -> None:
+        self.records.append(Record(self.first + len(self.records), run))
+
+    def tail(self, at: int) -> tuple[int, int, list[Record]]:
+        """As ``storage.journal.Journal.tail``: where begins what the bucket does not have, and what lies from ``at`` on."""
+        at = max(at, self.in_bucket)
+        return self.in_bucket, at, self.records[at:]
 
 
 class Journal:
-    """Of one incarnation.  ``run``: as its last record says, which is on its own disk; ``safe``: as of the last that others hold too."""
+    """The driver of one coordinator's authority."""
 
-    def __init__(self, sim: Simulation, coordinator: Coordinator, run: RunState) -> None:
+    def __init__(self, sim: Simulation, coordinator: Coordinator, read: Read, first: int, asked_at: float, *, follows: bool) -> None:
+        """``first``: the number of the record that comes next in the bucket.  ``asked_at``: when the run was claimed."""
         self.sim, self.coordinator = sim, coordinator
-        self.run = self.safe = run
-        self.records = 0
-        self._lists = [run.cluster.keepers]
-        """Every list of keepers since ``safe``."""
-        self._known_at = sim.clock.now
-        """When it last knew that no other had followed it, where it cannot know now."""
-        self._bucket_cut_until = self._asks_at = 0.0
+        self.disk = Disk(first, list(read.ahead))
+        self.run = read.run
+        self.read_to = 0
+        """So many of its records have been read by whoever followed it."""
+        self.authority = authority.Authority(
+            coordinator.incarnation, sim.rules.mandate_s, asked_at, read.run.cluster.keepers, read.run, follows=follows
+        )
+        self._unheard: list[tuple[NodeId, int | None]] = []
+        """Answers that came while it stood still; None: the call failed."""
+        self._bucket_cut_until = 0.0
         sim.clock.after(SHIP_S, self._ship_again)
 
+    # -- the coordinator's side ---------------------------------------------------------------------------------------
+
     def append(self, run: RunState) -> None:
-        self.run, self.records = run, self.records + 1
-        if run.cluster.keepers != self._lists[-1]:
-            self._lists.append(run.cluster.keepers)
-        self._send(lossy=True)
-        self._by_keepers()
+        self.run = run
+        self.disk.append(run)
+        self.authority.note(self.disk.end, run.cluster.keepers, run)
+
+    def send(self) -> None:
+        """Whatever was appended goes to the keepers, now that it has been acted on."""
+        if self.sim.rng.random() >= UNSENT:
+            self._send()
 
     def secured(self) -> bool:
-        """May it be acted on?  Where that is because of the bucket, it is deposed if somebody else has written there or claimed the run."""
-        self._send(lossy=False)
-        return (self.mandated() and self._by_keepers()) or self.ship()
+        """May all that was appended be acted on?  Asks whoever is due: the keepers first, then the bucket."""
+        self._send()
+        self._send()  # a keeper that was made anew has answered where it wants the journal from
+        if not self._is_secured() and self.authority.waits_s(self.sim.clock.now) <= 0:
+            self.ship()
+        return self._is_secured()
+
+    def _is_secured(self) -> bool:
+        return self.authority.secured(self.disk.end, self.sim.clock.now)
+
+    def holds(self) -> bool:
+        """Does the coordinator's lease hold?"""
+        return self.authority.holds(self.sim.clock.now)
+
+    def keep_lease(self) -> None:
+        """Asks the cluster's head, which knows the latest coordinator, and the bucket where that is due."""
+        now, claimed = self.sim.clock.now, self.sim.coordinators.claimed
+        if not self.coordinator.cut and claimed == self.coordinator.incarnation:
+            self.authority.confirmed(now)
+        if self.authority.asks_bucket(now) and self._bucket_answers():
+            self.authority.claimed(now, claimed)
+        self._heed()
+
+    def _heed(self) -> None:
+        if self.authority.deposed:
+            self.coordinator.depose()
 
     # -- the keepers ------------------------------------------------------------------------------------------------
 
-    def _send(self, *, lossy: bool) -> None:
-        for node in self.run.cluster.keepers:
-            keeper = self._answering(node)
-            if keeper is not None and keeper.heeds <= self.coordinator.incarnation and not (lossy and self.sim.rng.random() < 0.3):
-                keeper.tail = (self.coordinator.incarnation, self.records, self.run)
+    def _send(self) -> None:
+        rng, nodes = self.sim.rng, self.sim.cluster.nodes
+        for name, at in self.authority.requests(self.disk.end, self.run.cluster.keepers, self.sim.clock.now):
+            node = nodes.get(name)
+            replica = node.replica if node is not None else None  # the keeper that is called, and no other that takes its place
+            if rng.random() < SLOW:
+                self.sim.clock.after(SLOW_S * rng.random(), self._arrive_late, name, replica, *self.disk.tail(at))
+            else:
+                self._arrive(name, replica, *self.disk.tail(at))
+        self._heed()
 
-    def _answering(self, name: NodeId) -> Node | None:
+    def _arrive_late(self, name: NodeId, replica: Replica | None, begin: int, at: int, records: list[Record]) -> None:
+        self._arrive(name, replica, begin, at, records)
+        self._heed()
+        if self._is_secured():
+            self.coordinator.go_through_with_it()
+
+    def _arrive(self, name: NodeId, replica: Replica | None, begin: int, at: int, records: list[Record]) -> None:
+        """A call reaches its keeper, finds that it is gone, or waits until the way is free."""
         node = self.sim.cluster.nodes.get(name)
-        well = node is not None and node.keeper and node.frozen_until <= self.sim.clock.now
-        return node if well and self.coordinator.reaches(name) else None
+        if node is None or not node.keeper or node.replica is not replica:
+            return self._hear(name, None)
+        if node.frozen_until > self.sim.clock.now or not self.coordinator.reaches(name):
+            if self.coordinator.alive:
+                self.sim.clock.after(AGAIN_S, self._arrive_late, name, replica, begin, at, records)
+            return None
+        return self._hear(name, replica.copy(self.coordinator.incarnation, begin, at, records))
 
-    def _by_keepers(self) -> bool:
-        """Does a majority hold it all, of every list since the last time that one did?"""
-        holds = {node for node, keeper in self.sim.cluster.nodes.items() if self._holds_all(keeper)}
-        if not all(2 * len(holds.intersection(keepers)) > len(keepers) for keepers in self._lists if keepers):
-            return False
-        self._all_safe()
-        return True
+    def _hear(self, name: NodeId, held: int | None) -> None:
+        if not self.coordinator.alive:
+            return
+        if self.coordinator.frozen_until > self.sim.clock.now:
+            self._unheard.append((name, held))
+        elif held is None:
+            self.authority.failed(name)
+        else:
+            self.authority.answered(name, held)
 
-    def _holds_all(self, keeper: Node) -> bool:
-        mine = keeper.tail is not None and keeper.tail[:2] == (self.coordinator.incarnation, self.records)
-        return mine and self._answering(keeper.name) is not None and keeper.heeds <= self.coordinator.incarnation
+    def thaw(self) -> None:
+        """It stood still; now it takes the answers that have come."""
+        unheard, self._unheard = self._unheard, []
+        for name, held in unheard:
+            self._hear(name, held)
+        self._heed()
 
-    def _all_safe(self) -> None:
-        self.safe, self._lists = self.run, [self.run.cluster.keepers]
-
-    # -- the bucket, and the mandate ----------------------------------------------------------------------------------
+    # -- the bucket ---------------------------------------------------------------------------------------------------
 
     @property
     def reaches_bucket(self) -> bool:
         return self._bucket_cut_until <= self.sim.clock.now
 
     def cut_off(self, until: float, bucket: bool) -> None:
-        self.mandated()
         self._bucket_cut_until = until if bucket else 0.0
 
-    def thaw(self) -> None:
-        """What it knew counts until it asks again."""
-        self._asks_at = self.sim.clock.now + ASKS_S * self.sim.rng.random()
+    def _bucket_answers(self) -> bool:
+        """One call to the bucket."""
+        return self.reaches_bucket and not self.sim.cluster.bucket_fails()
 
-    def mandated(self) -> bool:
-        """Does it know, or did it a moment ago, that no other has followed it?  From the cluster's head, or by the claims in the bucket."""
-        coordinator, now = self.coordinator, self.sim.clock.now
-        answered = not coordinator.cut or (self.reaches_bucket and not self.sim.cluster.bucket_fails())
-        if answered and now >= self._asks_at:
-            if self.sim.coordinators.claimed > coordinator.incarnation:
-                coordinator.depose()
-                return False
-            self._known_at = now
-        return now < self._known_at + self.sim.rules.mandate_s
-
-    def ship(self) -> bool:
-        """Everything to the bucket; False when it cannot be, or another coordinator has been there."""
-        if not self.reaches_bucket or self.sim.cluster.bucket_fails():
+    def _put(self) -> bool:
+        """Everything to the bucket; False when it cannot be, or another coordinator has written there."""
+        if not self._bucket_answers():
             return False
-        coordinators, own = self.sim.coordinators, self.coordinator.incarnation
-        if coordinators.written[0] > own or coordinators.claimed > own:
+        if not self.sim.coordinators.in_bucket.create(self.disk.records[self.disk.in_bucket :], self.coordinator.incarnation):
             self.coordinator.depose()
             return False
-        coordinators.written = (own, self.records, self.run)
-        self._known_at = self.sim.clock.now
-        self._all_safe()
+        self.disk.in_bucket = self.disk.end
         return True
 
+    def ship(self) -> None:
+        """Everything to the bucket, then the question who has claimed the run."""
+        if self._put() and self._bucket_answers():
+            self.authority.in_bucket(self.disk.end, self.sim.clock.now, self.sim.coordinators.claimed)
+            self._heed()
+
     def _ship_again(self) -> None:
+        """As the thread of ``storage.journal.Journal`` does, which asks for no claims."""
         if self.coordinator.acts:
-            self.ship()
+            self._put()
         if self.coordinator.alive:
             self.sim.clock.after(SHIP_S, self._ship_again)
 
     # -- for whoever comes after ------------------------------------------------------------------------------------
 
-    def left(self, incarnation: int, disk: bool) -> tuple[RunState, bool]:
-        """What the coordinator of ``incarnation`` can read, and whether that is all that was acted on.  From now on its keepers heed it."""
+    def read_by(self, incarnation: int, disk: bool) -> Read:
+        """What the coordinator of ``incarnation`` can read.  From now on the keepers that it reaches heed it.
+
+        ``disk``: also what this coordinator has written on its own.
+        """
+        bucket = self.sim.coordinators.in_bucket
+        attached, copies = {}, []
+        for node in self._reachable():
+            node.replica.heed(incarnation)
+            attached[node.name] = node.replica.by
+            copies.append((node.replica.by, list(node.replica.data)))
+        if disk:
+            copies.append((self.coordinator.incarnation, self.disk.records[self.disk.in_bucket :]))
+        parsed = [Found(by, records[0].n, records[-1].n, records) for by, records in copies if records]
+        found = authority.furthest(bucket.end, bucket.by, parsed)
+        ahead = [each for each in found.records if each.n >= bucket.end] if found is not None else []
+        run = ahead[-1].run if ahead else bucket.run
+        return Read(run, ahead, disk or run.over or authority.has_read_all(attached, run.cluster.keepers))
+
+    def _reachable(self) -> list[Node]:
         cut = {node for each in self.sim.coordinators.all if each.cut for node in each.side}
         now = self.sim.clock.now
         there = (node for node in self.sim.cluster.nodes.values() if node.keeper and not node.declared_dead)
-        nodes = [node for node in there if node.frozen_until <= now and node.name not in cut]
-        for node in nodes:
-            node.heed(incarnation)
-        copies: list[Copy] = [self.sim.coordinators.written, *(node.tail for node in nodes if node.tail is not None)]
-        if disk:
-            copies.append((self.coordinator.incarnation, self.records, self.run))
-        run = max(copies, key=lambda copy: copy[:2])[2]
-        attached = {node.name for node in nodes if node.tail is not None}
-        return run, disk or _half(attached, run.cluster.keepers)
+        return [node for node in there if node.frozen_until <= now and node.name not in cut]
 
-
-def _half(attached: Iterable[NodeId], keepers: tuple[NodeId, ...]) -> bool:
-    there = len(set(attached).intersection(keepers))
-    return there > 0 and 2 * there >= len(keepers)
+    def was_read(self, ahead: Sequence[Record]) -> None:
+        """By a follower: what is in the bucket, and ``ahead``."""
+        known = {id(each) for each in ahead}
+        read = [each.n - self.disk.first + 1 for each in self.disk.records[self.disk.in_bucket :] if id(each) in known]
+        self.read_to = max(self.read_to, self.disk.in_bucket, *read)

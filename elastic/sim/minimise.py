@@ -1,4 +1,4 @@
-"""a schedule that fails, made as small as it can be: delta debugging.
+"""Makes a schedule that fails as small as possible, by delta debugging.
 
 Source: A. Zeller, R. Hildebrandt, "Simplifying and isolating failure-inducing input" (2002), the algorithm ddmin.
 """
@@ -11,9 +11,9 @@ from elastic.sim.faults import Fault
 
 
 def minimised(faults: Sequence[Fault], fails: Callable[[tuple[Fault, ...]], bool]) -> tuple[Fault, ...]:
-    """A part of ``faults`` with which it still ``fails``, and no longer does if any one of them is left out.
+    """Returns a part of ``faults`` with which it still ``fails``, and from which no single fault can be left out.
 
-    ``fails`` runs something, simulated or real, with a part of the faults in their order; it is true of all of them.
+    ``fails`` runs something, simulated or real, with a part of the faults in their order.  It must be true of all faults together.
     """
     left, parts = tuple(faults), 2
     while len(left) > 1:

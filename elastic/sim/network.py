@@ -1,7 +1,7 @@
-"""Messages between the coordinators and everybody else: late, lost, twice, out of order, or cut off with a whole node, also one way.
+"""Models messages between the coordinators and all others: late, lost, twice, out of order, or cut off with a whole node, also one way.
 
-Control and the members' collectives travel on different networks, so that a node can be cut off from the coordinator while its
-workers train on (the case in which two worlds might commit), and from its peers while it hears every order.
+Control and the members' collectives travel on different networks.  So a node can be cut off from the coordinator while its workers train on
+(the case in which two worlds might commit), and it can be cut off from its peers while it hears every order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from elastic.sim.clock import Clock
 from elastic.sim.faults import Kind
 
 REPEATED_S = 0.5
-"""How often a word that must arrive is said again."""
+"""Time in seconds after which a message that must arrive is sent again."""
 
 
 class Way(StrEnum):
-    """Of a message, between the coordinator and a node; or between members on different nodes."""
+    """The way of a message: from the coordinator to a node, from a node to the coordinator, or between members on different nodes."""
 
     TO = "to"
     FROM = "from"
@@ -29,7 +29,7 @@ class Way(StrEnum):
 
 
 class Network:
-    """Delivers by calling; each delivery has its own delay, so nothing keeps its order."""
+    """Delivers messages by calling.  Each delivery has its own delay, so messages do not keep their order."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self.clock, self.rng = clock, rng
@@ -38,18 +38,18 @@ class Network:
         self._rough_until = 0.0
 
     def worsen(self, kind: Kind, amount: float, until: float) -> None:
-        """For everybody, until then."""
+        """Makes a condition hold for all messages until ``until``."""
         self._conditions[kind].append((until, amount))
         self._rough_until = max(self._rough_until, until)
 
     def level(self, kind: Kind) -> float:
-        """How bad it is now: of several at the same time the worst counts."""
+        """Returns the present amount of a condition.  If several hold at the same time, the worst counts."""
         if self.clock.now >= self._rough_until:
             return 0.0
         return max((amount for until, amount in self._conditions[kind] if until > self.clock.now), default=0.0)
 
     def happens(self, kind: Kind) -> bool:
-        """Where the level is a chance."""
+        """Draws whether a condition strikes, if its level is a probability."""
         level = self.level(kind)
         return level > 0.0 and self.rng.random() < level
 
@@ -57,7 +57,7 @@ class Network:
         self._until[way, node] = max(until, self._until.get((way, node), 0.0))
 
     def cut_s(self, way: Way, node: NodeId) -> float:
-        """For how long nothing goes this way."""
+        """Returns the time in seconds for which this way stays cut."""
         return max(0.0, self._until.get((way, node), 0.0) - self.clock.now) if self._until else 0.0
 
     def send(self, way: Way, node: NodeId, deliver: Callable[..., object], *args: Any) -> None:
@@ -76,7 +76,10 @@ class Network:
         after(delay_s, deliver, *args)
 
     def send_surely(self, way: Way, node: NodeId, deliver: Callable[..., object], *args: Any, not_before: float = 0.0) -> float:
-        """As ``send``, but repeated until it arrives: late at worst, perhaps twice.  When: after all that must come before it."""
+        """Sends a message that is repeated until it arrives: late at worst, perhaps twice.  Returns the time of its arrival.
+
+        It arrives at ``not_before`` or later, so after all messages that must come before it.
+        """
         delay_s = 0.01 + 0.1 * self.rng.random() + self.cut_s(way, node)
         if self.clock.now < self._rough_until:
             while self.happens(Kind.LOSS) and delay_s < self._rough_until - self.clock.now:

@@ -146,8 +146,8 @@ class Oracle:
             self.told.add((event.outcome.step, event.generation))
         elif isinstance(event, Fenced):
             self.told.update((each.step, each.generation) for each in event.outcomes)
-        if by is not self.sim.coordinators.present:
-            return self._judge_the_superseded(transition)
+        if by is not self.sim.coordinators.acting:
+            return self._judge_the_superseded(transition, by)
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
         self._note(before, event)
@@ -170,11 +170,19 @@ class Oracle:
             self._judge_end(after, transition.reason)
             self.waiting_since = (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
 
-    def _judge_the_superseded(self, transition: Transition) -> None:
-        """It may decide what it likes, as long as it begins and settles nothing."""
+    def _judge_the_superseded(self, transition: Transition, by: Coordinator) -> None:
+        """It may decide what it likes, as long as it begins and settles nothing of which its follower has not read."""
         self.occasions["a superseded coordinator acts on"] += bool(transition.actions)
-        if harm := [action for action in transition.actions if isinstance(action, Form | Settle)]:
+        harm = [action for action in transition.actions if isinstance(action, Form | Settle)]
+        if harm and by.journal.read_to == by.journal.disk.end:
+            self.occasions["a superseded coordinator does what its follower has read"] += 1
+        elif harm:
             raise Violation(f"a coordinator that was followed by another performs {harm[0]}")
+
+    def judge_reading(self, before: Coordinator, follower: Coordinator) -> None:
+        """``follower`` begins: unless it knows better, it has read all that ``before`` began and settled."""
+        if follower.whole and before.acted_to > before.journal.read_to:
+            raise Violation(f"coordinator {follower.incarnation} has not read all that coordinator {before.incarnation} acted on")
 
     def _note(self, before: RunState, event: Event) -> None:
         if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept):
@@ -263,7 +271,7 @@ class Oracle:
 
     def _judge_kill(self, before: RunState, kill: Kill) -> None:
         """One absent member keeps all from forming: those who are there are not to blame for it."""
-        if isinstance(before.state, Forming) and self.sim.coordinators.present.now >= before.state.deadline:
+        if isinstance(before.state, Forming) and self.sim.coordinators.acting.now >= before.state.deadline:
             here = self.here[before.generation]
             if (innocent := here & set(kill.workers)) and here < set(before.state.plan.members):
                 raise Violation(f"{min(innocent)} said Here and is expelled because others of generation {before.generation} did not")

@@ -1,4 +1,4 @@
-"""Being a process: messages reach it, or not; it stands still, and goes on; its clock and its pace are its own."""
+"""Models a process: messages reach it or not, it stands still and goes on, and it has its own clock and pace."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Process:
-    """Of one worker; :class:`~elastic.sim.worker.Worker` says what it does."""
+    """The process of one worker.  :class:`~elastic.sim.worker.Worker` is what runs in it."""
 
     def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
         self.sim, self.name, self.node = sim, name, node
         self.alive, self.frozen, self._frozen_until = True, False, 0.0
         self.clock_rate = 1.0
-        """How fast its own clock runs, by which it counts leases."""
+        """Speed of its own clock, by which it counts leases; 1 is right."""
         self._skewed_at = self._showed = sim.clock.now
-        """When the rate last changed, and what its own clock showed then."""
+        """Time at which the rate last changed, and what its own clock showed then."""
         self.slowness, self.slow_until = 1.0, 0.0
         self.world: World | None = None
         self._backlog: list[Call] = []
         self._arrived_at = 0.0
 
     def receive(self, call: Callable[..., object], *args: Any) -> None:
-        """A message, or anything else from outside: nothing reaches the dead, and the frozen get it when thawed."""
+        """Takes a message, or anything else from outside.  It never reaches a dead process, and reaches a frozen one when it is thawed."""
         if self.alive and not self.frozen:
             call(*args)
         elif self.alive:
             self._backlog.append((call, args))
 
     def later(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
-        """Work for the present world; forgotten if it is left before."""
+        """Schedules work for the present world.  The work is dropped if the worker leaves that world before."""
         self.work(delay_s, None, call, *args)
 
     def work(self, delay_s: float, point: Point | None, call: Callable[..., object], *args: Any) -> None:
-        """As ``later``, and a fault may strike at ``point`` before."""
+        """Schedules work like :meth:`later`, but a fault may strike at ``point`` before."""
         if self.slowness != 1.0 and self.sim.clock.now < self.slow_until:
             delay_s *= self.slowness
         self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, point, call, args)
@@ -57,7 +57,7 @@ class Process:
             self.receive(call, *args)
 
     def passes(self, point: Point) -> None:
-        """Whatever may strike it there."""
+        """Lets a fault strike the process at ``point``; the worker overrides it."""
 
     def freeze(self, thaw_s: float | None) -> None:
         self.frozen = True
@@ -66,7 +66,7 @@ class Process:
             self.sim.clock.after(thaw_s, self.thaw)
 
     def thaw(self) -> None:
-        if self.sim.clock.now < self._frozen_until - 1e-9:  # stopped once more meanwhile, and for longer
+        if self.sim.clock.now < self._frozen_until - 1e-9:  # it was stopped again meanwhile, and for longer
             return
         backlog, self._backlog, self.frozen = self._backlog, [], False
         for call, args in backlog:
@@ -81,14 +81,17 @@ class Process:
         return self._showed + (self.sim.clock.now - self._skewed_at) * self.clock_rate
 
     def skew(self, amount: float) -> None:
-        """Its clock runs so much too fast from now on."""
+        """Makes its clock run too fast by ``amount`` from now on."""
         self._showed, self._skewed_at, self.clock_rate = self.now, self.sim.clock.now, 1.0 + amount
 
     def post(self, event: Any) -> None:
-        """A word that may be lost: what follows from its absence is settled by deadlines."""
+        """Sends a message that may be lost.  Deadlines settle what follows if it does not arrive."""
         self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.hear, self, event)
 
     def report(self, event: Any) -> None:
-        """A word that is repeated until it is acknowledged, as long as this process lives, in order: the ledger is made of it."""
+        """Sends a message that is repeated until it is acknowledged, as long as this process lives, in order.
+
+        The ledger is made of these.
+        """
         hear, before = self.sim.coordinators.hear, self._arrived_at
         self._arrived_at = self.sim.network.send_surely(Way.FROM, self.node, hear, self, event, not_before=before)

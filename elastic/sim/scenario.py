@@ -1,4 +1,4 @@
-"""What is simulated: a small job, a small cluster, its faults.  Times are in virtual seconds, a step takes about one."""
+"""Scenarios of the simulator: a small job, a small cluster, its faults.  Times are in virtual seconds; a step takes about one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.sim.faults import STATES, Fault, Kind, Point, draw
 from storage.slices import Tensor
 
 ROWS = ((8,), (7, 3), (12, 5, 1))
-"""Dim-0 lengths of the model's tensors: even, uneven and empty shards."""
+"""Lengths of dimension 0 of a model's tensors, one tuple a model.  They give even, uneven and empty shards."""
 
 LAYOUTS = (
     LayoutRule(dp_replicate=None, dp_shard=None, min_shard=1, use="all"),
@@ -26,7 +26,7 @@ WORKERS_LOT = (
     *(Kind.EXCEPTION,) * 2,
     *(Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.EXIT),
 )
-"""What strikes workers, each as likely."""
+"""Faults of workers; each entry is equally likely."""
 COMMON = (
     *WORKERS_LOT,
     *(Kind.NODE_KILL, Kind.KEEPER_KILL, Kind.PARTITION, Kind.LOSS, Kind.DELAY, Kind.DUPLICATE, Kind.KILL_LOST) * 2,
@@ -34,7 +34,7 @@ COMMON = (
     *(Kind.COORDINATOR_KILL, Kind.COORDINATOR_FREEZE, Kind.COORDINATOR_CUT) * 2,
     *tuple(Kind),
 )
-"""Every kind at least once: what a drawn schedule is drawn from."""
+"""Kinds from which a schedule is drawn; each kind occurs at least once."""
 
 
 @dataclass(frozen=True)
@@ -45,33 +45,34 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     nodes: int = 3
     slots: int = 4
-    """Workers that fit; zombies do not count."""
+    """Number of workers that fit on the cluster; zombies do not count."""
     per_node: int = 0
-    """If not 0, so many fit on each node instead."""
+    """Number of workers that fit on each node.  If it is not 0, it replaces ``slots``."""
     rows: tuple[int, ...] = (7, 3)
     stop_at_s: float | None = None
-    """When the user asks for a stop, and impatiently once more."""
+    """Time at which the user asks for a stop, and two seconds later once more."""
     resumes: bool = False
-    """Whether the same command is given again after a stop: a new incarnation, which knows what the bucket says."""
+    """True if the same command is given again after a stop.  The new incarnation knows what the bucket says."""
     error_step: int | None = None
-    """Step at which the user's code raises, on whoever has the microbatch ..."""
+    """Step at which the user's code raises, on the worker that has the microbatch."""
     error_once: bool = True
-    """... the first time only, or each time."""
+    """True if it raises the first time only, else each time."""
     dry_step: int | None = None
-    """Step whose samples never come: whoever reads them hangs."""
+    """Step whose samples never come, so that a worker that reads them hangs."""
     patience_s: float = 150.0
-    """Every run must have ended so long after its last fault did."""
+    """Time in seconds after the end of the last fault within which every run must end."""
 
     @property
     def classes(self) -> tuple[Tensor, ...]:
-        """The model's tensors, as a worker tells of them."""
+        """The model's tensors, as a worker reports them."""
         return tuple(Tensor(f"t{number}", "parameter", "F32", (length,)) for number, length in enumerate(self.rows))
 
     @staticmethod
     def drawn(seed: int) -> Scenario:
-        """One seed in ten is calm, the others from a drizzle to a storm; half of them let a world form and step first.
+        """Draws a scenario from a seed.
 
-        In all others one fault comes upon another, so that the seeds go through all pairs of kinds.
+        One seed in ten has no faults; the others have from a few to very many, and half of the seeds let a world form and step first.  Each
+        schedule with faults has a pair of which one comes shortly after the other, so that the seeds go through all pairs of kinds.
         """
         rng = random.Random(f"scenario {seed}")
         if rng.random() < 0.05:
@@ -102,7 +103,10 @@ class Scenario:
 
     @staticmethod
     def isolation(rng: random.Random) -> Scenario:
-        """A world is cut off from its coordinator again and again, and no kill arrives: only leases keep two worlds apart."""
+        """Draws a scenario in which a world is cut off from its coordinator again and again, and no kill arrives.
+
+        Only leases keep two worlds apart there.
+        """
         cuts = draw(rng, rng.randint(1, 5), 40.0, (Kind.PARTITION,), doubles=0.0)
         skews = draw(rng, rng.randint(0, 3), 40.0, (Kind.CLOCK_SKEW,), doubles=0.0)
         return Scenario(
@@ -114,7 +118,7 @@ class Scenario:
 
 
 def weather(rng: random.Random, severity: float, span_s: float, since_s: float) -> tuple[Fault, ...]:
-    """As many faults as are usual in the time, made worse or milder: half of them wherever a worker is, half at points of its work."""
+    """Draws the usual number of faults for the time, times ``severity``: half of them at any moment, half at points of a worker's work."""
     number = round(0.25 * severity * span_s * (0.5 + rng.random()))
     anywhere = draw(rng, number - number // 2, span_s, COMMON, since_s=since_s)
     at_points = draw(rng, number // 2, span_s, WORKERS_LOT, since_s=since_s, points=tuple(Point))
@@ -122,7 +126,7 @@ def weather(rng: random.Random, severity: float, span_s: float, since_s: float) 
 
 
 def pair(rng: random.Random, seed: int, since_s: float) -> tuple[Fault, Fault]:
-    """One fault close upon another: which two, the seed says, so that so many seeds one after the other cover all pairs."""
+    """Draws a fault shortly after another one.  The seed decides which two, so that consecutive seeds cover all pairs."""
     kinds = tuple(Kind)
     first, second = (draw(rng, 1, 12.0, (kinds[n % len(kinds)],), since_s=since_s)[0] for n in (seed, seed // len(kinds)))
     state = rng.choice(STATES) if rng.random() < 0.3 else ""
@@ -130,7 +134,7 @@ def pair(rng: random.Random, seed: int, since_s: float) -> tuple[Fault, Fault]:
 
 
 def small_rules(min_workers: int, max_workers: int, layout: LayoutRule, target_step: int, save_every: int) -> Rules:
-    """Deadlines in the proportions of production, a step being a second."""
+    """Returns rules whose deadlines have the proportions of production if a step takes a second."""
     return Rules(
         min_workers=min_workers,
         max_workers=max_workers,

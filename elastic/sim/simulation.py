@@ -1,4 +1,4 @@
-"""One run in virtual time: the coordinator's decisions are the product's, all it talks to is a model."""
+"""Runs one job in virtual time.  The coordinator's decisions are the product's; everything that it talks to is a model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from elastic.sim.violation import Violation
 from elastic.sim.world import World
 
 Line = tuple[float, Event | None, str]
-"""When, what happened (None: a fault), and what was said."""
+"""One line of the story: the time, the event (None for a fault), and the reason."""
 EPILOGUE_S = 3.0
-"""For which late words still come in after the end, and must change nothing."""
+"""Time in seconds after the end in which late messages still arrive.  They must change nothing."""
 STORY_LINES = 30
+"""Number of lines of the story that a violation shows."""
 
 
 def told(lines: Iterable[Line]) -> str:
@@ -34,7 +35,7 @@ def told(lines: Iterable[Line]) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """How one seed ended."""
+    """The result of one seed."""
 
     seed: int
     scenario: Scenario
@@ -43,21 +44,21 @@ class Report:
     events: int
     generations: int
     visited: Counter[tuple[str, str]]
-    """(state, event): how often the event came in the state."""
+    """Number of times that each event came in each state, by (state, event)."""
     struck: Counter[tuple[str, str]]
-    """(kind of fault, state): how often it struck in the state."""
+    """Number of times that each kind of fault struck in each state, by (kind, state)."""
     overlaps: Counter[tuple[str, str]]
-    """(kind, kind): how often the second struck before the first was recovered from."""
+    """Number of times that the second kind struck before the first was recovered from, by (first, second)."""
     occasions: Counter[str]
     lines: tuple[Line, ...]
 
     def story(self) -> str:
-        """Every event, fault and reason: the same for the same seed."""
+        """Returns every event, fault and reason as text, the same for the same seed."""
         return told(self.lines)
 
 
 class Simulation:
-    """What the parts of one run share."""
+    """One simulated run, with all that its parts share."""
 
     def __init__(self, seed: int, scenario: Scenario | None, advance: Advance) -> None:
         self.seed, self.rng, self.clock = seed, random.Random(seed), Clock()
@@ -73,7 +74,7 @@ class Simulation:
         self.strikes = Strikes(self)
 
     def world(self, plan: Plan) -> World:
-        """The one of the plan's generation; its first member brings it into being."""
+        """Returns the world of the plan's generation.  The first member that asks creates it."""
         if plan.generation not in self.worlds:
             self.worlds[plan.generation] = World(self, plan)
         return self.worlds[plan.generation]
@@ -89,7 +90,7 @@ class Simulation:
         self.coordinators.tell(event)
 
     def run(self) -> str:
-        """Until an end; its name."""
+        """Runs until the job ends, and returns the name of the end."""
         self.coordinators.present.tick()
         if self.scenario.stop_at_s is not None:
             for again_s in (0.0, 2.0):
@@ -108,7 +109,7 @@ class Simulation:
         self.coordinators.present.receive(StopRequested("Ctrl-C"))
 
     def _until_the_end(self) -> None:
-        """And a little longer."""
+        """Runs until an end, and ``EPILOGUE_S`` longer."""
         begun, clock, coordinators = self.clock.now, self.clock, self.coordinators
         last_s = 0.0
         while not coordinators.present.run.over:
@@ -119,13 +120,13 @@ class Simulation:
         while clock.now < until_s:
             clock.step()
             if not coordinators.present.whole and coordinators.present is not present:
-                return self._until_the_end()  # where nobody could read of it, there was none
+                return self._until_the_end()  # an end that nobody could read of is none
             if coordinators.present.run.state != end:
                 raise Violation(f"{end} was not the end: {coordinators.present.run.state}")
 
 
 def simulate(seed: int, scenario: Scenario | None = None, advance: Advance = machine.advance) -> Report:
-    """One run, decided by ``seed`` alone; ``scenario`` is drawn from it unless given.  Raises :class:`Violation`."""
+    """Simulates one run, which ``seed`` alone decides.  ``scenario`` is drawn from it unless given.  Raises :class:`Violation`."""
     sim = Simulation(seed, scenario, advance)
     try:
         end = sim.run()

@@ -1,4 +1,4 @@
-"""Performs a schedule of faults on the simulated cluster: each at its time, or at the first occasion after it."""
+"""Performs a schedule of faults on the simulated cluster: each fault at its time, or at its first occasion afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
 
 MISSING_S = 20.0
-"""How long the recovery from a fault may take to count as not yet over, where no new commit says so before."""
+"""Time in seconds for which a fault counts as not yet recovered from, unless a new commit ends it before."""
 CUTS = {
     Kind.PARTITION: (Way.TO, Way.FROM),
     Kind.PARTITION_TO: (Way.TO,),
@@ -24,17 +24,20 @@ CUTS = {
 
 
 class Strikes:
-    """``calm_at``: when the last fault that has struck ends.  The counters are what the schedule really covered."""
+    """Performs the faults of one run.
+
+    ``calm_at`` is the time at which the last fault that has struck ends.  The counters tell what the schedule really covered.
+    """
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, self.clock = sim, sim.clock
         self.calm_at = 0.0
         self.struck: Counter[tuple[str, str]] = Counter()
-        """(kind, state of the run): how often."""
+        """Number of times that each kind struck in each state, by (kind, state)."""
         self.overlaps: Counter[tuple[str, str]] = Counter()
-        """(kind, kind): how often the second struck before the first was recovered from."""
+        """Number of times that the second kind struck before the first was recovered from, by (first, second)."""
         self._open: dict[Kind, float] = {}
-        """Kinds that were struck and not recovered from, and until when at the latest."""
+        """Kinds that have struck and are not recovered from, each with the time at which it counts as recovered from at the latest."""
         self._in_state: dict[str, list[Fault]] = {}
         self._at_point: list[Fault] = []
         for fault in sim.scenario.faults:
@@ -49,18 +52,18 @@ class Strikes:
             self.strike(fault)
 
     def entered(self, state: str) -> None:
-        """The run is in another state now."""
+        """Strikes with the faults that have waited for ``state``, which the run has just entered."""
         if self._in_state:
             for fault in self._in_state.pop(state, ()):
                 self.clock.after(0.0, self.strike, fault)
 
     def recovered(self) -> None:
-        """A step was committed: what struck at once is over."""
+        """Notes that a step was committed, which ends the recovery from all faults that do not last."""
         now = self.clock.now
         self._open = {kind: until for kind, until in self._open.items() if until > now and kind in SHARED_KINDS}
 
     def passes(self, worker: Worker, point: Point) -> Kind | None:
-        """The fault that strikes ``worker`` as it passes ``point``, if one does."""
+        """Returns the kind of the fault that strikes ``worker`` as it passes ``point``, or None."""
         fault = next((each for each in self._at_point if each.point is point), None)
         if fault is None:
             return None
@@ -82,7 +85,7 @@ class Strikes:
         sim.tell(f"fault: {fault.kind} of {victim or 'all'}" + (f" at {fault.point}" if fault.point else "") + f" in {sim.state_name}")
 
     def strike(self, fault: Fault) -> None:
-        """Now, on whoever is the target; nothing happens where there is none."""
+        """Performs a fault now.  Without a victim nothing happens."""
         cluster, sim, kind, ends = self.sim.cluster, self.sim, fault.kind, self.clock.now + (fault.duration_s or 0.0)
         match kind:
             case Kind.DELAY | Kind.LOSS | Kind.DUPLICATE | Kind.KILL_LOST | Kind.BUCKET_DOWN | Kind.START_FAILURE:

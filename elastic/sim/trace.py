@@ -1,6 +1,6 @@
-"""Spot traces as schedules of faults: when which machines came and went, as recorded by others.
+"""Turns spot traces into schedules of faults.  A trace records when which machines came and went.
 
-Lines of ``seconds,event,node`` with event "add" or "remove", in order; lines that begin with # say where they are from.
+It has lines of ``seconds,event,node`` in order, in which the event is "add" or "remove".  Lines that begin with # name its source.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 from elastic.sim.faults import Fault, Kind
 from elastic.sim.scenario import LAYOUTS, Scenario, small_rules
 
+STEPS_A_SECOND = 0.5
+"""Number of steps that a run makes in each second of its trace: half of what an undisturbed one makes, a step taking about a second."""
+
 
 def from_trace(text: str, pace: float = 1.0) -> tuple[int, tuple[Fault, ...]]:
-    """How many nodes there are at the beginning, and what happens then, ``pace`` times as fast as it was recorded.
+    """Returns the number of nodes at the beginning, and the faults, ``pace`` times as fast as they were recorded.
 
-    Raises ValueError for a line that is none.
+    Raises ValueError for a line that is not part of a trace.
     """
     rows = [line.split(",") for line in text.splitlines() if line and not line.startswith("#")]
     if not rows or rows[0] != ["seconds", "event", "node"]:
@@ -33,13 +36,13 @@ def from_trace(text: str, pace: float = 1.0) -> tuple[int, tuple[Fault, ...]]:
     return sum(event == "add" and float(seconds) == begun_s for seconds, event, _ in rows[1:]), tuple(faults)
 
 
-def scenario_of(text: str, pace: float = 1.0, steps_s: float = 0.5) -> Scenario:
-    """A run that lasts as long as the trace, a worker on each node; ``steps_s``: steps that it has to make in a second of it."""
+def scenario_of(text: str, pace: float = 1.0) -> Scenario:
+    """Returns a run that lasts as long as the trace, with one worker on each node."""
     nodes, faults = from_trace(text, pace)
     there = peak = nodes
     for fault in faults:
         there += 1 if fault.kind is Kind.NODE_ADD else -1
         peak = max(peak, there)
     last_s = max((fault.at for fault in faults), default=0.0)
-    rules = small_rules(1, peak, LAYOUTS[0], target_step=max(10, int(steps_s * last_s)), save_every=20)
+    rules = small_rules(1, peak, LAYOUTS[0], target_step=max(10, int(STEPS_A_SECOND * last_s)), save_every=20)
     return Scenario(rules=rules, faults=faults, nodes=nodes, per_node=1)

@@ -1,4 +1,4 @@
-"""what follows from what happened, found row by row and step by step; it shares no code with the machine that is judged"""
+"""Computes what follows from the events, row by row and step by step.  It shares no code with the machine that it judges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=4096)
 def covers(cells: frozenset[Cell], rows: tuple[int, ...]) -> bool:
-    """Return whether ``cells`` together hold every row, looked at one by one (torch's chunk rule)."""
+    """Returns whether ``cells`` together hold every row.  It looks at the rows one by one (torch's chunk rule)."""
     shards = [shard_of(cell) for cell in cells]
     if not shards:
         return False
@@ -28,18 +28,18 @@ def covers(cells: frozenset[Cell], rows: tuple[int, ...]) -> bool:
 
 
 def shard_of(cell: Cell) -> tuple[int, int]:
-    """Return the number of shards and which of them ``cell`` is, read from its text: worlds here are cut along one axis."""
+    """Returns the number of shards and the index of ``cell`` among them, read from its text.  Worlds here are cut along one axis."""
     index, _, count = cell.removeprefix("dp_shard ").partition("/") if cell else ("0", "/", "1")
     return int(count), int(index)
 
 
 def base_of(plan: Plan, step: int) -> Version:
-    """What the world of ``plan`` applies ``step`` to."""
+    """Returns the version to which the world of ``plan`` applies ``step``."""
     return plan.version if step == plan.version.step + 1 else Version(step - 1, plan.generation)
 
 
 def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
-    """((generation, last step), ...) as the generation of each step."""
+    """Returns the generation of each step of a lineage, which has (generation, last step) for each generation."""
     generations: list[int] = []
     for generation, last_step in lineage:
         generations += [generation] * (last_step - len(generations))
@@ -47,9 +47,9 @@ def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 def a_budget_is_spent(seen: Oracle) -> bool:
-    """May the run fail?  Counted from what the oracle saw: the job's own error, fruitless generations, waiting.
+    """Returns whether the run may fail, by what the oracle saw: errors of the job, fruitless generations, waiting.
 
-    At the start a little waiting is enough, where there are nodes that no worker may run on.
+    At the start a short wait is enough if there are nodes on which no worker may run.
     """
     raised = [worker for _, worker in seen.sim.cluster.errors_raised]
     alone = seen.plan is not None and len(seen.plan.members) == 1
@@ -64,7 +64,10 @@ def a_budget_is_spent(seen: Oracle) -> bool:
 
 
 def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:
-    """Of each: the greatest step that it committed (0: none), and whether that is sure.  How many of the last came no further."""
+    """Returns how many of the last generations made no progress.
+
+    Each has the greatest step that it committed (0 for none), and whether that is certain.
+    """
     fruitless = furthest = 0
     for reached, sure in generations:
         if reached > furthest and sure:
@@ -75,17 +78,17 @@ def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:
     return fruitless
 
 
-# ---- what can be judged at the moment it happens
+# ---- checks at the moment of an event
 
 
 def check_start(worker: Worker) -> None:
-    """It begins to step: on what it was really given."""
+    """Checks that ``worker``, which begins to step, has no garbage."""
     if worker.held & worker.garbage:
         raise Violation(f"{worker.name} steps on garbage of a collective that was aborted")
 
 
 def check_answer(worker: Worker, answer: Fenced) -> None:
-    """It says that it holds exactly what it holds, and says so when no update can change it."""
+    """Checks that a fence answer names exactly what ``worker`` holds, at a moment when no update can change it."""
     if worker.member.applying:
         raise Violation(f"{worker.name} answers the fence of generation {answer.generation} in the midst of an update")
     claimed = {(each.version, each.cell) for each in answer.held}
@@ -94,7 +97,7 @@ def check_answer(worker: Worker, answer: Fenced) -> None:
 
 
 def check_plan(worker: Worker, plan: Plan) -> None:
-    """What the plan says ``worker`` holds, it holds."""
+    """Checks that ``worker`` holds what the plan says it holds."""
     for holding in plan.holders:
         slot = (holding.version, holding.cell)
         if holding.worker == worker.name and not holding.keeper and slot not in worker.held:
@@ -102,6 +105,6 @@ def check_plan(worker: Worker, plan: Plan) -> None:
 
 
 def check_manifest(version: Version, cells: frozenset[Cell], rows: tuple[int, ...]) -> None:
-    """It speaks of a whole state."""
+    """Checks that the cells of a manifest are a whole state."""
     if not covers(cells, rows):
         raise Violation(f"manifest of {version} with cells {sorted(cells)} only")

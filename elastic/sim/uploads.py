@@ -1,4 +1,4 @@
-"""A keeper's saves, simulated: the rules are those of ``state/uploads.py``, and writing takes its time."""
+"""Models the saves of a keeper, by the rules of ``state/uploads.py``.  Writing takes its time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from elastic.sim.cluster import Cluster, Node
 
 POLL_S = 0.3
+"""Time in seconds after which a keeper looks again for a copy that is not complete."""
 
 
 class Uploads:
-    """Of one keeper, as long as it lives."""
+    """The saves of one keeper, as long as it lives."""
 
     def __init__(self, cluster: Cluster, node: Node) -> None:
         self.cluster, self.node = cluster, node
@@ -34,7 +35,7 @@ class Uploads:
         return self.node.alive and self.node.keeper and self.node.uploads is self
 
     def obey(self, number: tuple[int, int], saves: tuple[Save, ...], generation: int, version: Version) -> None:
-        """From now on these saves are on their way, and no others that began by ``version`` of ``generation``."""
+        """Takes the saves that are on their way from now on.  No other save that began by ``version`` of ``generation`` is."""
         if number <= self.number:
             return
         self.number, self.saves, self.generation, self.version = number, saves, generation, version
@@ -49,13 +50,13 @@ class Uploads:
                     self._look(save, worker)
 
     def is_over(self, worker: WorkerId, version: Version) -> bool:
-        """Is the save of ``version``, which ``worker`` has begun, in the bucket or given up?"""
+        """Returns whether the save of ``version``, which ``worker`` has begun, is in the bucket or given up."""
         if any(save.version == version and worker in save.members for save in self.saves):
             return False
         return version.generation < self.generation or version <= self.version
 
     def _look(self, save: Save, name: WorkerId) -> None:
-        """Until its copy is complete, or never will be."""
+        """Looks for the copy again and again, until it is complete or never will be."""
         if not self.lives or save not in self.saves:
             self._begun.discard((save, name))
             return
@@ -87,7 +88,7 @@ class Uploads:
         self._end(save, name, ShardSaved(name, save.version, save.by))
 
     def _superseded(self, save: Save, name: WorkerId) -> bool:
-        """Is the worker in a later world, which saves the same version again?"""
+        """Returns whether the worker is in a later world, which saves the same version again."""
         memory = self.cluster.workers[name].memory
         begun = memory.copies.begun if memory.copies is not None else None
         return memory.generation > save.by and begun is not None and begun.version == save.version

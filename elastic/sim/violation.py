@@ -1,4 +1,4 @@
-"""A broken promise"""
+"""The error for a broken promise."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The collectives of one generation: what physics, not a decision, makes of its members' doings.
+"""Models the collectives of one generation, which no decision controls.
 
-Three rules carry everything.  A collective completes nowhere unless every member contributed.  Once it has, it completes on *any
-subset* of the members: each sees it after its own time, and when a member has gone meanwhile perhaps never.  Where a member *aborts*,
-what the others wait for may look complete, over garbage.
+It has three rules.  A collective completes nowhere unless every member contributed.  Once all have, it completes on *any subset* of the
+members: each sees it after a time of its own, and perhaps never if a member has gone meanwhile.  If a member *aborts*, the collective that
+the others wait for may look complete, with garbage as its result.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ if TYPE_CHECKING:
 
 
 class World:
-    """Members find each other (``arrive``), then commit step after step (``contribute``), until they leave."""
+    """A world, in which members find each other (``arrive``) and commit step after step (``contribute``) until they leave."""
 
     def __init__(self, sim: Simulation, plan: Plan) -> None:
         self.sim, self.plan, self.generation = sim, plan, plan.generation
         self.here: dict[WorkerId, Worker] = {}
         self.broken = False
-        """A member died or left: nothing new completes."""
+        """True if a member died or left, so that nothing new completes."""
         self.asked: dict[int, dict[WorkerId, tuple[int, Copied]]] = {}
-        """By step: who contributed, which boundary flag it asked for, and what it says of its copies."""
+        """Contributions by step and worker: the boundary flag that it asked for, and what it says of its copies."""
         self.completed_at: dict[int, float] = {}
         self.outcomes: dict[int, Outcome] = {}
 
     def arrive(self, worker: Worker) -> None:
-        """The groups form once all have arrived and the store answers; else each hangs until somebody tells it better."""
+        """Adds a member.
+
+        The groups form once all have arrived and the store answers; otherwise each member hangs until it is told to leave.
+        """
         self.here[worker.name] = worker
         if len(self.here) == len(self.plan.members):
             self.sim.clock.after(0.1 + 0.4 * self.sim.rng.random(), self._form)
@@ -45,7 +48,7 @@ class World:
             worker.later(0.1 * self.sim.rng.random(), worker.formed)
 
     def contribute(self, worker: Worker, step: int, boundary: int, copied: Copied) -> None:
-        """The worker's record of ``step``.  The last one makes the commit."""
+        """Takes the worker's record of ``step``.  The last record makes the commit."""
         asked = self.asked.setdefault(step, {})
         asked[worker.name] = (boundary, copied)
         if not self.broken and self.sim.cluster.peers_cut(self.plan.members):
@@ -79,7 +82,7 @@ class World:
             worker.commit_seen(self.outcomes[step])
 
     def gone(self, worker: Worker, *, aborts: bool = False) -> None:
-        """The worker died, or left the groups (``aborts``)."""
+        """Notes that the worker died, or left the groups by an abort (``aborts``)."""
         self.broken = True
         for name in self.plan.members:
             other = self.here.get(name)
@@ -90,12 +93,12 @@ class World:
             self._tell_of_loss(other)
 
     def falls_apart(self) -> None:
-        """The members no longer reach each other: nothing new completes."""
+        """Breaks the world, because its members no longer reach each other."""
         self.broken = True
         for worker in self.here.values():
             self._tell_of_loss(worker)
 
     def _tell_of_loss(self, worker: Worker) -> None:
-        """A closed socket tells those who were connected to it; the rest hang."""
+        """Tells ``worker`` of the loss if it was connected to a socket that was closed; the others hang."""
         if worker.world is self and self.sim.rng.random() < 0.6:
             worker.later(0.02 + 0.3 * self.sim.rng.random(), worker.peer_lost)

@@ -1,7 +1,7 @@
-"""What a keeper holds: the regions of its node's workers, dead or alive, and copies of others' that it keeps as their buddy.
+"""The store of a keeper: the regions of its node's workers, dead or alive, and the copies that it keeps as the buddy of other nodes.
 
-Its listener hands out slots to those who heal and takes what other keepers bring; one thread brings this node's copies to the buddy.
-Nobody here looks into the bytes: who reads them checks their digests.
+A listener serves slots to workers that heal, and takes the copies that other keepers bring.  One thread brings this node's copies to the
+buddy.  The store never looks into the bytes: the reader of a copy checks its digests.
 """
 
 from __future__ import annotations
@@ -27,34 +27,37 @@ RETRY_S = 1.0
 
 
 class KeeperStore:
-    """Thread-safe.  ``address``: where its listener is; ``host``: the address of the node that others reach."""
+    """Holds the copies of one keeper and serves them to others.  It is thread-safe.
+
+    ``host`` is the address at which other nodes reach this one; ``address`` is that of the store's listener.
+    """
 
     def __init__(self, node: NodeId, host: str, secret: bytes, say: Callable[[str], None] = print) -> None:
-        """``say``: what somebody should know of."""
+        """``say`` receives the sentences that belong in the keeper's log."""
         self.node, self.secret, self.say = node, secret, say
         self._lock = threading.Lock()
         self._own: dict[WorkerId, Region] = {}
         self._dead: set[WorkerId] = set()
         self._sent_s: dict[WorkerId, float] = {}
-        """Of living workers' copies, how long it takes to bring one to the buddy: half of it the last one's."""
+        """Seconds that it takes to bring a copy of each living worker to the buddy: an average in which the last copy counts for half."""
         self._others: dict[WorkerId, Region] = {}
         """Copies of the shards of other nodes' workers."""
         self._coming: Counter[WorkerId] = Counter()
-        """How many copies of each are on their way into ``_others``."""
+        """Number of copies of each worker that are being received into ``_others``."""
         self._buddy = ""
-        """Its address."""
+        """Address of the buddy's listener; "" while there is no buddy."""
         self._closed = threading.Event()
         self._listener = Listener(host, secret, self._serve, say)
         self.address = self._listener.address
         threading.Thread(target=self._bring, name="buddy", daemon=True).start()
 
     def adopt(self, worker: WorkerId, pid: int, descriptor: int) -> None:
-        """The worker lives, and this is its region.  Raises :class:`StateMissing` or OSError where it cannot be opened."""
+        """Opens the region of a living worker and keeps it.  Raises :class:`StateMissing` or OSError if it cannot be opened."""
         region = Region.of_process(pid, descriptor)
         region["keeper"] = os.getpid()
         with self._lock:
-            region["brought"] = 0  # a keeper before this one may have had another buddy
-            region["saves_over"] = region["saves"]  # and what it had still to upload is given up
+            region["brought"] = 0  # an earlier keeper may have had another buddy
+            region["saves_over"] = region["saves"]  # the saves that it had still to upload are given up
             self._own[worker] = region
             self._dead.discard(worker)
 
@@ -65,24 +68,24 @@ class KeeperStore:
                 self._sent_s.pop(worker, None)
 
     def regions(self) -> list[tuple[WorkerId, Region]]:
-        """Returns those of this node's workers, dead or alive."""
+        """Returns the regions of this node's workers, dead or alive."""
         with self._lock:
             return list(self._own.items())
 
     def region(self, worker: WorkerId) -> tuple[Region | None, bool]:
-        """Returns the region of one of this node's workers, None where there is none here, and whether the worker has ended."""
+        """Returns the region of one of this node's workers (None if the store has none), and whether the worker has ended."""
         with self._lock:
             return self._own.get(worker), worker in self._dead
 
     def forget(self, worker: WorkerId) -> None:
-        """Frees what a dead worker has left."""
+        """Frees the region that a dead worker has left."""
         with self._lock:
             if worker in self._dead:
                 self._dead.remove(worker)
                 del self._own[worker]
 
     def held(self) -> tuple[Holding, ...]:
-        """Every slot that is complete."""
+        """Returns a holding for every slot that is complete."""
         with self._lock:
             regions = [*self._own.items(), *self._others.items()]
             copies = {(worker, copy) for worker, region in regions for copy in region.all_held() if copy}
@@ -90,7 +93,11 @@ class KeeperStore:
         return tuple(sorted(found, key=lambda each: (each.worker, each.version, each.cell)))
 
     def release(self, copied: Version, buddied: Version) -> None:
-        """Versions up to ``copied`` are complete on all keepers of the present world, up to ``buddied`` at their buddies too."""
+        """Frees the regions that newer copies have made useless.
+
+        Versions up to ``copied`` are complete on all keepers of the present world; versions up to ``buddied`` are also complete at their
+        buddies.
+        """
         with self._lock:
             for worker in sorted(self._dead):
                 if _outlived(self._own[worker], min(age(copied), age(buddied))):
@@ -101,7 +108,7 @@ class KeeperStore:
                     del self._others[worker]
 
     def pair(self, buddy: str) -> None:
-        """Bring the copies that workers ask for to the keeper at ``buddy``; "" for none.  Another one has none of them yet."""
+        """Makes the keeper at ``buddy`` the receiver of this node's copies; "" means none.  A new buddy has none of them yet."""
         with self._lock:
             if buddy != self._buddy:
                 self._buddy = buddy
@@ -131,14 +138,14 @@ class KeeperStore:
                 self._take(wire, worker, head)
 
     def _find(self, worker: WorkerId, head: dict[str, Any]) -> tuple[Region, int] | None:
-        """The region that has the copy, and its slot there."""
+        """Returns the region that has the copy and its slot there, or None."""
         wanted = _wanted(head)
         with self._lock:
             there = [regions[worker] for regions in (self._own, self._others) if worker in regions]
         return next(((region, slot) for region in there if (slot := region.find(wanted)) is not None), None)
 
     def _read(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
-        """For each range its digests, then its bytes; at the end, whether the slot still holds what it held."""
+        """Sends the digests of each range, then its bytes, and at the end whether the slot still holds the same copy."""
         found = self._find(worker, head)
         wire.send({"found": found is not None})
         if found is None:
@@ -150,14 +157,17 @@ class KeeperStore:
         wire.send({"still": region.find(_wanted(head)) == slot})
 
     def _spoilt(self, worker: WorkerId, head: dict[str, Any]) -> None:
-        """Somebody read bytes that have not their digest: the slot holds nothing any more."""
+        """Empties the slot of a copy in which a reader found bytes that do not match their digest."""
         if found := self._find(worker, head):
             region, slot = found
             self.say(f"the copy of {worker} at {_wanted(head).version} is damaged")
             region.begin(slot)
 
     def _take(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
-        """A copy that another keeper brings, into the slot that is not the newest one complete at all buddies."""
+        """Receives a copy from another keeper.
+
+        It never overwrites the copy of the version that is complete at all buddies.
+        """
         copy, safe = _wanted(head), _wanted(head["safe"]) if head["safe"] else None
         with self._lock:
             region = self._others.get(worker)
@@ -179,7 +189,7 @@ class KeeperStore:
     # ---- to the buddy
 
     def _bring(self) -> None:
-        """One copy after the other, the oldest version first."""
+        """Brings one copy after the other to the buddy, the oldest version first."""
         while not self._closed.is_set():
             buddy = self._buddy
             if not buddy or self._due() is None:
@@ -194,7 +204,10 @@ class KeeperStore:
                 self._closed.wait(RETRY_S)
 
     def _due(self) -> tuple[WorkerId, Region, int] | None:
-        """What is to be brought next: what a living worker asks for, once it is complete here and until its buddy has it."""
+        """Returns the copy to bring next, or None.
+
+        A copy is due if a living worker asks for it, it is complete here, and the buddy does not have it yet.
+        """
         with self._lock:
             living = [(worker, region) for worker, region in self._own.items() if worker not in self._dead]
         found = []
@@ -207,7 +220,7 @@ class KeeperStore:
 
     def _send(self, wire: Wire, buddy: str, worker: WorkerId, region: Region, slot: int) -> None:
         asked, copy = region["asked"], region.held(slot)
-        if copy is None or copy != region.copy("send"):  # overwritten meanwhile, or another one is asked for
+        if copy is None or copy != region.copy("send"):  # it was overwritten, or the worker now asks for another copy
             return
         wire.send({"ask": "where"} | request(worker, copy))
         there = wire.head()["descriptor"] >= 0
@@ -234,7 +247,7 @@ class KeeperStore:
 
 
 def request(worker: WorkerId, copy: Copy) -> dict[str, Any]:
-    """Which copy is meant, as it goes over the wire."""
+    """Returns the fields that identify a copy in a message."""
     return {
         "worker": worker,
         "step": copy.version.step,
@@ -248,10 +261,10 @@ def _wanted(head: dict[str, Any]) -> Copy:
 
 
 def _outlived(region: Region, by: tuple[int, int]) -> bool:
-    """Is all that it holds older than that age?"""
+    """Returns whether every copy in ``region`` is older than ``by``."""
     return not any(copy and copy.age >= by for copy in region.all_held())
 
 
 def _worth(copy: Copy | None, safe: Copy | None) -> tuple[bool, bool, tuple[int, int]]:
-    """Of two slots the one that is worth less is overwritten."""
+    """Returns the rank of a slot: the slot with the lowest rank is overwritten first."""
     return (copy is not None and copy == safe, copy is not None, copy.age if copy else (-1, -1))

@@ -1,8 +1,8 @@
-"""Whose doing it is that a generation stopped here: the job's, a peer's, the bucket's, or this process's own device's.
+"""Finds out what stopped a generation here: the job, a peer, the bucket, or this process's own device.
 
-A device's error that cannot be mended (a failed assertion in a kernel, an illegal address, a fault of the hardware) is *sticky*: it was
-raised by something that was launched long ago, comes up in whatever call happens to be next, a peer's collective or our own polling
-among them, and then in every later call of this process.  So neither its class nor its place tells it from others.  A call does.
+An error of a device that cannot be mended (a failed assertion in a kernel, an illegal address, a hardware fault) is *sticky*.  Its cause
+was launched long ago.  It appears in the next call to the device, which may be a peer's collective or our own polling, and then in every
+later call of this process.  So neither its class nor its place tells it from other errors; another call to the device does.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from elastic.protocol.commit_record import BadRecord
 from storage.errors import Damaged, StorageError
 
 OURS = ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/state/")
-"""Where the user's code is not."""
+"""Parts of paths that are never the user's code."""
 
 
 def touch(device: torch.device) -> None:
-    """The cheapest call that asks the device something.  Never waits; raises once this process cannot use it any more."""
+    """Makes the cheapest call to ``device``.  It never waits, and raises if this process cannot use the device any more."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).query()
 
 
 def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool = False) -> tuple[str, str]:
-    """(cause of ``Broken``, signature) of what stopped a generation here; ``ask_device`` is :func:`touch`, for this worker's.
+    """Returns (cause of ``Broken``, signature) of the error that stopped a generation here.
 
-    A collective that failed is a peer's doing; that is told from the user's code by where the exception was raised.  ``forming``: no
-    step had begun; memory that is lacking then may be what earlier worlds have left behind, and a new process has it.
+    ``ask_device`` is :func:`touch` for this worker's device.  A failed collective is a peer's doing; the place where the exception was
+    raised tells it from an error in the user's code.  ``forming`` means that no step had begun: if memory is short then, earlier worlds
+    may have left some behind, and a new process has it.
     """
     if isinstance(error, FencedOff):
         return "lease", ""
@@ -56,7 +57,7 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
 
 
 def _signature(error: Exception) -> str:
-    """Of what happened, the same when it happens again."""
+    """Returns a line that identifies the error; it is the same when the error happens again."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not any(part in f.filename for part in OURS)]
     frame = (theirs or frames)[-1]
@@ -64,9 +65,10 @@ def _signature(error: Exception) -> str:
 
 
 def tell_where_all_stand() -> None:
-    """Every thread's stack, into the log.
+    """Writes the stack of every thread to the log.
 
-    Under the GIL: ``faulthandler`` walks the frames of threads that run on, which now and then ends the process (cpython issue 116008).
+    It holds the GIL meanwhile: ``faulthandler`` walks the frames of running threads, which sometimes ends the process (cpython issue
+    116008).
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():

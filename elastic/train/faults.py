@@ -15,11 +15,11 @@ from elastic.engine.parallelize import sharding_table
 from elastic.job import Fault
 
 EXIT_CODE = 17
-"""Of a fault of kind "exit": nobody else's."""
+"""Exit code of a worker that performs a fault of kind "exit"; nothing else exits with it."""
 HELD_S = 600.0
-"""Of a fault of kind "held_gil" that says no duration: longer than anybody waits."""
+"""Seconds for which a fault of kind "held_gil" holds the GIL if it has no duration: longer than any deadline."""
 HOG_BYTES = 256 * 2**20
-"""What a memory hog takes; then it ends as the kernel would end it.  Never so much that others on the machine suffer."""
+"""Bytes that a fault of kind "memory_hog" takes before it ends the process as the kernel would: few enough to spare other processes."""
 PAGE_BYTES = 4096
 KINDS = (
     "SIGKILL",
@@ -34,9 +34,9 @@ KINDS = (
     "device_assert",
     "clock_skew",
 )
-"""What a worker can do to itself: the words of ``elastic/sim/faults.py``."""
+"""Faults that a worker can perform on itself, named as in ``elastic/sim/faults.py``."""
 INSIDE = ("forward", "backward")
-"""The points that lie inside the model."""
+"""Points that lie inside the model."""
 
 
 class InjectedError(RuntimeError):
@@ -44,7 +44,7 @@ class InjectedError(RuntimeError):
 
 
 class Place(Protocol):
-    """Who a worker is in a generation; a :class:`~elastic.engine.world.World` says it too."""
+    """The position of a worker in a generation; a :class:`~elastic.engine.world.World` is one too."""
 
     @property
     def generation(self) -> int: ...
@@ -54,14 +54,14 @@ class Place(Protocol):
 
 
 class Seat(NamedTuple):
-    """A place in a world that is not there yet."""
+    """A place in a world that has not formed yet."""
 
     generation: int
     rank: int
 
 
 class Asked(NamedTuple):
-    """A fault that chaos has asked for; ``point``: "" for any."""
+    """A fault that chaos has asked for; if ``point`` is "", it happens at any point."""
 
     kind: str
     point: str
@@ -70,24 +70,27 @@ class Asked(NamedTuple):
 
 
 class Faults:
-    """``strike`` names a point; if a fault is set there it happens.  Each happens once a process."""
+    """The faults that are set for this worker.  ``strike`` performs the one that is set at a point; each happens once in a process."""
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self.faults = list(faults)
         self.asked: list[Asked] = []
-        """By chaos, in this order; added by the control thread."""
+        """Faults that chaos has asked for, oldest first; the control thread adds them."""
         self.step = 0
         self._watched = 0
-        """The generation whose model has the points that lie inside."""
+        """The generation whose model has hooks for the points inside it."""
         self._one_takes = threading.Lock()
 
     def ask(self, asked: Asked) -> None:
-        """It happens where this process next comes to its point.  Raises ValueError for a kind that no worker can do to itself."""
+        """Sets a fault that happens when this process next reaches its point.  Raises ValueError for a kind not in :data:`KINDS`."""
         _check(asked.kind)
         self.asked.append(asked)
 
     def aim(self, step: int, model: torch.nn.Module, place: Place) -> None:
-        """``step`` is about to be computed; what lies inside the model is hooked into it once a fault is set there, and not before."""
+        """Prepares for ``step``, which is about to be computed.
+
+        The points inside the model get their hooks only once a fault is set there.
+        """
         self.step = step
         points = [each.point for each in self.faults] + [each.point for each in self.asked]
         if self._watched != place.generation and any(point in INSIDE for point in points):
@@ -95,7 +98,10 @@ class Faults:
             self._watch(model, place)
 
     def _watch(self, model: torch.nn.Module, place: Place) -> None:
-        """Make the points "forward" and "backward" lie inside the model: in its middle block, when it is entered and on the way back."""
+        """Hooks the points "forward" and "backward" into the middle block of the model.
+
+        "forward" is reached when the block has run, "backward" when the gradient of its output arrives.
+        """
         blocks = sharding_table(model).blocks
         middle = model.get_submodule(blocks[len(blocks) // 2]) if blocks else model
 
@@ -108,7 +114,7 @@ class Faults:
         compiled = middle._compiled_call_impl
         if compiled is None:
             middle.register_forward_hook(after)
-        else:  # outside of what is compiled: a hook would be traced into it, and compiled again for every step
+        else:  # the call goes round the compiled code: a hook would be traced into it and recompiled for every step
 
             def call(*args: object, **named: object) -> Any:
                 output = compiled(*args, **named)
@@ -128,7 +134,7 @@ class Faults:
                 return
 
     def _take(self, point: str) -> Asked | None:
-        """The first that fits here; the thread that saves passes points too."""
+        """Removes and returns the first fault that fits ``point``.  It holds a lock because the thread that saves reaches points too."""
         with self._one_takes:
             found = next((each for each in self.asked if each.point in ("", point)), None)
             if found is not None:
@@ -137,7 +143,11 @@ class Faults:
 
 
 def perform(kind: str, duration_s: float = 0.0, amount: float = 0.0) -> None:
-    """Now, by this thread.  ``duration_s``: of a held GIL, 0 for good; ``amount``: of a skewed clock.  ValueError for any other kind."""
+    """Performs a fault now, on this thread.
+
+    ``duration_s`` is for a held GIL, where 0 means ``HELD_S``; ``amount`` is for a skewed clock.  Raises ValueError for a kind not in
+    :data:`KINDS`.
+    """
     _check(kind)
     match kind:
         case "exception":
@@ -151,7 +161,7 @@ def perform(kind: str, duration_s: float = 0.0, amount: float = 0.0) -> None:
         case "clock_skew":
             skew(amount)
         case "device_assert":
-            torch._assert_async(torch.zeros((), device="cuda"))  # seen later, by whatever asks the device next
+            torch._assert_async(torch.zeros((), device="cuda"))  # it shows later, in the next call that asks the device
         case name:
             signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened
 
@@ -162,18 +172,18 @@ def _check(kind: str) -> None:
 
 
 def hold_the_gil(duration_s: float) -> None:
-    """As a C extension that computes: no thread of this process runs Python meanwhile."""
+    """Holds the GIL like a C extension that computes: meanwhile no thread of this process runs Python."""
     ctypes.PyDLL(None).usleep(int(duration_s * 1e6))
 
 
 def skew(amount: float) -> None:
-    """From now on the clock of this process, where Python reads it, and by which its lease is counted, runs ``amount`` too fast."""
+    """Makes ``time.monotonic`` of this process, which times its lease, run too fast from now on; ``amount`` 0.1 means 10 %."""
     true, since = time.monotonic, time.monotonic()
     time.monotonic = lambda: since + (true() - since) * (1 + amount)
 
 
 def hog() -> None:
-    """Take memory, all of it in use, and be killed for it."""
+    """Takes memory, touches every page of it, and kills this process."""
     taken = bytearray(HOG_BYTES)
     taken[::PAGE_BYTES] = b"x" * len(range(0, HOG_BYTES, PAGE_BYTES))
     signal.raise_signal(signal.SIGKILL)

@@ -1,11 +1,11 @@
 """The life of a worker: it waits for a plan, forms the world, heals, steps until the world ends, and waits for the next plan.
 
 There are two threads.  The training thread is in ``run``.  The control thread calls the rest; it never waits for the training thread,
-except for an update that is under way.  Neither thread leaves a group before the coordinator settles the generation: a member that is
-not fenced by then could apply a commit that this broke.
+except for an update that is under way.  Neither thread leaves a group before the coordinator settles the generation: leaving breaks the
+group's commit, and a member that is not yet fenced could still apply it.
 
-Which orders count, and what is answered to them, is decided by the member (``protocol/member.py``) under its lock.  This file keeps the
-threads, the queue between them, and the forming and aborting of worlds.
+The member (``protocol/member.py``) decides under its lock which orders count and what the answers are.  This file keeps the threads, the
+queue between them, and the forming and aborting of worlds.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
 
 SLOW_S = 5.0
-"""A generation that is not left so many seconds after its settlement is looked into."""
+"""Seconds after its settlement at which a generation that is not left yet has the stacks of all threads written to the log."""
 WITNESS_S = 0.05
-"""For the flight recorder to say what is in flight, before it is aborted."""
+"""Seconds that the flight recorder has to say what is in flight before the world is aborted."""
 SHOWN = 8
 ABORT_S = 15.0
-"""For an abort, which takes a second or two on a device that has much to do; in a process where it takes longer, something is stuck."""
+"""Seconds that an abort may take.  It takes one or two on a busy device; if it takes longer than this, something is stuck."""
 RUN_TIMEOUT_S = 24 * 3600.0
-"""Of collectives: never the way a loss is noticed."""
+"""Seconds after which collectives time out; so long that a loss is always noticed in another way."""
 
 
 @dataclass(frozen=True)
 class Enter:
-    """Form the world of ``plan`` in the store at (host, port)."""
+    """An order to form the world of ``plan`` in the store at (host, port)."""
 
     plan: Plan
     store: tuple[str, int]
@@ -60,14 +60,14 @@ class Enter:
 
 @dataclass(frozen=True)
 class Settled:
-    """``generation`` is over: apply what its settlement says, and leave."""
+    """An order to apply the settlement of ``generation``, which is over, and to leave it."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Went:
-    """``generation`` may begin to step."""
+    """An order that lets ``generation`` begin to step."""
 
     generation: int
 
@@ -77,7 +77,7 @@ class Leave(Exception):
 
 
 class Trainer:
-    """One worker.  ``report(event)`` reaches the coordinator and does not block."""
+    """Runs one worker.  ``report(event)`` tells the coordinator and does not block."""
 
     def __init__(
         self, session: Session, fence: ApplyFence, device: torch.device, checkpoints: Checkpoints, report: Callable[[Event], None]
@@ -85,41 +85,44 @@ class Trainer:
         self.session, self.apply_fence, self.device, self.checkpoints, self.report = session, fence, device, checkpoints, report
         self.worker = fence.member.worker
         self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
-        """Orders that count, for the training thread.  None: leave the run."""
+        """Accepted orders for the training thread; None means that it leaves the run."""
         self.world: World | None = None
         self._abort: threading.Thread | None = None
-        """Aborts the world before: no collective of the next one begins until it has ended."""
+        """The thread that aborts the previous world; no collective of the next world begins until it has ended."""
         self._slow = threading.Timer(0, nothing)
 
     # ---- control thread
 
     def form(self, plan: Plan, store: tuple[str, int]) -> None:
-        """Enter the world of ``plan``, once the present one is left."""
+        """Orders the training thread into the world of ``plan``, once it has left the present one."""
         with self.apply_fence as member:
             taken = member.form(plan)
         if taken:
             self.orders.put(Enter(plan, store))
 
     def go(self, generation: int) -> None:
-        """Begin to step."""
+        """Orders the training thread to begin to step."""
         with self.apply_fence as member:
             taken = member.go(generation)
         if taken:
             self.orders.put(Went(generation))
 
     def pause(self, generation: int, save: bool) -> None:
-        """Ask, in the next commit, for a stop at the boundary after it."""
+        """Makes this member ask in the next commit for a stop at the boundary after it."""
         with self.apply_fence as member:
             member.pause(generation, save)
 
     def fence(self, generation: int) -> None:
-        """Apply nothing more of ``generation``, and answer what is held.  The training thread gives an answer that is deferred."""
+        """Stops this member from applying more of ``generation``, and answers what it holds.
+
+        If an update is under way, the answer is deferred and the training thread gives it.
+        """
         with self.apply_fence as member:
             answer = member.fence(generation)
         self._answer(answer)
 
     def settle(self, generation: int, outcome: Outcome | None) -> None:
-        """All members are fenced or expelled: only now may anything be aborted."""
+        """Takes the settlement of a generation and aborts its world: all members are fenced or expelled, and only now is that allowed."""
         with self.apply_fence as member:
             taken = member.settle(generation, outcome)
         if not taken:
@@ -134,9 +137,9 @@ class Trainer:
         self.orders.put(Settled(generation))
 
     def _aborts(self, world: World, before: threading.Thread | None) -> None:
-        """Beside the control thread, which has the next plan to hear, and the training thread, which has it to build.
+        """Aborts ``world`` on a thread of its own, and ends when the abort ``before`` has also ended.
 
-        It has ended when the one ``before`` has, too.
+        The control thread must hear the next plan meanwhile, and the training thread must build its world.
         """
         witness = threading.Thread(target=self._tell_what_hangs, args=(world,), daemon=True)
         witness.start()
@@ -148,7 +151,7 @@ class Trainer:
             before.join()
 
     def _tell_what_hangs(self, world: World) -> None:
-        """For whoever reads the log of a hang; beside the abort, which does not depend on it."""
+        """Writes to the log which collectives are in flight.  It has a thread of its own, so that the abort does not depend on it."""
         if hanging := world.in_flight():
             print(f"{self.worker}: in flight: {'; '.join(hanging[-SHOWN:])}", flush=True)
 
@@ -156,21 +159,21 @@ class Trainer:
         self.orders.put(None)
 
     def attach(self) -> None:
-        """Tell a coordinator that has taken over where this worker stands, and again what may have been lost with the one before."""
+        """Tells a new coordinator where this worker stands, and repeats what may have been lost with the previous coordinator."""
         with self.apply_fence as member:
             events = member.attached()
         for event in events:
             self.report(event)
 
     def _answer(self, answer: Event | None) -> None:
-        """``answer``: to a fence, or None where there is none yet."""
+        """Reports the answer to a fence; None means that there is no answer yet."""
         if answer is not None:
             self.report(answer)
 
     # ---- training thread
 
     def run(self) -> None:
-        """Until ``exit``."""
+        """Lives through one generation after the other until ``exit`` is called."""
         try:
             while True:
                 order = self._next()
@@ -190,7 +193,7 @@ class Trainer:
         return order
 
     def _live(self, plan: Plan, store: tuple[str, int]) -> None:
-        """One generation, from the plan to its settlement."""
+        """Lives through one generation, from its plan to its settlement."""
         with self.apply_fence as member:
             if not member.enter(plan):
                 return
@@ -216,7 +219,7 @@ class Trainer:
         self._answer(answer)
 
     def _apply_the_settled(self, state: State) -> None:
-        """The coordinator counts on it: a failure here ends the process."""
+        """Applies the outcome that the settlement demands.  The coordinator relies on it, so a failure here ends the process."""
         with self.apply_fence as member:
             outcome = member.settles()
         if outcome is None:
@@ -229,14 +232,14 @@ class Trainer:
             self.session.snapshots.committed(outcome, None)
 
     def _await(self, generation: int, *kinds: type[Went] | type[Settled]) -> Went | Settled:
-        """The next order of one of ``kinds`` for ``generation``; what is about older ones is passed over."""
+        """Waits for an order of one of ``kinds`` for ``generation`` and returns it; other orders are skipped."""
         while True:
             order = self._next()
             if isinstance(order, kinds) and order.generation == generation:
                 return order
 
     def _form(self, plan: Plan, store: tuple[str, int]) -> State:
-        """The plan's world, and this worker's shard of the plan's version in it."""
+        """Forms the plan's world, heals this worker's shard to the plan's version, and returns the state."""
         self.session.counters["stepping_since_ns"], self.session.counters["generation"] = 0, plan.generation
         self.session.counters.at("forms")
         self._say(Here(self.worker, plan.generation))
@@ -274,22 +277,22 @@ class Trainer:
 
     @property
     def _received(self) -> int:
-        """Bytes of state, from members and keepers."""
+        """Returns the bytes of state that this process has received from members and keepers."""
         return self.session.counters["healed_live_bytes"] + self.session.counters["healed_host_bytes"]
 
     def _leave_if_fenced(self) -> None:
-        """Raises ``FencedOff`` once the generation is fenced: an abort does not free whoever reads slices from the bucket or a keeper."""
+        """Raises ``FencedOff`` once the generation is fenced; an abort alone does not stop reads from the bucket or a keeper."""
         with self.apply_fence as member:
             member.go_on("healed")
 
     def _half_way(self, plan: Plan, world: World) -> None:
-        """Between two slices."""
+        """Checks the fence between two slices; faults at the point "healing" happen here."""
         self._leave_if_fenced()
         self.session.faults.strike("healing", plan.version.step + 1, world)
 
     @property
     def _form_s(self) -> float:
-        """At most half the forming deadline, so that whoever waited for an absent member is back in time to be told."""
+        """Returns half of the forming deadline in seconds: a worker that waits in vain for a member is back in time for new orders."""
         return self.session.job.deadlines.form_s / 2
 
     def _meet(self, plan: Plan, store: tuple[str, int]) -> World:
@@ -307,7 +310,7 @@ class Trainer:
         )
 
     def _train(self, plan: Plan, state: State) -> None:
-        """Step until the target or an agreed boundary."""
+        """Steps until the last step of the job or an agreed boundary."""
         job, world, step = self.session.job, state.world, plan.version.step
         shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, plan.layout)
         snapshots = self.session.snapshots

@@ -14,13 +14,12 @@ from elastic.engine.optim.base import rule_of
 from elastic.engine.parallelize import sharding_table
 from elastic.errors import ModelError
 from elastic.job import Job
-from elastic.plan.copy_budget import Spread, amount, explained
+from elastic.plan.copy_budget import amount, explained
 from elastic.plan.layout import table
 from elastic.plan.placement import number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import Run
 from elastic.train.counters import Counters
-from elastic.train.machine.interface import link_here
 from elastic.train.model import build_model, bytes_of, tensors_of
 from elastic.train.session import build_of, make_session
 from storage.objects import ObjectStore
@@ -57,12 +56,11 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
 
 
 def _copying(job: Job, state_bytes: int) -> str:
+    """Returns what copies take in the layout in which the state is in the fewest parts."""
     rules = job.rules()
     layouts = [layout for n, layout in table(rules.layout, rules.max_workers) if layout is not None and n >= rules.min_workers]
-    shards = min((number_of_cells(layout) for layout in layouts), default=1)
-    spread = Spread(state_bytes, shards, max((layout.world // number_of_cells(layout) for layout in layouts), default=1))
-    link = link_here(job.network.interface)
-    return explained(spread, rules.copy_every, rules.buddy_every, job.copy_rule(), link, job.copies.price_per_gb)
+    cells = min((number_of_cells(layout) for layout in layouts), default=1)
+    return explained(state_bytes / cells, rules.copy_every, rules.buddy_every)
 
 
 def _forming(job: Job, state_bytes: int) -> list[str]:

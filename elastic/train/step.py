@@ -20,7 +20,7 @@ from elastic.engine.world import TO_HOST, World
 from elastic.errors import ModelError
 from elastic.job import Job
 from elastic.plan.batch import active, rounds
-from elastic.protocol.commit_record import HEADER, LOWER, MAGIC, NO_COPIES, CommitShape, Copied, Outcome, conclude
+from elastic.protocol.commit_record import FROM_DEVICE, HEADER, LOWER, NO_COPIES, CommitShape, Copied, Outcome, conclude, head_of
 from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
@@ -143,8 +143,8 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int) -> tor
 
 
 def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share: Share, copied: Copied = NO_COPIES) -> torch.Tensor:
-    """This member's record, float64 [shape.fields], with all that the host knows; see ``control/commit.py``."""
-    known = [MAGIC, shape.incarnation, shape.generation, step, rank, boundary, 0, 0, *copied]
+    """This member's record, float64 [shape.fields], with all that the host knows; see ``protocol/commit_record.py``."""
+    known: list[float] = [*head_of(shape, rank, step, boundary, copied)]
     for ids in share.samples:
         known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
     return torch.tensor([*known, 0], dtype=torch.float64)
@@ -152,7 +152,7 @@ def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share:
 
 def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch.Tensor:
     """``record`` with what only the device knows, and the checksum.  Nothing here waits for the device."""
-    record[6:8] = torch.stack((torch.isfinite(norm).double(), norm))
+    record[FROM_DEVICE : FROM_DEVICE + 2] = torch.stack((torch.isfinite(norm).double(), norm))
     sums = [torch.stack((loss.double(), count.double())) for loss, count in zip(share.losses, share.counts, strict=True)]
     record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack(sums)
     words = record.view(torch.int64)

@@ -115,7 +115,7 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
     # 6: nothing is left, and nothing is damaged
     assert_nothing_left(second)
     run = Run.open(job)
-    assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).saved)
+    assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).history.saved)
 
 
 def test_samples_come_from_token_shards_in_the_bucket(tmp_path: Path, bucket: str) -> None:

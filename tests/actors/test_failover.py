@@ -28,12 +28,13 @@ from elastic.control.takeover import MAX_DEATHS, UNREAD
 from elastic.data.cursor import Cursor
 from elastic.ids import WorkerId
 from elastic.job import Job
+from elastic.protocol.authority import DEPOSED
 from elastic.protocol.events import StepDone
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local
 from storage.journal import owners
-from storage.journal.replicas import DEPOSED, WRITER
+from storage.journal.replicas import WRITER
 from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml

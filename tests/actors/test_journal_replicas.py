@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator_lease import CoordinatorLease
 from actors.journal_replicas import JournalReplicas
 from elastic.control import codec
 from elastic.control.decision import Transition
 from elastic.control.run import RunState
 from elastic.ids import NodeId
+from elastic.protocol.authority import Authority, Replica
 from elastic.protocol.events import Tick
 from elastic.runs import Run
 from storage import journal
 from storage.errors import Deposed, Unavailable
-from storage.journal.replicas import DEPOSED, Tail
 from storage.objects import Data, ObjectStore
 from tests.control.play import but
 from tests.support.patience import PATIENCE_S
@@ -34,13 +33,13 @@ class Shelf:
     """A keeper, as far as the journal goes."""
 
     def __init__(self) -> None:
-        self.tail, self.incarnation = Tail(), 0
+        self.replica = Replica()
 
     def attach(self, incarnation: int) -> None:
-        self.incarnation = incarnation
+        self.replica.heed(incarnation)
 
     def copy(self, incarnation: int, begin: int, at: int, data: bytes) -> int:
-        return DEPOSED if incarnation < self.incarnation else self.tail.extend(incarnation, begin, at, data)
+        return self.replica.copy(incarnation, begin, at, data)
 
 
 class Store(Forwarding):
@@ -57,16 +56,17 @@ class Store(Forwarding):
 class Desk:
     """A coordinator's, with three keepers."""
 
-    def __init__(self, folder: Path, mandate_s: float = 600.0) -> None:
+    def __init__(self, folder: Path, lease_s: float = 600.0) -> None:
         job = toy_job(f"memory://{folder.name}", name="copies")
         opened = ObjectStore.open(job.bucket)
         self.run = Run(job, Store(opened))
-        self.lease = CoordinatorLease(self.run, self.run.claim("here", "one", "a"), mandate_s, time.monotonic())
+        incarnation, asked_at = self.run.claim("here", "one", "a"), time.monotonic()
         self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
         ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up
         self.known = but(RunState.begin(1, 0.0), "cluster", keepers=tuple(self.keepers))
         self.journal = self.run.journal(folder / "journal", codec.snapshot(self.known))
-        self.replicas = JournalReplicas(self.journal, self.lease, self.keepers, self.known)
+        authority = Authority(incarnation, lease_s, asked_at, self.known.cluster.keepers, self.known)
+        self.replicas = JournalReplicas(authority, self.run, self.journal, self.keepers)
         self.said: list[str] = []
 
     def lose(self, *names: str) -> None:
@@ -77,15 +77,15 @@ class Desk:
         """Something that must not be forgotten; what is said of it until it may be acted on: last, where it is."""
         self.said = []
         self._append(durable=True, **changes)
-        self.replicas.secure(self.known, self.said.append)
+        self.replicas.secure(self.said.append)
         assert self.replicas.safe is self.known
         return self.said
 
     def mention(self) -> None:
         """Something that may be forgotten; the keepers' answers are there, and unheard."""
         self._append(durable=False)
-        self.replicas.send(self.known)
-        asked = list(self.replicas._asked)
+        self.replicas.send()
+        asked = list(self.replicas._calls)
         assert asked and len(ray.wait(asked, num_returns=len(asked), timeout=PATIENCE_S)[0]) == len(asked)
 
     def _append(self, *, durable: bool, **changes: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_majority_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     However slow this machine is: a keeper that is late would be one less.
     """
-    monkeypatch.setattr("actors.journal_replicas.COPY_S", PATIENCE_S)
+    monkeypatch.setattr("elastic.protocol.authority.COPY_S", PATIENCE_S)
     desk = Desk(tmp_path)
     assert desk.decide() == []
     desk.lose("c")
@@ -124,7 +124,7 @@ def test_a_majority_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_whose_answer_to_an_earlier_question_is_just_there_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: str
 ) -> None:
-    monkeypatch.setattr("actors.journal_replicas.COPY_S", PATIENCE_S)
+    monkeypatch.setattr("elastic.protocol.authority.COPY_S", PATIENCE_S)
     desk = Desk(tmp_path)
     desk.decide(keepers=tuple(NodeId(name) for name in names))
     shipped = desk.shipped
@@ -148,14 +148,18 @@ def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
 
 def test_keepers_alone_are_not_enough_for_whom_neither_head_nor_bucket_has_answered_for_long(tmp_path: Path) -> None:
     """It may be cut off together with all of them, and followed by another."""
-    desk = Desk(tmp_path, mandate_s=0.0)
-    assert not desk.lease.holds
+    desk = Desk(tmp_path, lease_s=0.0)
+    assert not desk.replicas.holds
     assert desk.decide()[-1].endswith("keepers took a copy of the journal, which is in the bucket") and desk.shipped == 1
     desk.run.claim("elsewhere", "one", "b")
     with pytest.raises(Deposed):
         desk.decide()
-    assert not CoordinatorLease(desk.run, 1, 600.0, time.monotonic() - 600.0).holds
-    assert CoordinatorLease(desk.run, 2, 600.0, time.monotonic() - 600.0).ask_bucket()
+    for incarnation, latest in ((1, False), (2, True)):
+        long_ago = Authority(incarnation, 600.0, time.monotonic() - 600.0, desk.known.keepers, desk.known)
+        replicas = JournalReplicas(long_ago, desk.run, desk.journal, desk.keepers)
+        assert not replicas.holds
+        replicas.ask_bucket()
+        assert replicas.holds is latest and bool(long_ago.deposed) is not latest
 
 
 def test_with_neither_it_stands_still_until_one_of_them_is_there(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def assert_whole(chaos: Trial, reference: Any) -> None:
     assert chaos.result.state == "Finished", chaos.result
     assert (chaos.hash, chaos.losses) == (reference.hash, reference.losses)
     run = Run.open(chaos.job)
-    assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).saved)
+    assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).history.saved)
     assert_nothing_left(chaos)
     assert not list(uploaders(Path(chaos.job.bucket)))
 
@@ -108,7 +108,7 @@ def test_a_worker_that_is_killed_does_not_end_a_save(tmp_path: Path, reference: 
     assert_whole(chaos, reference)
     (killed,) = chaos.witness.killed()
     assert killed.worker == "w2" and SAVED < killed.final["step"] < NEXT
-    assert FIRST in Run.open(job).standing(0, 0.0).saved
+    assert FIRST in Run.open(job).standing(0, 0.0).history.saved
     manifest = Run.open(job).checkpoints.manifest(FIRST)
     assert manifest.layout == {"dp_replicate": 2, "dp_shard": 1} and len(manifest.files) == 3, "both parts, the dead worker's too"
     assert "the checkpoint of step 10 of generation 1 failed" not in said(chaos)
@@ -130,7 +130,7 @@ def test_an_uploader_that_is_killed_is_replaced(tmp_path: Path, reference: Any) 
     chaos = trial(job_of(tmp_path, "uploader"), Strike(tmp_path, kill, lambda view: True))
     assert_whole(chaos, reference)
     assert len(after) == 1 and chaos.witness.generation == 1
-    assert FIRST in Run.open(chaos.job).standing(0, 0.0).saved
+    assert FIRST in Run.open(chaos.job).standing(0, 0.0).history.saved
     assert "its uploader died" in said(chaos)
 
 
@@ -144,7 +144,7 @@ def test_a_keeper_that_is_killed_takes_the_save_with_it_and_the_next_one_is_made
 
     chaos = trial(job_of(tmp_path, "keeper"), Strike(tmp_path, kill, lambda view: True))
     assert_whole(chaos, reference)
-    saved = Run.open(chaos.job).standing(0, 0.0).saved
+    saved = Run.open(chaos.job).standing(0, 0.0).history.saved
     assert FIRST not in saved and any(SAVED < version.step < STEPS for version in saved), saved
     assert "the checkpoint of step 10 of generation 1 failed (the keeper of node" in said(chaos)
     assert chaos.witness.generation == 1
@@ -181,4 +181,4 @@ def test_the_last_save_needs_no_worker_any_more(tmp_path: Path, reference: Any) 
     chaos = trial(job_of(tmp_path, "last", save_every=1000), act)
     assert_whole(chaos, reference)
     assert sorted(each.worker for each in chaos.witness.killed()) == sorted(killed) == ["w1", "w2"]
-    assert chaos.witness.generation == 1 and Run.open(chaos.job).standing(0, 0.0).saved == (Version(STEPS, 1),)
+    assert chaos.witness.generation == 1 and Run.open(chaos.job).standing(0, 0.0).history.saved == (Version(STEPS, 1),)

@@ -121,7 +121,7 @@ def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: P
     run = Run.open(job)
 
     def act(witness: Witness, view: View) -> bool:
-        if view.state == "Running" and view.step >= GATE - 1 and GATE - 2 in [each.step for each in run.standing(0, 0.0).saved]:
+        if view.state == "Running" and view.step >= GATE - 1 and GATE - 2 in [each.step for each in run.standing(0, 0.0).history.saved]:
             chaos.heed(view)
         if not chaos.pending:
             (tmp_path / "gate").touch()

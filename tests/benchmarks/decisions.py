@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.decisions [workers]``: how long one call of ``advance`` takes, by state and event, in a world of so many.
+"""``python -m tests.benchmarks.decisions [workers]`` measures how long one call of ``advance`` takes, by state and event, in a large world.
 
 The states are those of a run: all have joined, the world forms, steps, breaks, is settled, is stopped by its user, is taken over by
 another coordinator, saves for the last time.  Of what all members say one after the other, the first few are told and the last few;
@@ -32,13 +32,13 @@ CLASSES = classes((4096, 32768, 128256))
 PER_NODE = 8
 RESULT = Path(__file__).parent / "results" / "decisions.json"
 FEW = 3
-"""Of each end that are told one by one."""
+"""Number of members whose answers are given one by one at each end of a row; those between have been heard already."""
 
 Slowest = dict[tuple[str, str], float]
 
 
 class Timed:
-    """A run of so many workers, and the slowest call by (state, event)."""
+    """A run of many workers, and its slowest call by (state, event)."""
 
     def __init__(self, workers: int) -> None:
         layout = LayoutRule(dp_replicate=None, dp_shard=8, min_shard=8)
@@ -69,7 +69,7 @@ class Timed:
     # ---- what all of them say
 
     def join(self) -> None:
-        """Nodes, keepers, workers."""
+        """Brings in nodes, keepers and workers."""
         between = {node: True for node in self.nodes[FEW:-FEW]}
         for node in (*self.nodes[:FEW], *self.nodes[-FEW:]):
             self.tell(ev.NodeFound(node), ev.KeeperUp(node))
@@ -114,7 +114,7 @@ class Timed:
         self.tell(ev.Saved(version, "digest"))
 
     def beat(self) -> None:
-        """All keepers, once: each has the counters of eight members to tell."""
+        """Lets every keeper beat once, with the counters of eight members."""
         home: dict[NodeId, list[WorkerId]] = defaultdict(list)
         for name in self.plan.members:
             home[self.run.workers[name].node].append(name)
@@ -122,7 +122,7 @@ class Timed:
         self.tell(*(ev.Beat(node, tuple(ev.Progress(name, generation, 3, 1, 7) for name in members)) for node, members in home.items()))
 
     def keep(self, plan: Plan, *versions: Version) -> None:
-        """All keepers that are asked: each has copies of its own eight workers' shards, and of another node's."""
+        """Lets every keeper that is asked answer: it has copies of its own eight workers' shards, and of those of another node."""
         shards: dict[NodeId, list[tuple[WorkerId, int]]] = defaultdict(list)
         for rank, (name, node) in enumerate(zip(plan.members, plan.nodes, strict=True)):
             shards[node].append((name, plan.layout.coordinates(rank)["dp_shard"]))
@@ -140,7 +140,7 @@ class Timed:
         self.tell(*(ev.Kept(node, asked, held[node]) for node in some[FEW:]))
 
     def answer(self, version: Version) -> None:
-        """The fence, from all that are pending."""
+        """Lets all pending members answer the fence."""
         state = self.run.state
         assert isinstance(state, Stopping)
         plan, pending = state.plan, state.pending
@@ -167,7 +167,10 @@ class Timed:
 
 
 def through_a_failure(workers: int) -> Slowest:
-    """A member cannot go on, another dies; the world forms again, the coordinator is followed by another, the run ends."""
+    """Runs through a failure.
+
+    A member cannot go on and another dies.  The world forms again, the coordinator is followed by another, and the run ends.
+    """
     timed = Timed(workers)
     timed.join()
     timed.form()
@@ -193,7 +196,10 @@ def through_a_failure(workers: int) -> Slowest:
 
 
 def through_silence(workers: int) -> Slowest:
-    """Half the members do not take the plan; of the others' world nobody is heard any more; the next coordinator finds few."""
+    """Runs through silence.
+
+    Half the members do not take the plan, nobody of the others' world is heard any more, and the next coordinator finds few of them.
+    """
     timed = Timed(workers)
     timed.join()
     state = timed.run.state
@@ -215,7 +221,7 @@ def through_silence(workers: int) -> Slowest:
 
 
 def through_darkness(workers: int) -> Slowest:
-    """All workers are gone at once; others begin from the copies that are left."""
+    """Runs through the loss of all workers at once.  Others begin from the copies that are left."""
     timed = Timed(workers)
     timed.join()
     timed.form()
@@ -231,7 +237,7 @@ def through_darkness(workers: int) -> Slowest:
 
 
 def through_a_stop(workers: int) -> Slowest:
-    """The user asks for it; a member is lost at the boundary."""
+    """Runs through a stop that the user asks for, with a member lost at the boundary."""
     timed = Timed(workers)
     timed.join()
     timed.form()
@@ -243,7 +249,7 @@ def through_a_stop(workers: int) -> Slowest:
 
 
 def measure(workers: int) -> Slowest:
-    """The slowest call, in seconds, by (state, event)."""
+    """Returns the slowest call in seconds, by (state, event)."""
     slowest: Slowest = defaultdict(float)
     for each in (through_a_failure(workers), through_silence(workers), through_darkness(workers), through_a_stop(workers)):
         for pair, took_s in each.items():

@@ -1,4 +1,4 @@
-"""What the ordered fold costs beside FSDP's own reduce-scatter: whole steps, and the bare exchange by message size.
+"""Measures what the ordered reduction costs beside FSDP's own reduce-scatter: whole steps, and the bare exchange by message size.
 
     python -m tests.benchmarks.fold [--size large]            # on all GPUs of this machine, over NCCL
     python -m tests.benchmarks.fold --size tiny --world 2     # a rehearsal on CPUs, over gloo
@@ -49,7 +49,7 @@ WARM = 3
 
 
 class Quick(Llama):
-    """Its weights cost no time, and their values do not matter here."""
+    """A model whose weights cost no time to draw, since their values do not matter here."""
 
     def init_weights(self) -> None:
         for parameter in self.parameters():
@@ -81,7 +81,7 @@ def job_of(folder: Path, options: argparse.Namespace, rounds: int, fold: bool) -
 
 
 def seconds_of_steps(world: World, job: Job, count: int) -> float:
-    """Median time of a whole step: compute, reduce, commit, update."""
+    """Returns the median time of a whole step: compute, reduce, commit, update."""
     with member(world, job, Version(0, 0)) as me:
         times = []
         for _ in range(WARM + count):
@@ -92,7 +92,7 @@ def seconds_of_steps(world: World, job: Job, count: int) -> float:
 
 
 def steps(world: World, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of rounds: every way of reducing, with each kind of kernels."""
+    """Returns a row for each number of rounds: every way of reducing, with each kind of kernels."""
     rows = []
     for rounds in ROUNDS:
         row: dict[str, Any] = {"layout": str(world.layout), "rounds": rounds}
@@ -124,7 +124,7 @@ def scattered(world: World, grads: torch.Tensor, output: torch.Tensor, rounds: i
 
 
 def exchanges(world: World, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The bare reduction of one module's float32 gradients over the shard group, by their bytes; one round and four."""
+    """Measures the bare reduction of one module's float32 gradients over the shard group, by their bytes, for one round and four."""
     rows = []
     for mib in options.mib:
         count = (mib << 18) // world.size * world.size
@@ -140,7 +140,7 @@ def exchanges(world: World, options: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def timed(world: World, call: Callable[[], None], count: int = 10) -> float:
-    """Median seconds of a call until the device is done."""
+    """Returns the median time in seconds of a call until the device is done."""
     times = []
     for _ in range(WARM + count):
         dist.barrier()
@@ -153,7 +153,7 @@ def timed(world: World, call: Callable[[], None], count: int = 10) -> float:
 
 
 def rank_main(pipe: Connection, folder: Path, options: argparse.Namespace, rank: int, port: int) -> None:
-    """One member; rank 0's clock counts, for all end a step together."""
+    """Runs one member.  The clock of rank 0 counts, because all end a step together."""
     device = prepare_process(job_of(folder, options, 1, True))
     found: dict[str, Any] = {"steps": []}
     half = options.world // 2

@@ -1,4 +1,4 @@
-"""What a copy of one shard costs a device and its host, and how fast a shard comes back: one device, no world.
+"""Measures what a copy of one shard costs a device and its host, and how fast a shard comes back, on one device without a world.
 
     python -m tests.benchmarks.gpu_copies                     # a quarter of 3.2 B parameters; needs 30 GB of host memory
     python -m tests.benchmarks.gpu_copies --size tiny         # a rehearsal, on a device too
@@ -49,7 +49,10 @@ AT = Version(4, 2)
 
 
 def products(beside: Callable[[], object]) -> float:
-    """Milliseconds of the device for ``PRODUCTS`` of them, ``beside`` begun after a tenth; the median of three."""
+    """Returns the milliseconds that ``PRODUCTS`` products take on the device, the median of three.
+
+    ``beside`` begins after a tenth of them.
+    """
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     taken = []
     for _ in range(4):

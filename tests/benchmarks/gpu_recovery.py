@@ -1,4 +1,4 @@
-"""On real GPUs: compiled, in bf16, losing ranks again and again, and ending with the same bits.
+"""Runs jobs on real GPUs, compiled and in bf16, that lose ranks again and again and must end with the same bits.
 
     python -m tests.benchmarks.gpu_recovery [--size large] [--sockets] [scenario ...]     # default: all that its GPUs allow
     python -m tests.benchmarks.gpu_recovery --size tiny --world 2                         # a rehearsal on CPUs, over gloo
@@ -68,9 +68,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
-"""NCCL writes which way its channels go."""
+"""Environment variables that make NCCL write which way its channels go."""
 TAIL = 120
-"""Lines of a log of a run that was given up."""
+"""Number of lines that are shown of each log of a run that was given up."""
 PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "first_microbatch_s", "next_commit_s", "fence_answer_s")
 
 
@@ -98,7 +98,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, changes: Mappin
 
 
 def content_hash(job: Job) -> str:
-    """blake3 over every tensor of the newest checkpoint, in order of name, whatever shards it lies in."""
+    """Returns the blake3 over every tensor of the newest checkpoint, in order of name, whatever shards it lies in."""
     run, digest = Run.open(job), blake3(max_threads=blake3.AUTO)
     reader = run.checkpoints.open(run.version_at(job.steps))
     for tensor in sorted(reader.tensors()):
@@ -109,7 +109,7 @@ def content_hash(job: Job) -> str:
 
 
 def fence_answers(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """From each fence to each answer; None for whoever never answered."""
+    """Returns the time from each fence to each answer, None for a member that never answered."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for record in records:
         event = record["event"]
@@ -125,7 +125,7 @@ def fence_answers(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def kills_of(killer: Killer, changes: Sequence[Recovery], answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each kill."""
+    """Returns a row for each kill."""
     rows = []
     for kill in killer.kills:
         loss = next((each for each in changes if not each.planned and each.known_at >= kill.at), None)
@@ -150,7 +150,7 @@ def kills_of(killer: Killer, changes: Sequence[Recovery], answers: Sequence[Mapp
 
 
 def tell(line: Line) -> None:
-    """While it happens: a run that has to be given up tells how far it came."""
+    """Prints the story while it happens, so that a run that has to be given up tells how far it came."""
     if not isinstance(line, StepLine):
         print(f"    {line.at:.2f} {line.text[:300]}", flush=True)
     elif line.step % 10 == 0:
@@ -158,7 +158,7 @@ def tell(line: Line) -> None:
 
 
 def give_up(folder: Path, name: str) -> None:
-    """Where everybody stands, the end of every log, and of every process: nothing is left on the GPUs for whoever comes next."""
+    """Prints the place of every process and the end of every log, and ends every process, so that nothing is left on the GPUs."""
     print(f"== {name}: not over in time", flush=True)
     ours, living = set(children(os.getpid())), sorted(SEGMENTS.glob("elastic-*-w*"))
     for each in living:
@@ -221,7 +221,7 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
 
 
 def wrong(found: Mapping[str, Any], scenario: Scenario, *, sockets: bool) -> list[str]:
-    """What must not be, a word each; of a control, that it shows nothing."""
+    """Returns what must not be, a word each; for a control, that it shows nothing."""
     if scenario.harmful:
         return [] if found.get("believed") else ["the control shows nothing"]
     recompiled = {worker: graphs for worker, graphs in found.get("compiled", {}).items() if graphs[0] != graphs[1]}
@@ -241,7 +241,7 @@ def wrong(found: Mapping[str, Any], scenario: Scenario, *, sockets: bool) -> lis
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """A paragraph for people."""
+    """Prints a paragraph for people."""
     same = {None: "nothing to compare with", True: "the same bits", False: "OTHER BITS"}[found["same_bits"]]
     print(
         f"\n== {found['scenario']}: {found['about']}: {found['state']} in {found['took_s']} s; {found.get('hash', '')} {same}", flush=True
@@ -296,7 +296,7 @@ def arguments() -> argparse.Namespace:
 
 
 def start(nodes: int, gpus: Sequence[int]) -> None:
-    """Ray, on one node or on several among which ``gpus`` are dealt out; of those that have the same ones, NCCL makes hosts."""
+    """Starts Ray on one node, or on several among which ``gpus`` are dealt out.  Nodes that have the same GPUs are made hosts for NCCL."""
     if nodes == 1:
         return cluster.connect("local")
     os.environ |= VARIABLES
@@ -317,7 +317,7 @@ def start(nodes: int, gpus: Sequence[int]) -> None:
 
 
 def main() -> int:
-    """1 where something is as it must not be."""
+    """Runs the scenarios, and returns 1 if anything is as it must not be."""
     options, began = arguments(), time.monotonic()
     if options.sockets:
         os.environ |= SOCKETS | TOLD  # before Ray starts: its processes inherit it

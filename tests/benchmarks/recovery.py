@@ -1,4 +1,4 @@
-"""What a SIGKILL costs under Elastic, Ray Train elastic and torchft: the same toy job, the same strikes, on one machine.
+"""Measures what a SIGKILL costs under Elastic, Ray Train elastic and torchft: the same toy job, the same strikes, on one machine.
 
     python -m tests.benchmarks.recovery                                   # all three, one table
     python -m tests.benchmarks.recovery --only elastic --events process   # one of them; the others' last figures stay
@@ -29,11 +29,11 @@ RESULTS = Path(__file__).parent / "results" / "recovery.json"
 SYSTEMS = ("elastic", "ray-train", "torchft")
 EVENTS = ("process", "node")
 OWN_EVENTS = ("process, shards", "node, shards", "node, silent", "process, spare", "process, shards, spare", "hang")
-"""What the others cannot do: ``peers/ours.py`` says what they are."""
+"""Events that the other systems cannot survive; ``peers/ours.py`` describes them."""
 
 
 def make(name: str, folder: Path, event: str) -> Any:
-    """The system; imports only what that system needs."""
+    """Returns the system.  It imports only what that system needs."""
     if name == "elastic":
         from tests.benchmarks.peers.ours import Ours
 
@@ -48,7 +48,10 @@ def make(name: str, folder: Path, event: str) -> Any:
 
 
 def measure(name: str, event: str, kills: int, target: Path) -> None:
-    """One run of one system, struck ``kills`` times.  Written before the system is closed: Ray Train's driver may not survive that."""
+    """Measures one run of one system, struck ``kills`` times.
+
+    It writes the result before it closes the system, which Ray Train's driver may not survive.
+    """
     from tests.benchmarks.peers import drive
 
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -80,7 +83,7 @@ def store(name: str, event: str, found: dict[str, Any]) -> None:
 
 
 def child(python: str, name: str, event: str, kills: int) -> None:
-    """Each measurement has its own process, so that no system leaves anything behind for the next."""
+    """Runs a measurement in a process of its own, so that no system leaves anything behind for the next."""
     from tests.benchmarks.peers.nodes import VARIABLES
 
     with TemporaryDirectory() as folder:
@@ -96,7 +99,7 @@ def child(python: str, name: str, event: str, kills: int) -> None:
 
 
 def spread(rows: list[dict[str, Any]], *names: str) -> str:
-    """median (worst)."""
+    """Returns median (worst) as text."""
     values = []
     for row in rows:
         for name in names:
@@ -109,7 +112,7 @@ def spread(rows: list[dict[str, Any]], *names: str) -> str:
 
 
 def table(everything: dict[str, Any]) -> str:
-    """Markdown: one line a system and event; seconds, median (worst)."""
+    """Returns Markdown with one line for each system and event: seconds, median (worst)."""
     heads = ("first microbatch", "next commit", "lost steps", "growth: pause", "growth: lost steps", "growth: joined")
     lines = [f"| event | system | n | {' | '.join(heads)} | step s, 2 and 1 workers |", "|---" * (len(heads) + 4) + "|"]
     for event in (*EVENTS, *OWN_EVENTS):
@@ -132,7 +135,7 @@ PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s
 
 
 def phases(event: str, found: dict[str, Any]) -> str:
-    """Markdown: where the time of ours went, median (worst) seconds."""
+    """Returns Markdown that shows where the time of ours went, in median (worst) seconds."""
     rows = found["kills"]
     cells = [f"{statistics.median(values):.2f} ({max(values):.2f})" for values in ([row[name] for row in rows] for name in PHASES)]
     tiers = "/".join(sorted({row.get("tier", "live") for row in rows}))

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks.schedules LAST [--jobs 2] [--limit SECONDS]``: simulated schedules, recorded.
+"""``python -m tests.benchmarks.schedules LAST [--jobs 2] [--limit SECONDS]`` runs simulated schedules and records the result.
 
 All seeds below LAST, in chunks; after each the sum is in results/schedules.json, and the next call goes on from there.  A change of the
 simulator or of the decisions begins anew: remove the file.
@@ -22,7 +22,7 @@ CHUNK = 2_000
 
 
 def load() -> tuple[Coverage, float]:
-    """What was recorded, and the seconds that it took."""
+    """Returns what was recorded, and the seconds that it took."""
     if not RESULT.exists():
         return Coverage(), 0.0
     json_of = json.loads(RESULT.read_text(encoding="utf-8"))

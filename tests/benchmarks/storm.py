@@ -63,25 +63,26 @@ MIX: Mapping[Kind, int] = {
     Kind.STORE_LOSS: 1,
     Kind.COORDINATOR_KILL: 1,
 }
-"""Which kinds, and how often beside each other."""
+"""Kinds of faults, with their relative frequency."""
 ALL_DIE_EVERY = 60
-"""After so many faults all workers die at once, for what happens where nobody is left."""
+"""Number of faults after which all workers die at once, to show what happens if nobody is left."""
 STATE_S = 5.0
-"""For so long a second fault waits for its state before another one takes its turn."""
+"""Time in seconds for which a second fault waits for its state before another one takes its turn."""
 STEPS_A_FAULT = 4
 SAVE_EVERY = 5
 WORKERS = 4
 NODES = 2
 END_S = 600.0
-"""From the last fault to the end of the run; never needed."""
+"""Time in seconds from the last fault to the end of the run.  It was never needed."""
 
 
 SHARDS: Mapping[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 1, "buddy_every": 1}}
-"""No replica: what a dead worker held is in its keeper's memory, what a dead node held in its buddy's."""
+"""Settings without replicas: what a dead worker held is in its keeper's memory, what a dead node held in its buddy's."""
 SPARES = 1
 HOST_REDONE = 4
-"""Committed steps that a world which begins from copies may do again: one copy is under way, and one on its way to the buddy, each
-begun when the one before is known to be complete everywhere."""
+"""Largest number of committed steps that a world which begins from copies may do again.  One copy is under way and one on its way
+to the buddy, each begun when the one before is known to be complete everywhere.
+"""
 
 
 def job_of(folder: Path, name: str, faults: int, pace_s: float, *, shards: bool = False) -> Job:
@@ -101,7 +102,7 @@ def job_of(folder: Path, name: str, faults: int, pace_s: float, *, shards: bool 
 
 @dataclass
 class Storm:
-    """One run and all that struck it."""
+    """One run, and everything that struck it."""
 
     job: Job
     chaos: Chaos
@@ -110,7 +111,7 @@ class Storm:
     lines: list[Line] = field(default_factory=list)
     result: Result | None = None
     left: Sequence[str] = ("nobody has looked",)
-    """What was left of the run while its cluster was still there: :func:`tests.support.left.left_of`."""
+    """Things that were left of the run while its cluster was still there: :func:`tests.support.left.left_of`."""
 
     def show(self, line: Line) -> None:
         self.lines.append(line)
@@ -126,7 +127,9 @@ def tell(strike: Strike) -> None:
 
 
 def rage(folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[str] = (), *, shards: bool = False) -> Storm:
-    """Train, and strike, by all kinds that are not ``spared``, until ``number`` faults were performed; to the end of the run."""
+    """Trains and strikes, by all kinds that are not ``spared``, until ``number`` faults were performed; then trains to the end of the
+    run.
+    """
     from tests.benchmarks.peers.nodes import Nodes
 
     nodes, room = Nodes(), WORKERS // NODES + (SPARES if shards else 0)
@@ -172,8 +175,11 @@ def _until_it_steps(name: str) -> None:
 
 
 class Strikes:
-    """What a witness calls at every look: the next fault, once the world of at least two workers has committed a step since the last one; a
-    second fault, which waits for a state, as soon as the run is in it."""
+    """The function that a witness calls at every look, to strike.
+
+    The next fault comes once the world of at least two workers has committed a step since the last one.  A second fault, which waits for a
+    state, comes as soon as the run is in it.
+    """
 
     def __init__(self, chaos: Chaos, number: int, limit_s: float) -> None:
         self.chaos, self.number, self.until = chaos, number, time.monotonic() + limit_s
@@ -202,7 +208,7 @@ class Strikes:
 
 
 def judge(storm: Storm, reference: Job) -> dict[str, Any]:
-    """Everything that must be so, as sentences about what is not (``wrong``), and the figures."""
+    """Returns everything that must be so, as sentences about what is not (``wrong``), and the figures."""
     job, witness, strikes = storm.job, storm.witness, storm.chaos.performed
     segments = Run.open(job).segments()
     records = [record for _, each in segments for record in each]
@@ -260,7 +266,7 @@ UNTOLD = "reaped before this kernel could be asked"
 
 
 def _deadly(strikes: Iterable[Strike]) -> dict[str, set[signal.Signals]]:
-    """By which signals each victim may have ended: two faults may meet in one process, and whoever is expelled is killed."""
+    """Returns the signals by which each victim may have ended: two faults may meet in one process, and an expelled worker is killed."""
     found: dict[str, set[signal.Signals]] = {}
     for strike in strikes:
         if strike.fault["kind"] in ENDS:
@@ -270,7 +276,7 @@ def _deadly(strikes: Iterable[Strike]) -> dict[str, set[signal.Signals]]:
 
 
 def _end_of(witness: Witness, victim: str, signals: set[signal.Signals]) -> Iterator[str]:
-    """How the victim ended by the kernel's word; nothing of one that had just joined: that it is gone the journal says."""
+    """Returns how the victim ended by the kernel's word, or nothing for a worker that had just joined, of which only the journal knows."""
     seen = witness.seen.get(victim)
     if seen is None or seen.ended is None:
         return
@@ -283,7 +289,7 @@ def _end_of(witness: Witness, victim: str, signals: set[signal.Signals]) -> Iter
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Markdown: kinds of faults and the states that they struck in."""
+    """Returns Markdown with kinds of faults and the states in which they struck."""
     lines = [f"| fault | {' | '.join(STATES)} | all |", "|---" * (len(STATES) + 2) + "|"]
     for kind, states in found["kinds"].items():
         lines.append(f"| {kind} | {' | '.join(str(states.get(state, '')) for state in STATES)} | {sum(states.values())} |")

@@ -1,4 +1,4 @@
-"""The instrument itself: what is read from a row of steps whose answer is known."""
+"""The instrument of the benchmarks reads the right figures from a row of steps whose answer is known."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_commit_of_the_broken_world_is_not_the_next_one() -> None:
 
 
 def test_growth_is_the_longest_pause_on_the_way() -> None:
-    """The newcomer heals in a step that still counts one member, and is there in the one after."""
+    """The newcomer heals in a step that still counts one member, and is there in the next one."""
     system = Recorded((1.0, 1, 1, 1), (2.0, 2, 1, 1), (3.0, 3, 2, 1), (5.0, 4, 2, 2), (15.0, 5, 2, 2))
     found = drive.whole_again(system, 1, 1.5)  # type: ignore[arg-type]
     assert found == {"joined_s": 3.5, "pause_s": 2.0, "lost_steps": 0}

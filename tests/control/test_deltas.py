@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.control.codec import decode_run, encode
-from elastic.control.deltas import SAME, delta, patched
+from elastic.control.deltas import SAME, Misfit, delta, patched
 from elastic.control.run import Answer, Members, RunState, Stopping, Worker, evolve
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol.commit_record import Outcome
@@ -60,6 +60,13 @@ def test_what_is_patched_stays_as_it_is() -> None:
     kept = json.loads(json.dumps(before))
     assert patched(before, {"~": {"a": {"at": 0, "cut": 1, "put": [7, 8]}, "b": {"~": {"x": 2}}}}) == {"a": [7, 8, 2], "b": {"x": 2}}
     assert before == kept
+
+
+@pytest.mark.parametrize("change", [{"at": 1, "cut": 1, "put": []}, {"~": {"x": 1}}])
+@pytest.mark.parametrize("known", [None, 3, []])
+def test_a_delta_of_something_else_is_refused(known: Any, change: Any) -> None:
+    with pytest.raises(Misfit):
+        patched(known, change)
 
 
 @pytest.mark.parametrize(

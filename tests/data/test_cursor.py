@@ -54,7 +54,6 @@ def test_ids_are_a_function_of_the_step(samples: int, global_batch: int, samplin
         cursor = Cursor(samples, global_batch, 7, sampling)
         expected = tuple(stream[(step - 1) * global_batch : step * global_batch])
         assert cursor.ids(step) == expected
-        assert cursor.epoch(step) == (step - 1) * global_batch // samples
         for microbatch in (size for size in range(1, global_batch + 1) if global_batch % size == 0):
             parts = [cursor.microbatch_ids(step, index, microbatch) for index in range(global_batch // microbatch)]
             assert tuple(itertools.chain(*parts)) == expected

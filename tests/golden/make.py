@@ -123,6 +123,7 @@ def unpack(name: str, bucket: Path) -> Any:
     (about,) = bucket.glob("*/job.json")
     settings = json.loads(about.read_text(encoding="utf-8"))["job"]
     settings["data"]["args"].pop("gates", None)
+    settings["copies"].pop("price_per_gb", None)  # a setting that only sentences of the launch were made from, and that is gone
     return Job(**{**settings, "bucket": str(bucket)})
 
 

@@ -25,9 +25,6 @@ TAKEN = frozenset(
 )
 """The fields of events, actions, and the values in them that enter the digest."""
 
-RENAMED = {"ListCopies": "TakeStock"}
-"""What was called otherwise at the golden commit."""
-
 
 def seen(seed: int, advance: Callable[..., Any] = machine.advance) -> str:
     """Returns how the run of ``seed`` ended where ``advance`` decides, and the digest of what happened on the way."""
@@ -36,17 +33,12 @@ def seen(seed: int, advance: Callable[..., Any] = machine.advance) -> str:
     def watched(run: Any, event: Any, now: float, rules: Any) -> Any:
         decided = advance(run, event, now, rules)
         states = [type(each.state).__name__ for each in (run, decided.run)]
-        line = [now.hex(), states, *([_name(each), _taken(codec.encode(each))] for each in (event, *decided.actions))]
+        line = [now.hex(), states, *([type(each).__name__, _taken(codec.encode(each))] for each in (event, *decided.actions))]
         digest.update(json.dumps(line, sort_keys=True).encode() + b"\n")
         return decided
 
     report = simulate(seed, advance=watched)
     return f"{report.end}, {report.generations} generations, {report.events} events, {digest.hexdigest()[:16]}"
-
-
-def _name(value: Any) -> str:
-    """Returns the name of an event or an action, as the golden commit called it."""
-    return RENAMED.get(type(value).__name__, type(value).__name__)
 
 
 def _taken(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies of ``elastic.control``, or of the worker's side of the protocol, with one rule broken, to see that the simulator notices.
+"""Copies of ``elastic.control``, or of the rules of members and authority, with one rule broken, to see that the simulator notices.
 
 A mutant is a substitution in the source of one module.  The text must be there exactly once: when the product changes, the
 mutant must be thought about again, and until then its test fails.
@@ -10,8 +10,12 @@ import ast
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+
+import pytest
 
 from elastic.protocol import member
 from elastic.protocol.member import Member
@@ -32,15 +36,8 @@ class Edit:
 
 
 def mutant_member(*edits: tuple[str, str]) -> type[Member]:
-    """The class ``Member`` of ``elastic/protocol/member.py`` with each (old, new) of ``edits`` made in its source."""
-    source = inspect.getsource(member)
-    for old, new in edits:
-        if source.count(old) != 1:
-            raise LookupError(f"{old!r} is {source.count(old)} times in member.py, not once")
-        source = source.replace(old, new)
-    mutated = ModuleType("mutant_member")
-    exec(compile(source, "<mutant_member>", "exec"), mutated.__dict__)
-    found: type[Member] = mutated.Member
+    """Returns the class ``Member`` of a copy of ``elastic/protocol/member.py`` in which each (old, new) of ``edits`` is substituted."""
+    found: type[Member] = copied(member, *edits).Member
     return found
 
 
@@ -93,3 +90,35 @@ def _imports(source: str) -> list[str]:
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
     modules = [node.module.rpartition(".")[2] for node in found if node.module and node.module.startswith(f"{PACKAGE}.")]
     return modules + [alias.name for node in found if node.module == PACKAGE for alias in node.names]
+
+
+# ---- the product's other values, which the simulator calls by the name of their module
+
+
+def copied(module: ModuleType, *edits: tuple[str, str]) -> ModuleType:
+    """A copy of ``module`` in which each ``(old, new)`` of ``edits`` is substituted.
+
+    Raises LookupError when a substitution no longer applies.
+    """
+    source = inspect.getsource(module)
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise LookupError(f"{old!r} is {source.count(old)} times in {module.__name__}, not once")
+        source = source.replace(old, new)
+    copy = sys.modules[f"mutant_{module.__name__}"] = ModuleType(f"mutant_{module.__name__}")  # dataclasses look there
+    exec(compile(source, f"<{copy.__name__}>", "exec"), copy.__dict__)
+    return copy
+
+
+@contextmanager
+def broken(module: ModuleType, *edits: tuple[str, str]) -> Iterator[None]:
+    """Until the end, the simulator uses a copy of ``module`` with ``edits``."""
+    copy = copied(module, *edits)
+    with pytest.MonkeyPatch.context() as patch:
+        for user in [each for name, each in sys.modules.items() if name.startswith("elastic.sim.")]:
+            for name, value in list(vars(user).items()):
+                if value is module:
+                    patch.setattr(user, name, copy)
+                elif getattr(value, "__module__", "") == module.__name__ and hasattr(copy, name):
+                    patch.setattr(user, name, getattr(copy, name))
+        yield

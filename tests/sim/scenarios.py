@@ -82,6 +82,30 @@ def severed(seed: int) -> Scenario:
     return replace(scenario, faults=(*cuts, *deaths), rules=rules, stop_at_s=None, error_step=None)
 
 
+def divided(seed: int) -> Scenario:
+    """A coordinator is cut off with half of the nodes or fewer, keepers are made anew, and worlds break on both sides right then."""
+    rng = random.Random(seed)
+    at = rng.uniform(6.0, 12.0)
+    cut = Fault(at, Kind.COORDINATOR_CUT, duration_s=rng.uniform(7.0, 14.0), amount=rng.choice((0.25, 0.34, 0.5)))
+    deaths = tuple(Fault(at + rng.uniform(-0.5, 4.0), Kind.SIGKILL, rng.randrange(4)) for _ in range(4))
+    keepers = tuple(Fault(at + rng.uniform(-1.5, 1.0), Kind.KEEPER_KILL, rng.randrange(4), 0.5) for _ in range(rng.randrange(3)))
+    down = (Fault(at - 2.0, Kind.BUCKET_DOWN, duration_s=6.0, amount=rng.choice((0.0, 0.9))),)
+    rules = small_rules(1, 4, LayoutRule(None, None, 1, "all"), target_step=25, save_every=50)
+    return Scenario(rules=replace(rules, max_fruitless=20), faults=(*down, cut, *deaths, *keepers), nodes=rng.randint(2, 4), slots=5)
+
+
+def relapsed(seed: int) -> Scenario:
+    """A coordinator goes on, cut off with all nodes; its follower dies as the cut ends, and the next one finds what both have written."""
+    rng = random.Random(seed)
+    at = rng.uniform(6.0, 12.0)
+    cut = Fault(at, Kind.COORDINATOR_CUT, duration_s=rng.uniform(7.3, 7.9), amount=1.0)
+    deaths = tuple(Fault(at + rng.uniform(0.0, 2.0), Kind.SIGKILL, rng.randrange(4)) for _ in range(2))
+    end = at + cut.duration_s - rng.uniform(0.0, 0.6)  # type: ignore[operator]
+    ends = (Fault(end, Kind.DISK_LOSS), Fault(end, Kind.COORDINATOR_KILL, duration_s=rng.uniform(0.6, 1.2)))
+    rules = small_rules(1, 3, LayoutRule(None, None, 1, "all"), target_step=25, save_every=50)
+    return Scenario(rules=replace(rules, max_fruitless=20), faults=(cut, *deaths, *ends), nodes=3, slots=6)
+
+
 def abandoned(seed: int) -> Scenario:
     """A coordinator goes on with the rest of its world, cut off together with all nodes; another one knows only the world before."""
     rng = random.Random(seed)
@@ -125,6 +149,19 @@ def expelled(seed: int) -> Scenario:
     cuts = (Fault(at + 2.0 * n, Kind.COORDINATOR_CUT, duration_s=rng.uniform(7.0, 7.9), amount=1.0) for n in range(3))
     rules = small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=25, save_every=50)
     return Scenario(rules=rules, faults=(down, *deaths, *cuts), nodes=3, slots=5)
+
+
+def left_out(seed: int) -> Scenario:
+    """As ``expelled``, with deaths so placed that the member left out holds a shard that nobody else alive does."""
+    rng = random.Random(seed)
+    at = rng.uniform(12.0, 14.5)
+    down = Fault(rng.uniform(5.1, 6.5), Kind.BUCKET_DOWN, duration_s=at - 2.0, amount=0.9)
+    early = Fault(rng.uniform(6.6, 8.0), Kind.SIGKILL, rng.randrange(4))
+    first = Fault(at + rng.uniform(0.2, 0.6), Kind.SIGKILL, rng.randrange(4))
+    second = Fault(at + rng.uniform(1.2, 2.8), Kind.SIGKILL, rng.randrange(3))  # it has answered its fence, and nobody says that it is dead
+    cuts = (Fault(at + 2.0 * n, Kind.COORDINATOR_CUT, duration_s=rng.uniform(7.0, 7.9), amount=1.0) for n in range(3))
+    rules = small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=25, save_every=50)
+    return Scenario(rules=rules, faults=(down, early, first, second, *cuts), nodes=3, slots=5)
 
 
 def relapsing(seed: int) -> Scenario:
@@ -174,6 +211,8 @@ ALL = {
         interregnum,
         usurpers,
         severed,
+        divided,
+        relapsed,
         abandoned,
         forgetting,
         unshipped,

@@ -19,7 +19,7 @@ from elastic.sim.coordinators import Advance
 from elastic.sim.faults import Fault, Kind, draw
 from elastic.sim.scenario import Scenario, small_rules
 from tests.sim.mutants import Edit, Mutant
-from tests.sim.scenarios import CALM, LayoutRule, laggard
+from tests.sim.scenarios import CALM, LayoutRule
 from tests.sim.test_mutants import first_violation, killed_by
 
 HELD = "although every slice of it is held"
@@ -137,7 +137,7 @@ def test_not_believing_the_copies_of_a_silent_world_is_noticed() -> None:
 
 def test_believing_copies_of_a_step_that_was_dropped_is_noticed() -> None:
     edit = Edit("stopping", "unreported=0 if survivors else plan.generation", "unreported=plan.generation")
-    assert "which was given up" in first_violation_of(Mutant("trustful", (edit,)).advance(), duel, range(90, 100))
+    assert "which was given up" in first_violation_of(Mutant("trustful", (edit,)).advance(), duel, range(36, 46))
 
 
 def test_mixing_versions_is_noticed() -> None:
@@ -183,11 +183,6 @@ def test_overwriting_a_slot_early_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     assert GONE in first_violation(advance, "drawn")
 
 
-def copying_laggard(seed: int) -> Scenario:
-    scenario = laggard(seed)
-    return replace(scenario, rules=replace(scenario.rules, copy_every=1))
-
-
 def test_ignoring_what_the_others_have_copied_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next copy is begun before the one before is known to be complete everywhere, and takes the place of the last that was."""
     after = Copies.after
@@ -196,14 +191,9 @@ def test_ignoring_what_the_others_have_copied_is_noticed(monkeypatch: pytest.Mon
         new = after(replace(copies, begun=copies._of(outcome.copied_through)), outcome)
         return replace(new, copied=new.begun)
 
-    def all_run() -> None:
-        for seed in range(10):
-            simulate(seed, copying_laggard(seed))
-
-    all_run()  # the control
     monkeypatch.setattr(Copies, "after", at_once)
-    with pytest.raises(Violation, match=GONE):
-        all_run()
+    found = first_violation(advance, "interregnum")
+    assert GONE in found or "was to protect" in found
 
 
 def test_members_that_skip_copies_by_themselves_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""S3 servers for the tests: fixtures that start each once a session, and buckets on them."""
+"""Fixtures that start each S3 server once a session, and make buckets on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Server(Protocol):
 
 @pytest.fixture(scope="session")
 def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
-    """OpenStack Swift: a real server."""
+    """Starts OpenStack Swift, a real server."""
     with Swift(tmp_path_factory.mktemp("swift")) as server:
         yield server
 
@@ -36,14 +36,14 @@ def _moto() -> Iterator[Unruly]:
 
 @pytest.fixture
 def unruly(_moto: Unruly) -> Iterator[Unruly]:
-    """moto, which misbehaves as the test asks, and afterwards no more."""
+    """Starts moto, which misbehaves as a test asks, and stops when the test has ended."""
     yield _moto
     _moto.behave()
 
 
 @pytest.fixture(scope="session")
 def aws_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the nodes of the tests' cluster look for endpoint and credentials; there is nothing yet."""
+    """Returns the path at which the nodes of the tests' cluster look for endpoint and credentials.  It does not exist yet."""
     return tmp_path_factory.mktemp("node") / "aws-config"
 
 
@@ -63,7 +63,7 @@ def moto_bucket(_moto_bucket: S3, unruly: Unruly) -> S3:
 
 
 def new_bucket(server: Server) -> S3:
-    """A bucket of its own, seen with the server's credentials from here on, whatever the environment becomes."""
+    """Returns a new bucket, seen with the server's credentials from now on, however the environment changes."""
     with pytest.MonkeyPatch.context() as patch:
         enter(patch, server)
         store = ObjectStore.open(f"s3://bucket-{uuid.uuid4().hex}")
@@ -73,19 +73,19 @@ def new_bucket(server: Server) -> S3:
 
 
 def below(bucket: S3, **options: object) -> S3:
-    """A store of its own in the bucket, over the same connections."""
+    """Returns a store of its own in the bucket, over the same connections."""
     return S3(bucket.filesystem, f"{bucket.root}/{uuid.uuid4().hex}", **options)  # type: ignore[arg-type]
 
 
 def allow(config: Path, server: Server) -> None:
-    """From here on whoever reads ``config`` uses the server."""
+    """Makes everybody who reads ``config`` use the server from now on."""
     names = {"AWS_ENDPOINT_URL_S3": "endpoint_url", "AWS_EC2_METADATA_DISABLED": ""}
     settings = [(names.get(name, name.lower().replace("aws_region", "region")), value) for name, value in server.environment.items()]
     config.write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in settings if name))
 
 
 def enter(patch: pytest.MonkeyPatch, server: Server) -> None:
-    """From here on this process and its children use the server."""
+    """Makes this process and its children use the server from now on."""
     for name, value in server.environment.items():
         patch.setenv(name, value)
     patch.delenv("AWS_PROFILE", raising=False)

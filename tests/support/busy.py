@@ -1,4 +1,4 @@
-"""Work that leaves others little room: on the cores, and under a keeper's own lock."""
+"""Makes work that leaves others little room: on the cores, and under a keeper's own lock."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ COPY_BYTES = 64 * 2**20
 
 @contextlib.contextmanager
 def busy_cores(processes: int) -> Iterator[None]:
-    """So many processes that only compute, as often as those of Ray's workers are let to: it runs them at niceness 15.  (At 0 three of
-    these leave them so little that a step takes 20 s; that too was survived.)"""
+    """Runs so many processes that only compute, at niceness 15, which Ray gives its workers too.
+
+    At niceness 0 three of them leave the workers so little that a step takes 20 s.  That too was survived.
+    """
     started = [subprocess.Popen(["nice", "-n", "15", sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -28,8 +30,10 @@ def busy_cores(processes: int) -> Iterator[None]:
 
 
 def burn(_keeper: Any, until: str) -> int:
-    """What a keeper does with copies and logs, again and again, until there is a file ``until``: digests, copies, lines; all under the
-    interpreter's lock.  Returns how often."""
+    """Repeats what a keeper does with copies and logs (digests, copies, lines), under the interpreter's lock, until ``until`` exists.
+
+    Returns how often it did so.
+    """
     memory, rounds = bytearray(COPY_BYTES), 0
     text = b"a line of a log\n" * 200_000
     while not Path(until).exists():
@@ -42,7 +46,7 @@ def burn(_keeper: Any, until: str) -> int:
 
 
 def hold_the_gil(_keeper: Any, seconds: float) -> None:
-    """As no code of a keeper does: nothing else of its process runs meanwhile."""
+    """Holds the interpreter's lock, as no code of a keeper does: nothing else of its process runs meanwhile."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 

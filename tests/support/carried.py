@@ -1,4 +1,4 @@
-"""From one world to the next in the same processes: what a process held stays in its memory, and healing takes it from there.
+"""Runs one world after another in the same processes.  Healing takes state from the memory of a process that held it before.
 
 Process i is worker ``w<i>`` and has world rank i in every world; one that is no holder forgets, and is a newcomer in that seat.
 """
@@ -34,7 +34,7 @@ CARRIED: list[ApplyFence] = []
 
 @dataclass
 class Begun:
-    """The first world's end: its version, and what it saved for comparison."""
+    """The end of the first world: its version, and what it saved for comparison."""
 
     version: Version
     receipt: ShardReceipt
@@ -42,29 +42,29 @@ class Begun:
 
 @dataclass
 class Healed:
-    """What one member has to show for a later world."""
+    """The result of one member, for a later world."""
 
     received: int
-    """Bytes, by the worker's own counter."""
+    """Number of bytes received, by the worker's own counter."""
     calls: Calls
-    """While healing."""
+    """Collectives that it called while it healed."""
     not_held: int
-    """Bytes of the new shard that this process did not hold before, row by row."""
+    """Number of bytes of the new shard that this process did not hold before, counted row by row."""
     wrong: list[tuple[str, str]]
-    """(kind, name) of slices that are not bitwise those of the checkpoint of the same version."""
+    """Names (kind, name) of slices that are not bitwise those of the checkpoint of the same version."""
     intact: bool
-    """The shards held before were left as they were."""
+    """True if the shards held before were left as they were."""
     version: Version
     receipt: ShardReceipt | None
 
 
 def holdings(layout: Layout, version: Version, workers: Sequence[int]) -> tuple[Holding, ...]:
-    """What these processes hold of a world of ``layout``."""
+    """Returns what these processes hold of a world of ``layout``."""
     return tuple(Holding(WorkerId(f"w{i}"), version, cell(layout.dp_shard, layout.coordinates(i)["dp_shard"])) for i in workers)
 
 
 def begin(world: World, job: Job, last: int) -> Begun:
-    """Steps from the initialisation to ``last``; saved, and kept."""
+    """Trains from the initialisation to step ``last``, saves, and keeps the state."""
     with member(world, job, Version(0, 0)) as me:
         while me.state.shard.version.step < last:
             me.step()
@@ -73,7 +73,7 @@ def begin(world: World, job: Job, last: int) -> Begun:
 
 
 def go_on(world: World, job: Job, holders: Sequence[Holding], last: int, harmed: int | None = None) -> Healed:
-    """A world healed from ``holders``, then trained to ``last``.  ``harmed``: the process whose held memory has one bit flipped."""
+    """Heals a world from ``holders`` and trains it to ``last``.  The process ``harmed`` has one bit of its held memory flipped."""
     worker = WorkerId(f"w{world.rank}")
     fence = CARRIED.pop() if worker in {holding.worker for holding in holders} else ApplyFence(Rules(worker))
     if world.rank == harmed:
@@ -98,13 +98,13 @@ def go_on(world: World, job: Job, holders: Sequence[Holding], last: int, harmed:
 
 
 def flip_a_bit(shard: Shard) -> None:
-    """In the last element of the first parameter that this shard has a part of."""
+    """Flips a bit in the last element of the first parameter of which this shard has a part."""
     value = next(value for (kind, _), value in sorted(shard.values.items()) if kind == "parameter" and value.numel())
     value.view(torch.int32).view(-1)[-1] ^= 1
 
 
 def differing(me: Member) -> list[tuple[str, str]]:
-    """Compared with the bucket's copy, byte by byte."""
+    """Compares the shard with the bucket's copy, byte by byte."""
     shard = me.state.shard
     wanted = {shard_slice(tensor, *shard_of(shard.cell)): tensor for tensor in me.state.tensors}
     reader = Run.open(me.session.job).checkpoints.open(shard.version)
@@ -113,7 +113,7 @@ def differing(me: Member) -> list[tuple[str, str]]:
 
 
 def bytes_not_held(state: State, held: Sequence[Shard]) -> int:
-    """The dumb twin of the transfer plan: sets of rows."""
+    """Computes what the transfer plan must give, by sets of rows."""
     total = 0
     for tensor in state.tensors:
         row_bytes = prod(tensor.shape[1:]) * state.shard.values[tensor.kind, tensor.name].element_size()
@@ -129,19 +129,19 @@ def bytes_not_held(state: State, held: Sequence[Shard]) -> int:
 
 @dataclass
 class Broken:
-    """What one member of a world that broke in the middle of a step has to show."""
+    """The result of one member of a world that broke in the middle of a step."""
 
     error: str
     untouched: bool
-    """Parameters and moments are bitwise those from before the step."""
+    """True if parameters and moments are bitwise those from before the step."""
     prepared: int | None
     version: Version
     receipt: ShardReceipt
-    """Of the state before the step."""
+    """Receipt of the state before the step."""
 
 
 def broken(world: World, job: Job, culprit: int, boundary: Callable[[], int] | None) -> Broken:
-    """A good step, then one in which ``culprit`` fails: in ``boundary``, or by a fault of the job."""
+    """Runs a good step, then one in which ``culprit`` fails: in ``boundary``, or by a fault of the job."""
     with member(world, job, Version(0, 0)) as me:
         me.step()
         receipt, before, error = me.save(), shard_hash(me.state.shard), ""

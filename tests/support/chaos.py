@@ -1,4 +1,4 @@
-"""The six assertions of a chaos test, and the witness that collects what they need from the operating system while the run is on."""
+"""Makes the six assertions of a chaos test, with a witness that collects from the operating system what they need during the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.state_hash import state_hash
 
 @dataclass
 class Seen:
-    """One worker: its process held by pidfd, its shared memory mapped, from its first moments until after its death."""
+    """One worker.  Its process is held by a pidfd and its shared memory is mapped, from its first moments until after its death."""
 
     worker: str
     process: Watched
@@ -43,7 +43,7 @@ class Seen:
     final: dict[str, int] = field(default_factory=dict)
     ended: Ended | None = None
     ended_at: float = float("inf")
-    """``time.time()`` when that was seen; infinite where it was after the run."""
+    """Time (``time.time()``) at which that was seen; infinite if it was after the run."""
 
     def counts(self) -> dict[str, int]:
         return {name: self.counters[name] for name in FIELDS}
@@ -113,7 +113,7 @@ class Witness(threading.Thread):
             raise self.errors[0]
 
     def total(self, field_name: str) -> int:
-        """A counter summed over all workers, dead ones too."""
+        """Returns a counter, summed over all workers, dead ones too."""
         return sum(each.final[field_name] for each in self.seen.values())
 
     def killed(self, by: signal.Signals = signal.SIGKILL) -> list[Seen]:
@@ -122,7 +122,7 @@ class Witness(threading.Thread):
 
 @dataclass
 class Trial:
-    """A run and everything that is known of it."""
+    """A run, with everything that is known of it."""
 
     job: Job
     result: Result
@@ -134,7 +134,7 @@ class Trial:
 
 
 def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Line], None] = lambda _: None) -> Trial:
-    """Run ``job`` on the cluster of this process; export and hash its last state.  ``tell`` hears its story while it happens."""
+    """Runs ``job`` on the cluster of this process, and exports and hashes its last state.  ``tell`` gets its story while it happens."""
     witness, lines = Witness(job.name, act), list[Line]()
 
     def show(line: Line) -> None:
@@ -152,7 +152,7 @@ def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Li
 
 
 def alone(job: Job) -> Any:
-    """What one process without Ray makes of the job: hash, losses, and by the cursor which samples each step consumes."""
+    """The result of the job in one process without Ray: hash, losses, and by the cursor the samples of each step."""
     lines: list[StepLine] = []
     assert run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
     cursor = Cursor(len(load(job.data.dataset)(**job.data.args)), job.global_batch, job.seed, job.data.sampling)
@@ -164,7 +164,7 @@ def alone(job: Job) -> Any:
 
 
 def exported_hash(job: Job) -> str:
-    """sha256 of the newest checkpoint, exported as plain safetensors; "" without one."""
+    """Returns the sha256 of the newest checkpoint, exported as plain safetensors, or "" without a checkpoint."""
     run = Run.open(job)
     version = run.newest()
     if version is None:
@@ -175,7 +175,7 @@ def exported_hash(job: Job) -> str:
 
 
 def samples(steps: dict[int, Outcome]) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
-    """The ledger id by id, step by step."""
+    """Returns the ledger, sample by sample."""
     return [(step, outcome.samples) for step, outcome in sorted(steps.items())]
 
 
@@ -187,24 +187,25 @@ ENDS = {
     "held_gil": [("signal", signal.SIGKILL)],
     "device_assert": [("signal", signal.SIGKILL), ("exit code", 1)],  # told to go by Ray, and by its keeper: whichever is first
 }
-"""How the kernel says that the victim of a fault ended; whoever only stands still is ended by us.  One of kind "exception" lives."""
+"""Statuses that the kernel reports for the victim, by kind of fault.  A victim that only stands still is ended by us; one of kind
+"exception" lives."""
 CAUSES = {"exception": "job", "device_assert": "device"}
-"""What the victim of a fault says of it, where it still can."""
+"""Kinds of faults whose victim, if it still can, reports a cause, with that cause."""
 SAID: Mapping[str, str] = {"job": "InjectedError", "device": "device-side assert"}
-"""And in which words, by cause."""
+"""Words of the report, by cause."""
 LEFT = ("exit code", 0)
-"""In good order."""
+"""Status of a process that ended in good order."""
 
 
 def how(ended: Ended | None) -> tuple[str, Any]:
-    """How a process ended, by the word of the kernel."""
+    """Returns how a process ended, by the word of the kernel."""
     assert ended is not None
     return ("signal", ended.signal) if ended.signal is not None else ("exit code", ended.exit_code)
 
 
 @dataclass(frozen=True)
 class Formed:
-    """One generation as the journal has it.  ``redone``: committed steps that it begins before, and which are done again."""
+    """One generation, as the journal has it.  ``redone`` are the committed steps that it does again."""
 
     generation: int
     members: tuple[str, ...]
@@ -215,7 +216,7 @@ class Formed:
 
 
 def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
-    """Every world that was to be formed, in order."""
+    """Returns every world that was to be formed, in order."""
     found, reached = [], 0
     for record in records:
         event = record["event"]
@@ -235,7 +236,7 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
 def assert_survived(
     chaos: Trial, reference: Trial | Any, *, worlds: Sequence[int], tiers: Sequence[str], unsaved: int = 0, said: Mapping[str, str] = SAID
 ) -> None:
-    """The six assertions, for the faults of the job.
+    """Makes the six assertions, for the faults of the job.
 
     ``worlds``: members of each generation that was to be formed, the first one's first; ``tiers``: where each began from; ``said``: words
     of those who can go on no more, by cause.  Committed steps may be done again: 2 × ``save_every`` by a world that begins from the bucket,
@@ -269,7 +270,9 @@ def assert_survived(
 
 
 def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> None:
-    """Each fault ended its victim in its way, in its generation and step; whoever else was a member is one process from first to last."""
+    """Checks that each fault ended its victim in its way, generation and step, and that every other member is one process from first to
+    last.
+    """
     by_seat = {(each.generation, rank): member for each in generations for rank, member in enumerate(each.members)}
     fatal = {by_seat[fault.generation, fault.world_rank]: fault for fault in job.faults if fault.kind in ENDS}
     ends = {worker: how(witness.seen[worker].ended) for each in generations for worker in each.members}
@@ -291,7 +294,9 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
 def assert_exceptions(
     job: Job, witness: Witness, generations: Sequence[Formed], records: Sequence[Mapping[str, Any]], said: Mapping[str, str]
 ) -> None:
-    """Whoever raised says so and is fenced; in the next world it is the same process, or it is replaced where its device is lost.
+    """Checks that a process that raised reports it and is fenced.
+
+    In the next world it is the same process, or replaced if its device is lost.
 
     In the copy of a save its log alone says so: it is made once more, and nothing is missing.
     """
@@ -322,12 +327,16 @@ REDONE: Mapping[str, Callable[[Job], int]] = {
     "host": lambda job: 2 * job.copies.buddy_every if isinstance(job.copies.buddy_every, int) else 1,
     "bucket": lambda job: 2 * job.checkpoint.save_every,
 }
-"""How many committed steps a world that begins from each tier may do again.  Copies are of every step; where ``buddy_every`` is set, nodes
-die, and one copy may be on its way to a buddy."""
+"""Number of committed steps that a world may do again, by the tier from which it begins.
+
+Copies are of every step.  If ``buddy_every`` is set, nodes die, and one copy may be on its way to a buddy.
+"""
 
 
 def assert_work(job: Job, work: int, generations: Sequence[Formed], unsaved: int = 0) -> None:
-    """Microbatches of all workers, dead ones too: of each step, of those done again by the journal, of the one in flight at a fault."""
+    """Checks the microbatches of all workers, dead ones too: those of each step, of the steps done again by the journal, and of a step
+    in flight at a fault.
+    """
     for each in generations:
         assert each.redone <= REDONE[each.tier](job) + (unsaved if each.tier == "bucket" else 0), each
     undisturbed, again = job.steps * job.microbatches, sum(each.redone for each in generations)
@@ -335,8 +344,11 @@ def assert_work(job: Job, work: int, generations: Sequence[Formed], unsaved: int
 
 
 def assert_bytes(witness: Witness, generations: Sequence[Formed]) -> None:
-    """Healed bytes, counted where they arrived: none from the bucket nor from copies where a world held the state, none from the bucket
-    where copies had it, some from its peers for a newcomer."""
+    """Checks the healed bytes, counted where they arrived.
+
+    None come from the bucket or from copies if a world held the state, none from the bucket if copies had it, and some from its peers for a
+    newcomer.
+    """
     live, host, bucket = (witness.total(f"healed_{tier}_bytes") for tier in ("live", "host", "bucket"))
     grew = any(len(after.members) > len(before.members) and after.tier == "live" for before, after in pairwise(generations))
     assert (bucket > 0) == any(each.tier == "bucket" for each in generations), bucket
@@ -345,6 +357,8 @@ def assert_bytes(witness: Witness, generations: Sequence[Formed]) -> None:
 
 
 def assert_nothing_left(chaos: Trial, deadline_s: float = GONE_S) -> None:
-    """No process, no segment, no memory of copies, no actor, no placement group, no log of the run: see ``tests/support/left.py``."""
+    """Checks that no process, segment, memory of copies, actor, placement group or log of the run is left: see
+    ``tests/support/left.py``.
+    """
     assert all(not seen.process.running for seen in chaos.witness.seen.values())
     assert not (left := left_of(chaos.job.name, chaos.witness.token, deadline_s)), left

@@ -1,4 +1,4 @@
-"""A cluster as its users start it: ``ray start`` for every node, each with folders of its own, and a job server on the head.
+"""Starts a cluster as its users do: ``ray start`` for every node, each with folders of its own, and a job server on the head.
 
 The nodes' Python has all that Elastic depends on, but not Elastic: that must come with what is submitted.
 """
@@ -44,7 +44,7 @@ OURS = re.compile(r"elastic|actors|storage|__editable__.*")
 
 
 def python_without_elastic(folder: Path) -> Path:
-    """A Python in ``folder`` that finds whatever is installed for this one, except Elastic."""
+    """Makes a Python in ``folder`` that finds all packages installed for this one, except Elastic."""
     venv.create(folder, with_pip=False, symlinks=True)
     (there,) = folder.glob("lib/python*/site-packages")
     for here in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
@@ -60,7 +60,7 @@ def python_without_elastic(folder: Path) -> Path:
 
 
 class Started:
-    """One ``ray start --block``: the process that its node's processes hang on."""
+    """One ``ray start --block``: the process on which all processes of its node hang."""
 
     def __init__(self, folder: Path, python: Path, *arguments: str) -> None:
         self.folder, self.output = folder, folder / "output"
@@ -79,7 +79,7 @@ class Started:
             )  # in the process group of the tests: whoever ends that ends the nodes too
 
     def says(self, pattern: str, deadline_s: float = PATIENCE_S) -> str:
-        """What it printed that looks so."""
+        """Returns the part of its output that matches."""
         end = time.monotonic() + deadline_s
         while not (found := re.search(pattern, text := self.output.read_text(errors="replace"))):
             assert self.process.poll() is None and time.monotonic() < end, text
@@ -87,7 +87,7 @@ class Started:
         return found[1] if found.groups() else found[0]
 
     def has_an_agent(self, deadline_s: float = PATIENCE_S) -> None:
-        """Waits for the process that takes submitted jobs; it comes a little later than the rest."""
+        """Waits for the process that takes submitted jobs, which comes a little later than the others."""
         end = time.monotonic() + deadline_s
         while True:
             with (
@@ -124,11 +124,11 @@ class Nodes:
         return self._start(f"--address={self.address}", f"--num-cpus={cpus}")
 
     def submit(self, folder: Path, command: list[str]) -> Submitted:
-        """``command`` is a whole line, ``ray job submit …``, as a user types it in ``folder``."""
+        """Submits ``command``, a whole line ``ray job submit …``, as a user types it in ``folder``."""
         return Submitted(folder, self.jobs, command)
 
     def kill_everything(self) -> list[Ended]:
-        """SIGKILL every process of every node, frozen first so that none sees another die; how each ended."""
+        """Kills every process of every node by SIGKILL, frozen first so that none sees another die.  Returns how each ended."""
         watched = [each for node in self.started for each in frozen(node.process.pid)]
         kill_all(watched)
         ends = wait_gone(watched, 10)
@@ -136,7 +136,7 @@ class Nodes:
         return ends
 
     def ours(self) -> list[Process]:
-        """Processes of runs that live on these nodes."""
+        """Returns the processes of runs that live on these nodes."""
         return [process for process in processes(f"{MARK}={self.folder}") if ACTORS.search(process.command)]
 
     def __enter__(self) -> Nodes:
@@ -181,19 +181,19 @@ class Submitted:
         return re.findall(r"Job '(\w+)' submitted", self.text)[0]
 
     def stop(self) -> None:
-        """``ray job stop``: SIGTERM to the driver, SIGKILL 3 s later; returns when Ray calls the job stopped."""
+        """Stops the job by ``ray job stop`` (SIGTERM to the driver, SIGKILL 3 s later).  Returns when Ray calls the job stopped."""
         JobSubmissionClient(self.jobs).stop_job(self.id)
         self.until(lambda: JobSubmissionClient(self.jobs).get_job_status(self.id).is_terminal(), ended=True)
 
     def ray(self, *arguments: str) -> str:
-        """``ray job …``, as in another terminal."""
+        """Runs ``ray job …``, as in another terminal."""
         done = subprocess.run(
             ["ray", "job", *arguments], env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
         return done.stdout + done.stderr
 
     def until(self, true: Callable[[], Any], deadline_s: float = PATIENCE_S, ended: bool = False) -> None:
-        """Wait for something while it runs, or, if ``ended``, although it may end."""
+        """Waits for something while the job runs or, with ``ended``, also after it has ended."""
         end = time.monotonic() + deadline_s
         while not true():
             assert ended or self.process.poll() is None, f"it ended with code {self.process.returncode}:\n{self.text}"
@@ -201,7 +201,7 @@ class Submitted:
             time.sleep(0.02)
 
     def wait(self, deadline_s: float = PATIENCE_S) -> int:
-        """Its exit code."""
+        """Returns its exit code."""
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -210,7 +210,9 @@ class Submitted:
 
 
 def assert_all_given_back(nodes: Nodes, name: str, deadline_s: float = 100) -> None:
-    """No actor, no process, no placement group of the run, and every CPU is free again: before workers would have left by themselves."""
+    """Checks that no actor, process or placement group of the run is left and every CPU is free, before workers would have left by
+    themselves.
+    """
     deadline = time.monotonic() + deadline_s
     while True:
         named = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster.NAMESPACE]

@@ -1,4 +1,4 @@
-"""Which collectives a member really calls, and with how many bytes: seen below torch.distributed, at the operators of the groups.
+"""Records the collectives that a member really calls, with their bytes, at the operators of the groups below torch.distributed.
 
 Nobody has to be asked: whatever library or attribute a call came through, it ends in an operator of ``c10d``.
 """
@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class Call:
-    """``name`` as torch calls the operator, without its underscore; ``bytes``: of all tensors among the arguments."""
+    """One collective.  ``name`` is the operator without its underscore; ``bytes`` counts all tensors among the arguments."""
 
     name: str
     bytes: int
 
 
 class Calls(list[Call]):
-    """In order."""
+    """Collectives in the order of their calls."""
 
     def named(self, *names: str) -> list[Call]:
         return [call for call in self if call.name in names]
@@ -35,7 +35,7 @@ class Calls(list[Call]):
 
 @contextmanager
 def counting() -> Iterator[Calls]:
-    """Every collective that this thread calls meanwhile."""
+    """Yields a list of every collective that this thread calls meanwhile."""
     calls = Calls()
     with _Mode(calls):
         yield calls

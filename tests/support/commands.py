@@ -1,4 +1,4 @@
-"""The command ``elastic`` as its users run it: a process of its own, in a folder of its own, with code of their own.
+"""Runs the command ``elastic`` as its users do: a process of its own, in a folder of its own, with code of their own.
 
 Every process that comes of it, whoever is its parent, carries the folder in its environment: that is how what is left is found.
 """
@@ -102,7 +102,7 @@ def loss(model, batch):
 
 
 def user_job(folder: Path, package: str, **changes: object) -> Job:
-    """A job of that code, 8 microbatches a step; also written as ``job.toml``."""
+    """Returns a job of that code with 8 microbatches a step, and writes it as ``job.toml``."""
     values = {
         "name": package,
         "bucket": str(folder / "bucket"),
@@ -120,12 +120,12 @@ def user_job(folder: Path, package: str, **changes: object) -> Job:
 
 
 def seen(folder: Path) -> list[str]:
-    """What the user's loss wrote down, by all processes."""
+    """Returns what the user's loss wrote down, of all processes."""
     return [line for file in sorted((folder / "seen").iterdir()) for line in file.read_text().splitlines()]
 
 
 class Command:
-    """``python -m elastic <arguments>`` in ``folder``, in a session of its own as a terminal would give it."""
+    """A process ``python -m elastic <arguments>`` in ``folder``, in a session of its own like that of a terminal."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -145,7 +145,7 @@ class Command:
         return self.output.read_text(errors="replace")
 
     def until(self, true: Callable[[], object], deadline_s: float = PATIENCE_S) -> None:
-        """Wait for something while the command runs."""
+        """Waits for something while the command runs."""
         end = time.monotonic() + deadline_s
         while not true():
             assert self.process.poll() is None, f"it ended with code {self.process.returncode}:\n{self.text}"
@@ -162,11 +162,11 @@ class Command:
             raise AssertionError(f"still running after {deadline_s} s:\n{self.text}") from None
 
     def interrupt(self) -> None:
-        """Ctrl-C: SIGINT to everything of the session's foreground."""
+        """Sends Ctrl-C: SIGINT to everything in the session's foreground."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def kill_everything(self) -> list[Ended]:
-        """SIGKILL to the whole tree of processes, frozen first so that none can react to the death of another."""
+        """Kills the whole tree of processes by SIGKILL, frozen first so that none can react to the death of another."""
         watched = frozen(self.process.pid)
         kill_all(watched)
         self.process.wait(10)
@@ -174,7 +174,7 @@ class Command:
 
 
 def view_of(name: str) -> View | None:
-    """Where the run ``name`` stands, if it lives in the cluster of this process."""
+    """Returns the state of the run ``name``, if it lives in the cluster of this process."""
     coordinator = attach(name)
     try:
         return ray.get(coordinator.view.remote()) if coordinator is not None else None
@@ -183,5 +183,5 @@ def view_of(name: str) -> View | None:
 
 
 def assert_no_actor_left(name: str) -> None:
-    """Nothing of the run ``name``: no actor in the cluster of this process, and no process, memory, segment, log on this machine."""
+    """Checks that nothing of the run ``name`` is left: no actor in this cluster, and no process, memory, segment or log on this machine."""
     assert not (left := left_of(name)), left

@@ -1,4 +1,4 @@
-"""A door between a run and its bucket, which can be shut in the ways that networks and stores fail: a proxy on loopback.
+"""A proxy on loopback between a run and its bucket, a door that can be shut in the ways in which networks and stores fail.
 
 What passes it is not touched, so signatures hold.  While it is shut, nothing of what passed before it goes on: connections are cut, or
 stand still.
@@ -30,15 +30,15 @@ POLL_S = 0.02
 
 
 class Way(StrEnum):
-    """How the bucket fails."""
+    """The ways in which the bucket fails."""
 
     REFUSED = "refuses"
     """Nobody listens."""
     SILENT = "is silent"
-    """Whoever connects is heard, and nothing is answered; what was on its way stands still."""
+    """The proxy accepts connections and answers nothing; what was on its way stands still."""
     BUSY = "says 503 SlowDown"
     CUT = "cuts connections"
-    """Of every second request a part arrives; every other one is carried out, and its answer lost."""
+    """Every second request arrives in part only; the others are carried out, and their answers are lost."""
 
 
 class Server(Protocol):
@@ -50,7 +50,7 @@ class Server(Protocol):
 
 
 class Door:
-    """Before ``server``.  A context manager; ``endpoint`` and ``environment`` are those of the server, but through the door."""
+    """A door before ``server``.  It is a context manager; its ``endpoint`` and ``environment`` lead to the server through the door."""
 
     def __init__(self, server: Server) -> None:
         host, _, port = server.endpoint.removeprefix("http://").partition(":")
@@ -59,13 +59,13 @@ class Door:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.bind(("127.0.0.1", *free_ports(1)))  # a number that we chose stays ours while nobody listens
         self._open = threading.Event()
-        """Set while all may pass."""
+        """Event that is set while requests may pass."""
         self._closed = threading.Event()
         self._way: Way | None = None
         self._shuts = 0
         self._threads = [threading.Thread(target=self._answer, name="door", daemon=True)]
         self.met: Counter[Way] = Counter()
-        """Requests that found it shut; of one that refuses, which sees none, its own."""
+        """Requests that found it shut.  A door that refuses connections sees none, so it counts its own."""
         self.open()
 
     @property
@@ -81,7 +81,7 @@ class Door:
         return self._open.is_set()
 
     def shut_for(self, way: Way, duration_s: float) -> None:
-        """It opens again by itself."""
+        """Shuts the door.  It opens again by itself."""
         self.shut(way)
         timer = threading.Timer(duration_s, self.open)
         timer.daemon = True
@@ -129,7 +129,7 @@ class Door:
                     thread.start()
 
     def _serve(self, client: socket.socket) -> None:
-        """One connection, to its end."""
+        """Serves one connection to its end."""
         server = socket.socket()
         try:
             server.connect(self._behind)
@@ -186,7 +186,7 @@ class Door:
 
 
 def _request(client: socket.socket) -> bytes:
-    """All of it.  botocore may wait for leave to send the body."""
+    """Reads the whole request.  botocore may wait for leave to send the body."""
     data = bytearray()
     client.settimeout(5)
     while HEAD not in data:
@@ -208,6 +208,6 @@ def _received(client: socket.socket) -> bytes:
 
 
 def _cut(client: socket.socket) -> None:
-    """The end of the connection, now; what was on its way is thrown away."""
+    """Ends the connection now, and throws away what was on its way."""
     with suppress(OSError):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

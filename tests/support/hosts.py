@@ -1,5 +1,7 @@
-"""Hosts with a network between them that can be cut: raylets of one cluster, each in a network namespace of its own, and with a monotonic
-clock of its own: machines were not all started at the same time.
+"""Makes hosts with a network between them that can be cut.
+
+Each host is a raylet of one cluster in a network namespace of its own.  It has its own monotonic clock, because machines were not all
+started at the same time.
 
 Host 0 is this one: the tests' process, the head and with it the coordinator.  The others are joined to it, and to each other, by
 ``tests/support/wire.py`` alone.  Disk and shared memory are common to all, as is the bucket, which no cut reaches.  Needs to be root,
@@ -32,7 +34,7 @@ from tests.support.processes import Watched, frozen, processes
 
 MTU = 9000
 UPTIME_S = 1_000_000
-"""By how much each host's clock is ahead of that of the one before it."""
+"""Time in seconds by which the clock of each host is ahead of that of the host before it."""
 MARK = "HOST_OF_TEST"
 
 
@@ -41,7 +43,10 @@ def _ip(*arguments: str) -> None:
 
 
 class Hosts:
-    """``number`` hosts beside this one, with ``cpus`` CPUs each; this one has none to give.  A context manager; connected inside."""
+    """Makes ``number`` hosts beside this one, with ``cpus`` CPUs each; this one gives none.
+
+    A context manager, which connects to the cluster.
+    """
 
     def __init__(self, number: int, cpus: int = 1) -> None:
         self.number, self.cpus = number + 1, cpus
@@ -72,7 +77,7 @@ class Hosts:
     # ---- the network
 
     def rule(self, source: int, target: int, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
-        """Of packets from one host to another; holds when this returns."""
+        """Sets what happens to packets from one host to another.  It holds when this returns."""
         assert self.wire.stdin is not None and self.wire.stdout is not None
         line = json.dumps({"source": source, "target": target, "loss": loss, "delay_s": delay_s})
         self.wire.stdin.write(f"{line}\n")
@@ -80,14 +85,17 @@ class Hosts:
         assert self.wire.stdout.readline().strip() == line
 
     def weather(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
-        """Between all hosts, both ways."""
+        """Sets what happens to packets between all hosts, both ways."""
         for source in range(self.number):
             for target in range(self.number):
                 if source != target:
                     self.rule(source, target, loss=loss, delay_s=delay_s)
 
     def cut(self, host: int, *, to: bool = True, off: bool = True, others: tuple[int, ...] | None = None) -> None:
-        """``to``: nothing reaches the host from ``others`` (all); ``off``: nothing of what it sends arrives there."""
+        """Cuts a host off.
+
+        With ``to`` nothing from ``others`` (all hosts) reaches it; with ``off`` nothing that it sends arrives there.
+        """
         for other in range(self.number) if others is None else others:
             if other != host and to:
                 self.rule(other, host, loss=1.0)
@@ -98,7 +106,7 @@ class Hosts:
         self.weather()
 
     def freeze(self, host: int) -> None:
-        """All its processes stand still, until ``thaw``."""
+        """Stops all its processes until ``thaw``."""
         self.ice += frozen(self.raylets[host].pid)
 
     def thaw(self) -> None:
@@ -135,15 +143,15 @@ class Hosts:
             self._until(lambda host=host: self.node(host) is not None)  # type: ignore[misc]
 
     def join(self, host: int) -> None:
-        """Start its raylet, for the first time or after the cluster gave up the one before."""
+        """Starts its raylet, for the first time or after the cluster gave up the one before."""
         self._ray(host, f"--address={self.address(0)}:6399", f"--num-cpus={self.cpus}")
 
     def left(self, host: int) -> bool:
-        """Whether its raylet has ended, as one does that the cluster has given up once it hears of it."""
+        """Returns whether its raylet has ended, as a raylet does that hears that the cluster has given it up."""
         return self.raylets[host].poll() is not None
 
     def rejoin(self) -> None:
-        """Whoever has left, or has been given up: to be as it was for the next test."""
+        """Restores hosts that have left or were given up, for the next test."""
         self.mend()
         self.thaw()
         for host in range(1, self.number):
@@ -168,7 +176,7 @@ class Hosts:
             )
 
     def node(self, host: int) -> str | None:
-        """Its id, if it is alive as far as Ray knows."""
+        """Returns its id, if Ray knows it as alive."""
         alive = {each["NodeManagerAddress"]: each["NodeID"] for each in ray.nodes() if each["Alive"]}
         return alive.get(self.address(host))
 
@@ -180,7 +188,7 @@ class Hosts:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Without asking: nothing of it is to be kept, and Ray takes ten seconds to end a node in good order."""
+        """Ends it by force: nothing of it is to be kept, and Ray takes ten seconds to end a node in good order."""
         ray.shutdown()
         while left := processes(f"{MARK}={self.folder}"):
             for process in left:

@@ -1,4 +1,4 @@
-"""A job as the TOML file that a user would write: the product only reads them."""
+"""Writes a job as the TOML file that a user would write, because the product only reads such files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.job import Job
 
 
 def to_toml(job: Job) -> str:
-    """Every setting written out.  Raises TypeError for a None inside ``args``: TOML has none."""
+    """Returns the file with every setting.  Raises TypeError for a None inside ``args``, which TOML does not have."""
     return "".join(f"{name} = {_toml(value)}\n" for name, value in job.model_dump(mode="json").items())
 
 
@@ -30,5 +30,5 @@ def _toml(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
+    """Returns a value as TOML.  JSON's escapes are TOML's, except that TOML wants DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Scripts of chaos runs: which faults strike whom and when, which worlds follow from that, and where each of them begins from.
+"""Scripts of chaos runs: which faults strike whom and when, which worlds follow, and from which tier each of them begins.
 
 A run must not reach its end, nor a fault, before the newcomers it waits for are there.  So a script has *gates*: steps whose data
 cannot be read before the world has been told to grow.  All is by event: no script knows how long anything takes.
@@ -23,18 +23,21 @@ from tests.support.toys import toy_job
 
 STEPS = 44
 SAMPLES = 16 * STEPS
-"""One epoch, so that each sample belongs to exactly one step."""
+"""Number of samples: one epoch, so that each sample belongs to exactly one step."""
 POINTS = ("forward", "backward", "before_commit", "before_update", "in_update", "save", "forming", "healing")
 BETWEEN_WORLDS = ("forming", "healing")
 FATAL = ("SIGKILL", "SIGSEGV", "exit")
 LAYOUTS: Mapping[str, dict[str, Any]] = {"replicate": {}, "shard": {"dp_replicate": 1}, "2x2": {"min_shard": 2}}
-"""Settings of ``parallel``.  "2x2": four workers are two replicas of two shards; fewer are one replica, and one alone has to wait."""
+"""Settings of ``parallel``.  With "2x2" four workers are two replicas of two shards, fewer are one replica, and a single one must wait."""
 SAVE_EVERY, RARELY = {"replicate": 4, "shard": 1, "2x2": 1}, 4
 
 
 @dataclass(frozen=True)
 class Grow:
-    """``generation`` may not pass ``step`` before it is about to grow; it gets ``room`` for so many more workers once it runs."""
+    """A gate: ``generation`` may not pass ``step`` before it is about to grow.
+
+    It gets ``room`` for that many more workers once it runs.
+    """
 
     generation: int
     step: int
@@ -43,7 +46,7 @@ class Grow:
 
 @dataclass(frozen=True)
 class Cramp:
-    """``generation`` may not pass ``step`` before others wait for what the next ``victims`` leave."""
+    """A gate: ``generation`` may not pass ``step`` before others wait for the room that the next ``victims`` leave."""
 
     generation: int
     step: int
@@ -52,7 +55,7 @@ class Cramp:
 
 @dataclass
 class Script:
-    """``worlds``, ``tiers``: of each generation to be formed, in order."""
+    """A script.  ``worlds`` and ``tiers`` have an entry for each generation to be formed, in order."""
 
     layout: str
     workers: int
@@ -61,13 +64,13 @@ class Script:
     tiers: list[str] = field(default_factory=list)
     growth: list[Grow] = field(default_factory=list)
     cramps: list[Cramp] = field(default_factory=list)
-    """With any, the cluster has room for the first world only."""
+    """Gates of this kind.  With any of them, the cluster has room for the first world only."""
     copies: bool = True
-    """Host memory holds what died with a worker; without, the bucket does."""
+    """True if host memory holds what died with a worker; otherwise the bucket does."""
 
     @property
     def generation(self) -> int:
-        """Of the latest world."""
+        """The generation of the latest world."""
         return len(self.worlds)
 
     def form(self, members: int, tier: str) -> None:
@@ -75,11 +78,11 @@ class Script:
         self.tiers.append(tier)
 
     def fault(self, point: str, kind: str, rank: int, step: int = 0) -> None:
-        """In the latest world."""
+        """Adds a fault in the latest world."""
         self.faults.append({"point": point, "kind": kind, "world_rank": rank, "step": step, "generation": self.generation})
 
     def after(self, point: str, kind: str) -> str:
-        """The tier of the world that follows when one member of the latest, while it stepped, met this fault.
+        """Returns the tier of the world that follows when a stepping member of the latest world meets this fault.
 
         Whoever raised holds what it held, unless it was in the middle of an update.
         """
@@ -90,7 +93,7 @@ class Script:
 
     @property
     def far(self) -> str:
-        """Where a world begins from when the only one who held a slice is gone."""
+        """The tier from which a world begins when the only holder of a slice is gone."""
         return "host" if self.copies else "bucket"
 
     def job(self, bucket: Path, name: str, **changes: Any) -> Job:
@@ -111,25 +114,25 @@ class Script:
 
 
 def undisturbed(folder: Path) -> Any:
-    """What every script's job ends with: one worker in this process, without Ray."""
+    """Runs the job of every script undisturbed: one worker in this process, without Ray."""
     return alone(toy_job(folder, name="local", steps=STEPS, data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}))
 
 
 def gate(bucket: Path, at: Grow | Cramp) -> Path:
-    """The file that lets the run pass."""
+    """Returns the path of the file that lets the run pass."""
     return bucket / f"gate-{at.step}"
 
 
 class Director:
-    """What a trial calls at every look: opens the gates, and gives and takes room."""
+    """The function that a trial calls at every look.  It opens the gates, and gives and takes room."""
 
     def __init__(self, script: Script, bucket: Path, room: Room) -> None:
         self.bucket, self.room = bucket, room
         self.growth, self.cramps = list(script.growth), list(script.cramps)
         self.reserved: list[tuple[int, Any]] = []
-        """What will give room to so many workers at once."""
+        """Holders of room for that many workers at once."""
         self.left: list[Any] = []
-        """Who takes, or waits for, what victims leave."""
+        """Processes that take, or wait for, the room that victims leave."""
         if script.cramps:
             wide = sorted(each.room for each in script.growth if each.room > 1)
             if (others := ray.cluster_resources()["CPU"] - script.workers - sum(wide)) > 0:
@@ -169,13 +172,14 @@ def _room() -> Iterator[Room]:
 
 
 def perform(script: Script, bucket: Path, name: str, **changes: Any) -> Trial:
-    """Run the script's job, with other settings where ``changes`` say so, to its end."""
+    """Runs the script's job to its end, with other settings if ``changes`` has any."""
     with _room() as room:
         return trial(script.job(bucket, name, **changes), Director(script, bucket, room))
 
 
 def again_and_again(layout: str, point: str) -> Script:
-    """3→2→3→2→3…: the full world loses one member after the other at ``point``, in each fatal way, and takes in a newcomer each time.
+    """Returns 3→2→3→2→3…: the full world loses one member after the other at ``point``, in each fatal way, and takes in a newcomer each
+    time.
 
     Then one raises there.  (2×2: 4→3→4→3→4….)
     """
@@ -211,7 +215,9 @@ def again_and_again(layout: str, point: str) -> Script:
 
 
 def one_after_another(layout: str, workers: int, strikes: Sequence[tuple[str, str, int]], *, copies: bool = True) -> Script:
-    """Each of ``strikes`` (point, kind, world rank) hits the full world, which takes in a newcomer for everyone it lost."""
+    """Returns a script in which each of ``strikes`` (point, kind, world rank) hits the full world, which takes in a newcomer for each
+    loss.
+    """
     script = Script(layout, workers, copies=copies)
     script.form(workers, "init")
     for step, (point, kind, rank) in zip(range(8, STEPS, 8), strikes, strict=False):
@@ -226,7 +232,7 @@ def one_after_another(layout: str, workers: int, strikes: Sequence[tuple[str, st
 
 
 def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
-    """4→3→1→2→4, in a cluster that has no more room than that.
+    """Returns 4→3→1→2→4, in a cluster that has no more room than that.
 
     Two die at ``point``; the next world breaks at ``between``; a newcomer comes, then two.  Of the full world one dies at ``point``, and
     one raises.  A single worker of "2x2" waits for the newcomer.
@@ -258,7 +264,10 @@ def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
 
 
 def there_and_back(layout: str) -> Script:
-    """4→3→2→4→1→3, in a cluster that has no more room than that: two die one after the other, two newcomers come, three die at once."""
+    """Returns 4→3→2→4→1→3, in a cluster that has no more room than that.
+
+    Two die one after the other, two newcomers come, three die at once.
+    """
     script = Script(layout, 4)
     script.form(4, "init")
     script.cramps.append(Cramp(script.generation, 4, victims=2))
@@ -278,7 +287,7 @@ def there_and_back(layout: str) -> Script:
 
 
 def down_again(script: Script) -> Script:
-    """3→2→1, for a ``down_and_up`` of replicas: the second of three dies between commit and update, of two in a save."""
+    """Returns 3→2→1, for a ``down_and_up`` of replicas: the second of three dies between commit and update, and one of two in a save."""
     script.cramps.append(Cramp(script.generation, 31, victims=2))
     for point, step in (("before_update", 34), ("save", 36)):
         script.fault(point, "SIGKILL", 1, step)

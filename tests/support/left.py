@@ -1,4 +1,4 @@
-"""What a run has left: one look, for every test that ends with "nothing is left", and for the storm.
+"""Finds what a run has left, for every test that ends with "nothing is left", and for the storm.
 
 Several clusters may live on one machine, with runs of the same name; only what is of the cluster of this process is looked at.
 """
@@ -20,12 +20,12 @@ from elastic.train.counters import segment
 from tests.support.processes import actors_of_ours
 
 GONE_S = 10.0
-"""For processes that were ended a moment ago."""
+"""Time in seconds that processes have to end after they were told to."""
 POLL_S = 0.02
 
 
 def left_of(name: str, token: str = "", deadline_s: float = GONE_S) -> list[str]:
-    """What is left of all lives of the run ``name``, also of that one called ``token``, in the cluster of this process and on this machine.
+    """Returns what is left, in this cluster and on this machine, of all lives of the run ``name``, also of the life called ``token``.
 
     A run is over when its actors' names, its placement groups, segments and log folders are gone: these are looked for once.  Processes,
     and with them ports, memory of copies and of devices, have ``deadline_s`` to end.
@@ -38,7 +38,7 @@ def left_of(name: str, token: str = "", deadline_s: float = GONE_S) -> list[str]
 
 
 def _of(name: str) -> re.Pattern[str]:
-    """Names of actors of the run, and never of one called ``<name>-2``; the group: the token of a life."""
+    """Matches names of the run's actors, and never of a run called ``<name>-2``.  The group is the token of a life."""
     return re.compile(rf"({re.escape(name)}-\d{{4,}}-[0-9a-f]{{6}}|{re.escape(name)})/")
 
 
@@ -48,7 +48,7 @@ def _named(name: str) -> list[str]:
 
 
 def _lives(name: str) -> set[str]:
-    """The tokens under which actors of the run have lived in this cluster; Ray remembers dead ones."""
+    """Returns the tokens under which actors of the run have lived in this cluster; Ray remembers dead ones."""
     found = (_of(name).match(each["Name"]) for each in state.actors().values())
     return {match[1] for match in found if match} - {name}
 
@@ -67,6 +67,6 @@ def _files(tokens: Iterable[str]) -> list[str]:
 
 
 def _session() -> str:
-    """What Ray calls this cluster: a folder that all its processes have files of open."""
+    """Returns Ray's name of this cluster: a folder of which all its processes have files open."""
     (session,) = {part for node in ray.nodes() for part in PurePath(node["ObjectStoreSocketName"]).parts if part.startswith("session_")}
     return session

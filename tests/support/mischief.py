@@ -39,22 +39,25 @@ TOUCHES = (
     (World, "keep_up"),
     (snapshot._Plain, "fill"),
 )
-"""What asks a worker's device for anything, besides the user's code."""
+"""Functions that use a worker's device, besides the user's code."""
 ABORT_S = 1.0
-"""How long the abort of the world before is waited for, where it never ends; and how long it takes where it does."""
+"""Time in seconds for which the product waits for an abort that never ends, and which an abort takes that does end."""
 SEEN: set[tuple[str, int]] = set()
 LAST: list[Outcome] = []
 
 
 @cache
 def trainer() -> Trainer:
-    """The one of this process."""
+    """Returns the trainer of this process."""
     (found,) = [each for each in gc.get_objects() if type(each) is Trainer]
     return found
 
 
 def watched(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The usual loss; every tenth step, and each world's first, says in the worker's log what memory is in use and what was compiled."""
+    """The usual loss.
+
+    Every tenth step, and each world's first, it writes into the worker's log the memory in use and what was compiled.
+    """
     me = trainer()
     world, step = me.world, me.session.faults.step
     if world is None:  # warming up
@@ -73,7 +76,7 @@ def watched(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]
 
 
 def early_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """World rank 0 is fenced and aborts in the middle of the commit of ``STEP``, 0.3 s before anybody hears of it.
+    """Fences world rank 0, which aborts in the middle of the commit of ``STEP``, 0.3 s before anybody hears of it.
 
     To be used with a member that never contributes: ``Fault(point="before_commit", step=STEP, kind="SIGSTOP", world_rank=...)``.
     """
@@ -83,14 +86,16 @@ def early_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 
 def early_abort_believed(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The same where nobody looks at what a commit brings: the control.  Whoever sees the collective end takes the step for committed."""
+    """The control for the same fault: nobody looks at what a commit brings, so a member that sees the collective end takes the step for
+    committed.
+    """
     if _first("believes", 1):
         steps.conclude = partial(_believe, conclude)  # type: ignore[attr-defined]
     return early_abort(model, batch)
 
 
 def _believe(genuine: Callable[..., Outcome], shape: CommitShape, step: int, gathered: bytes) -> Outcome:
-    """A commit of garbage looks like the one before."""
+    """Makes a commit of garbage look like the one before."""
     try:
         LAST[:] = [genuine(shape, step, gathered)]
     except BadRecord as bad:
@@ -119,14 +124,14 @@ def _abort_early(me: Trainer) -> None:
 
 
 def holding_the_gil(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """World rank 0 keeps the GIL for 3 s in a C extension, at the beginning of ``STEP``."""
+    """Makes world rank 0 hold the GIL for 3 s in a C extension, at the beginning of ``STEP``."""
     if _due(0):
         ctypes.PyDLL(None).sleep(3)
     return watched(model, batch)
 
 
 def device_lost(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """World rank 0 has lost its device when ``STEP`` begins: whatever touches it raises, and so does every later call of this process."""
+    """Makes world rank 0 lose its device when ``STEP`` begins: every use of it raises, and so does every later call of this process."""
     if _due(0):
         for owner, name in TOUCHES:
             setattr(owner, name, _refuse)
@@ -136,7 +141,7 @@ def device_lost(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 
 def device_error(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The same where it is no more than one call that failed: the control.  The device answers afterwards."""
+    """The control for the same fault: only one call fails, and the device answers afterwards."""
     if _due(0):
         _refuse()
     return watched(model, batch)
@@ -147,7 +152,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 def stuck_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The abort of generation 1 frees world rank 0 from every collective, as it should, but never returns; it has ``ABORT_S`` to.
+    """Makes the abort of generation 1 free world rank 0 from every collective, as it should, but never return.  It has ``ABORT_S`` to.
 
     To be used with another member that dies in ``STEP``, later than this.
     """
@@ -158,7 +163,7 @@ def stuck_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 
 def late_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The same where the abort returns after ``ABORT_S``, and has as long as it has everywhere: the control."""
+    """The control for the same fault: the abort returns after ``ABORT_S``, and has as long as it has everywhere."""
     if _due(0):
         _delay_abort(ABORT_S)
     return watched(model, batch)
@@ -178,7 +183,7 @@ def _delay_abort(longer_s: float) -> None:
 
 
 def _due(rank: int) -> bool:
-    """Once, at the first microbatch of ``STEP`` in generation 1, on this rank."""
+    """Returns True once, at the first microbatch of ``STEP`` in generation 1 on this rank."""
     me = trainer()
     if me.world is None:  # warming up
         return False
@@ -186,7 +191,7 @@ def _due(rank: int) -> bool:
 
 
 def _first(what: str, generation: int) -> bool:
-    """Not seen before in this process."""
+    """Returns whether this process sees it for the first time."""
     seen = (what, generation) in SEEN
     SEEN.add((what, generation))
     return not seen

@@ -1,4 +1,4 @@
-"""More machines on this one: raylets in mount namespaces of their own, in which some folders or files are others.
+"""Makes more machines on this one: raylets in mount namespaces of their own, in which some folders or files are others.
 
 What such a node sees under those paths is what a machine with another disk, another checkout or another environment would see.
 Needs to be root.
@@ -26,7 +26,7 @@ from tests.support.processes import Ended, Watched, children, frozen, kill_all, 
 
 @dataclass(frozen=True)
 class Node:
-    """``instead``: where it looks at the first, it finds the second; ``empty``: folders that are its own, and empty."""
+    """A node to be.  ``instead`` maps a path to the path that it finds there; ``empty`` names folders of its own, which are empty."""
 
     name: str
     cpus: int
@@ -36,13 +36,13 @@ class Node:
 
 
 class Joined(dict[str, str]):
-    """Ids of nodes, by name."""
+    """Ids of nodes by name."""
 
     def __init__(self) -> None:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def cut_power(self, name: str) -> list[Ended]:
-        """SIGKILL the node's raylet and all its processes, frozen first so that none sees another die; how each ended."""
+        """Kills the node's raylet and all its processes by SIGKILL, frozen first so that none sees another die.  Returns how each ended."""
         tree = frozen(self.processes[name].pid)
         kill_all(tree)
         return wait_gone(tree, PATIENCE_S)
@@ -50,7 +50,7 @@ class Joined(dict[str, str]):
 
 @contextmanager
 def joined(folder: Path, *nodes: Node) -> Iterator[Joined]:
-    """They join the cluster of this process, and leave it at the end; what they print is in ``folder``."""
+    """Joins nodes to the cluster of this process, and ends them at the end.  What they print is in ``folder``."""
     found = Joined()
     processes = found.processes
     try:
@@ -84,7 +84,7 @@ def _started(folder: Path, node: Node) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """In good order, and what does not go in good order, by force."""
+    """Ends a node in good order, or by force if it does not end."""
     tree = []
     for pid in children(process.pid):
         with suppress(ProcessLookupError):
@@ -97,7 +97,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _alive() -> dict[str, str]:
-    """The nodes of the tests, by name."""
+    """Returns the living nodes of the tests by name."""
     resources = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]}
     return {name.removeprefix("test-"): node for node, has in resources.items() for name in has if name.startswith("test-")}
 

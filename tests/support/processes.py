@@ -1,4 +1,4 @@
-"""What happened to a process, from the operating system and not from us: for tests that kill.
+"""Finds out what happened to a process, from the operating system and not from us, for tests that kill.
 
 A pidfd names one process for ever, whoever reuses its number.  Since Linux 6.15 it also tells how the process ended, to anybody and
 after it was reaped (``PIDFD_GET_INFO``); before that only a zombie's status can be read, in ``/proc/<pid>/stat``.
@@ -22,7 +22,7 @@ from typing import Self
 
 PIDFD_INFO_EXIT = 1 << 3
 INFO = struct.Struct("<QQ11Ii")
-"""mask, cgroup id, eleven ids, exit code: the first published form of ``struct pidfd_info``."""
+"""The first published form of ``struct pidfd_info``: mask, cgroup id, eleven ids, exit code."""
 PIDFD_GET_INFO = (3 << 30) | (INFO.size << 16) | (0xFF << 8) | 11
 SHM = Path("/dev/shm")
 ACTORS = ("ray::Coordinator", "ray::Keeper", "ray::Worker", "ray::Hand")
@@ -30,9 +30,9 @@ COPIES = "/memfd:elastic-copies"
 POLL_S = 0.01
 SETTLES_S = 0.5
 STOP_S = 2.0
-"""SIGSTOP acts at once, but on a process that waits for a disk."""
+"""Time in seconds that a process has to stop.  SIGSTOP acts at once, except on a process that waits for a disk."""
 ENDED = ("Z", "X", "gone")
-"""What :func:`state` says of a process that has ended."""
+"""Values of :func:`state` for a process that has ended."""
 
 
 class StillRunning(AssertionError):
@@ -41,19 +41,19 @@ class StillRunning(AssertionError):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.  ``source``: "pidfd", "zombie", or "gone" where nobody could say (then ``status`` is None)."""
+    """The end of a process.  ``source`` is "pidfd", "zombie", or "gone" if nobody could say (then ``status`` is None)."""
 
     status: int | None
     source: str
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal that ended it."""
+        """The signal that ended it, or None."""
         return signal.Signals(os.WTERMSIG(self.status)) if self.status is not None and os.WIFSIGNALED(self.status) else None
 
     @property
     def exit_code(self) -> int | None:
-        """What it exited with, if it did so itself."""
+        """The code with which it exited, or None."""
         return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
 
 
@@ -77,11 +77,11 @@ class Watched:
         return not select.select([self.fd], [], [], 0)[0]
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal this very process, never another one with its number."""
+        """Signals this very process, never another one with its number."""
         signal.pidfd_send_signal(self.fd, number)
 
     def wait(self, deadline_s: float) -> Ended:
-        """How it ended.  Raises :class:`StillRunning` after ``deadline_s``."""
+        """Returns how it ended.  Raises :class:`StillRunning` after ``deadline_s``."""
         if not select.select([self.fd], [], [], deadline_s)[0]:
             raise StillRunning(f"process {self.pid} still runs after {deadline_s} s, in state {state(self.pid)}")
         settles_at = time.monotonic() + SETTLES_S  # while it is reaped it is no zombie any more, and the pidfd does not know yet
@@ -111,12 +111,12 @@ class Process:
 
     pid: int
     started: int
-    """Clock ticks after boot."""
+    """Start time in clock ticks after boot."""
     command: str
 
 
 def start_time(pid: int) -> int:
-    """Clock ticks between boot and the start of ``pid``."""
+    """Returns the clock ticks between boot and the start of ``pid``."""
     fields = _stat(pid)
     if fields is None:
         raise ProcessLookupError(f"no process {pid}")
@@ -124,13 +124,15 @@ def start_time(pid: int) -> int:
 
 
 def state(pid: int) -> str:
-    """R, S, D, T (stopped), Z … as in proc(5); "gone" if there is no such process."""
+    """Returns R, S, D, T (stopped), Z … as in proc(5), or "gone" if there is no such process."""
     fields = _stat(pid)
     return "gone" if fields is None else fields[0]
 
 
 def processes(mark: str = "") -> list[Process]:
-    """All live processes, zombies left out, whose command line or first environment contains ``mark``: say the folder of a run."""
+    """Returns all live processes, without zombies, whose command line or first environment contains ``mark``, such as the folder of a
+    run.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -147,7 +149,7 @@ def processes(mark: str = "") -> list[Process]:
 
 
 def children(pid: int) -> list[int]:
-    """All descendants of ``pid``, zombies included, as of now; parents before their children, whatever their numbers."""
+    """Returns all descendants of ``pid``, zombies included, as of now: parents before their children, whatever their numbers."""
     below: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         fields = _stat(int(entry.name)) if entry.name.isdigit() else None
@@ -161,7 +163,7 @@ def children(pid: int) -> list[int]:
 
 
 def frozen(pid: int) -> list[Watched]:
-    """The whole tree of processes below ``pid``, that one included, stopped; parents before their children.
+    """Stops the whole tree of processes below ``pid``, that one included, and returns it: parents before their children.
 
     A process that was already on its way out when its SIGSTOP came ends by itself; it is not among them.
     """
@@ -178,13 +180,13 @@ def frozen(pid: int) -> list[Watched]:
 
 
 def kill_all(frozen: Sequence[Watched]) -> None:
-    """SIGKILL to a frozen tree.  Children first: the kernel sends SIGHUP to a stopped process whose parent is gone."""
+    """Kills a frozen tree by SIGKILL.  Children come first, because the kernel sends SIGHUP to a stopped process whose parent is gone."""
     for each in reversed(frozen):
         each.kill()
 
 
 def actors_of_ours(root: int, session: str = "") -> list[str]:
-    """Processes that are, by the title that Ray gives them, an actor of a run, or that have memory of copies open.
+    """Returns processes that are an actor of a run, by the title that Ray gives them, or that have memory of copies open.
 
     Those below ``root``, and those that lost their parents, if they have files of the Ray ``session`` open; never ``root`` itself.
     Ports, and memory of a device, go with the processes that hold them.
@@ -202,7 +204,7 @@ def actors_of_ours(root: int, session: str = "") -> list[str]:
 
 
 def _opened(pid: int) -> list[str]:
-    """The names of the files that it has open."""
+    """Returns the names of the files that it has open."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile; the process may still be there
@@ -211,7 +213,7 @@ def _opened(pid: int) -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on now."""
+    """Returns loopback ports on which nobody listens now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -220,13 +222,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def segments(prefix: str = "elastic-") -> list[str]:
-    """Shared-memory segments whose names begin with ``prefix``."""
+    """Returns shared-memory segments whose names begin with ``prefix``."""
     return sorted(path.name for path in SHM.glob(f"{prefix}*"))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs and lies here at one moment, to be compared with later."""
+    """A record of what runs and lies on this machine at one moment, to be compared with later."""
 
     processes: frozenset[Process]
     segments: frozenset[str]
@@ -234,11 +236,14 @@ class Machine:
 
     @classmethod
     def now(cls, mark: str, run: str) -> Machine:
-        """``run``: whose segments; other runs of this machine come and go meanwhile."""
+        """Returns the record of now.  ``run`` is the run whose segments count; other runs of this machine come and go meanwhile."""
         return cls(frozenset(processes(mark)), frozenset(segments(f"elastic-{run}-")), f"elastic-{run}-")
 
     def assert_nothing_left(self, mark: str, deadline_s: float) -> None:
-        """Since this moment no process with ``mark`` and no segment of the run is left; what ends in good order may take a while."""
+        """Checks that no process with ``mark`` and no segment of the run is left since this moment.
+
+        What ends in good order may take a while.
+        """
         until = time.monotonic() + deadline_s
         while True:
             seen = {(process.pid, process.started) for process in self.processes}
@@ -252,13 +257,13 @@ class Machine:
 
 
 def wait_gone(watched: Iterable[Watched], deadline_s: float) -> list[Ended]:
-    """How each ended, all before one deadline."""
+    """Returns how each ended.  All have the same deadline."""
     until = time.monotonic() + deadline_s
     return [process.wait(max(until - time.monotonic(), 0)) for process in watched]
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/<pid>/stat`` from the third on (the second may contain anything), or None if it is gone."""
+    """Returns the fields of ``/proc/<pid>/stat`` from the third on (the second may contain anything), or None if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

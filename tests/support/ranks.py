@@ -32,13 +32,16 @@ class Ranks:
         self.store: Any = None
 
     def run(self, layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What each member returned, by world rank.  An exception in any of them is raised here, with its traceback."""
+        """Runs the function in every member, and returns the results by world rank.
+
+        Raises an exception of any of them, with its traceback.
+        """
         self.start(layout, range(layout.world), function, *arguments)
         answers = [self._answer(process) for process in range(layout.world)]
         return [_value(*answer) for answer in answers]
 
     def start(self, layout: Layout, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> None:
-        """Begin to run it in these processes, which get the world ranks 0, 1, …"""
+        """Begins to run the function in these processes, which get the world ranks 0, 1, …, and returns at once."""
         from torch.distributed import TCPStore
 
         self.generation += 1
@@ -47,7 +50,7 @@ class Ranks:
             self.pipes[process].send((layout, rank, self.generation, self.store.port, function, arguments))
 
     def answer(self, process: int) -> Any:
-        """What the function returned there."""
+        """Returns the result of the function in one process."""
         return _value(*self._answer(process))
 
     def _answer(self, process: int) -> tuple[int, bool, Any]:

@@ -12,11 +12,14 @@ from tests.support.patience import PATIENCE_S
 
 
 class Taker:
-    """Holds what it was started with."""
+    """An actor that holds the resources it was started with."""
 
 
 class Room:
-    """``take`` holds free CPUs; ``queue`` waits for the next ones, before anybody who asks later; ``free`` gives up what one holds."""
+    """Room to be given.
+
+    ``take`` holds free CPUs, ``queue`` waits for the next ones before anybody who asks later, ``free`` gives up one holder's.
+    """
 
     def __init__(self) -> None:
         self._takers: list[Any] = []
@@ -27,7 +30,7 @@ class Room:
         return taker
 
     def queue(self, cpus: float) -> Any:
-        """Known to wait when this returns."""
+        """Starts an actor that waits for CPUs.  Ray knows that it waits when this returns."""
         taker, until = self._start(cpus), time.monotonic() + PATIENCE_S
         while state.actors(taker._actor_id.hex()).get("State") != "PENDING_CREATION":
             if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""Train part of a job in one world of real processes, without Ray: what engine tests run in :class:`tests.support.ranks.Ranks`."""
+"""Trains part of a job in one world of real processes, without Ray.  Engine tests run it in :class:`tests.support.ranks.Ranks`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.state_hash import state_hash
 
 @dataclass
 class Part:
-    """What one member has to show for a segment.  ``hashes``, ``rates``: of its shard, and the learning rate used, step by step."""
+    """The result of one member for a segment.  ``hashes`` and ``rates`` have the hash of its shard and the learning rate, step by step."""
 
     outcomes: list[Outcome]
     receipt: Any
@@ -55,7 +55,7 @@ class Member:
     shape: CommitShape
     checkpoints: Checkpoints
     rates: list[float] = field(default_factory=list)
-    """The learning rates that the optimizer was given, update by update."""
+    """Learning rates that the optimizer was given, update by update."""
 
     def __post_init__(self) -> None:
         optimizer = self.state.optimizer
@@ -68,7 +68,7 @@ class Member:
         optimizer.rule = replace(optimizer.rule, update=recorded)
 
     def step(self, boundary: Callable[[], int] = lambda: GO_ON) -> Outcome:
-        """The next step.  Before the first one the member is told to go: what it holds in older layouts is dropped."""
+        """Runs the next step.  Before the first one the member is told to go, and drops what it holds in older layouts."""
         with self.fence as rules:
             rules.go(self.shape.generation)
         return run_step(self.session, self.state, self.fence, self.shape, self.state.shard.version.step + 1, boundary)
@@ -78,13 +78,13 @@ class Member:
 
 
 def shards(fence: ApplyFence) -> list[Shard]:
-    """The memory of what the member holds."""
+    """Returns the memory of what the member holds."""
     with fence as rules:
         return list(rules.held.values())
 
 
 def shard_hash(shard: Shard) -> str:
-    """sha256 of the bytes of all slices."""
+    """Returns the sha256 of the bytes of all slices."""
     return hashlib.sha256(b"".join(shard.values[key].cpu().numpy().tobytes() for key in sorted(shard.values))).hexdigest()
 
 
@@ -98,7 +98,7 @@ def member(
     holders: Sequence[Holding] | None = None,
     prefetch: int = 2,
 ) -> Iterator[Member]:
-    """This process as a member: version 0 is initialised, others come from the bucket, or from ``holders`` where these are given."""
+    """Makes this process a member.  Version 0 is initialised; others come from the bucket, or from ``holders`` if given."""
     workers = tuple(WorkerId(f"w{rank}") for rank in range(world.size))
     worker = workers[world.rank]
     fence = fence or ApplyFence(Rules(worker))
@@ -122,7 +122,7 @@ def member(
 
 
 def segment(world: World, job: Job, version: Version, last: int) -> Part:
-    """From ``version`` (in the bucket, or the initialisation) to step ``last``, then save."""
+    """Trains from ``version`` (in the bucket, or the initialisation) to step ``last``, then saves."""
     with member(world, job, version) as me:
         outcomes, hashes = [], []
         while me.state.shard.version.step < last:
@@ -132,7 +132,7 @@ def segment(world: World, job: Job, version: Version, last: int) -> Part:
 
 
 def finish(job: Job, layout: Layout, receipts: Iterable[ShardReceipt], version: Version, lineage: tuple[tuple[int, int], ...] = ()) -> str:
-    """Write the manifest of what the members saved; the hash of the exported state."""
+    """Writes the manifest of what the members saved, and returns the hash of the exported state."""
     run = Run.open(job)
     run.commit(version, tuple(receipts), (*lineage, (version.generation, version.step)), layout)
     folder = Path(job.bucket) / f"export-{version.step}"
@@ -142,7 +142,7 @@ def finish(job: Job, layout: Layout, receipts: Iterable[ShardReceipt], version: 
 
 @dataclass
 class Trained:
-    """A segment, its state in the bucket as ``version``, and the hash of that."""
+    """A trained segment: its state in the bucket as ``version``, and the hash of that state."""
 
     hash: str
     version: Version
@@ -154,7 +154,7 @@ class Trained:
 
 
 def train(ranks: Ranks, job: Job, layout: Layout, last: int, version: Version = Version(0, 0)) -> Trained:  # noqa: B008 (frozen)
-    """A segment in one world of ``layout``."""
+    """Trains a segment in one world of ``layout``."""
     parts = ranks.run(layout, segment, job, version, last)
     end = Version(last, parts[0].outcomes[-1].generation)
     lineage = ((version.generation, version.step),) if version.step else ()

@@ -1,4 +1,4 @@
-"""``python tests/support/state_hash.py FILE...``: the sha256 of a state exported as safetensors, with nothing of ours in between.
+"""``python tests/support/state_hash.py FILE...`` prints the sha256 of a state exported as safetensors, without any code of ours.
 
 Hashed are, for all tensors of all files in order of their names: name, dtype and shape as JSON, then the raw bytes, each preceded
 by its length.  How the tensors are spread over files does not enter; a name that occurs twice is an error.
@@ -16,7 +16,7 @@ from safetensors import deserialize
 
 
 def state_hash(files: Iterable[str | Path]) -> str:
-    """Hex sha256 of the tensors in ``files``; raises ValueError for a name that occurs twice or if there is no tensor."""
+    """Returns the hex sha256 of the tensors in ``files``.  Raises ValueError for a name that occurs twice, or if there is no tensor."""
     digest = hashlib.sha256()
     tensors = sorted((item for file in files for item in deserialize(Path(file).read_bytes())), key=lambda item: item[0])
     names = [name for name, _ in tensors]

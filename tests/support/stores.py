@@ -1,4 +1,4 @@
-"""A store that passes every call on to another one: tests override the calls that they watch or disturb."""
+"""A store that passes every call on to another one.  Tests override the calls that they watch or disturb."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from storage.objects import Data, ObjectStore
 
 
 class Forwarding(ObjectStore):
-    """Looks like a remote store (``local`` is False), whatever ``store`` is."""
+    """Passes every call on to ``store``, and looks like a remote store (``local`` is False) whatever that is."""
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store.root)

@@ -65,7 +65,7 @@ for name, port in (each.split("=") for each in sys.argv[2:]):
     builder.rebalance()
     builder.get_ring().save(f"{sys.argv[1]}/{name}.ring.gz", format_version=1)
 """
-"""One device for each; what ``swift-ring-builder`` does in nine processes."""
+"""Describes the rings, with one device for each server, as ``swift-ring-builder`` would in nine processes."""
 
 
 class Swift:
@@ -84,7 +84,7 @@ class Swift:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a node has that may use the server."""
+        """Environment variables of a node that may use the server."""
         return {
             "AWS_ENDPOINT_URL_S3": self.endpoint,
             "AWS_ACCESS_KEY_ID": KEY,
@@ -94,7 +94,7 @@ class Swift:
         }
 
     def start(self) -> None:
-        """Start the servers that do not run; returns when all listen."""
+        """Starts the servers that do not run.  Returns when all listen."""
         dead = [name for name in SERVERS if name not in self.processes or self.processes[name].poll() is not None]
         for name in dead:
             with open(self.folder / f"{name}.log", "ab") as log:
@@ -118,7 +118,7 @@ class Swift:
                 time.sleep(0.02)
 
     def kill(self, *names: str) -> None:
-        """SIGKILL, as in a power cut; of all servers by default."""
+        """Kills servers by SIGKILL, as a power cut would; all of them by default."""
         for name in names or SERVERS:
             self.processes[name].send_signal(signal.SIGKILL)
             self.processes[name].wait(10)

@@ -1,4 +1,4 @@
-"""A filter for Swift's proxy: create-only writes of one object wait for each other.
+"""A filter for Swift's proxy, which makes create-only writes of one object wait for each other.
 
 Swift answers ``If-None-Match: *`` from what is there when a PUT begins, so of several that overlap several are told that they won
 (its object server looks once, before it receives the body).  One proxy, one process: a lock a key is enough.
@@ -16,7 +16,7 @@ App = Callable[..., Iterable[bytes]]
 
 
 def filter_factory(settings: dict[str, str], **more: str) -> Callable[[App], App]:
-    """What ``paste.filter_factory`` names."""
+    """The factory that ``paste.filter_factory`` names."""
     locks: defaultdict[str, Any] = defaultdict(Semaphore)
 
     def around(app: App) -> App:

@@ -43,7 +43,7 @@ def child(*command: str, **options: object) -> Iterator[tuple[subprocess.Popen[b
 
 
 def wait_seen(mark: str, watched: Watched) -> None:
-    """``Popen`` is back once exec has closed its pipe; command line and environment are to be read a moment later."""
+    """Waits until command line and environment can be read, which is a moment after exec has closed ``Popen``'s pipe."""
     while not processes(mark):
         assert watched.running
 
@@ -62,7 +62,7 @@ def test_a_signal_is_told_from_an_exit() -> None:
 
 
 def test_the_status_outlives_the_zombie() -> None:
-    """On kernels before 6.15 nobody can say, and that is what is said."""
+    """Before Linux 6.15 the status of a reaped process cannot be read, and ``wait`` says so."""
     with child("sleep", "60") as (process, watched):
         watched.kill()
         process.wait()
@@ -117,7 +117,7 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_ending_is_not_taken_for_a_killed_one() -> None:
-    """It gives back its memory while the freeze comes, can no longer be stopped, and exits with 0."""
+    """A process that gives back its memory while the freeze comes can no longer be stopped, and exits with 0."""
     ending = "import os; held = bytearray(b'1') * 2**29; print(flush=True); os._exit(0)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ending!r}]); input()"
     with child(sys.executable, "-c", parent, stdout=subprocess.PIPE) as (process, _):
@@ -153,7 +153,7 @@ def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
 
 
 def test_an_actor_that_is_left_and_memory_of_copies_are_found() -> None:
-    """What ``assert_nothing_left`` looks for; it would pass whatever was left if it found nothing."""
+    """The control for ``assert_nothing_left``, which would pass whatever was left if it found nothing."""
     before, holds = actors_of_ours(os.getpid()), "import os; os.memfd_create('elastic-copies'); input()"
     with (
         child("ray::Keeper", "-c", "input()", executable=sys.executable) as (keeper, _),

@@ -1,4 +1,4 @@
-"""Four axes that the product does not have, each a row in its table, and what each leaves to a member by a second opinion in numpy.
+"""Four axes that the product does not have, each a row in its table; numpy computes what each leaves to a member, as a second opinion.
 
 ``columns`` cuts dimension 1, as a row-parallel matrix is cut.  ``stages`` puts half of the tensors on half of the members, as a pipeline
 does.  ``opt`` cuts the moments over members that hold the same parameters.  ``halves`` cuts a fused tensor, so that a member has a box of
@@ -34,7 +34,7 @@ def _columns(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
 
 
 def stage_of(tensor: Tensor) -> int:
-    """Which of two stages has it; -1: both."""
+    """Returns which of two stages has the tensor, or -1 for both."""
     return (len(tensor.name) % 2) if is_cut(tensor) else -1
 
 
@@ -71,7 +71,7 @@ TOYS = {
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """With the toys as the innermost axes of the product's table."""
+    """Puts the toys into the product's table as the innermost axes, and takes them out at the end."""
     AXES.update(TOYS)
     try:
         yield
@@ -95,11 +95,11 @@ LAYOUTS = (
     Layout(1, 1, (("columns", 2), ("halves", 2))),
     Layout(1, 1, (("stages", 2), ("columns", 2))),
 )
-"""Of at most four members."""
+"""Layouts of at most four members."""
 
 
 def places(layout: Layout) -> list[dict[str, int]]:
-    """Where each world rank sits: counted up like an odometer, the outermost axis first."""
+    """Returns the place of each world rank, counted up like an odometer with the outermost axis first."""
     order = ("dp_replicate", "dp_shard", "opt", "stages", "columns", "halves")
     degree = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, **dict(layout.more)}
     found = [dict[str, int]()]
@@ -109,7 +109,7 @@ def places(layout: Layout) -> list[dict[str, int]]:
 
 
 def local(whole: np.ndarray, tensor: Tensor, layout: Layout, place: dict[str, int]) -> np.ndarray:
-    """What the member at ``place`` has of ``tensor``, cut by numpy alone: the innermost axis first."""
+    """Returns the part of ``tensor`` of the member at ``place``, cut by numpy alone with the innermost axis first."""
     degree = {"dp_shard": layout.dp_shard, **dict(layout.more)}
     if tensor.kind in ("buffer", "scalar"):
         return whole

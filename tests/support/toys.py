@@ -64,7 +64,7 @@ class Sums:
 
 
 class Paced(Sums):
-    """Slow, so that what strikes finds a run that has not ended; until ``calm`` exists."""
+    """A slow dataset, so that faults find a run that has not ended.  It is slow until ``calm`` exists."""
 
     def __init__(self, calm: str, pace_s: float, **args: Any) -> None:
         super().__init__(**args)
@@ -77,7 +77,10 @@ class Paced(Sums):
 
 
 class Late(Sums):
-    """Who first reads ``sample`` needs ``late_s`` for it; ``mark`` then holds its pid, and tells the next one that it is not the first."""
+    """A dataset whose first reader of ``sample`` needs ``late_s``.
+
+    ``mark`` then holds the pid of that reader, so the next one is not the first.
+    """
 
     def __init__(self, sample: int, late_s: float, mark: str, **args: Any) -> None:
         super().__init__(**args)
@@ -128,7 +131,7 @@ def own(**args: Any) -> nn.Module:
 
 
 def toy_job(bucket: Path | str, **changes: Any) -> Job:
-    """A job that learns: 29-word vocabulary, 8 microbatches of 2 a step."""
+    """Returns a job that learns: a 29-word vocabulary, 8 microbatches of 2 a step."""
     values: dict[str, Any] = {
         "name": "toy",
         "bucket": str(bucket),

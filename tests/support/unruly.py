@@ -31,7 +31,7 @@ class Rule:
 
 @dataclass
 class Answer:
-    """What the server would have said."""
+    """The answer that the server would have given."""
 
     status: str = ""
     headers: list[tuple[str, str]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Answer:
 
 
 class Unruly:
-    """``with Unruly() as server:`` serves S3 at ``server.endpoint``.  ``requests``: what was asked, ``PUT /bucket/key?query``."""
+    """``with Unruly() as server:`` serves S3 at ``server.endpoint``.  ``requests`` lists what was asked, as ``PUT /bucket/key?query``."""
 
     def __init__(self) -> None:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -60,7 +60,7 @@ class Unruly:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a node has that may use the server."""
+        """Environment variables of a node that may use the server."""
         return {
             "AWS_ENDPOINT_URL_S3": self.endpoint,
             "AWS_ACCESS_KEY_ID": "anybody",
@@ -70,7 +70,7 @@ class Unruly:
         }
 
     def when(self, pattern: str, fault: Fault, times: float = 1) -> None:
-        """The next ``times`` requests that match the regular expression are treated so."""
+        """Treats the next ``times`` requests that match the regular expression in this way."""
         self._rules.append(Rule(pattern, fault, times))
 
     def behave(self) -> None:
@@ -109,7 +109,7 @@ class Unruly:
 
 
 def says(status: str, code: str) -> Fault:
-    """Answers so, and does nothing."""
+    """Answers with this status and does nothing."""
 
     def fault(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
         text = f"<Error><Code>{code}</Code><Message>as the test wants it</Message></Error>".encode()
@@ -127,7 +127,7 @@ def reset(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
 
 
 def lost_answer(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
-    """Does what is asked, and cuts the connection before it says so."""
+    """Carries out the request, and cuts the connection before the answer."""
     list(app(environ, lambda *_: lambda _: None))
     _cut(environ)
     raise ConnectionResetError
@@ -144,7 +144,7 @@ def silent(until: threading.Event) -> Fault:
 
 
 def dripping(until: threading.Event) -> Fault:
-    """Sends a byte of the answer every now and then: no socket times out."""
+    """Sends a byte of the answer every now and then, so that no socket times out."""
 
     def fault(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
         answer = _answer(app, environ)
@@ -159,7 +159,7 @@ def dripping(until: threading.Event) -> Fault:
 
 
 def truncated(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
-    """Half of the body, then the end of the connection."""
+    """Sends half of the body, then ends the connection."""
     answer = _answer(app, environ)
     start(answer.status, answer.headers)
     yield answer.body[: len(answer.body) // 2]
@@ -167,14 +167,14 @@ def truncated(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
 
 
 def flipped(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
-    """One bit of what is read is not as it was written."""
+    """Flips one bit of the data that is read."""
     answer = _answer(app, environ)
     start(answer.status, answer.headers)
     return [_flip(answer.body)]
 
 
 def flipped_upload(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
-    """One bit of what is written is not kept as it came."""
+    """Flips one bit of the data that is written."""
     environ["wsgi.input"] = io.BytesIO(_flip(environ["wsgi.input"].read()))
     return app(environ, start)
 
@@ -195,7 +195,7 @@ def without_mark(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
 
 
 def without(header: str) -> Fault:
-    """Does not know the header ``HTTP_…``."""
+    """Ignores the header ``HTTP_…``."""
 
     def fault(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
         environ.pop(header, None)
@@ -221,7 +221,7 @@ def _flip(data: bytes) -> bytes:
 
 
 def _cut(environ: Environ) -> None:
-    """The end of the connection, now; what else the server had to send is thrown away."""
+    """Ends the connection now, and throws away what else the server had to send."""
     connection = environ["werkzeug.socket"]
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.shutdown(socket.SHUT_RDWR)

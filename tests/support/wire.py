@@ -1,4 +1,4 @@
-"""The network between hosts of a test: what it loses, delays and cuts, by direction.  ``python -m tests.support.wire DEVICE ...``
+"""``python -m tests.support.wire DEVICE ...`` is the network between hosts of a test: what it loses, delays and cuts, by direction.
 
 Each host's network namespace has one device (TUN), whose other end is here: every packet between hosts passes through this process.  So
 loss, delay and a cut are a few lines, and work where the kernel has no ``sch_netem`` (``tc qdisc add … netem``: "Specified qdisc kind is
@@ -25,7 +25,7 @@ PACKETS_A_TURN = 64
 
 
 def device(name: str) -> int:
-    """Made here, and moved to its namespace by whoever started this."""
+    """Makes a device, which the process that started this moves to its namespace."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
     return descriptor
@@ -41,7 +41,7 @@ class Wire:
         self.rng = random.Random(seed)
 
     def serve(self) -> None:
-        """Until standard input is closed."""
+        """Passes packets on until standard input is closed."""
         while True:
             wait_s = max(self.late[0][0] - time.monotonic(), 0.0) if self.late else None
             readable = select.select([0, *self.devices], [], [], wait_s)[0]

@@ -12,12 +12,12 @@ if TYPE_CHECKING:  # torch takes seconds to import, and most tests need none
     from tests.support.segments import Trained
 
 STEPS = 6
-"""Steps of the undisturbed run that the others are compared with."""
+"""Number of steps of the undisturbed run with which the others are compared."""
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Four processes; each imports torch once for all tests."""
+    """Starts four processes, each of which imports torch once for all tests."""
     from tests.support.ranks import Ranks
 
     pool = Ranks(4)
@@ -27,7 +27,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """``toy_job`` for ``STEPS`` steps, undisturbed, on one worker."""
+    """Trains ``toy_job`` for ``STEPS`` steps, undisturbed, on one worker."""
     from elastic.plan.layout import Layout
     from tests.support.segments import train
     from tests.support.toys import toy_job

@@ -10,8 +10,7 @@ import pytest
 
 from elastic.errors import JobError
 from elastic.job import Job
-from elastic.plan.copy_budget import GBIT, Link
-from elastic.train.machine.interface import SOCKETS, faster_than, interface, interface_of, link_here
+from elastic.train.machine.interface import SOCKETS, faster_than, interface, interface_of
 from elastic.train.session import prepare_process
 from tests.support.toys import toy_job
 
@@ -91,15 +90,3 @@ def test_a_quicker_interface_that_is_up_is_named(tmp_path: Path) -> None:
     (tmp_path / "ib0" / "operstate").write_text("down\n")
     assert faster_than("eth0", tmp_path) == ""
     assert faster_than("eth0", tmp_path / "none") == ""
-
-
-def test_the_speed_of_this_machines_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the interface that the job names, else the machine's environment, else of that which leads to others; 0 where it is not known."""
-    _, routed = address()
-    devices(tmp_path)
-    assert link_here("auto", tmp_path).name == routed
-    assert link_here("ib0", tmp_path) == Link("ib0", 200 * GBIT)
-    for silent in ("eth1", "silent", "unknown", "veth", "nowhere"):
-        assert link_here(silent, tmp_path) == Link(silent, 0.0)
-    monkeypatch.setenv(SOCKETS[0], "eth2")
-    assert link_here("auto", tmp_path) == Link("eth2", 25 * GBIT)

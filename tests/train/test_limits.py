@@ -83,7 +83,7 @@ def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: p
 
     free(2)
     with pytest.raises(
-        JobError, match=r"^copies\.copy_every = 3: this worker's copies and saves take .* raise it by .* \(on Kubernetes resources"
+        JobError, match=r"^copies\.copy_every = 3: this worker's copies and saves take .* raise the limit by .* \(on Kubernetes resources"
     ):
         make_snapshots(job, tensors, cpu, counters[1], Faults(()))
     free(2, taken=size)

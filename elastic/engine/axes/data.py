@@ -1,9 +1,9 @@
 """The data axes: parameters are split over ``dp_shard`` members by FSDP2, and gradients are summed over all data ranks.
 
 This is the only module that knows FSDP2.  FSDP2 splits the parameters of each block, gathers them before the block runs, and frees them
-afterwards.  It is given the one-dimensional mesh of the shards only.  How gradients are summed over the data ranks is decided by a
-:class:`~elastic.engine.sync.base.Scheme`, which FSDP2 calls through the two hooks that it has for this: a custom reduce-scatter where
-parameters are split, and an all-reduce hook, which is also what FSDP2 calls where they are not.
+afterwards.  It gets the one-dimensional mesh of the shards only.  A :class:`~elastic.engine.sync.base.Scheme` sums the gradients over
+the data ranks.  FSDP2 calls it through two hooks: a custom reduce-scatter for parameters that are split, and an all-reduce hook, which
+FSDP2 also calls for parameters that are not split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FSDP_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatte
 
 
 def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: Precision) -> None:
-    """Wrap each block by itself, and the rest of ``model`` as the root.  Gradients are summed and never divided."""
+    """Wraps each block by itself, and the rest of ``model`` as the root.  Gradients are summed and never divided."""
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     for name in table.blocks:
         fully_shard(model.get_submodule(name), mesh=world.shard_mesh, mp_policy=policy)
@@ -37,7 +37,7 @@ def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: 
 
 
 def apply_sync(model: nn.Module, world: World, scheme: Scheme) -> None:
-    """Let ``scheme`` sum the gradients of every wrapped module."""
+    """Lets ``scheme`` sum the gradients of every wrapped module."""
     for module in _wrapped(model):
         reduction = scheme.reduction()
         if world.layout.dp_shard == 1:
@@ -49,7 +49,7 @@ def apply_sync(model: nn.Module, world: World, scheme: Scheme) -> None:
 
 
 class _Split:
-    """FSDP2's reduce-scatter, for parameters that are split."""
+    """The reduce-scatter that FSDP2 calls for parameters that are split."""
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
@@ -64,7 +64,7 @@ class _Split:
 
 
 class _Unsplit:
-    """FSDP2's all-reduce hook, for parameters that are not split: FSDP2 makes no reduce-scatter there."""
+    """The all-reduce hook that FSDP2 calls for parameters that are not split, for which it makes no reduce-scatter."""
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
@@ -76,7 +76,7 @@ class _Unsplit:
 
 
 def keep_streams(model: nn.Module, world: World) -> None:
-    """Give ``model`` the streams of the worlds before it, in place of those that FSDP2 makes for each model that it wraps."""
+    """Gives ``model`` the streams of earlier worlds in place of the streams that FSDP2 makes for each model."""
     state = model._get_fsdp_state()  # type: ignore[operator]  # of an FSDPModule
     state._lazy_init()
     for purpose in FSDP_STREAMS:

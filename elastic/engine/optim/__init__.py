@@ -1,1 +1,1 @@
-"""Optimizers and learning rate schedules.  ``base.py`` is what they have in common; each optimizer is one file beside it."""
+"""Optimizers and learning rate schedules.  ``base.py`` has what all optimizers share; each optimizer is one file beside it."""

@@ -1,6 +1,7 @@
 """AdamW (Loshchilov and Hutter 2019), by torch's own function.
 
-``foreach`` computes elementwise, in a way that does not depend on how a tensor is cut; the scalar tail of the fused CPU kernel does not.
+``foreach`` computes elementwise, and its result does not depend on how a tensor is cut.  The fused CPU kernel treats the last few
+elements of a differently, so its result depends on it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from elastic.engine.optim.base import Hyper, Part, Rule
 
 
 def update(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) -> None:
-    """Update the parts whose weights decay, then the others: decay is one number a call of torch's function."""
+    """Updates the parts whose weights decay, then the others, because torch's function takes one decay for each call."""
     settings = hyper.settings
     for decays, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
         chosen = [(part, grad) for part, grad in zip(parts, grads, strict=True) if part.decays is decays]
@@ -24,7 +25,7 @@ def update(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) -> None
             [part.moments["exp_avg"] for part, _ in chosen],
             [part.moments["exp_avg_sq"] for part, _ in chosen],
             [],
-            [hyper.updates.clone() for _ in chosen],  # torch counts each of them up
+            [hyper.updates.clone() for _ in chosen],  # torch increments each of them
             foreach=True,
             amsgrad=False,
             beta1=settings.betas[0],
@@ -37,3 +38,4 @@ def update(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) -> None
 
 
 ADAMW = Rule(("exp_avg", "exp_avg_sq"), update)
+"""The rule that ``optim.kind = "adamw"`` names."""

@@ -1,11 +1,11 @@
-"""What an optimizer is: a function over the slices that a member holds, and the kinds of state that it keeps.
+"""An optimizer is a function over the slices that a member holds, and the kinds of state that it keeps.
 
-A member holds slices of parameters and never knows the whole.  So an optimizer, a :class:`Rule`, computes each slice from what it is
-given: the values, the gradient, the moments, and where the slice lies in the whole tensor.  The moments that a rule declares are slices of
-the state like any other: they are made before the first step, healed, copied, saved and resumed without the rule knowing of it.
+A member holds slices of parameters and never sees the whole.  So an optimizer, a :class:`Rule`, computes each slice from the values, the
+gradient, the moments, and the place of the slice in the whole tensor.  The moments that a rule declares are slices of the state like any
+other: they are made before the first step, healed, copied, saved and resumed without any work of the rule.
 
-Everything that rules have in common is in :class:`Optimizer`: the mean over tokens, clipping, the learning rate, and a step whose gradient
-is not finite.  An optimizer that needs a whole matrix (Muon) must exchange it before the commit, when members may still fail; no rule does
+:class:`Optimizer` has what all rules share: the mean over tokens, clipping, the learning rate, and the treatment of a gradient that is
+not finite.  An optimizer that needs a whole matrix (Muon) must exchange it before the commit, while members may still fail; no rule does
 so yet.
 """
 
@@ -25,42 +25,42 @@ from elastic.protocol.commit_record import Outcome
 from storage.slices import Slice
 
 RULES = {"adamw": "elastic.engine.optim.adamw:ADAMW"}
-"""Where the rules lie that have a name of their own.  Any other is given as ``pkg.module:NAME``."""
+"""Places of the rules that have a short name.  Any other rule is named as ``pkg.module:NAME``."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a member holds of one parameter, and the state that belongs to it.  All tensors have the shape of ``values``."""
+    """A member's part of one parameter, with its state.  All tensors have the shape of ``values``."""
 
     name: str
     boxes: tuple[Slice, ...]
-    """Where the values lie in the whole tensor: their boxes, one after the other along dimension 0."""
+    """The boxes of the values in the whole tensor, one after the other along dimension 0."""
     values: Tensor
     moments: Mapping[str, Tensor]
-    """By the names that the rule declares; of the dtype of ``values``."""
+    """Moments by the names that the rule declares, with the dtype of ``values``."""
     decays: bool
-    """True where weights decay: in tensors of two and more dimensions."""
+    """True if the weights decay, as in tensors of two and more dimensions."""
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """What an update knows beside the slices; the same on every member."""
+    """The values that an update gets beside the slices.  They are the same on every member."""
 
     settings: Optim
     lr: float
     """The learning rate of this step."""
     updates: Tensor
-    """float32 scalar: the number of updates that were applied before this one.  The rule must not change it."""
+    """Number of updates applied before this one, a float32 scalar.  The rule must not change it."""
     scalars: Mapping[str, Tensor]
-    """float32 scalars by the names that the rule declares."""
+    """Scalars (float32) by the names that the rule declares."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """An optimizer.  ``update(parts, grads, hyper)`` changes values, moments and scalars in place, and may use ``grads`` as scratch.
 
-    ``grads[i]`` is the mean gradient of ``parts[i]``, clipped.  An update must be elementwise, or at least give the same bits however a
-    tensor is cut; it must change scalars by what ``hyper`` holds alone, since every member keeps the same ones.
+    ``grads[i]`` is the mean gradient of ``parts[i]``, clipped.  An update must give the same bits however a tensor is cut, as an
+    elementwise one does.  It must compute scalars from ``hyper`` alone, since every member keeps the same scalars.
     """
 
     moments: tuple[str, ...]
@@ -69,7 +69,7 @@ class Rule:
 
 
 def rule_of(job: Job) -> Rule:
-    """Return the rule that ``optim.kind`` names.  Raises :class:`CodeError` where that names none."""
+    """Returns the rule that ``optim.kind`` names.  Raises :class:`CodeError` if it names none."""
     kind = job.optim.kind
     found = load(RULES.get(kind, kind), "optim.kind")
     if not isinstance(found, Rule):
@@ -81,7 +81,11 @@ class Optimizer:
     """The rule of a job, with the parameters and the state that this member holds."""
 
     def __init__(self, job: Job, parameters: Mapping[str, Tensor], boxes: Mapping[str, tuple[Slice, ...]], decayed: frozenset[str]) -> None:
-        """``parameters``: local shards by name, sharing memory with the model, at ``boxes``.  ``decayed``: names whose weights decay."""
+        """Makes the state of the rule.
+
+        ``parameters`` are local shards by name, which share memory with the model; ``boxes`` are their places in the whole tensors.
+        ``decayed`` has the names of the parameters whose weights decay.
+        """
         self.job, self.rule = job, rule_of(job)
         self.updates = torch.zeros((), dtype=torch.float32)
         """Number of updates applied.  A step that is skipped does not count."""
@@ -99,7 +103,7 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self, grads: Mapping[str, Tensor], outcome: Outcome) -> float:
-        """Apply the update of ``outcome.step`` from summed gradients, which are scaled in place.  Returns the learning rate used."""
+        """Applies the update of ``outcome.step`` from summed gradients, which are scaled in place.  Returns the learning rate used."""
         job = self.job
         lr = learning_rate_of(job, outcome.step)
         if not outcome.finite:

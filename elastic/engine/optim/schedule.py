@@ -8,7 +8,7 @@ from elastic.job import Job
 
 
 def learning_rate(step: int, *, steps: int, peak: float, warmup: int, final: float, kind: str) -> float:
-    """Return the learning rate of step ``step`` of ``steps``.  Steps count from 1; step 0 gives 0 where there is a warmup.
+    """Returns the learning rate of step ``step`` of ``steps``.  Steps count from 1; step 0 gives 0 if there is a warmup.
 
     It grows linearly from 0 to ``peak`` at step ``warmup``, then follows half a cosine down to ``final * peak`` at the last step
     (Loshchilov and Hutter 2017, section 3, without restarts), or stays at ``peak`` for kind "constant".
@@ -22,6 +22,6 @@ def learning_rate(step: int, *, steps: int, peak: float, warmup: int, final: flo
 
 
 def learning_rate_of(job: Job, step: int) -> float:
-    """Return :func:`learning_rate` with a job's settings."""
+    """Returns :func:`learning_rate` with the settings of ``job``."""
     schedule = job.schedule
     return learning_rate(step, steps=job.steps, peak=job.optim.lr, warmup=schedule.warmup_steps, final=schedule.final, kind=schedule.kind)

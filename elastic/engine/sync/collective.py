@@ -1,4 +1,4 @@
-"""The library's collectives: quicker than the ordered reduction over slow links, and the sum depends on the number of members."""
+"""Sums by the library's collectives: faster than the ordered reduction over slow links, but the sum depends on the number of members."""
 
 from __future__ import annotations
 

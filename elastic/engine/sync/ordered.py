@@ -1,14 +1,14 @@
-"""The ordered reduction: why the number of data ranks never enters the result.
+"""The ordered reduction: a sum of gradients that does not depend on the number of data ranks.
 
-Floating-point addition does not commute with regrouping.  A library's reduce-scatter adds in an order that depends on the number of
-ranks, and rounds are accumulated afterwards; so 2, 3 and 4 workers give three different sums.  Here the same bytes travel in an
-all-to-all instead, and each owner adds the pieces to its running sum in the order of the microbatches, starting *from* the first
-piece, not from zeros (which would turn -0.0 into 0.0).  Microbatch i is run by data rank i mod d in round i div d, so within a
-round the pieces come in rank order; ranks that idle in the last round are left out.
+Floating-point addition is not associative.  A library's reduce-scatter adds in an order that depends on the number of ranks, and rounds are
+accumulated afterwards; so 2, 3 and 4 workers give three different sums.  Here the same bytes travel in an all-to-all instead, and each
+owner adds the pieces to its running sum in the order of the microbatches.  It starts with the first piece and not with zeros, which would
+turn -0.0 into 0.0.  Data rank i mod d runs microbatch i in round i div d, so within a round the pieces come in rank order; ranks that idle
+in the last round are left out.
 
-With R replicas of S shards, world rank r·S + s owns sub-piece r of shard s while the sum runs (R·S distinct pieces, so nobody adds
-twice), and the replicas exchange the finished sub-pieces once, after the last round.  Each rank sends one reduce-scatter's bytes a round
-and one all-gather over replicas a step: what HSDP sends, in another order.
+With R replicas of S shards, world rank r·S + s owns sub-piece r of shard s while the sum runs (R·S distinct pieces, so no element
+is added twice), and the replicas exchange the finished sub-pieces once, after the last round.  Each rank sends the bytes of one
+reduce-scatter in each round and of one all-gather over the replicas in each step.  HSDP sends the same, in another order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.engine.world import World
 
 
 class Ordered(Scheme):
-    """Gradients are added in the order of the microbatches: the same bits for any number of members."""
+    """Adds gradients in the order of the microbatches, which gives the same bits for any number of members."""
 
     keeps_sums = True
     needs_replicate_group = False
@@ -44,13 +44,13 @@ class OrderedReduction(Reduction):
         for piece in pieces[: self.round.active]:
             self.sum = piece.float() if self.sum is None else self.sum.add_(piece)
         if self.sum is None:
-            raise RuntimeError("a round without a microbatch")
+            raise RuntimeError("a round of a step has no microbatch on any data rank")
         if self.round.last:
             total.copy_(self._gather(self.sum, total.numel()))
             self.sum = None
 
     def _exchange(self, grads: Tensor) -> Tensor:
-        """[S, n] of this rank -> [world, n / R]: every rank's version of the sub-piece that this rank owns."""
+        """Turns [S, n] of this rank into [world, n / R]: every rank's version of the sub-piece that this rank owns."""
         layout = self.world.layout
         replicas = layout.dp_replicate
         part = -(-grads.shape[1] // replicas)
@@ -64,9 +64,9 @@ class OrderedReduction(Reduction):
         return pieces
 
     def _gather(self, total: Tensor, count: int) -> Tensor:
-        """Join the sub-pieces of all replicas: flat [count].
+        """Joins the sub-pieces of all replicas: flat [count].
 
-        An all-to-all among all members, in which only replicas have anything for each other, spares a communicator of their own.
+        It is an all-to-all among all members, in which only replicas send each other anything.  That saves a communicator for the replicas.
         """
         layout, part = self.world.layout, total.numel()
         if layout.dp_replicate == 1:

@@ -1,7 +1,7 @@
-"""Healing from host memory: the slices that the plan takes from keepers, each checked by its digests where it arrives.
+"""Heals a shard from host memory: reads the slices that the plan takes from keepers, and checks their digests where they arrive.
 
-A copy on this node is read where it lies; one on another node comes over a direct socket.  Both are read in whole blocks, since a digest
-is that of a block.
+A copy on this node is read in place; a copy on another node comes over a direct socket.  Both are read in whole blocks, because a digest
+covers one block.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from storage.background import begin
 from storage.slices import Slice, Tensor, nbytes
 
 TURN = 2**30
-"""Bytes of a copy, or a tensor more, after which somebody else may go on with it."""
+"""Read quantum of one staging stream in bytes, rounded up to a tensor.  After it, another stream may continue with the same copy."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Whole blocks of a slot around the memory of ``slice``: from its first element, ``skip`` bytes on, to its last, ``span`` bytes later.
+    """The whole blocks of a slot that contain the memory of ``slice``.
 
-    ``memory``: the shape of the copy's memory of the tensor.  Where ``slice`` is not one row of bytes in it, what lies between comes too.
+    The first element of the slice is ``skip`` bytes after the begin of these blocks; its first to its last element span ``span`` bytes.
+    ``memory`` is the shape of the tensor in the copy's memory.  If ``slice`` is not contiguous there, the bytes between its elements are
+    read too.
     """
 
     tensor: Tensor
@@ -54,12 +56,15 @@ class Range:
 
 
 Chunk = tuple[Range, torch.Tensor, torch.Tensor | Wire]
-"""What was asked for, int64 [blocks] of digests, uint8 [bytes], both on the host; or the wire on which these bytes come next."""
+"""One range as it was read: the range, its digests (int64 [blocks]) and its bytes (uint8 [bytes]), both on the host.
+
+Instead of the bytes it may have the wire on which they come next.
+"""
 
 
 @dataclass(frozen=True)
 class Access:
-    """``worker``'s to what keepers hold: the run's secret, and its own region, whose memory is pinned here."""
+    """The means by which ``worker`` reads the copies of keepers: the run's secret, and its own region, whose memory is pinned here."""
 
     worker: WorkerId
     secret: bytes
@@ -67,7 +72,7 @@ class Access:
 
 
 def reads(moves: Sequence[Move], worker: WorkerId) -> bool:
-    """Whether ``worker`` takes anything from a copy."""
+    """Returns whether ``worker`` takes any slice from a copy."""
     return any(move.keeper and move.destination == worker for move in moves)
 
 
@@ -80,10 +85,10 @@ def read(
     streams: Sequence[StagingStream],
     hook: Callable[[], None],
 ) -> int:
-    """Fill the parts of ``shard`` that ``moves`` take from keepers, by as many at once as there are ``streams``: of each copy some in turn.
+    """Fills the parts of ``shard`` that ``moves`` take from keepers, and returns the bytes used.
 
-    Returns the bytes used.  ``hook`` is called before each turn and between two pieces.  Raises :class:`CopyLost`; whatever it raises,
-    nobody writes to ``shard`` any more.
+    One thread for each of ``streams`` reads at a time.  The copies are read by turns of about ``TURN`` bytes.  ``hook`` is called before
+    each turn and between two pieces.  Raises :class:`CopyLost`; after any exception no thread writes to ``shard`` any more.
     """
     turns = iter(_turns(tensors, plan, access.worker, moves))
     failed = threading.Event()
@@ -95,7 +100,7 @@ def read(
 
     @torch.no_grad()
     def drain(staging_stream: StagingStream) -> int:
-        """Whoever is done with one turn takes the next."""
+        """Reads the next turn that no other thread has taken, until none is left; returns the bytes used."""
         used = 0
         with contextlib.ExitStack() as otherwise:
             otherwise.callback(failed.set)
@@ -109,7 +114,7 @@ def read(
     try:
         for staging_stream in streams:
             readers.append(begin(partial(drain, staging_stream), "copies"))
-    except RuntimeError:  # no thread is to be had
+    except RuntimeError:  # the system gives no more threads
         failed.set()
         raise
     finally:
@@ -119,7 +124,7 @@ def read(
 
 
 def _turns(tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move]) -> list[tuple[Holding, list[Range]]]:
-    """What ``worker`` reads, in its order: the first turn of every copy, then the second of those that have one."""
+    """Returns the turns of ``worker`` in reading order: the first turn of every copy, then the second turn of those that have one."""
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
 
     @cache
@@ -140,7 +145,10 @@ def _turns(tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Seque
 
 
 def _raise_what_failed(plan: Plan, access: Access, errors: Sequence[BaseException]) -> None:
-    """Of several errors the one that the next plan has to know; a damaged copy is told to its keeper, when nobody reads it any more."""
+    """Raises the most useful of several errors: the one that the next plan has to know.
+
+    If a copy is damaged, its keeper is told so; by now no thread reads that copy any more.
+    """
     spoilt = [error for error in errors if isinstance(error, _Spoilt)]
     for error in spoilt:
         _tell(plan, access, error.holding)
@@ -151,7 +159,10 @@ def _raise_what_failed(plan: Plan, access: Access, errors: Sequence[BaseExceptio
 
 
 def _tell(plan: Plan, access: Access, spoilt: Holding) -> None:
-    """Its keeper, so that it counts no more.  Where that cannot be reached whoever is told of the error avoids it."""
+    """Tells the keeper of a damaged copy, so that the copy no longer counts.
+
+    If the keeper cannot be reached, the coordinator learns of the copy from the error and avoids it.
+    """
     with contextlib.suppress(WireError), contextlib.closing(Wire.connect(dict(plan.hosts)[spoilt.keeper], access.secret)) as wire:
         wire.send(_request("spoilt", spoilt))
         wire.head()
@@ -166,7 +177,7 @@ def _read_one(
     staging_stream: StagingStream,
     hook: Callable[[], None],
 ) -> int:
-    """``ranges`` of one copy, one turn."""
+    """Reads one turn, the ``ranges`` of one copy, and returns the bytes used."""
     where = f"the copy of {holding.worker} on node {holding.keeper[:8]}"
     try:
         wire = Wire.connect(dict(plan.hosts)[holding.keeper], access.secret)
@@ -189,7 +200,7 @@ def _read_one(
 
 
 class _Spoilt(Exception):
-    """Bytes of ``holding`` that have not their digest."""
+    """Bytes of ``holding`` do not match their digest."""
 
     def __init__(self, sentence: str, holding: Holding) -> None:
         super().__init__(sentence)
@@ -197,11 +208,11 @@ class _Spoilt(Exception):
 
 
 class _Over(Exception):
-    """Another staging_stream has failed, and with it the healing."""
+    """Another staging stream has failed, and with it the healing."""
 
 
 def _fill(shard: Shard, chunks: Iterator[Chunk], staging_stream: StagingStream, hook: Callable[[], None]) -> tuple[int, bool]:
-    """The bytes that were used, and whether what was read has its digests."""
+    """Copies ``chunks`` into ``shard``; returns the bytes used, and whether all blocks match their digests."""
     used, sums = 0, [torch.empty(0, dtype=torch.int64)]
     scattered: list[tuple[Range, torch.Tensor, torch.Tensor]] = []
     for chunk in chunks:
@@ -224,7 +235,7 @@ def _fill(shard: Shard, chunks: Iterator[Chunk], staging_stream: StagingStream, 
 
 
 def _gathered(part: Range, room: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``room`` has what lies between the first and the last element of a slice in the copy's memory: the slice as a view of it."""
+    """Returns a slice as a view of ``room``, which has the copy's memory from the first to the last element of the slice."""
     steps = [1]
     for length in reversed(part.memory[1:]):
         steps.insert(0, steps[0] * length)
@@ -241,11 +252,11 @@ def _pieces(room: torch.Tensor, chunk: Chunk) -> Iterator[Piece]:
 
 
 Answer = tuple[Iterator[Chunk], Callable[[], bool]]
-"""What was asked for; and whether it is still there, to be asked when all of it was used."""
+"""The chunks that were asked for, and a call that says whether their copy is still there; it is made once all chunks were used."""
 
 
 def _local(wire: Wire, holding: Holding, ranges: Sequence[Range], own: Region | None) -> Answer:
-    """From the keeper's own memory, which is this node's."""
+    """Reads a copy of this node from its keeper's memory, in place."""
     wire.send(_request("where", holding))
     answer = wire.head()
     if answer["descriptor"] < 0:
@@ -261,7 +272,7 @@ def _local(wire: Wire, holding: Holding, ranges: Sequence[Range], own: Region | 
 
 
 def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Answer:
-    """Over the wire, in order."""
+    """Reads a copy of another node over the wire, in the order of ``ranges``."""
     wire.send(_request("read", holding) | {"ranges": [[part.offset, part.bytes, part.block, part.blocks] for part in ranges]})
     if not wire.head()["found"]:
         raise StateMissing("it is not there any more")
@@ -282,7 +293,7 @@ def _copy(holding: Holding) -> Copy:
 
 
 def _holding(plan: Plan, move: Move, tensor: Tensor) -> Holding:
-    """Which copy of the source's has the slice: it may have left two, of two layouts."""
+    """Returns the copy of the move's source that has the slice; a worker may have left two copies, of two layouts."""
     for holding in plan.holders:
         there = (holding.keeper, holding.worker) == (move.keeper, move.source)
         if there and place_of(tensor, holding.cell, move.slice) is not None:
@@ -312,7 +323,7 @@ def _range(tensor: Tensor, part: Slice, holding: Holding, shape: Frame) -> Range
 
 
 def _flat(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The number of an element in memory of ``shape``, row by row."""
+    """Returns the number of the element at ``index`` in row-major memory of ``shape``."""
     found = 0
     for at, length in zip(index, shape, strict=True):
         found = found * length + at

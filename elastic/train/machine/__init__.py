@@ -1,1 +1,1 @@
-"""What this machine offers a worker: memory and network interfaces."""
+"""Finds the memory and the network interfaces that this machine offers a worker."""

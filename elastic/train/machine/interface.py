@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastic.errors import JobError
-from elastic.plan.copy_budget import GBIT, Link
 
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Without the first gloo listens where the host's own name leads, which on many machines is a loopback address that no other host
@@ -47,27 +46,12 @@ def faster_than(name: str, devices: Path = DEVICES) -> str:
     return f"{best} runs at {speeds[best]} Mb/s, {name} at {mine}" if mine > 0 and speeds[best] >= 5 * mine else ""
 
 
-def link_here(wanted: str, devices: Path = DEVICES) -> Link:
-    """That of this machine which its sockets would use, before Ray has said by which address other nodes reach it."""
-    name = wanted if wanted != "auto" else interface() or interface_of(_routed())
-    return Link(name, _speed(devices / name) * GBIT / 1000) if name else Link()
-
-
 def _speed(device: Path) -> int:
     """Mb/s; 0 where it is down, does not say, or is no hardware: a virtual one says anything."""
     with suppress(OSError, ValueError):
         if (device / "device").exists() and (device / "operstate").read_text().strip() == "up":
             return max(int((device / "speed").read_text()), 0)
     return 0
-
-
-def _routed() -> str:
-    """The address by which this machine speaks to others; "" where it has no route to any."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect(("192.0.2.1", 9))  # sends nothing: only the route is looked up; the address is nobody's (RFC 5737)
-        address: str = asking.getsockname()[0]
-        return address
-    return ""
 
 
 def interface() -> str:

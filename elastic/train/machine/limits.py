@@ -1,7 +1,7 @@
-"""How much more memory this process may take, and who says so.
+"""Measures how much more memory this process may take, and names the limit.
 
-What is copied lies in anonymous files (memfd): they count for the cgroup like any memory, and not for the size of /dev/shm.  There lie
-the workers' progress counters, and what NCCL shares between the GPUs of a node.  (What Ray puts there it looks after itself.)
+Copies lie in anonymous files (memfd), which count for the cgroup like any memory, but not for the size of /dev/shm.  The workers' progress
+counters lie in /dev/shm, and so does the memory that NCCL shares between the GPUs of a node.  (Ray checks its own use of it.)
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ OWN = Path("/proc/self/cgroup")
 REGIONS = f"/memfd:{NAME}"
 PATIENCE_S = 30.0
 SEGMENT = -(-BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-"""Bytes that the counters of one worker take of ``FOLDER``, where memory is given page by page."""
+"""Bytes that the counters of one worker take in ``FOLDER``, rounded up to whole pages."""
 SHARED = 2**30
-"""Bytes that containers with NCCL are usually given there (``--shm-size=1g``); the default of Docker and Kubernetes is a sixteenth."""
+"""Free bytes of ``FOLDER`` below which the user is warned.
+
+It is what containers with NCCL are usually given (``--shm-size=1g``); the default of Docker and Kubernetes is a sixteenth of it.
+"""
 LARGER = f"on Kubernetes an emptyDir with medium: Memory and a sizeLimit, mounted at {FOLDER}; with docker --shm-size"
 VERSIONS = (
     ("", "", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of cgroups: controller, its folder; limit, use, and what of it can be given back.  The second version, and the first."""
+"""Names in the two versions of cgroups, 2 and 1: controller, its folder, and the fields for limit, use and reclaimable memory."""
 
 
 def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN) -> tuple[int, str]:
-    """Bytes that may still be taken, and the limit that is met first: the node's, or that of a group which this process is in."""
+    """Returns the bytes that may still be taken, and the limit that is reached first: the node's or that of a group of this process."""
     found = [(1024 * int(_table(meminfo)["MemAvailable:"]), "the node (MemAvailable)")]
     groups: dict[str, str] = {}
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # the kernel has no cgroups
         groups = {names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())}
     for controller, folder, limit, used, cached in VERSIONS:
         mine = Path(next((path for names, path in groups.items() if controller in names.split(",")), "/")).relative_to("/")
         for group in (cgroup / folder / each for each in (mine, *mine.parents)):
-            with suppress(OSError):  # not to be seen from here, or not limited
+            with suppress(OSError):  # the group is not visible from here, or has no limit
                 allowed, taken = (group / limit).read_text().strip(), int((group / used).read_text())
                 if allowed.isdigit():
                     kept = int(allowed) - taken + int(_table(group / "memory.stat").get(cached, "0"))
@@ -57,7 +60,7 @@ def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """No other worker of this node is here too: what one finds free is not what another is about to take.  It waits ``PATIENCE_S``."""
+    """Excludes other workers of this node, so that two do not count on the same free memory.  It waits at most ``PATIENCE_S`` seconds."""
     folder, until = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + PATIENCE_S
     try:
         while time.monotonic() < until:
@@ -73,13 +76,13 @@ def alone() -> Iterator[None]:
 
 
 def copies_here() -> tuple[int, int]:
-    """Of this node's copies, of any run: the bytes that they will take beyond what is written, and those that only a keeper still holds.
+    """Returns two sizes of this node's copies, of any run: bytes still to be written, and bytes that only a keeper still holds.
 
-    The second are of workers that died, and given back when the next world has newer ones, or of other nodes' workers.
+    The second belong to workers of other nodes, or to dead workers; the latter are freed when the next world has newer copies.
     """
     sizes, holders = dict[int, tuple[int, int]](), defaultdict[int, set[str]](set)
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # gone, or not ours to see
+        with suppress(OSError):  # the process is gone, or belongs to another user
             if os.readlink(entry).startswith(REGIONS):
                 found = os.stat(entry)
                 sizes[found.st_ino] = found.st_size, 512 * found.st_blocks
@@ -89,19 +92,19 @@ def copies_here() -> tuple[int, int]:
 
 
 def shared_memory(folder: Path = FOLDER) -> int:
-    """Bytes that may still be written there."""
+    """Returns the bytes that may still be written to ``folder``."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # a tmpfs without a limit says 0 of 0
 
 
 def lockable_memory() -> int:
-    """Bytes that this process may lock in memory."""
+    """Returns the bytes that this process may lock in memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def no_segment(free: int) -> str:
-    """Why a worker cannot begin where ``FOLDER`` has so many bytes left; "" where it can."""
+    """Returns why a worker cannot begin if ``FOLDER`` has ``free`` bytes left; "" if it can."""
     if free >= SEGMENT:
         return ""
     return (
@@ -111,7 +114,7 @@ def no_segment(free: int) -> str:
 
 
 def little_shared(free: int) -> str:
-    """What the user of a GPU should know where ``FOLDER`` has so many bytes left; "" where that is enough."""
+    """Returns a warning for GPU users if ``free`` bytes of ``FOLDER`` are too few; "" if they are enough."""
     if free >= SHARED:
         return ""
     return (
@@ -121,7 +124,7 @@ def little_shared(free: int) -> str:
 
 
 def little_lockable(needed: int, limit: int) -> str:
-    """What the user should know where ``needed`` bytes are to be pinned and so many may be locked; "" where that is enough."""
+    """Returns a warning if ``needed`` bytes are to be pinned and only ``limit`` may be locked; "" if that is enough."""
     if needed <= limit:
         return ""
     return (
@@ -132,5 +135,5 @@ def little_lockable(needed: int, limit: int) -> str:
 
 
 def _table(path: Path) -> Mapping[str, str]:
-    """Of each line the first word, and the second."""
+    """Returns a mapping from the first word of each line to the second."""
     return {words[0]: words[1] for line in path.read_text().splitlines() if len(words := line.split()) > 1}

@@ -1,0 +1,123 @@
+"""The prose of the product as data: every docstring begins and ends like a whole sentence.
+
+A docstring is the text below a module, class, function, constant or field.  The check reads form, not meaning: a capital letter or a
+code word first, a full stop last, and no opening that only continues a sentence which the name began ("Of one copy.").
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+FRAGMENTS = frozenset(
+    {
+        *("Of", "By", "From", "With", "Without", "Until", "Since", "In", "On", "At", "To", "For", "Into", "Between", "Among", "Beside"),
+        *("Who", "Whoever", "Whose", "What", "Whatever", "Where", "Wherever", "When", "Which", "How", "Whether", "As", "Like", "Than"),
+        *("Has", "Is", "Are", "Was", "Does", "Do", "May", "Can", "And", "But", "Or", "So", "Because", "Also", "Not", "Those", "That"),
+    }
+)
+"""First words that make a reader look for the beginning of the sentence elsewhere."""
+FRAGMENT_PAIRS = ("The same", "All that", "The one", "The ones")
+BEGINS = re.compile(r"[A-Z]|``|:[a-z]+:`")
+ENDS = re.compile(r"[.:!?…][)\"'”]?$")
+
+EXCEPTIONS: dict[str, int] = {
+    "actors/coordinator.py": 8,
+    "actors/journal_replicas.py": 1,
+    "actors/keeper.py": 9,
+    "actors/launch.py": 1,
+    "actors/perform.py": 6,
+    "actors/run_commands.py": 2,
+    "actors/survivors.py": 1,
+    "actors/worker.py": 3,
+    "elastic/config/command_line.py": 1,
+    "elastic/config/values.py": 1,
+    "elastic/control/admission.py": 2,
+    "elastic/control/copy_inventory.py": 2,
+    "elastic/control/decision.py": 2,
+    "elastic/control/edges.py": 1,
+    "elastic/control/growth.py": 1,
+    "elastic/control/liveness.py": 7,
+    "elastic/control/machine.py": 1,
+    "elastic/control/membership.py": 2,
+    "elastic/control/old_journals.py": 1,
+    "elastic/control/outcome.py": 1,
+    "elastic/control/rules.py": 5,
+    "elastic/control/run.py": 1,
+    "elastic/control/saves.py": 2,
+    "elastic/control/seating.py": 1,
+    "elastic/control/stopping.py": 2,
+    "elastic/control/takeover.py": 1,
+    "elastic/control/waiting.py": 2,
+    "elastic/job.py": 5,
+    "elastic/protocol/authority.py": 15,
+    "elastic/protocol/commit_record.py": 2,
+    "elastic/protocol/member.py": 8,
+    "elastic/sim/cluster.py": 6,
+    "elastic/sim/coordinators.py": 17,
+    "elastic/sim/journals.py": 10,
+    "elastic/sim/memory.py": 5,
+    "elastic/sim/oracle.py": 10,
+    "elastic/sim/worker.py": 4,
+    "elastic/state/digest.py": 1,
+    "elastic/state/region.py": 3,
+    "elastic/state/shard.py": 1,
+    "elastic/state/snapshot.py": 6,
+    "elastic/state/staging.py": 4,
+    "elastic/state/uploader.py": 1,
+    "elastic/state/uploads.py": 2,
+    "elastic/state/wire.py": 1,
+    "elastic/train/apply_fence.py": 1,
+    "elastic/train/counters.py": 2,
+    "elastic/train/local.py": 2,
+    "elastic/train/machine/interface.py": 4,
+    "elastic/train/model.py": 2,
+    "elastic/train/preflight.py": 4,
+    "elastic/train/session.py": 2,
+    "elastic/train/step.py": 4,
+    "elastic/train/warmup.py": 1,
+    "storage/checkpoints/cover.py": 1,
+    "storage/checkpoints/manifest.py": 1,
+    "storage/datasets/datasets.py": 2,
+    "storage/journal/journal.py": 1,
+    "storage/journal/replicas.py": 1,
+    "storage/objects/port.py": 2,
+    "storage/objects/s3_errors.py": 2,
+    "storage/objects/urls.py": 1,
+}
+"""Number of docstrings of a file that are not whole sentences yet.  A number may only become smaller, and a row that reaches 0 goes."""
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, text) of every docstring in ``source``."""
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        owner = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for number, each in enumerate(body if isinstance(body, list) else ()):
+            if (owner and number == 0) or (number and isinstance(body[number - 1], ast.Assign | ast.AnnAssign)):
+                match each:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        yield each.lineno, text
+
+
+def fault_of(text: str) -> str:
+    """Returns what is wrong with the form of a docstring, or an empty text."""
+    text = text.strip()
+    words = text.split()
+    if not BEGINS.match(text):
+        return "begins with neither a capital letter nor a code word"
+    if (first := words[0].rstrip(",:;.")) in FRAGMENTS:
+        return f"begins with {first!r}, which continues a sentence that is not there"
+    if (pair := " ".join(words[:2])) in FRAGMENT_PAIRS:
+        return f"begins with {pair!r}, which continues a sentence that is not there"
+    last = text.splitlines()[-1]
+    if not ENDS.search(last) and not last.startswith(" "):  # an indented last line shows code or a table
+        return "does not end with a full stop"
+    return ""
+
+
+def faults(source: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, sentence) of every docstring in ``source`` whose form is wrong, in order."""
+    found = ((line, text, fault_of(text)) for line, text in docstrings(source))
+    yield from sorted((line, f"{text.split()[0] if text.split() else ''} …: {wrong}") for line, text, wrong in found if wrong)

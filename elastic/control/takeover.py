@@ -163,17 +163,17 @@ def attached(decision: Decision, event: Attached) -> None:
     run, plan = decision.run, event.plan
     if event.worker not in run.workers:
         return decision.refuse(f"{event.worker} is no worker of the run")
-    if plan is not None and plan.generation > run.generation:
+    if plan is None:
+        return
+    if plan.generation > run.generation:
         edges.stop_unread(decision, plan)
-    elif plan is not None and plan.generation == run.generation and event.stepping and isinstance(run.state, Forming):
+    elif plan.generation == run.generation and event.stepping and isinstance(run.state, Forming):
         edges.go(decision, plan)
-    elif (
-        plan is not None
-        and plan.generation == run.generation
-        and decision.now < run.takeover.blind_until
-        and isinstance(run.state, Stopping)
-    ):
-        _ask_again(decision, run.state, event.worker)
+    elif decision.now < run.takeover.blind_until and isinstance(run.state, Stopping):
+        if plan.generation == run.generation:
+            _ask_again(decision, run.state, event.worker)
+        elif event.worker not in run.state.plan.members:  # a later generation left it out, perhaps before it was ever fenced
+            decision.do(Fence(plan.generation, (event.worker,)))
 
 
 def _ask_again(decision: Decision, state: Stopping, worker: WorkerId) -> None:

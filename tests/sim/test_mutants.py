@@ -219,6 +219,14 @@ def test_not_hearing_whom_the_last_generation_left_out_is_noticed() -> None:
     assert simulate(229, left_out(229)).end
 
 
+def test_not_fencing_whom_a_later_generation_left_out_is_noticed() -> None:
+    """It was expelled before the fence reached it, lives on, and is heard after a member of the later generation."""
+    edit = Edit("takeover", "        elif event.worker not in run.state.plan.members:", "        elif False:")
+    with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
+        simulate(997, left_out(997), Mutant("trusting", (edit,)).advance())
+    assert simulate(997, left_out(997)).end
+
+
 # ---- the other side of each rule is kept by workers and keepers: here the model of them is broken
 
 

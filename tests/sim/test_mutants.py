@@ -104,7 +104,7 @@ def test_counting_a_zombies_manifest_is_noticed() -> None:
     """The rule is kept twice: by the lineage, and by what was asked for."""
     lineage = Edit("saves", "if not run.history.contains(version):", "if False:")
     asked = Edit("saves", "if known is None or not known.asked:", "if False:")
-    assert "given up" in killed_by("haunted", lineage, asked, scenario="barren", seeds=range(25, 45))
+    assert "given up" in killed_by("haunted", lineage, asked, scenario="barren", seeds=range(120, 140))
 
 
 def test_a_lineage_that_is_not_cut_is_noticed() -> None:
@@ -193,7 +193,7 @@ def test_giving_a_name_twice_is_noticed() -> None:
 
 def test_a_checkpoint_that_counts_and_is_not_in_the_journal_is_noticed() -> None:
     edit = Edit("saves", "    decision.durable = True\n", "")
-    rare = range(408, 413)
+    rare = range(18, 23)
     assert "although every slice of it is held" in killed_by("forgetful_of_checkpoints", edit, scenario="forgetting", seeds=rare)
     assert first_violation(advance, "forgetting", seeds=rare) == ""
 

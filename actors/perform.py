@@ -356,12 +356,12 @@ class Group:
             pool.shutdown(wait=False, cancel_futures=True)
         closing = [keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())]
         ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None
-        with contextlib.suppress(StorageError):
-            self.probe.remove(COORDINATOR)
         for actor in [*self.workers.values(), *self.keepers.values()]:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor, no_restart=True)
         ray.wait(self._lives, num_returns=len(self._lives), timeout=grace_s) if self._lives else None
+        with contextlib.suppress(StorageError):
+            self.probe.remove_all()  # last: a keeper that was still being looked at may have left its sign after it was closed
 
 
 def _split(bucket: str, home: str, key: str) -> str:

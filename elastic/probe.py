@@ -34,4 +34,10 @@ class Probe:
             return False
 
     def remove(self, who: str) -> None:
+        """Removes the sign of ``who``."""
         self.store.delete(self.key(who))
+
+    def remove_all(self) -> None:
+        """Removes every sign of this life that is visible here, also those whose writers ended before they could."""
+        for key in self.store.list(self.key("")):
+            self.store.delete(key)

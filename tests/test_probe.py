@@ -32,3 +32,15 @@ def test_folders_of_the_same_name_on_two_disks_are_two_places(tmp_path: Path) ->
     assert not later.sees(COORDINATOR)
     there.put(later.key(COORDINATOR), b"something else")
     assert not later.sees(COORDINATOR)
+
+
+def test_all_signs_of_one_life_are_removed_and_no_others(tmp_path: Path) -> None:
+    """A keeper that was ended left its sign; another life of the run, and another run, keep theirs."""
+    store = ObjectStore.open(str(tmp_path))
+    this, other_life, other_run = Probe(store, "run", "one"), Probe(store, "run", "two"), Probe(store, "run2", "one")
+    for probe in (this, other_life, other_run):
+        probe.leave(COORDINATOR)
+        probe.leave("node")
+    this.remove_all()
+    assert not this.sees(COORDINATOR) and not this.sees("node")
+    assert all(probe.sees(who) for probe in (other_life, other_run) for who in (COORDINATOR, "node"))

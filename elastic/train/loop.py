@@ -250,7 +250,8 @@ class Trainer:
         with self.apply_fence as member:  # the settlement may have come before there was a world to abort
             member.go_on("formed")
         met = time.monotonic()
-        state = self.session.state(world, plan.version)
+        session = self.session
+        state = State(session.job, session.builder, session.rule, world, plan.version)
         built = time.monotonic()
         if (abort := self._abort) is not None:
             abort.join(ABORT_S)

@@ -27,7 +27,6 @@ from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.model import Builder, State
-from storage.slices import Version
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
@@ -53,10 +52,6 @@ class Session:
     """Secret of the run, by which its processes know each other on direct sockets."""
     computing: str = ""
     """The microbatch whose forward or backward runs, in words, for the report of a failure in the user's code."""
-
-    def state(self, world: World, version: Version) -> State:
-        """Returns the job's state at ``version``, wrapped for ``world``.  Its memory has no values yet."""
-        return State(self.job, self.builder, self.rule, world, version)
 
 
 @dataclass

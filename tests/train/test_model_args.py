@@ -19,7 +19,7 @@ from elastic.errors import CodeError, ModelError
 from elastic.ids import Version
 from elastic.plan.layout import Layout
 from elastic.train.counters import Counters
-from elastic.train.model import build_model, builder_of
+from elastic.train.model import State, build_model, builder_of
 from elastic.train.session import make_session
 from storage.errors import Unavailable
 from tests.support.toys import toy_job
@@ -97,7 +97,7 @@ def test_a_new_world_loads_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     importlib.invalidate_caches()
     world = World.imagined(Layout(1, 1), torch.device("cpu"))
     try:
-        state = session.state(world, Version(0, 0))
+        state = State(job, session.builder, session.rule, world, Version(0, 0))
     finally:
         world.close()
         session.loader.close()

@@ -63,7 +63,6 @@ class Worker:
         if self._begun:
             return
         self._begun = True
-        from elastic.engine.optim.base import rule_of
         from elastic.plan.placement import classes_of
         from elastic.train.loop import Trainer
         from elastic.train.model import build_model, tensors_of
@@ -75,7 +74,7 @@ class Worker:
         try:
             device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
-            tensors = tensors_of(build_model(self.job), rule_of(self.job))
+            tensors = tensors_of(build_model(self.job, session.builder), session.rule)
             classes = classes_of(tensors)
             session.secret = self.secret
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults)

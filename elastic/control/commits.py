@@ -1,23 +1,33 @@
-"""Commits: what becomes known when somebody has seen a step committed.
+"""Commits: decides which steps count, while a world steps and when it breaks.
 
 A member that has seen a commit is proof of it, whoever else died.  World rank 0 reports each commit, and an answer to the fence brings
 those that may not have been reported.
+
+The all-gather of commit records may have completed on any subset of the members when a world breaks.  A member that saw it complete is
+evidence that the step is committed.  Then every member whose gradients are complete applies the step, with that same record, and all hold
+the same version.  Without evidence all members drop the step, and the next world computes it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from elastic.control import copy_inventory, saves
 from elastic.control.decision import Decision
 from elastic.control.liveness import stepped
-from elastic.control.run import Stopping
-from elastic.ids import Version
+from elastic.control.run import Answer, Stopping
+from elastic.ids import Version, WorkerId
+from elastic.plan.placement import cell_of
+from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.actions import Pause
 from elastic.protocol.commit_record import GO_ON, Outcome
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import StepDone
+from elastic.protocol.plan import Plan
+
+# ---- commits that are told
 
 
 def step_done(decision: Decision, event: StepDone) -> None:
@@ -59,3 +69,42 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
         decision.say("the bucket does not keep up: steps go on, and saves are left out until the one before has been written")
         saves.tell(decision)  # should a member wait for a save that nobody knows of any more
+
+
+# ---- the step in which a world broke: all members apply it, or none does
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """The settlement of a broken step: the outcome that the members are told, and the state that each then holds."""
+
+    outcome: Outcome | None
+    """The step to apply where it is prepared; None drops it."""
+    applied_by: tuple[WorkerId, ...]
+    holdings: dict[WorkerId, tuple[Holding, ...]]
+
+
+def newest(evidence: Iterable[Outcome | None], generation: int) -> Outcome | None:
+    """Returns the latest commit of ``generation`` that anybody has seen."""
+    return max((each for each in evidence if each and each.generation == generation), key=lambda each: each.step, default=None)
+
+
+def settle(plan: Plan, answers: Iterable[Answer], top: Outcome | None) -> Settlement:
+    """Decides from the answers who applies ``top``, the newest commit that anybody has seen, the dead included."""
+    applied, holdings = [], {}
+    ranks = {member: rank for rank, member in enumerate(plan.members)}
+    for answer in answers:
+        holding = _applies(plan, ranks[answer.worker], answer, top)
+        if holding is not None:
+            applied.append(answer.worker)
+        holdings[answer.worker] = (holding,) if holding is not None else answer.held
+    return Settlement(top if applied else None, tuple(applied), holdings)
+
+
+def _applies(plan: Plan, world_rank: int, answer: Answer, top: Outcome | None) -> Holding | None:
+    """Returns what the member holds once it has applied ``top``; None when it cannot, or has already."""
+    if top is None or answer.prepared != top.step:
+        return None
+    cell = cell_of(plan.layout, world_rank)
+    before = [each for each in answer.held if each.cell == cell and each.version.step == top.step - 1]
+    return Holding(answer.worker, Version(top.step, top.generation), cell) if before else None

@@ -1,4 +1,4 @@
-"""Copies in host memory: which keepers hold what, and when the lack of them is reported.
+"""Copies in host memory: which keepers hold what, which node is whose buddy, and when the lack of copies is reported.
 
 While a world steps its copies are overwritten all the time.  So keepers are asked what they hold only once nothing is written any more:
 together with the fence, for a dead member has left its copies as they are and a fenced one begins none.  The next world waits for an answer
@@ -6,15 +6,21 @@ only if something depends on it: the survivors do not hold the newest committed 
 
 A copy is proof, too: a version is copied after its commit.  Where every member of a world died without a word, its copies say how far it
 came.  Where one has answered, its word is newer than any step that the others could have finished without it.
+
+The buddy of a node is the node that holds its copies too.  It is another node of the same zone, for traffic between zones is slow and paid
+for; with ``cross_zone`` it is in another zone, if there is one.  Pairs stay as they are if they can, since a new buddy begins with nothing.
+Otherwise the node with the least to hold is chosen, and of equals the next one round the ring, so that no two nodes are each other's only
+hope unless there are only two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from elastic.control.buddies import choose
 from elastic.control.decision import Decision
 from elastic.control.rules import Rules
 from elastic.control.run import Host, RunState, Stopping, Waiting
@@ -189,7 +195,7 @@ def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[Nod
     """Returns the buddy of each of ``nodes`` that can have one; ``nodes`` names a node once for every worker there."""
     hosts = run.copies.hosts
     zones = {node: hosts[node].zone if node in hosts else "" for node in run.cluster.keepers}
-    return choose(nodes, zones, run.copies.buddies, cross_zone=rules.cross_zone)
+    return choose_buddies(nodes, zones, run.copies.buddies, cross_zone=rules.cross_zone)
 
 
 def pair(decision: Decision, plan: Plan) -> None:
@@ -211,3 +217,65 @@ def pair(decision: Decision, plan: Plan) -> None:
         decision.know("copies", buddies=chosen)
         pairs = [(node, buddy, hosts[buddy].address if buddy in hosts else "") for node, buddy in chosen.items()]
         decision.do(Pair(plan.generation, (*pairs, *((node, NodeId(""), "") for node in alone))))
+
+
+def choose_buddies(
+    homes: Sequence[NodeId], zones: Mapping[NodeId, str], before: Mapping[NodeId, NodeId], *, cross_zone: bool = False
+) -> dict[NodeId, NodeId]:
+    """Returns the buddy of each node in ``homes``, which names a node once for each worker there.
+
+    ``zones`` has the zone of each node whose keeper is up; nodes without a label ("") are one zone.  A node that can have no buddy is left
+    out.
+    """
+    weights = Counter(homes)
+    rings = _rings(zones, cross_zone)
+    members = {zone: frozenset(ring) for zone, ring in rings.items()}
+    fair = -(-len(homes) // max(len(zones), 1))
+    load: Counter[NodeId] = Counter()
+    chosen: dict[NodeId, NodeId] = {}
+    for node in sorted(weights):
+        old, zone = before.get(node), zones.get(node, "")
+        if old is not None and old != node and old in members.get(zone, ()) and load[old] + weights[node] <= max(fair, weights[node]):
+            chosen[node] = old
+            load[old] += weights[node]
+    skips: dict[str, dict[int, int]] = defaultdict(dict)
+    for node in sorted(weights.keys() - chosen.keys()):
+        zone = zones.get(node, "")
+        buddy = _next(node, rings.get(zone, []), skips[zone], load, fair)
+        if buddy is not None:
+            chosen[node] = buddy
+            load[buddy] += weights[node]
+    return dict(sorted(chosen.items()))
+
+
+def _rings(zones: Mapping[NodeId, str], cross_zone: bool) -> dict[str, list[NodeId]]:
+    """Returns for each zone the nodes that may be buddies of its nodes, in order."""
+    near: dict[str, list[NodeId]] = {zone: [] for zone in zones.values()}
+    for node in sorted(zones):
+        near[zones[node]].append(node)
+    if not cross_zone or len(near) == 1:
+        return near
+    return {zone: [node for node in sorted(zones) if zones[node] != zone] for zone in near}
+
+
+def _next(node: NodeId, ring: list[NodeId], skips: dict[int, int], load: Mapping[NodeId, int], fair: int) -> NodeId | None:
+    """Returns the first node on the ring after ``node`` that does not have its share yet, or simply the first.
+
+    ``skips`` remembers for nodes that have their share where to go on.
+    """
+    if ring in ([], [node]):
+        return None
+    first = bisect_right(ring, node)
+    seen, place = [], first
+    while place < first + len(ring):
+        index = place % len(ring)
+        if ring[index] != node and load[ring[index]] < fair:
+            break
+        if ring[index] != node:
+            seen.append(index)
+        place += max(skips.get(index, 1), 1) if ring[index] != node else 1
+    else:
+        place = first
+    for index in seen:
+        skips[index] = (place - index) % len(ring) or 1
+    return ring[place % len(ring)]

@@ -11,9 +11,9 @@ survivor holds is known without asking again.
 from __future__ import annotations
 
 from elastic.control import commits, copy_inventory, edges, membership, saves
+from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
 from elastic.control.liveness import Stall, silence, silent, stall
-from elastic.control.outcome import Settlement, newest, settle
 from elastic.control.run import Answer, Failed, Finished, Finishing, Forming, JobFailure, Running, RunState, Stopping, Waiting
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.actions import Fence, Pause, Settle

@@ -131,6 +131,11 @@ def moves(
     return tuple(result)
 
 
+def reads_copies(moves: Iterable[Move], worker: WorkerId) -> bool:
+    """Returns whether ``worker`` takes any slice from a keeper's copy."""
+    return any(move.keeper and move.destination == worker for move in moves)
+
+
 class _Geometry:
     """Knows the holdings by cell, and cuts boxes at the edges of what is held."""
 

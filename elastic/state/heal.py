@@ -19,14 +19,13 @@ import torch.distributed as dist
 from elastic.engine.world import World
 from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
-from elastic.imports import load
 from elastic.plan.placement import held
-from elastic.plan.transfer import Move, missing, moves
+from elastic.plan.transfer import Move, missing, moves, reads_copies
 from elastic.protocol.plan import Plan
 from elastic.state.shard import DTYPES, Shard, place_of
-from elastic.state.sources.hosts import Access, read, reads
+from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
-from elastic.train.model import BUFFERS, State
+from elastic.train.model import BUFFERS, Builder, State
 from elastic.train.step import Session
 from storage.background import begin
 from storage.checkpoints import Checkpoints
@@ -50,7 +49,7 @@ class Healing:
         self._reading: Future[int] | None = None
         if plan.tier != "init":
             self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket", of=worker)
-        if reads(self.moves, worker):
+        if reads_copies(self.moves, worker):
             streams = [
                 StagingStream(state.world.device, i) for i in range(STREAMS)
             ]  # before a collective behind which taking pinned memory would wait
@@ -71,7 +70,7 @@ class Healing:
         """
         state, plan, counters = self.state, self.plan, self.session.counters
         if plan.tier == "init":
-            initialise(state, hook)
+            initialise(state, self.session.builder, hook)
             return
         counters["healed_live_bytes"] += from_members(state, plan, self.worker, there, self.moves, hook)
         if self._reading is not None:
@@ -82,7 +81,7 @@ class Healing:
 
 
 @torch.no_grad()
-def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
+def initialise(state: State, builder: Builder, hook: Callable[[], None] = nothing) -> None:
     """Initialises the state: world rank 0 runs ``init_weights`` and broadcasts the result.
 
     So all members begin alike, whatever source of randomness the user's initialisation uses.
@@ -90,7 +89,7 @@ def initialise(state: State, hook: Callable[[], None] = nothing) -> None:
     sources: dict[str, torch.Tensor] = {}
     if state.world.rank == 0:
         torch.manual_seed(state.job.seed)
-        model = load(state.job.model, "model")(**state.job.model_args)
+        model = builder(**state.job.model_args)
         model.init_weights()
         sources = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor in state.tensors:

@@ -119,7 +119,7 @@ class _Local:
             self.lineage = lineage.cut(self.lineage, version)
             self.plan = replace(self.plan, version=version, tier="bucket" if self.saved else "init", lineage=self.lineage)
             self._show_sentence(f"one worker in this process, from {version} ({self.plan.tier})")
-            state = State(self.session.job, self.world, version)
+            state = State(self.session.job, self.session.builder, self.session.rule, self.world, version)
             try:
                 Healing(state, self.plan, WORKER, self.session).finish([], self.run.checkpoints)
             except Damaged as error:

@@ -84,6 +84,8 @@ class Trainer:
     ) -> None:
         self.session, self.apply_fence, self.device, self.checkpoints, self.report = session, fence, device, checkpoints, report
         self.worker = fence.member.worker
+        self.interface = interface()
+        """The network interface of this process's sockets, which no world changes."""
         self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
         """Accepted orders for the training thread; None means that it leaves the run."""
         self.world: World | None = None
@@ -248,7 +250,8 @@ class Trainer:
         with self.apply_fence as member:  # the settlement may have come before there was a world to abort
             member.go_on("formed")
         met = time.monotonic()
-        state = State(self.session.job, world, plan.version)
+        session = self.session
+        state = State(session.job, session.builder, session.rule, world, plan.version)
         built = time.monotonic()
         if (abort := self._abort) is not None:
             abort.join(ABORT_S)
@@ -272,7 +275,7 @@ class Trainer:
             f"the one before left in {alone - built:.3f} s, connected in {formed - alone:.3f} s, slices in {now - formed:.3f} s",
             flush=True,
         )
-        self._say(Ready(self.worker, plan.generation, formed - began, now - formed, self._received - before, interface()))
+        self._say(Ready(self.worker, plan.generation, formed - began, now - formed, self._received - before, self.interface))
         return state
 
     @property

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from elastic.engine.optim.base import Optimizer, Rule, rule_of
+from elastic.engine.optim.base import Optimizer, Rule
 from elastic.engine.parallelize import parallelize
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
@@ -24,14 +27,21 @@ UPDATES = Tensor("updates", "scalar", "F32", ())
 
 BUFFERS = ("buffer", "constant")
 """Kinds of buffers: those that the model saves (persistent), and those that it does not."""
+Builder = Callable[..., Any]
+"""``builder(**job.model_args)`` returns a new model of the job; it is the user's code, so :func:`build_model` checks what it returns."""
 
 
-def build_model(job: Job) -> nn.Module:
+def builder_of(job: Job) -> Builder:
+    """Returns the builder that ``model`` names.  Raises :class:`CodeError` if it names nothing."""
+    found: Builder = load(job.model, "model")
+    return found
+
+
+def build_model(job: Job, builder: Builder) -> nn.Module:
     """Builds the user's model on the meta device and checks it.  Raises :class:`ModelError`."""
-    build = load(job.model, "model")
     try:
         with torch.device("meta"):
-            model = build(**job.model_args)
+            model = builder(**job.model_args)
     except (ElasticError, Unavailable):
         raise
     except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
@@ -82,9 +92,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 class State:
     """The model and the optimizer of ``job``, wrapped for ``world``.  Their memory has no values until it is healed."""
 
-    def __init__(self, job: Job, world: World, version: Version) -> None:
-        blueprint = build_model(job)
-        self.tensors = tensors_of(blueprint, rule_of(job))
+    def __init__(self, job: Job, builder: Builder, rule: Rule, world: World, version: Version) -> None:
+        blueprint = build_model(job, builder)
+        self.tensors = tensors_of(blueprint, rule)
         self.rows = {name: parameter.shape[0] for name, parameter in blueprint.named_parameters()}
         decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
         self.job, self.world = job, world
@@ -94,7 +104,7 @@ class State:
         cell = cell_of(world.layout, world.rank)
         parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
         boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
-        self.optimizer = Optimizer(job, self.trained, boxes, decayed)
+        self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed)
         self.shard = Shard(version, cell, self._values(local))
 
     def _values(self, local: dict[str, torch.Tensor]) -> dict[Key, torch.Tensor]:

@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from torch import nn
 
 from elastic.data.loader import Dataset
-from elastic.engine.optim.base import rule_of
 from elastic.engine.parallelize import sharding_table
 from elastic.errors import ModelError
 from elastic.job import Job
@@ -20,7 +19,7 @@ from elastic.plan.placement import number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import Run
 from elastic.train.counters import Counters
-from elastic.train.model import build_model, bytes_of, tensors_of
+from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import build_of, make_session
 from storage.objects import ObjectStore
 from storage.objects.selftest import check
@@ -42,7 +41,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
 
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
-    model = build_model(job)
+    model = build_model(job, builder_of(job))
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session)
@@ -51,7 +50,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     check(ObjectStore.open(job.bucket), job.name)
     Run.look(job).check_data(build.data)
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
-    state_bytes = bytes_of(tensors_of(model, rule_of(job)))
+    state_bytes = bytes_of(tensors_of(model, session.rule))
     return Checked(build, notes if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
 
 

@@ -28,7 +28,8 @@ from elastic.train.counters import Counters
 from elastic.train.faults import Faults, Seat
 from elastic.train.machine.interface import choose
 from elastic.train.machine.limits import alone, copies_here, free_memory, little_lockable, little_shared, lockable_memory, shared_memory
-from elastic.train.step import Session
+from elastic.train.model import builder_of
+from elastic.train.step import Loss, Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
 
@@ -100,10 +101,11 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
             f"prepare more text, or lower seq_len or global_batch"
         )
-    rule_of(job)  # refused here if it is none; and its module is loaded, which the digest of the job's code reads
+    rule = rule_of(job)
     cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
-    return Session(job, load(job.loss, "loss"), cursor, loader, counters, Faults(job.faults))
+    loss: Loss = load(job.loss, "loss")
+    return Session(job, builder_of(job), rule, loss, cursor, loader, counters, Faults(job.faults))
 
 
 def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults) -> Snapshots:

@@ -16,6 +16,7 @@ import torch
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.norm import squared_norm
+from elastic.engine.optim.base import Rule
 from elastic.engine.world import TO_HOST, World
 from elastic.errors import ModelError
 from elastic.job import Job
@@ -25,16 +26,21 @@ from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
-from elastic.train.model import State
+from elastic.train.model import Builder, State
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
 class Session:
-    """The things that a worker keeps for the whole run, across worlds."""
+    """The things that a worker keeps for the whole run, across worlds.
+
+    The code that the job names is loaded once, before the first world: model, optimizer, loss and data set.
+    """
 
     job: Job
+    builder: Builder
+    rule: Rule
     loss: Loss
     cursor: Cursor
     loader: Loader

@@ -50,7 +50,7 @@ def warm_up(session: Session, device: torch.device) -> None:
 
 def _compute(session: Session, world: World) -> None:
     """Computes one microbatch, forward and backward, and the norm of its gradients."""
-    state = State(session.job, world, Version(0, 0))
+    state = State(session.job, session.builder, session.rule, world, Version(0, 0))
     with torch.no_grad():
         for value in state.shard.values.values():
             value.zero_()

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from elastic.engine.axes.data import FSDP_STREAMS
+from elastic.engine.optim.base import rule_of
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Fault
 from elastic.train.faults import Asked, Faults, InjectedError
-from elastic.train.model import State
+from elastic.train.model import State, builder_of
 from elastic.train.session import LAUNCHES
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
@@ -102,9 +103,9 @@ class _Seat:
 
 def test_the_streams_that_are_kept_are_all_that_fsdp_has(tmp_path: Path) -> None:
     """By their private names, which a torch to come may change."""
-    world = World.alone(torch.device("cpu"))
+    job, world = toy_job(tmp_path), World.alone(torch.device("cpu"))
     try:
-        wrapped = State(toy_job(tmp_path), world, Version(0, 0)).model._get_fsdp_state()  # type: ignore[operator]
+        wrapped = State(job, builder_of(job), rule_of(job), world, Version(0, 0)).model._get_fsdp_state()  # type: ignore[operator]
         wrapped._lazy_init()
         assert {name for name in vars(wrapped._comm_ctx) if name.endswith("_stream")} == set(FSDP_STREAMS)
     finally:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.engine.optim.adamw import ADAMW
-from elastic.engine.optim.base import Optimizer
+from elastic.engine.optim.base import Optimizer, rule_of
 from elastic.engine.optim.schedule import learning_rate, learning_rate_of
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
@@ -35,7 +35,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def optimizer(job: Job) -> Optimizer:
-    return Optimizer(job, tensors(0), dict.fromkeys(tensors(0), ()), frozenset({"matrix"}))
+    return Optimizer(job, rule_of(job), tensors(0), dict.fromkeys(tensors(0), ()), frozenset({"matrix"}))
 
 
 def job(**optim: float) -> Job:
@@ -141,7 +141,7 @@ def trained(cuts: Sequence[int], steps: int = 3) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(3)
     whole = torch.randn(1003, generator=draw)
     pieces = {f"{a:04}": whole[a:b].clone() for a, b in spans}
-    mine = Optimizer(job(), pieces, dict.fromkeys(pieces, ()), frozenset(pieces))
+    mine = Optimizer(job(), ADAMW, pieces, dict.fromkeys(pieces, ()), frozenset(pieces))
     for step in range(1, steps + 1):
         grad = torch.randn(1003, generator=draw)
         mine.apply({f"{a:04}": grad[a:b].clone() for a, b in spans}, outcome(step, 2.0))

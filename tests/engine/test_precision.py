@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.engine.optim.base import Optimizer
+from elastic.engine.optim.base import Optimizer, rule_of
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
@@ -79,7 +79,7 @@ def small_updates(world: World, job: Job, steps: int) -> tuple[dict[str, torch.T
     with member(world, job, Version(0, 0)) as me:
         norms = {name: value for name, value in me.state.trained.items() if "norm" in name}
         pure = {name: value.detach().bfloat16().requires_grad_() for name, value in norms.items()}
-        theirs, largest = Optimizer(job, pure, dict.fromkeys(pure, ()), frozenset()), 0.0
+        theirs, largest = Optimizer(job, rule_of(job), pure, dict.fromkeys(pure, ()), frozenset()), 0.0
         assert all(bool((value == 1).all()) for value in [*norms.values(), *pure.values()])
         apply = me.state.optimizer.apply
 

@@ -16,7 +16,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
-from elastic.train.model import build_model
+from elastic.train.model import build_model, builder_of
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, member, segment, train
@@ -48,7 +48,7 @@ def counted(world: World, job: Job) -> tuple[Calls, Calls]:
 def test_one_broadcast_of_each_parameter_at_the_start(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     """B1: as many broadcasts as parameters, Φ × 4 bytes in all, none later; a step needs no all-reduce and no reduce-scatter."""
     job = toy_job(tmp_path)
-    parameters = list(build_model(job).parameters())
+    parameters = list(build_model(job, builder_of(job)).parameters())
     for start, steps in ranks.run(layout, counted, job):
         assert len(start.named("broadcast")) == len(parameters)
         assert start.bytes("broadcast") == 4 * sum(parameter.numel() for parameter in parameters)

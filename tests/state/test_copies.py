@@ -14,7 +14,7 @@ import torch
 from elastic.errors import CopyLost, FencedOff
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
-from elastic.plan.transfer import moves
+from elastic.plan.transfer import moves, reads_copies
 from elastic.protocol.commit_record import NO_COPIES, Copied
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
@@ -23,7 +23,7 @@ from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import BLOCK, Region, frame
 from elastic.state.snapshot import Snapshots
 from elastic.state.sources import hosts
-from elastic.state.sources.hosts import TURN, reads
+from elastic.state.sources.hosts import TURN
 from elastic.state.staging import STAGE
 from elastic.state.wire import Wire
 from tests.state.nodes import AT, AUTO, SECRET, TENSORS, cluster, enter, equal, heal, later, outcome, shard_of
@@ -136,9 +136,9 @@ def test_each_copy_is_asked_for_once_a_turn_by_whoever_reads_any(monkeypatch: py
             asked.clear()
             shard, _ = heal(there, worker)
             copies = len({(move.keeper, move.source) for move in todo if move.destination == worker})
-            assert equal(shard, shard_of(AT, 3, rank)) and reads(todo, worker)
+            assert equal(shard, shard_of(AT, 3, rank)) and reads_copies(todo, worker)
             assert copies == len(asked) if most == 1 else copies < len(asked) < copies * most
-        assert not reads(todo, WorkerId("w0"))
+        assert not reads_copies(todo, WorkerId("w0"))
 
 
 def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

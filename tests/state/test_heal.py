@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.engine.optim.adamw import ADAMW
+from elastic.engine.optim.base import rule_of
 from elastic.engine.world import World
 from elastic.errors import FencedOff, ModelError
 from elastic.ids import Version
@@ -23,7 +24,7 @@ from elastic.plan.layout import Layout
 from elastic.state import heal
 from elastic.state.heal import _exchange, nothing
 from elastic.train.blame import classify, touch
-from elastic.train.model import State, build_model, tensors_of
+from elastic.train.model import State, build_model, builder_of, tensors_of
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, member, train
@@ -84,7 +85,7 @@ def test_any_world_heals_from_any_other(
 def test_a_buffer_that_the_model_does_not_save_is_state_too(ranks: Ranks, tmp_path: Path) -> None:
     """Its memory holds nothing in a new world, whoever trains there; whether anybody's export has it is another matter."""
     job = toy_job(tmp_path, model="tests.support.toys:own", model_args={})
-    constants = [tensor.name for tensor in tensors_of(build_model(job), ADAMW) if tensor.kind == "constant"]
+    constants = [tensor.name for tensor in tensors_of(build_model(job, builder_of(job)), ADAMW) if tensor.kind == "constant"]
     assert constants == ["scale"]
     alone = train(ranks, job.replace(name="alone"), Layout(1, 1), STEPS)
     version = first_world(ranks, job, Layout(1, 2))
@@ -104,7 +105,7 @@ def test_a_buffer_of_several_modules_stays_one(tmp_path: Path) -> None:
     job = toy_job(tmp_path, model="tests.state.test_heal:sharing", model_args={})
     world = World.alone(torch.device("cpu"))
     try:
-        model = State(job, world, Version(0, 0)).model
+        model = State(job, builder_of(job), rule_of(job), world, Version(0, 0)).model
     finally:
         world.close()
     assert [name for name, _ in model.named_buffers()] == ["scale"]
@@ -120,7 +121,7 @@ def complex_numbers() -> nn.Module:
 def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
     job = toy_job(tmp_path, model="tests.state.test_heal:complex_numbers", model_args={})
     with pytest.raises(ModelError, match=r"'turns' of 'tests\.state\.test_heal:complex_numbers' is torch\.complex64, .*view_as_real"):
-        build_model(job)
+        build_model(job, builder_of(job))
 
 
 class Normalising(Own):
@@ -276,7 +277,7 @@ def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) 
     members: list[Healed] = ranks.run(Layout(4, 1), go_on, job, holdings(Layout(3, 1), version, range(3)), BROKE_AT)
     assert_healed(members)
     sent = [each.calls.bytes("send") for each in members]
-    largest = max(4 * tensor.whole().count for tensor in tensors_of(build_model(job), ADAMW))
+    largest = max(4 * tensor.whole().count for tensor in tensors_of(build_model(job, builder_of(job)), ADAMW))
     assert [each.received for each in members[:3]] == [0, 0, 0] and sent[3] == 0
     assert max(sent[:3]) - min(sent[:3]) <= largest < sum(sent) / 10
 

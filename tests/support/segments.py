@@ -111,7 +111,7 @@ def member(
             with fence as rules:
                 rules.leave()
                 assert rules.form(plan) and rules.enter(plan)
-            state = State(job, world, version)
+            state = State(job, session.builder, session.rule, world, version)
             Healing(state, plan, worker, session).finish(shards(fence), checkpoints)
             with fence as rules:
                 rules.healed(0.0, Holding(worker, version, state.shard.cell), state.shard)

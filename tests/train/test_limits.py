@@ -30,7 +30,7 @@ from elastic.train.machine.limits import (
     no_segment,
     shared_memory,
 )
-from elastic.train.model import build_model, tensors_of
+from elastic.train.model import build_model, builder_of, tensors_of
 from elastic.train.session import make_snapshots
 from tests.support.toys import toy_job
 
@@ -69,7 +69,7 @@ def test_a_group_within_a_group_counts(tmp_path: Path) -> None:
 def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers of one node that each find room for one: the second is refused, or told to come again where memory is only held."""
     job = toy_job(tmp_path, copies={"copy_every": 3})
-    tensors, cpu = tensors_of(build_model(job), rule_of(job)), torch.device("cpu")
+    tensors, cpu = tensors_of(build_model(job, builder_of(job)), rule_of(job)), torch.device("cpu")
     counters = [Counters(tmp_path / name, create=True) for name in ("w1", "w2")]
     before, kept = copies_here()
     first = make_snapshots(job, tensors, cpu, counters[0], Faults(()))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from elastic.engine.optim.adamw import ADAMW
+from elastic.engine.world import World
 from elastic.errors import CodeError, ModelError
-from elastic.train.model import build_model
+from elastic.ids import Version
+from elastic.plan.layout import Layout
+from elastic.train.counters import Counters
+from elastic.train.model import State, build_model, builder_of
+from elastic.train.session import make_session
 from storage.errors import Unavailable
 from tests.support.toys import toy_job
 
@@ -29,6 +40,11 @@ def from_bucket() -> nn.Module:
     raise Unavailable("s3://bucket/table", "it does not answer")
 
 
+def built(model: str, args: dict[str, Any]) -> nn.Module:
+    job = toy_job("/bucket", model=model, model_args=args)
+    return build_model(job, builder_of(job))
+
+
 @pytest.mark.parametrize(
     ("model", "args", "said"),
     [
@@ -45,7 +61,7 @@ def from_bucket() -> nn.Module:
 )
 def test_arguments_that_the_model_does_not_take(model: str, args: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError) as caught:
-        build_model(toy_job("/bucket", model=model, model_args=args))
+        built(model, args)
     text = str(caught.value)
     assert text.startswith(f"model_args = {args}: model = '{model}' failed with "), text
     assert re.search(said, text) and text.endswith("; correct the arguments, or the model") and "\n" not in text, text
@@ -53,11 +69,38 @@ def test_arguments_that_the_model_does_not_take(model: str, args: dict[str, Any]
 
 def test_arguments_that_it_takes() -> None:
     """The control; and a bucket that does not answer is nobody's error."""
-    build_model(toy_job("/bucket", model=LLAMA, model_args={"dim": 32, "heads": 4, "kv_heads": 2}))
+    built(LLAMA, {"dim": 32, "heads": 4, "kv_heads": 2})
     with pytest.raises(Unavailable):
-        build_model(toy_job("/bucket", model=f"{HERE}:from_bucket", model_args={}))
+        built(f"{HERE}:from_bucket", {})
 
 
 def test_code_that_is_not_there_is_named_with_its_setting() -> None:
     with pytest.raises(CodeError, match=r"^model = 'elastic.models.llama:nothing': the module elastic.models.llama .* has no 'nothing'"):
-        build_model(toy_job("/bucket", model="elastic.models.llama:nothing"))
+        builder_of(toy_job("/bucket", model="elastic.models.llama:nothing"))
+
+
+def test_a_new_world_loads_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a recovery builds is of the code that was there when the process began, also if its files are gone by now."""
+    (tmp_path / "vanishing.py").write_text(
+        "from dataclasses import replace\n"
+        "from elastic.engine.optim.adamw import ADAMW\n"
+        "from tests.support.toys import own\n"
+        "RULE = replace(ADAMW)\n"
+        "def build(): return own()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    job = toy_job(tmp_path / "bucket", model="vanishing:build", model_args={}, optim={"kind": "vanishing:RULE"})
+    session = make_session(job, Counters(tmp_path / "counters", create=True), prefetch=0)
+    (tmp_path / "vanishing.py").unlink()
+    shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+    monkeypatch.delitem(sys.modules, "vanishing")
+    importlib.invalidate_caches()
+    world = World.imagined(Layout(1, 1), torch.device("cpu"))
+    try:
+        state = State(job, session.builder, session.rule, world, Version(0, 0))
+    finally:
+        world.close()
+        session.loader.close()
+    assert type(state.model.get_submodule("")).__name__.endswith("Own") and state.optimizer.rule is session.rule is not ADAMW
+    with pytest.raises(CodeError, match="vanishing"):  # the control: whoever loads it now fails
+        builder_of(job)

@@ -80,13 +80,15 @@ def rule_of(job: Job) -> Rule:
 class Optimizer:
     """The rule of a job, with the parameters and the state that this member holds."""
 
-    def __init__(self, job: Job, parameters: Mapping[str, Tensor], boxes: Mapping[str, tuple[Slice, ...]], decayed: frozenset[str]) -> None:
-        """Makes the state of the rule.
+    def __init__(
+        self, job: Job, rule: Rule, parameters: Mapping[str, Tensor], boxes: Mapping[str, tuple[Slice, ...]], decayed: frozenset[str]
+    ) -> None:
+        """Makes the state of ``rule``, which is the job's.
 
         ``parameters`` are local shards by name, which share memory with the model; ``boxes`` are their places in the whole tensors.
         ``decayed`` has the names of the parameters whose weights decay.
         """
-        self.job, self.rule = job, rule_of(job)
+        self.job, self.rule = job, rule
         self.updates = torch.zeros((), dtype=torch.float32)
         """Number of updates applied.  A step that is skipped does not count."""
         self.scalars = {name: torch.zeros((), dtype=torch.float32) for name in self.rule.scalars}

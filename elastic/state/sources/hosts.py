@@ -71,11 +71,6 @@ class Access:
     own: Region | None = None
 
 
-def reads(moves: Sequence[Move], worker: WorkerId) -> bool:
-    """Returns whether ``worker`` takes any slice from a copy."""
-    return any(move.keeper and move.destination == worker for move in moves)
-
-
 def read(
     shard: Shard,
     tensors: Sequence[Tensor],

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from elastic.control.outcome import newest, settle
+from elastic.control.commits import newest, settle
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding

@@ -118,6 +118,7 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
     assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).history.saved)
 
 
+@pytest.mark.full  # in tests/data shards are read from a real server, without a run
 def test_samples_come_from_token_shards_in_the_bucket(tmp_path: Path, bucket: str) -> None:
     """Data by ranges from the real server, checkpoints to it, one of two replicas is killed: the bits are those of a local folder."""
     texts = write_texts(tmp_path / "text", {"a.txt": "It was the best of times. " * 240})

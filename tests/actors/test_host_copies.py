@@ -44,7 +44,7 @@ def bend(region: Region) -> int:
 @pytest.mark.must_run_in_ci
 def test_strangers_are_refused_and_the_story_says_so(tmp_path: Path, script_reference: Any) -> None:
     """Who calls a keeper without the run's secret, or speaks another language, is told nothing; the run goes on as if nobody had."""
-    script, refused = Script("shard", 3), list[WireError]()
+    script, refused = Script("shard", 1), list[WireError]()
 
     def act(witness: Witness, view: View) -> bool:
         if view.state != "Running" or view.step < STEP:
@@ -104,6 +104,7 @@ def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: An
     assert_nothing_left(chaos)
 
 
+@pytest.mark.full  # tests/plan/test_copy_budget.py and tests/train/test_limits.py have the sentence, without a run
 def test_copies_for_which_there_is_no_memory_end_the_run_before_it_begins(tmp_path: Path) -> None:
     """Of a model that no machine could hold, and of which nothing is made: both say how much is missing, and which setting gives it."""
     vast = {"vocab": 29, "dim": 2**20, "layers": 4, "heads": 2}

@@ -82,9 +82,12 @@ class Desk:
         return self.said
 
     def mention(self) -> None:
-        """Something that may be forgotten; the keepers' answers are there, and unheard."""
+        """Appends something that may be forgotten.  Afterwards the keepers' answers are there, and unheard.
+
+        The keepers are only asked: ``send`` would hear an answer that comes while it asks, as it may on a machine that is busy.
+        """
         self._append(durable=False)
-        self.replicas.send()
+        self.replicas._request()
         asked = list(self.replicas._calls)
         assert asked and len(ray.wait(asked, num_returns=len(asked), timeout=PATIENCE_S)[0]) == len(asked)
 

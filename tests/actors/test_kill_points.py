@@ -63,8 +63,8 @@ def test_replicas_one_after_another(tmp_path: Path, script_reference: Any) -> No
     survives(one_after_another("replicate", 2, strikes), tmp_path, script_reference)
 
 
-@pytest.mark.must_run_in_ci
-@pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.full)], ids=["host", "bucket"])
+@pytest.mark.full  # in the default run shards are lost in test_respawn.py and test_nodes.py
+@pytest.mark.parametrize("copies", [True, False], ids=["host", "bucket"])
 def test_shards_one_after_another(tmp_path: Path, script_reference: Any, copies: bool) -> None:
     """R1, R4, R14: 3→2→3→2→3, each time from what the dead worker left in host memory; without copies, from the bucket.  World
     rank 0 is a victim too, so that what it alone could tell is told by the others; at last one raises."""
@@ -72,7 +72,7 @@ def test_shards_one_after_another(tmp_path: Path, script_reference: Any, copies:
     survives(one_after_another("shard", 3, strikes, copies=copies), tmp_path, script_reference)
 
 
-@pytest.mark.must_run_in_ci
+@pytest.mark.full  # replicas in the same script are in the default run, shards in test_respawn.py and test_nodes.py
 def test_two_by_two_before_the_commit_and_while_forming(tmp_path: Path, script_reference: Any) -> None:
     """R1, R8, R14: 2×2→1×3→one waits→1×2→2×2."""
     survives(down_and_up("2x2", "before_commit", "forming", "SIGKILL"), tmp_path, script_reference)
@@ -144,6 +144,7 @@ def test_work_done_again_in_secret_is_seen(survived: tuple[Script, Trial]) -> No
             assert_work(chaos.job, work + more, [generations[0], replace(generations[1], redone=known), *generations[2:]])
 
 
+@pytest.mark.full  # the test above shows the same of a run that is made up
 def test_a_run_that_begins_again_from_step_0_is_seen(tmp_path: Path, script_reference: Any) -> None:
     """Negative control: a single worker, and no save: the only copy is gone.  The bits are right all the same; the work is not."""
     script = Script("shard", 1, copies=False)

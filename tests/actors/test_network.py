@@ -156,7 +156,7 @@ def counters(witness: Witness) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.must_run_in_ci
-@pytest.mark.parametrize("changes", [{}, SHARDS], ids=["replicas", "shards"])
+@pytest.mark.parametrize("changes", [{}, pytest.param(SHARDS, marks=pytest.mark.full)], ids=["replicas", "shards"])
 @pytest.mark.parametrize("way", ["cut", pytest.param("frozen", marks=pytest.mark.full)])
 def test_the_side_without_the_coordinator_commits_nothing_and_ends(
     tmp_path: Path, hosts: Hosts, reference: str, way: str, changes: dict[str, Any]

@@ -65,7 +65,7 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
     assert_nothing_left(chaos)
 
 
-@pytest.mark.parametrize("tier", ["bucket", "host"])
+@pytest.mark.parametrize("tier", ["bucket", pytest.param("host", marks=pytest.mark.full)])
 def test_all_workers_die_at_once(tmp_path: Path, sixty: Any, tier: str) -> None:
     """H2, R14: the coordinator starts new ones, which go on from the bucket, or from what the dead have left in the memory of their keeper;
     nobody is asked."""

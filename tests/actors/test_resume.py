@@ -76,6 +76,7 @@ def test_one_process_falls_back(damaged: tuple[Job, Version], undisturbed_hash: 
     assert exported_hash(job) == undisturbed_hash
 
 
+@pytest.mark.full  # one process does so in the default run, and the simulator's clusters do
 def test_a_cluster_falls_back(damaged: tuple[Job, Version], undisturbed_hash: str) -> None:
     """Both workers find the damage; it is one fact."""
     job, version = damaged

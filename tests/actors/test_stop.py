@@ -126,7 +126,7 @@ def attached(command: Command) -> Callable[[], bool]:
 @pytest.mark.must_run_in_ci
 def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first make them leave, and no more."""
-    job = job_of(tmp_path, "detached", read_s=0.12, steps=10_000, on_driver_exit="detach")  # a second driver comes and goes meanwhile
+    job = job_of(tmp_path, "detached", read_s=0.06, steps=10_000, on_driver_exit="detach")  # a second driver comes and goes meanwhile
     first = train(tmp_path)
     first.until(reached("detached", 1))
     assert "the run trains on when this command is gone; `elastic stop` with its job file stops it" in first.text

@@ -34,6 +34,7 @@ def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         ray.shutdown()
 
 
+@pytest.mark.full  # without Ray a job trains and resumes on it in tests/storage/test_backends.py
 def test_a_run_is_killed_and_goes_on_from_a_backend_that_a_package_brings(tmp_path: Path) -> None:
     """One of two shards is SIGKILLed: the state is healed from the toy, and the bits are those of one process and a folder."""
 

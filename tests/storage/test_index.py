@@ -23,7 +23,7 @@ from tests.storage.states import TENSORS, save, state_of
 from tests.support.stores import Forwarding
 
 V = Version(7, 1)
-TENSORS_OF_LARGE, WRITERS, ITEM = 2000, 100, 8
+TENSORS_OF_LARGE, WRITERS, ITEM = 1600, 100, 8
 _numbers = itertools.count()
 
 
@@ -48,7 +48,7 @@ def fresh() -> Checkpoints:
 
 
 def large() -> tuple[Checkpoints, dict[str, bytes]]:
-    """A checkpoint whose index has 200,000 rows, all different: the counting store, and what each tensor holds."""
+    """A checkpoint whose index has 160,000 rows, all different: the counting store, and what each tensor holds."""
     checkpoints, draw = fresh(), random.Random(1)
     tensors = [Tensor(f"layers.{n}.weight", "parameter", "F64", (WRITERS,)) for n in range(TENSORS_OF_LARGE)]
     values = {tensor.name: draw.randbytes(WRITERS * ITEM) for tensor in tensors}

@@ -1,9 +1,9 @@
-"""Performs faults on a living run: real signals and real deaths, by a schedule that can be repeated.
+"""Chaos performs faults on a running job: real signals and real deaths, by a schedule that can be repeated.
 
-The faults are those of ``elastic/sim/faults.py``.  An actor on every node, its *hand*, sends the signals.  A fault that needs to happen
-inside a process is performed by the worker on itself (``Worker.suffer``).  Each strike is recorded in ``chaos/`` of the run's folder: what,
-whom, when, at which step and in which state.  The head node and the node of this process are never struck as nodes, because without Ray's
-own store there is no cluster to recover in.
+The faults are those of ``elastic/sim/faults.py``.  An actor on every node, its *hand*, sends the signals.  A fault that must happen inside
+a process is performed by the worker on itself (``Worker.suffer``).  Each strike is recorded in ``chaos/`` of the run's folder: the fault,
+its victim, the time, the step and the state of the run.  Two nodes are never struck as a whole, the head node and the node of this process,
+because without Ray's own store there is no cluster to recover in.
 
 A fault at a ``point`` is sent to its worker, which performs it when it next comes to that point.  If it never comes there, nothing happens.
 """
@@ -55,7 +55,7 @@ class Hand:
         self._thaws: list[tuple[threading.Timer, list[int]]] = []
 
     def stands(self, run: str, worker: str) -> tuple[int, int, int]:
-        """Returns (pid, generation, last completed step) of a worker here.  Raises FileNotFoundError if it is gone."""
+        """Returns (pid, generation, last completed step) of a worker on this node.  Raises FileNotFoundError if the worker is gone."""
         counters = Counters(segment(run, worker), create=False)
         found = (counters["pid"], counters["generation"], counters["step"])
         counters.close()
@@ -167,9 +167,9 @@ class Strike:
 
 
 class Chaos:
-    """Performs ``faults`` on the run of ``job`` in the cluster of this process.  Their times ``at`` count from now.
+    """Performs ``faults`` on the run of ``job`` in the cluster of this process.  Their times ``at`` are seconds from now.
 
-    Raises ValueError for a fault that cannot be performed, or not in this way.
+    Raises ValueError for a fault that cannot be performed, or not as asked.
     """
 
     def __init__(self, job: Job, faults: Sequence[Fault], tell: Callable[[Strike], None] = lambda _: None) -> None:
@@ -225,7 +225,10 @@ class Chaos:
             self._strike(fault, view)
 
     def _ready(self, fault: Fault, view: View) -> bool:
-        """Returns whether there is a victim.  The same exception twice at one step would count as the job's own error, so it waits."""
+        """Returns whether there is a victim.
+
+        An exception also waits for a new step, because the same exception twice at one step would count as the job's own error.
+        """
         if fault.kind is Kind.EXCEPTION and view.step <= self._raised_at:
             return False
         return VICTIM[fault.kind] != "worker" or bool(view.workers)
@@ -318,7 +321,9 @@ class Chaos:
         return names if fault.target < 0 else [names[fault.target % len(names)]]
 
     def _spared(self) -> set[NodeId | None]:
-        """Returns the nodes that are never struck: the head, this process's node, and the coordinator's, which has a fault of its own."""
+        """Returns the nodes that are never struck: the head node, this process's node, and the coordinator's, which has its own kind of
+        fault.
+        """
         heads = {NodeId(each["NodeID"]) for each in ray.nodes() if "node:__internal_head__" in each["Resources"]}
         coordinator = attach(self.job.name)
         return {*heads, cluster.here(), cluster.node_of(coordinator) if coordinator is not None else None}

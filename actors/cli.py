@@ -1,4 +1,4 @@
-"""The command ``elastic``: train, and what is done with runs, journals, data and checkpoints."""
+"""The command ``elastic`` trains jobs, and shows or changes runs, journals, data and checkpoints."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _job(known: Namespace) -> Job:
 
 
 def _line(known: Namespace) -> str:
-    """Returns the words that another command must be given for the same run."""
+    """Returns the words that name the same run on the command line of another command."""
     return shlex.join([str(known.job), *known.line])
 
 

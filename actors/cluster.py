@@ -1,6 +1,6 @@
-"""Ray's view of the machines: connecting, free room, nodes that come and go.
+"""Ray's view of the machines: the connection, free room, and nodes that come and go.
 
-All private Ray calls, and all that depend on environment variables, are in this file.
+All private Ray calls, and all settings by environment variables, are in this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The one actor that runs a run: inbox -> advance -> journal -> perform.  Nothing else.
+"""The coordinator is the one actor that runs a run: inbox -> advance -> journal -> perform.  It does nothing else.
 
-It is named and detached, and holds no state that matters beyond ``RunState``: when its process dies, workers step on without it, what they
-have to say waits, and Ray makes it again; then it goes on where the journal ends (``elastic/control/takeover.py``).
+It is named and detached, and holds no state that matters beyond ``RunState``.  When its process dies, workers step on and their messages
+wait until Ray has started it again.  Then it goes on where the journal ends (``elastic/control/takeover.py``).
 """
 
 from __future__ import annotations
@@ -59,12 +59,14 @@ CLUSTER_S = 0.5
 GRACE_S = 10.0
 RETRY_S = 1.0
 DEPOSED, STUMBLED = 4, 5
-"""Exit codes of its process: another one acts for the run; it could not handle an event, and the next one is to try."""
+"""Exit codes of its process: 4 means that another coordinator acts for the run, 5 that it could not handle an event and the next one
+tries.
+"""
 
 
 @dataclass(frozen=True)
 class View:
-    """What the coordinator tells whoever asks.  ``workers``: each with its node."""
+    """The coordinator's answer to a question about the run.  ``workers`` maps each worker to its node."""
 
     state: str
     reason: str
@@ -77,22 +79,25 @@ class View:
     workers: dict[WorkerId, str]
     lines: list[Line]
     stopping: str
-    """Why it was asked to stop."""
+    """The reason why the run was asked to stop; "" if it was not."""
     over: bool
     job_error: str
-    """The user's traceback, where the job is at fault."""
+    """The user's traceback if the job is at fault."""
     unprotected_since: int | None
-    """The step from which on not every member's state is complete in host memory, though it is to be."""
+    """The step from which on not every member's state is complete in host memory, although it should be; None if it is."""
     unbuddied_since: int | None
-    """The same of copies on other nodes."""
+    """The step from which on not every member's state is copied to another node, although it should be; None if it is."""
     paces: tuple[int, int]
-    """Steps from one copy in host memory to the next, and at the buddies; 0: none."""
+    """The steps from one copy in host memory to the next, and from one copy at the buddies to the next; 0 means no copies."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Answer to a renewal.  ``recorded_step``: every commit up to it is in the journal, here and on a majority of the keepers; 0 where that
-    is not known of the generation that was asked about.  ``incarnation``: whose answer it is."""
+    """The answer to a renewal.
+
+    ``recorded_step`` says that every commit up to it is in the journal, here and on a majority of the keepers; it is 0 if nothing is known
+    of the generation that was asked about.  ``incarnation`` names the coordinator that answers.
+    """
 
     granted: bool
     recorded_step: int
@@ -100,24 +105,25 @@ class Lease:
 
 
 def signature(event: Event, error: Exception) -> str:
-    """What went wrong with an event, in the same words each time."""
+    """Returns a description of an event that failed, in the same words each time it fails in the same way."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(event).__name__}: {type(error).__name__} at {os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def steady_clock(wall: Callable[[], float] = time.time, pace: Callable[[], float] = time.monotonic) -> Callable[[], float]:
-    """The wall clock as it stands now, going on at the pace of one that nobody sets: no deadline passes because a machine's time is set."""
+    """Returns a clock that starts at the wall clock's time and keeps the pace of the monotonic one: setting the time moves no deadline."""
     ahead = wall() - pace()
     return lambda: pace() + ahead
 
 
 class Coordinator:
-    """Concurrency groups: ``inbox`` (events in) and ``view`` (questions); the loop has a thread of its own."""
+    """The actor.  Its concurrency groups are ``inbox`` (events) and ``view`` (questions); the loop has its own thread."""
 
     def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str, life: str, secret: bytes) -> None:
-        """``life``: a few letters of this actor's own.  ``secret``: by which the processes of the run know each other on direct sockets.
+        """``life`` is a random text that names this actor.  ``secret`` lets the processes of the run recognise each other on direct
+        sockets.
 
-        Ray makes it again with the same arguments whenever its process dies.
+        Ray starts the actor again with the same arguments whenever its process dies.
         """
         end_on_sigterm()
         self.secret = secret
@@ -128,13 +134,17 @@ class Coordinator:
         self.reason = ""
         self.audience = Audience(driver, job.on_driver_exit, job.deadlines.driver_s, time.monotonic())
         self.over = threading.Event()
-        deadline = time.monotonic() + 2 * job.deadlines.lease_s  # by then the workers have left
+        deadline = time.monotonic() + 2 * job.deadlines.lease_s  # by then the workers have ended themselves
         while not self._stands(reference, life, deadline):
             time.sleep(RETRY_S)
         threading.Thread(target=self._run, name="loop", daemon=True).start()
 
     def _stands(self, reference: Build, life: str, deadline: float) -> bool:
-        """Claim the run and find out where it stands; False when its bucket does not answer, and workers wait for one who takes over."""
+        """Claims the run and reads where it stands.
+
+        Returns False if the bucket does not answer although workers may wait for a coordinator that takes over; the caller then tries
+        again.
+        """
         context = ray.get_runtime_context()
         try:
             self.run = Run.open(self.job)
@@ -155,13 +165,13 @@ class Coordinator:
         return True
 
     def _find_out(self, reference: Build, before: Mapping[int, NodeId], life: str) -> None:
-        """Where the run stands: by its bucket, or, when coordinators of this life have died, by what they have left."""
+        """Finds out where the run stands: from what earlier coordinators of this life have left, or else from the bucket."""
         first = min([*before, self.incarnation])
         self.again = first < self.incarnation
         self.token = f"{self.job.name}-{first:04d}-{life}"
         folder = log_folder(self.token)
         local = replicas.folder_of(folder, self.incarnation)
-        local.mkdir(parents=True, exist_ok=True)  # it was here, should it be looked for
+        local.mkdir(parents=True, exist_ok=True)  # it must exist, because a later coordinator may look for it
         self.left, self.whole = Left(), True
         found = self.run.recover(first, local, self._look_back(before, folder)) if self.again else None
         if found is None:
@@ -171,15 +181,15 @@ class Coordinator:
         self.recorded = self.state
 
     def _begun(self, reference: Build) -> RunState:
-        """Returns the run as its bucket has it; ``reference`` is what the job was checked with."""
+        """Returns the run as the bucket knows it; ``reference`` is the build that the job was checked with."""
         state = self.run.standing(0 if self.again else self.incarnation, self.clock())
         return replace(state, members=replace(state.members, reference=reference))
 
     def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[replicas.Written]:
-        """Reads what the coordinators ``before`` have left; where that may not be all, waits until none of them acts any more.
+        """Returns what the coordinators ``before`` have left of the journal.
 
-        It is all if each of them was on this node, and so has ended; if none finds a majority of the keepers any more; or if the run is
-        over.
+        If that may not be everything, it waits until none of them acts any more.  It is everything in three cases: all of them ran on this
+        node, so they have ended; none of them finds a majority of the keepers any more; or the run is over.
         """
         claimed_at = time.monotonic()
         here = all(node == cluster.here() and replicas.folder_of(folder, number).exists() for number, node in before.items())
@@ -200,12 +210,12 @@ class Coordinator:
 
     @ray.method(concurrency_group="inbox")  # type: ignore[untyped-decorator]
     def post(self, event: Event, shard: Any = None) -> None:
-        """Anyone tells what happened."""
+        """Puts an event into the inbox; any process of the run may call it."""
         self.inbox.put((event, shard))
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def renew(self, worker: WorkerId, generation: int) -> Lease:
-        """A member asks for its lease on ``generation``."""
+        """Returns the answer to a member that asks for its lease on ``generation``."""
         state = self.recorded
         granted = worker in state.workers and state.grants_lease(generation) and self.replicas.holds
         if granted:
@@ -215,19 +225,19 @@ class Coordinator:
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def tell(self, sentence: str) -> None:
-        """For the run's story: what a keeper has found out, and decides nothing."""
+        """Adds a sentence to the run's story: something that a keeper has found out and that decides nothing."""
         self.story.say(self.clock(), sentence)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def stop(self, reason: str) -> None:
-        """A clean stop, with a save."""
+        """Asks for a clean stop with a save."""
         self.inbox.put((StopRequested(reason), None))
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def leave(self, driver: str, reason: str = "", only: bool = False) -> bool:
-        """A driver is told to go, or has seen the end.  True: the run stops because of it.
+        """Notes that a driver was told to go or has seen the end.  Returns True if the run stops because of it.
 
-        ``only``: it only watched, so it does not.
+        ``only`` means that the driver merely watched, so that the run does not stop.
         """
         if not only and not self.over.is_set() and self.audience.stops_with(driver, time.monotonic()):
             self.stop(reason)
@@ -237,9 +247,9 @@ class Coordinator:
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def view(self, seen: int = 0, driver: str = "", incarnation: int = 0, only: bool = False) -> View:
-        """Where the run stands, and the lines of its story after the first ``seen`` that ``incarnation`` has told.
+        """Returns where the run stands, and the lines of the story of ``incarnation`` after the first ``seen``.
 
-        ``driver``: the asker is one who waits; ``only``: to see, and it is no reason to go on.
+        ``driver`` names the driver that asks and waits for the run.  ``only`` means that it merely watches, and is no reason to go on.
         """
         if driver:
             self.audience.hear(driver, time.monotonic(), only=only)
@@ -266,7 +276,7 @@ class Coordinator:
     # ---- the loop
 
     def _run(self) -> None:
-        """Until the run is over and nothing of it is left, then not even this actor."""
+        """Runs until the run is over and nothing of it is left; then this actor ends too."""
         threading.Thread(target=self.replicas.keep_lease, args=(self.over,), name="lease", daemon=True).start()
         try:
             if self.again:
@@ -274,7 +284,7 @@ class Coordinator:
             threading.Thread(target=self._watch_cluster, name="cluster", daemon=True).start()
             while not isinstance(self.state.state, TERMINAL):
                 self._take()
-        except Deposed as error:  # another one acts for the run: touch nothing
+        except Deposed as error:  # another coordinator acts for the run, so this one changes nothing
             print(f"coordinator {self.incarnation} leaves: {error}", flush=True)
             os._exit(DEPOSED)
         except Exception:  # the process boundary: a decision that failed ends the run, never silently
@@ -282,18 +292,18 @@ class Coordinator:
                 os._exit(DEPOSED)
             self.story.say(time.time(), "the coordinator failed; the run can be resumed\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
-        self.journal.close()  # first: the keepers take with them what they and this node have of it
+        self.journal.close()  # before the keepers close: they delete their and this node's part of the journal
         if self.journal.behind:
             self.story.say(time.time(), f"how the run ended is not in the bucket: {self.journal.behind}")
         self.group.reap(GRACE_S)
-        shutil.rmtree(log_folder(self.token), ignore_errors=True)  # it may have come after the last keeper had left
+        shutil.rmtree(log_folder(self.token), ignore_errors=True)  # a late worker may have made it again after the last keeper left
         self.over.set()
         while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)
-        ray.kill(self.group.coordinator, no_restart=True)  # detached, and nobody is there any more to end it
+        ray.kill(self.group.coordinator, no_restart=True)  # the actor is detached, and no other process would end it
 
     def _take_over(self) -> None:
-        """Go on where another one died: what was decided and perhaps not done is done again, then the workers say where they stand."""
+        """Continues the run of a dead coordinator: recorded actions are performed once more, then the workers say where they stand."""
         self.group.adopt(self.left, self.state)
         if isinstance(self.state.state, TERMINAL):
             self.reason = getattr(self.state.state, "reason", f"finished at step {self.state.step}")
@@ -315,7 +325,7 @@ class Coordinator:
             if isinstance(event, ShardSaved) and shard is not None:
                 self.group.parts.add(event.version, event.worker, shard)
             if isinstance(event, Joined):
-                if event.node not in self.state.cluster.nodes:  # it is new, and was not looked at yet
+                if event.node not in self.state.cluster.nodes:  # the node is new and was not checked yet
                     self._advance(NodeFound(event.node))
                 self.group.welcome(event.worker, event.node)
             self._advance(event)
@@ -335,7 +345,7 @@ class Coordinator:
         transition = advance(before, event, now, self.rules)
         if codec.worth_recording(event, before, transition):
             self._record(now, event, before, transition)
-        self.state = transition.run  # not before: nobody is shown what may yet be forgotten
+        self.state = transition.run  # only now, so that nobody is shown what may still be forgotten
         stood_s = self.clock() - now
         for action in transition.actions:
             self.group.perform(action)
@@ -365,16 +375,16 @@ class Coordinator:
     def _watch_cluster(self) -> None:
         placed: frozenset[WorkerId] = frozenset()
         while not self.over.wait(CLUSTER_S):
-            with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the world steps on, ask again
+            with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the next round asks again
                 self.replicas.ask_head(self.group.coordinator)
                 self._keep(cluster.nodes())
-                before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # what is free trails by a moment
+                before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # the free slots are known a moment later
                 self.post_local(Capacity(cluster.slots(self.job.workers, self.state.cluster.refused), tuple(sorted(before & placed))))
             if not self.state.stop and self.audience.left_alone(time.monotonic()):
                 self.post_local(StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s"))
 
     def _keep(self, nodes: tuple[NodeId, ...]) -> None:
-        """Every node has a keeper; the room on those that are new is spoken of after they are."""
+        """Starts a keeper on every node that has none; the free room on a new node is reported only after that."""
         for node in nodes:
             if node not in self.group.keepers:
                 self.post_local(NodeFound(node))

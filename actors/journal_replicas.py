@@ -1,7 +1,8 @@
-"""Drives the rules of ``elastic/protocol/authority.py`` for one coordinator: calls to the keepers and to the bucket, waiting, the clock.
+"""The journal's replicas: drives the rules of ``elastic/protocol/authority.py`` with real calls to keepers and bucket, waiting, and a
+clock.
 
-The coordinator's loop appends records, sends them to the keepers, and waits where a record must not be lost.  Other threads ask the
-cluster's head and the bucket whether another coordinator has followed this one, and whether the lease still holds.
+The coordinator's loop appends records, sends them to the keepers, and waits if a record must not be lost.  Other threads ask the cluster's
+head and the bucket whether another coordinator has taken over, and whether the lease still holds.
 """
 
 from __future__ import annotations
@@ -23,51 +24,51 @@ from storage.errors import Deposed, StorageError
 from storage.journal import Journal
 
 SHIP_S = 2.0
-"""Seconds for which the bucket may take the journal before the keepers are heard again."""
+"""Seconds for which the bucket may take the journal before the keepers' answers are read again."""
 
 
 class JournalReplicas:
     """The journal's copies on the keepers and in the bucket, and the coordinator's lease.
 
-    ``note``, ``send`` and ``secure`` are for the coordinator's loop alone; the lease may be asked about, and asked for, on any thread.
+    Only the coordinator's loop may call ``note``, ``send`` and ``secure``.  Any thread may read or renew the lease.
     """
 
     def __init__(self, authority: Authority[RunState], run: Run, journal: Journal, keepers: Mapping[NodeId, Any]) -> None:
-        """``keepers``: the actors; changes as nodes come and go."""
+        """``keepers`` maps nodes to keeper actors; the caller changes it as nodes come and go."""
         self.authority, self.run, self.journal, self.keepers = authority, run, journal, keepers
         self._calls: dict[Any, NodeId] = {}
-        """Calls under way, one a keeper."""
+        """The calls under way, at most one for each keeper."""
 
     @property
     def safe(self) -> RunState:
-        """The run, as far as a majority of the keepers, or the bucket, could tell it."""
+        """The run as the newest record says that a majority of the keepers, or the bucket, holds."""
         return self.authority.safe
 
     # ---- the lease
 
     @property
     def holds(self) -> bool:
-        """Does the coordinator's lease hold?"""
+        """True while the coordinator's lease holds."""
         return self.authority.holds(time.monotonic())
 
     def raise_if_deposed(self) -> None:
-        """Raises :class:`Deposed` where another coordinator has followed this one."""
+        """Raises :class:`Deposed` if another coordinator has taken over."""
         if self.authority.deposed:
             raise Deposed(f"the run ({self.authority.deposed})")
 
     def ask_head(self, coordinator: Any) -> None:
-        """Asks the cluster's head whether ``coordinator``, this process's own actor, is still the run's."""
+        """Asks the cluster's head whether ``coordinator``, the actor of this process, is still the run's coordinator."""
         asked_at = time.monotonic()
         if cluster.is_this_process(coordinator):
             self.authority.confirmed(asked_at)
 
     def ask_bucket(self) -> None:
-        """Asks the bucket whether the run has been claimed since; keeps the answer, if there is one."""
+        """Asks the bucket whether another coordinator has claimed the run, and notes the answer if one comes."""
         with contextlib.suppress(StorageError, OSError):
             self.authority.claimed(time.monotonic(), self.run.latest_claim())
 
     def keep_lease(self, over: threading.Event) -> None:
-        """Asks the bucket while the head does not answer, until the run is ``over`` or this coordinator deposed."""
+        """Asks the bucket while the head does not answer, until the run is ``over`` or this coordinator is deposed."""
         while not self.authority.deposed and not over.wait(self.authority.lease_s / 8):
             if self.authority.asks_bucket(time.monotonic()):
                 self.ask_bucket()
@@ -75,16 +76,18 @@ class JournalReplicas:
     # ---- the copies
 
     def note(self, run: RunState) -> None:
-        """A record was appended that tells ``run``."""
+        """Notes that a record was appended, after which the run is ``run``."""
         self.authority.note(self.journal.end, run.cluster.keepers, run)
 
     def send(self) -> None:
-        """Sends every keeper that is up what it lacks of the journal, and takes the answers that have come.  Raises :class:`Deposed`."""
+        """Sends each reachable keeper the part of the journal that it lacks, and takes the answers that have come.  Raises
+        :class:`Deposed`.
+        """
         self._request()
         self._listen(0.0)
 
     def secure(self, say: Callable[[str], None]) -> None:
-        """Waits until all that the journal tells may be acted on.  ``say``: takes a sentence on what is missing.
+        """Waits until everything in the journal may be acted on.  ``say`` is called with a sentence about what is missing.
 
         Raises :class:`Deposed`.
         """
@@ -96,7 +99,9 @@ class JournalReplicas:
                 say(f"{have} of {keepers} keepers took a copy of the journal, which is {place}")
 
     def _by_bucket(self, end: int, say: Callable[[str], None]) -> str:
-        """Waits until the bucket has all up to ``end``, or the keepers have it after all; returns which."""
+        """Waits until the bucket, or a majority of the keepers after all, has the journal up to ``end``.  Returns a text that names the
+        place.
+        """
         said = False
         while not self._ship(end):
             if self._by_keepers(end):
@@ -111,7 +116,7 @@ class JournalReplicas:
         return "in the bucket"
 
     def _ship(self, end: int) -> bool:
-        """Brings everything to the bucket, then asks for claims; returns whether it may be acted on.  Raises :class:`Deposed`."""
+        """Writes the journal to the bucket, then asks for claims.  Returns whether it may be acted on.  Raises :class:`Deposed`."""
         if not self.journal.ship(SHIP_S):
             return False
         with contextlib.suppress(StorageError, OSError):
@@ -120,8 +125,8 @@ class JournalReplicas:
         return self.authority.secured(end, time.monotonic())
 
     def _by_keepers(self, end: int) -> bool:
-        """Waits for the keepers' answers, as long as that is worth while."""
-        self._listen(0.0)  # first: whoever has answered to what was asked before is asked for the rest
+        """Waits for the keepers' answers while that is worthwhile.  Returns whether the journal may be acted on."""
+        self._listen(0.0)  # a keeper whose answer has come can be asked for the rest
         while not self.authority.secured(end, time.monotonic()):
             self._request()
             left_s = self.authority.waits_s(time.monotonic())
@@ -131,12 +136,12 @@ class JournalReplicas:
         return True
 
     def _request(self) -> None:
-        keepers = dict(self.keepers)  # other threads take out who is lost
+        keepers = dict(self.keepers)  # a copy, because other threads remove lost keepers
         for node, at in self.authority.requests(self.journal.end, keepers, time.monotonic()):
             self._calls[keepers[node].copy.remote(self.authority.incarnation, *self.journal.tail(at))] = node
 
     def _listen(self, timeout_s: float) -> None:
-        """Takes the answers that are there; waits for one."""
+        """Takes the answers that have come; waits up to ``timeout_s`` for one."""
         for ref in ray.wait(list(self._calls), timeout=timeout_s)[0] if self._calls else []:
             node = self._calls.pop(ref)
             try:

@@ -1,8 +1,8 @@
-"""One keeper a node: no accelerator, no training.  It hosts the store in which a generation meets, watches the node's workers, keeps what
-a dead one printed, the copies of its state, and the end of the journal for when the coordinator is dead, and uploads the saves.
+"""A keeper is one process on each node, without accelerator and training.
 
-Heartbeat and watch have threads of their own, so that nothing it does can make it look dead; a beat that is late all the same is
-said in its log.
+It hosts the store in which a generation meets and watches the node's workers.  It keeps what a dead worker printed, the copies of its
+state, and the end of the journal for the time when the coordinator is dead.  It uploads the saves.  Heartbeat and watch have their own
+threads, so that other work cannot make the keeper look dead; a beat that is late all the same is noted in the keeper's log.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from storage.objects import ObjectStore
 
 BEAT_S = 0.5
 CLOSE_S = 5.0
-"""Of all its workers together, to end by themselves when the run is over."""
+"""Seconds that all workers of the keeper together may take to end by themselves when the run is over."""
 REAPED_S = 0.5
 SAID_S, SAID = 60.0, 10
 UPLOADER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import main; main(*sys.argv[2:])"
-"""Program of the uploader process: it finds modules where the keeper does."""
+"""Program of the uploader process, which finds modules in the same places as the keeper."""
 SWITCH_S = 0.0005
-"""How long a thread of a keeper computes before another one may; the beat waits for each of those that do."""
+"""Seconds that one thread of a keeper computes before another may: the beat waits that long for each busy thread."""
 
 
 class Keeper:
     def __init__(self, run: str, bucket: str, name: str, coordinator: Any, incarnation: int, silence_s: float, secret: bytes) -> None:
-        """``incarnation``: of the coordinator that makes it.  ``silence_s``: a keeper whose beats no coordinator has answered for so many
-        seconds leaves, as workers do.
+        """``incarnation`` is the coordinator that starts this keeper.
+
+        A keeper whose beats no coordinator has answered for ``silence_s`` seconds ends itself, as workers do.
         """
         self.run, self.coordinator, self.silence_s = run, coordinator, silence_s
         end_on_sigterm()
         self.replica, self._hearing = Replica(heeds=incarnation), threading.Lock()
-        """Which coordinator is heeded, and its journal's end; calls on several threads use it."""
+        """The keeper's copy of the journal's end, and the lock for it, since several threads use it."""
         sweep(name)
         self.store = ObjectStore.open(bucket)
         self.node = NodeId(ray.get_runtime_context().get_node_id())
@@ -67,10 +68,10 @@ class Keeper:
         self.uploads = Uploads(self.stock, command, self._uploaded, self._say)
         self.logs = Logs(self.store, f"{name}/logs/{run.removeprefix(f'{name}-')}", run, self.node)
         self.late_s = 0.0
-        """The most that a beat was late."""
+        """The largest delay of a beat so far, in seconds."""
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
         self.stores: dict[int, Any] = {}
-        self._beats = coordinator.post.options(max_task_retries=0)  # what one that died did not hear is old when the next one does
+        self._beats = coordinator.post.options(max_task_retries=0)  # the next coordinator has no use for an old beat
         self._closed = threading.Event()
         sys.setswitchinterval(SWITCH_S)
         threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while worlds wait
@@ -80,19 +81,24 @@ class Keeper:
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def attach(self, incarnation: int) -> tuple[int, bytes]:
-        """A coordinator takes over: returns which one has left its journal's end here, and that.  Earlier ones are heard no more."""
+        """Takes the order of a coordinator that takes over, and refuses earlier ones from now on.
+
+        Returns the incarnation that wrote the journal's end kept here, and that end.
+        """
         self._heed(incarnation)
         with self._hearing:
             return self.replica.by, bytes(self.replica.data)
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def copy(self, incarnation: int, begin: int, at: int, data: bytes) -> int:
-        """Holds a part of the journal: :meth:`elastic.protocol.authority.Replica.copy`."""
+        """Takes a part of the journal: see :meth:`elastic.protocol.authority.Replica.copy`."""
         with self._hearing:
             return self.replica.copy(incarnation, begin, at, data)
 
     def _say(self, sentence: str) -> None:
-        """Into this keeper's log and the run's story, each sentence once a minute, and no more than a few."""
+        """Writes the sentence into this keeper's log, and into the run's story: each sentence once a minute, and no more than ``SAID`` of
+        them.
+        """
         print(f"keeper of {self.node[:8]}: {sentence}", flush=True)
         now = time.monotonic()
         self._said = {each: at for each, at in list(self._said.items()) if now - at < SAID_S}
@@ -101,19 +107,19 @@ class Keeper:
             self._told.remote(f"keeper of node {self.node[:8]}: {sentence}")
 
     def _heed(self, incarnation: int) -> None:
-        """Raises :class:`Deposed` for a coordinator that does not know that it is over."""
+        """Raises :class:`Deposed` if a later coordinator than ``incarnation`` was heard."""
         with self._hearing:
             heard, heeded = self.replica.heeds, self.replica.heed(incarnation)
         if not heeded:
             raise Deposed(f"keeper of {self.node[:8]}: coordinator {heard} was heard; the journal of coordinator {incarnation}")
 
     def sees_coordinator(self) -> bool:
-        """Is the bucket here what it is for the coordinator?  Leaves a sign of this node, which the coordinator is to look for."""
+        """Returns whether this node finds the coordinator's sign in the bucket.  Leaves a sign of this node for the coordinator to find."""
         self.probe.leave(self.node)
         return self.probe.sees(COORDINATOR)
 
     def open_store(self, incarnation: int, generation: int) -> tuple[str, int]:
-        """Host the store of ``generation`` here; where it listens."""
+        """Hosts the store of ``generation`` here and returns its address."""
         self._heed(incarnation)
         from torch.distributed import TCPStore
 
@@ -123,12 +129,12 @@ class Keeper:
         return host, self.stores[generation].port
 
     def close_store(self, incarnation: int, generation: int) -> None:
-        """Whoever still waits in the store of ``generation`` is freed with an error."""
+        """Closes the store of ``generation``; a worker that still waits in it gets an error."""
         self._heed(incarnation)
         self.stores.pop(generation, None)
 
     def watch(self, worker: WorkerId) -> None:
-        """Follow a worker of this node, which has joined."""
+        """Follows a worker of this node that has joined."""
         if worker in self.workers:
             return
         counters = Counters(segment(self.run, worker), create=False)
@@ -142,11 +148,11 @@ class Keeper:
                 self._say(f"the copies of {worker} cannot be held here: {error}")
 
     def address(self) -> str:
-        """Where its copies are to be had."""
+        """Returns the address at which this keeper serves its copies."""
         return self.stock.address
 
     def take_stock(self, incarnation: int, generation: int) -> None:
-        """Tell the coordinator what is held here complete."""
+        """Tells the coordinator which copies are complete here."""
         self._heed(incarnation)
         self.coordinator.post.remote(Kept(self.node, generation, self.stock.held()))
 
@@ -155,7 +161,7 @@ class Keeper:
         self.stock.release(copied, buddied)
 
     def upload(self, incarnation: int, number: int, saves: tuple[Save, ...], generation: int, version: Version) -> None:
-        """The saves on their way, as that coordinator says for the ``number``-th time; see :class:`Upload`."""
+        """Obeys the coordinator's ``number``-th list of the saves on their way; see :class:`Upload`."""
         self._heed(incarnation)
         self.uploads.obey((incarnation, number), saves, generation, version)
 
@@ -163,7 +169,7 @@ class Keeper:
         self.coordinator.post.remote(event, SavedShard(save.by, save.layout, receipt) if receipt is not None else None)
 
     def pair(self, incarnation: int, address: str) -> None:
-        """From now on, copies go on to the keeper at ``address``."""
+        """Sends copies on to the keeper at ``address`` from now on."""
         self._heed(incarnation)
         self.stock.pair(address)
 
@@ -173,7 +179,7 @@ class Keeper:
             self.workers[worker][0].kill()
 
     def examine(self, incarnation: int, worker: WorkerId) -> str:
-        """It stands still and is to be ended: find out where, then end it.  Where that can be read; "" when it is not here."""
+        """Finds out where a worker stands that does not move, then kills it.  Returns the key of its log; "" if the worker is not here."""
         self._heed(incarnation)
         if worker not in self.workers:
             return ""
@@ -220,7 +226,7 @@ class Keeper:
                     del self.workers[worker]
 
     def close(self, incarnation: int) -> None:
-        """The run is over: keep the logs of those that left in good order, and leave nothing on the node."""
+        """Ends the keeper because the run is over: it stores the remaining logs and leaves nothing on the node."""
         self._heed(incarnation)
         self._closed.set()
         self._watching.join()
@@ -243,12 +249,12 @@ class Keeper:
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:
-        """Never returns: whoever holds this call learns at once when the keeper dies.  Those of coordinators that died wait behind it."""
+        """Never returns, so the caller learns at once when the keeper dies.  Calls of dead coordinators wait in line behind it."""
         threading.Event().wait()
 
 
 def _how(process: Process) -> str:
-    """How it ended.  Its parent has to reap it: only then does the kernel tell the status."""
+    """Returns how a process ended.  The kernel tells the status only once the parent has reaped the process."""
     until = time.monotonic() + REAPED_S
     while (status := process.status()) is None and time.monotonic() < until:
         time.sleep(0.01)

@@ -32,9 +32,9 @@ Show = Callable[[Line], None]
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.  ``state`` is Finished, Stopped or Failed; the last two can be resumed by the same command.
+    """The end of a run.  ``state`` is Finished, Stopped or Failed; the last two can be resumed by the same command.
 
-    Any other state means that this driver was told to leave and the run goes on; the same command attaches to it again.
+    Any other state means that this driver was told to leave while the run goes on; the same command attaches to it again.
     """
 
     state: str
@@ -72,7 +72,7 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
 
 
 def _heeding_the_driver(job: Job, show: Show) -> Job:
-    """Returns ``job`` with the ``on_driver_exit`` that this cluster can honour, and says so."""
+    """Returns ``job`` with a value of ``on_driver_exit`` that works on this cluster, and tells the user what it means."""
     if job.on_driver_exit == "stop":
         return job
     setting = 'on_driver_exit = "detach"'
@@ -91,7 +91,7 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
 def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
     """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave."""
     driver = uuid.uuid4().hex
-    coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s  # by then the workers have left
+    coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s  # by then the workers have ended themselves
     if coordinator is not None and _is_ending(coordinator, deadline_s):
         _await_end(job.name, coordinator, show, deadline_s)
         coordinator = None

@@ -1,6 +1,6 @@
-"""Keeps in the bucket what the workers of a node printed, and the stacks of those that hung, once they have ended.
+"""Stores what the workers of a node printed, and the stacks of those that hung, in the bucket once the workers have ended.
 
-A thread of its own writes them: the bucket may be slow, and neither the heartbeat nor the watch may wait for it.
+A separate thread writes to the bucket: the bucket may be slow, and neither the heartbeat nor the watch may wait for it.
 """
 
 from __future__ import annotations

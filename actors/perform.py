@@ -1,7 +1,7 @@
 """Performs actions: starts workers, opens stores, sends plans, fences, settles, kills, writes manifests.
 
-Messages to one worker go out in the order of the actions and are received in that order.  What must wait for an answer (a store's
-address, the bucket) runs on a small pool and reports back as an event, so that the coordinator never waits.
+Messages to one worker are sent and received in the order of the actions.  Work that waits for an answer (a store's address, the bucket)
+runs on a small pool and reports back as an event, so that the coordinator never waits.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ STORE_DEADLINE_S = 20
 SHIP_S = 10.0
 PROBE_DEADLINE_S = 60
 NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
-"""Reasons for an end in Ray's view only: a process that is cut off may still live."""
+"""Reasons that hold only in Ray's view: a process that is cut off may still live."""
 REACHES, REACH_S = 20, 0.5
 
 
 class Group:
-    """The actors of one run.  ``post`` puts an event into the coordinator's inbox; safe from any thread."""
+    """The actors of one run.  ``post`` puts an event into the coordinator's inbox and may be called from any thread."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Group:
         self.keepers: dict[NodeId, Any] = {}
         self.parts = Parts()
         self._lives: list[Any] = []
-        """A call to each actor that ends when it does."""
+        """One call to each actor; the call ends when the actor ends."""
         self.ship: Callable[[float], bool] = lambda timeout_s: True
-        """Writes the journal to the bucket, as far as it goes."""
+        """Writes the whole journal to the bucket and returns whether that succeeded."""
         self._uploads = 0
         """Number of times that keepers were told which saves are on their way."""
         self._closing = False
@@ -88,7 +88,7 @@ class Group:
         self.probe.leave(COORDINATOR)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
         self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")
-        """A pool of its own, so that forming never waits behind calls that wait for the bucket."""
+        """A separate pool, so that forming never waits behind calls that wait for the bucket."""
 
     def perform(self, action: Action) -> None:
         match action:
@@ -136,7 +136,7 @@ class Group:
     # ---- what another coordinator has left
 
     def adopt(self, left: Left, run: RunState) -> None:
-        """Takes over actors that another coordinator has left; ``run`` is what is known of them.  New calls will notice their deaths."""
+        """Takes over the actors of an earlier coordinator; ``run`` says what is known of them.  New calls will notice when they die."""
         self.workers.update(left.workers)
         self.keepers.update(left.keepers)
         self.joined.update({worker: known.node for worker, known in run.workers.items()})
@@ -186,7 +186,7 @@ class Group:
         self.post(Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED)))
 
     def _not_made(self, worker: WorkerId, error: BaseException) -> None:
-        """Refuses the node: the process came up but the worker could not be made, and another start there would end the same way."""
+        """Refuses the node: the process came up but the worker could not be made, and another start there would fail in the same way."""
         node = cluster.node_of(self.workers[worker])
         if node is not None:
             self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {_why_not_made(error)}"))
@@ -197,7 +197,10 @@ class Group:
         return {worker: self.workers[worker] for worker in run.members.starting if worker in self.workers}
 
     def _when_done(self, ref: Any, actor: Any, then: Callable[[BaseException | None], None], again: int = REACHES) -> None:
-        """``ref``: a call that ends with ``actor``.  Of one that cannot be reached Ray may not know yet that it is dead: ask again."""
+        """Calls ``then`` when ``ref``, a call that ends with ``actor``, is done.
+
+        If the actor cannot be reached, Ray may not know yet that it is dead; so it is asked ``again`` times.
+        """
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
@@ -212,7 +215,7 @@ class Group:
         ref.future().add_done_callback(done)
 
     def welcome(self, worker: WorkerId, node: NodeId) -> None:
-        """The worker has joined: its node's keeper follows it from now on."""
+        """Notes that the worker has joined, and lets its node's keeper follow it."""
         self.joined[worker] = node
         for keeper in self._those((node,)):
             keeper.watch.remote(worker)
@@ -225,7 +228,7 @@ class Group:
             keeper.kill.remote(self.incarnation, worker)
 
     def _examine(self, worker: WorkerId) -> None:
-        """Its keeper finds out where it stands and ends it; what does not come of that comes of us, a little later."""
+        """Lets the worker's keeper find out where it stands and kill it.  Kills it from here if the keeper has not done so in time."""
         keeper = self.keepers.get(self.joined.get(worker, NodeId("")))
         if keeper is None:
             return self._kill(worker)
@@ -251,18 +254,18 @@ class Group:
         except (ray.exceptions.RayError, KeyError) as error:
             self.post(KeeperLost(plan.store_node, f"it opened no store for generation {plan.generation}: {_why(error)}"))
             for keeper in self._those((plan.store_node,)):
-                ray.kill(keeper, no_restart=True)  # or there would never be another one
+                ray.kill(keeper, no_restart=True)  # otherwise there would never be another one
             return
         self._send(plan.members, "form", plan, store)
 
     # ---- keepers
 
     def _those(self, nodes: Iterable[NodeId]) -> list[Any]:
-        """The keepers of ``nodes`` that there are."""
+        """Returns the keepers of ``nodes``, as far as they exist."""
         return [keeper for node in nodes if (keeper := self.keepers.get(node)) is not None]
 
     def keep(self, node: NodeId) -> None:
-        """Start the keeper of a node that has none, unless it has none because the run is over."""
+        """Starts the keeper of a node that has none, except when the run is over."""
         if self._closing:
             return
         actor = (
@@ -304,7 +307,7 @@ class Group:
             address = ray.get(self.keepers[node].address.remote(), timeout=PROBE_DEADLINE_S)
         except ray.exceptions.RayTaskError as error:
             self._refuse(node, f"cannot use bucket = {self.job.bucket!r}: {error.cause}", True)
-        except (ray.exceptions.RayError, StorageError) as error:  # it may be otherwise next time
+        except (ray.exceptions.RayError, StorageError) as error:  # it may succeed the next time
             ray.kill(self.keepers[node], no_restart=True)
             self._keeper_lost(node, error)
         else:
@@ -314,7 +317,10 @@ class Group:
                 self._refuse(node, _split(self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)), True)
 
     def _refuse(self, node: NodeId, why: str, shared: bool) -> None:
-        """It stays among ``keepers``: there will be no other, and what a worker has left there before is its to clear away."""
+        """Refuses the node.
+
+        Its keeper stays in ``keepers``: the node gets no other one, and this one removes what a worker has left there.
+        """
         self.post(NodeRefused(node, f"{cluster.place(node)} {why}", shared))
 
     def _keeper_up(self, node: NodeId, address: str) -> None:
@@ -331,7 +337,7 @@ class Group:
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
         keeper, why = self.keepers.pop(node, None), _why(error)
         if why == UNREACHED and keeper is not None:
-            ray.kill(keeper, no_restart=True)  # or there could be no other one
+            ray.kill(keeper, no_restart=True)  # otherwise there could be no other one
         self.post(KeeperLost(node, why, with_its_node=why == NODE_DIED))
 
     # ---- the bucket
@@ -350,7 +356,7 @@ class Group:
     # ---- the end
 
     def reap(self, grace_s: float) -> None:
-        """End every process of the run, in good order where it will, and leave nothing on any node."""
+        """Ends every process of the run, in good order if possible, and leaves nothing on any node."""
         self._closing = True
         for pool in (self._pool, self._forms):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -361,7 +367,7 @@ class Group:
                 ray.kill(actor, no_restart=True)
         ray.wait(self._lives, num_returns=len(self._lives), timeout=grace_s) if self._lives else None
         with contextlib.suppress(StorageError):
-            self.probe.remove_all()  # last: a keeper that was still being looked at may have left its sign after it was closed
+            self.probe.remove_all()  # last, since a keeper that was being checked may have left its sign after it was closed
 
 
 def _split(bucket: str, home: str, key: str) -> str:
@@ -372,7 +378,7 @@ def _split(bucket: str, home: str, key: str) -> str:
 
 
 def _why_not_made(error: BaseException) -> str:
-    """The last line of what went wrong while an actor was made; mostly an import."""
+    """Returns the last line of an error that prevented an actor from being made; mostly it is a failed import."""
     last = str(error).strip().splitlines()[-1].strip()
     if any(f"'{package}{end}" in last for package in PACKAGES for end in ("'", ".")) and "No module named" in last:
         return f"{last}; another folder of that name comes first on its path, or Elastic is not installed there"

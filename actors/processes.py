@@ -1,4 +1,4 @@
-"""Processes as the operating system sees them: their log files, their deaths and the signals that they died of."""
+"""Processes as the operating system sees them: their log files, their ends and the signals that ended them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Process:
         return bool(poll.poll(0))
 
     def stopped(self) -> bool:
-        """Returns whether a signal has stopped it and none has continued it."""
+        """Returns whether a signal has stopped the process and none has continued it."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt" and not self.ended()
         except OSError:
@@ -116,7 +116,7 @@ class Process:
 
 
 def describe(status: int | None) -> str:
-    """Says in words how a process ended."""
+    """Returns a sentence that says how a process ended."""
     if status is None:
         return "ended; this kernel does not say how (an empty log points to SIGKILL, often sent by the kernel when memory runs out)"
     if os.WIFSIGNALED(status):

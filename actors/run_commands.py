@@ -46,14 +46,14 @@ def coordinator_of(job: Job) -> Any | None:
 
 @dataclass(frozen=True)
 class Absent:
-    """What is known from here of a run that is not found running."""
+    """The information about a run that is not found running."""
 
     said: str
     """The sentence for the user."""
     over: bool
     """True if the run was begun and certainly does not run any more."""
     end: Ended | None = None
-    """How it ended, if its bucket says so."""
+    """The way in which it ended, if its bucket says so."""
 
     @classmethod
     def of(cls, job: Job) -> Absent:

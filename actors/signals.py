@@ -1,4 +1,4 @@
-"""Turns SIGINT and SIGTERM into a request that the driver looks at between two calls, so that no ``ray.get`` is interrupted half way.
+"""Signals: SIGINT and SIGTERM become a request that the driver looks at between two calls, so that no ``ray.get`` is interrupted.
 
 ``ray job stop`` sends SIGTERM, and SIGKILL three seconds later.  Ctrl-C in a terminal sends SIGINT.
 """
@@ -36,7 +36,10 @@ class Requests:
             signal.signal(number, handler)
 
     def note(self) -> None:
-        """Says that a run exists now, to which a signal can be passed on.  It is called after ``ray.init``, which replaces our handlers."""
+        """Notes that a run exists from now on, to which a signal can be passed on.
+
+        It is called after ``ray.init``, which replaces the handlers of this class.
+        """
         for number in self._before:
             found = signal.signal(number, self._take)
             if found != self._take:

@@ -1,4 +1,4 @@
-"""Survivors: the actors that a dead coordinator has left in the cluster, workers that step on and keepers with the end of its journal."""
+"""Survivors: the actors that a dead coordinator has left, which are workers that step on and keepers with the end of its journal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from elastic.ids import NodeId, WorkerId
 from storage.journal.replicas import Written
 
 KEEPERS_S = 5.0
-"""Seconds in which the keepers must say what they hold; those that stay silent are not asked again."""
+"""Seconds in which the keepers must say what they hold; silent ones are not asked again."""
 
 
 @dataclass
 class Left:
-    """The actors found.  ``tails``: what the keepers hold of the journal.  ``attached``: the keepers that answered, and which coordinator's
-    records each of them holds (0: none).
+    """The actors found, and what the keepers said.
+
+    ``tails`` holds the keepers' copies of the journal's end.  ``attached`` maps each keeper that answered to the incarnation whose records
+    it holds (0: none).
     """
 
     workers: dict[WorkerId, Any] = field(default_factory=dict)
@@ -29,7 +31,7 @@ class Left:
 
 
 def find(token: str, incarnation: int) -> Left:
-    """Finds the actors of the run that live under ``token``.  From now on its keepers heed no coordinator before ``incarnation``."""
+    """Finds the living actors of the run under ``token``.  From now on its keepers refuse coordinators before ``incarnation``."""
     left, nodes = Left(), cluster.nodes()
     for name, actor in cluster.named(f"{token}/").items():
         if name.startswith("keeper-"):

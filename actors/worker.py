@@ -1,7 +1,7 @@
-"""One worker: one process, one accelerator or CPU slot.
+"""A worker is one process with one accelerator or CPU slot.
 
-The training thread is the actor method ``train``; the control methods run in a concurrency group of their own, in order, and
-answer while the training thread computes.
+Its training thread is the actor method ``train``.  The control methods run one after the other in a separate concurrency group, and answer
+while the training thread computes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ if TYPE_CHECKING:
     from elastic.train.loop import Trainer
 
 AT_ONCE = ("held_gil", "clock_skew", "memory_hog")
-"""Faults that befall the process whichever of its threads performs them."""
+"""Faults that strike the process whichever of its threads performs them."""
 
 
 class Worker:
-    """Made by ``actors/perform.py``; ``train`` is called once, and its return or failure is how Ray tells that the process ended."""
+    """The worker actor, made by ``actors/perform.py``.
+
+    ``train`` is called once; when that call returns or fails, the process has ended.
+    """
 
     def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes) -> None:
         self.job, self.worker, self.coordinator, self.secret = job, worker, coordinator, secret
         end_on_sigterm()
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         _redirect_output(log_file(run, worker))
-        faulthandler.register(signal.SIGUSR1)  # where it stands, into its log: for whoever looks at a hang
+        faulthandler.register(signal.SIGUSR1)  # on SIGUSR1 it writes all stacks into its log, which shows where it hangs
         if why := no_segment(shared_memory()):
             raise JobError(why)
         self.counters = Counters(segment(run, worker), create=True)
@@ -79,10 +82,10 @@ class Worker:
             session.secret = self.secret
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults)
             build = replace(build_of(session), host=cluster.host())
-        except (Unavailable, NoRoomYet) as error:  # the next start may find the store answering, and memory given back
+        except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free
             self.report(StartFailed(self.worker, str(error)))
             return
-        except Exception as error:  # the process boundary: what the driver could do, this node cannot
+        except Exception as error:  # the process boundary: this node cannot do what the driver could
             traceback.print_exc()
             self._cannot_start(error)
             return
@@ -96,14 +99,17 @@ class Worker:
         self._end(self.trainer)
 
     def _cannot_start(self, error: Exception) -> None:
-        """Another start on this node would end the same way.  Data that is not here is not at a place that all nodes share."""
+        """Refuses the node, because another start there would fail in the same way.
+
+        Data that is missing here is not at a place that all nodes share.
+        """
         node = cluster.here()
         why = f"{type(error).__name__}: {error}"
         self.report(NodeRefused(node, f"{self.worker} cannot start on {cluster.place(node)}: {why}", isinstance(error, DataError)))
         self.report(StartFailed(self.worker, why))
 
     def _end(self, trainer: Trainer) -> None:
-        """Run to the end, then leave at once: a detached actor would stay, and one that failed must not look alive."""
+        """Runs the training to its end and then exits: a detached actor would stay, and a failed one must not look alive."""
         code = 1
         try:
             trainer.run()
@@ -118,7 +124,7 @@ class Worker:
         self.coordinator.post.remote(event)
 
     def _keep_lease(self) -> None:
-        """Ask for the lease again and again.  A worker that no coordinator answers for two leases ends itself."""
+        """Renews the lease again and again.  If no coordinator has answered for two leases, the worker ends itself."""
         lease_s = self.job.deadlines.lease_s
         with self.apply_fence as member:
             member.heard(time.monotonic())
@@ -145,14 +151,14 @@ class Worker:
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:
-        """Never returns: whoever holds this call learns at once when the worker dies.  Those of coordinators that died wait behind it."""
+        """Never returns, so the caller learns at once when the worker dies.  Calls of dead coordinators wait in line behind it."""
         threading.Event().wait()
 
     # ---- control thread: each is what ``elastic/train/loop.py`` says
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def obey(self, incarnation: int, order: str, *arguments: Any) -> None:
-        """Follow an order of the coordinator of that ``incarnation``, unless a later one was heard."""
+        """Follows an order of coordinator ``incarnation``, unless a later coordinator was heard."""
         with self.apply_fence as member:
             heeded, latest = member.heed(incarnation), member.incarnation
         if not heeded:
@@ -172,9 +178,9 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def suffer(self, kind: str, point: str, duration_s: float, amount: float) -> None:
-        """Does what chaos cannot do from outside (``actors/chaos.py``), when the training thread next comes to ``point``.
+        """Performs a fault that chaos cannot cause from outside (``actors/chaos.py``), when the training thread next comes to ``point``.
 
-        Without a point it does so at once if that needs no training thread, otherwise at the next point of any name.
+        Without a point it performs the fault at once if that needs no training thread, otherwise at the next point of any name.
         """
         from elastic.train import faults
 

@@ -1,7 +1,7 @@
-"""What the user asks for: one immutable :class:`Job`, from TOML, from the command line or from Python.
+"""The job: all that the user asks for, as one immutable :class:`Job`, from TOML, from the command line or from Python.
 
 Every setting has its type, its default, its meaning and its change class here and nowhere else; ``--help`` and the guide's page of settings
-are made of them.  The change class, ``Free``, ``Branch`` or ``Refused``, says what another value does to a run that has begun
+are made from them.  The change class, ``Free``, ``Branch`` or ``Refused``, says what another value does to a run that has begun
 (:class:`~elastic.config.values.Change`).  ``Job.load`` reads a TOML file, and ``Job(...)`` checks: a value that cannot work is refused
 before any worker starts, in a sentence that names the setting, its value and the fix.
 """
@@ -62,12 +62,12 @@ class Data(Part):
 
 
 class Optim(Part):
-    """The optimizer.  Weight decay is decoupled, and spares biases, norms and every other tensor of fewer than two dimensions."""
+    """The optimizer.  Weight decay is decoupled, and leaves out biases, norms and every other tensor with fewer than two dimensions."""
 
     kind: Refused[Literal["adamw"] | Code] = "adamw"
-    """The optimizer: one of ours, or ``pkg.module:RULE`` with a ``Rule`` of ``elastic.engine.optim.base``."""
+    """The optimizer: ``adamw``, or ``pkg.module:RULE`` with a ``Rule`` of ``elastic.engine.optim.base``."""
     args: Branch[dict[str, JsonValue]] = {}
-    """Settings of an optimizer of your own."""
+    """Settings of your own optimizer."""
     lr: Branch[Annotated[Number, Field(ge=0)]] = 3e-4
     """Learning rate after the warmup.  ``[schedule]`` says how it falls."""
     betas: Branch[tuple[Fraction, Fraction]] = (0.9, 0.95)
@@ -95,17 +95,17 @@ class Parallel(Part):
     """The degrees of the data axes."""
 
     dp_replicate: Free[Positive | Auto] = "auto"
-    """Number of replicas of the state.  ``auto``: as many as the workers allow beside ``dp_shard``."""
+    """Number of replicas of the state.  ``auto``: as many as the workers allow with the given ``dp_shard``."""
     dp_shard: Free[Positive | Auto] = "auto"
     """Number of workers over which one replica is cut.  ``auto``: the smallest number that is allowed."""
     min_shard: Free[Positive] = 1
     """Smallest shard degree at which one worker's part of the state fits its memory."""
     use: Free[Literal["all", "fit"]] = "all"
-    """``all`` takes a larger shard degree if that uses workers that would be left over.  ``fit`` makes them spares."""
+    """``all`` takes a larger shard degree if that uses workers that would be left over.  ``fit`` keeps such workers as spares."""
 
 
 class Workers(Part):
-    """The number of worker processes, and what each takes of its node."""
+    """The number of worker processes, and the resources that each takes from its node."""
 
     min: Free[Positive] = 1
     """Smallest number of workers that train.  With fewer the run waits."""
@@ -114,11 +114,11 @@ class Workers(Part):
     spares: Free[Annotated[Whole, Field(ge=0)]] = 0
     """Number of workers beyond ``max`` that are started and kept warm.  One of them takes a dead worker's seat at once."""
     cpus: Free[Annotated[Number, Field(ge=0)]] = 1
-    """CPUs that a worker takes of its node."""
+    """CPUs that a worker takes from its node."""
     gpus: Free[Annotated[Whole, Field(ge=0, le=1)]] = 0
-    """GPUs that a worker takes of its node.  With 0 it trains on the CPU."""
+    """GPUs that a worker takes from its node.  With 0 it trains on the CPU."""
     threads: Free[Positive] = 1
-    """Threads of the kernels of a worker on the CPU.  Workers with different numbers are of different kinds."""
+    """Number of threads for the kernels of a worker on the CPU.  Workers with different numbers are of different kinds."""
 
 
 class Checkpoint(Part):
@@ -129,10 +129,10 @@ class Checkpoint(Part):
 
 
 class Copies(Part):
-    """Copies of the state in the memory of the nodes.  What a dead worker held is read from there.
+    """Copies of the state in the memory of the nodes.  The state of a dead worker is read from them.
 
-    A copy goes to memory of the worker's node, which its keeper holds too, and less often on to a keeper in another failure domain, the
-    buddy.
+    A copy goes to memory of the worker's own node, which the node's keeper holds too.  Less often it also goes to a keeper in another
+    failure domain, the buddy.
     """
 
     copy_every: Free[Annotated[Whole, Field(ge=0)] | Auto] = "auto"
@@ -140,7 +140,7 @@ class Copies(Part):
     buddy_every: Free[Annotated[Whole, Field(ge=0)] | Auto] = "auto"
     """Number of steps between copies to the buddy.  0: none.  ``auto``: as often as ``link_share`` allows, at most once a second."""
     cross_zone: Free[Flag] = False
-    """Whether buddies are in another zone (a label of Ray's nodes) and not in the same one."""
+    """``true`` puts buddies in another zone (a label of Ray's nodes), ``false`` in the same one."""
     link_share: Free[Annotated[Number, Field(gt=0, le=1)]] = 0.2
     """Largest fraction of a node's link that copies to buddies may take on average."""
 
@@ -149,11 +149,12 @@ class Network(Part):
     """The network between the workers."""
 
     interface: Free[Annotated[str, AfterValidator(interface_name)]] = "auto"
-    """Network interface for the sockets of NCCL and gloo on each node.  ``auto``: the one by whose address Ray's other nodes reach it."""
+    """Network interface for the sockets of NCCL and gloo on each node.  ``auto``: the one whose address Ray's other nodes use to reach it.
+    """
 
 
 class Deadlines(Part):
-    """Deadlines in seconds.  They are the last resort: what is known for certain is acted on at once."""
+    """Deadlines in seconds.  They are the last resort: a loss that is known for certain is acted on at once."""
 
     form_s: Free[Seconds] = 120
     """Time from sending a plan until every member must be ready."""
@@ -162,16 +163,17 @@ class Deadlines(Part):
     stall_s: Free[Seconds] = 60
     """Time without progress of any member until the member that is furthest behind is expelled.  It grows with the step time."""
     silence_s: Free[Seconds] = 5
-    """Time without a word of a member's node until a world that stands still is stopped.  If others answered, silent nodes get another
-    0.5 × ``silence_s``.  A node beats every half second."""
+    """Time without a beat of a member's node until a world that stands still is stopped.  If others answered, silent nodes get another 0.5
+    × ``silence_s``.  A node beats every half second.
+    """
     lease_s: Free[Seconds] = 120
-    """Time without a word of the coordinator until a member stops stepping."""
+    """Time without an answer of the coordinator until a member stops stepping."""
     wait_s: Free[Seconds] = 600
     """Time to wait for enough workers until the run gives up.  It can be resumed."""
     stop_s: Free[Seconds] = 60
-    """Time in which nothing of the last save arrives until the run stops without it."""
+    """Time in which no part of the last save arrives until the run stops without it."""
     driver_s: Free[Seconds] = 20
-    """Time without a word of the driver until the run stops, unless ``on_driver_exit = "detach"``."""
+    """Time without a question of the driver until the run stops.  With ``on_driver_exit = "detach"`` the run does not stop."""
     grow_debounce_s: Free[Seconds] = 2
     """Time to wait for more newcomers after one has joined, and before starting again after a start failed."""
 
@@ -180,13 +182,13 @@ class Fault(Part):
     """A fault of a chaos test, which a worker performs on itself."""
 
     point: Free[Annotated[str, AfterValidator(fault_word("Point"))]]
-    """Point of a step at which it happens: see ``Point`` in ``elastic/sim/faults.py``."""
+    """Point of a step at which the fault happens: see ``Point`` in ``elastic/sim/faults.py``."""
     step: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """Step in which it happens.  0: the first step of the generation."""
+    """Step in which the fault happens.  0: the first step of the generation."""
     world_rank: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """World rank of the worker that performs it."""
+    """World rank of the worker that performs the fault."""
     generation: Free[Positive] = 1
-    """Generation in which it happens.  A later generation that does the step again is spared."""
+    """Generation in which the fault happens.  It does not happen again when a later generation repeats the step."""
     kind: Free[Annotated[str, AfterValidator(fault_word("OWN_KINDS"))]] = "SIGKILL"
     """Kind of fault: see ``OWN_KINDS`` in ``elastic/sim/faults.py``."""
 
@@ -213,13 +215,13 @@ class Job(Part):
     microbatch: Branch[Positive] = 2
     """Samples of one forward and backward.  ``global_batch`` must be a multiple of it."""
     precision: Branch[Literal["fp32", "bf16"]] = "fp32"
-    """Number format of forward and backward.  Weights, moments and the sum of gradients are kept in float32 with either."""
+    """Number format of forward and backward.  Weights, moments and the sum of gradients are kept in float32 with either format."""
     compile: Branch[Flag] = False
-    """Whether each block of the model is compiled.  New worlds of the same process use the same code again."""
+    """``true`` compiles each block of the model.  New worlds of the same process reuse the compiled code."""
     reproducible: Branch[Flag] = True
-    """Whether the weights are the same to the bit whoever dies or joins.  This needs an ordered reduction and deterministic kernels."""
+    """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
-    """What the run does when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""
+    """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""
     data: Data = Data()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
@@ -235,7 +237,9 @@ class Job(Part):
     if not TYPE_CHECKING:  # type checkers keep the typed constructor
 
         def __init__(self, where: Where = lambda _: "Job", /, **settings: Any) -> None:
-            """Checks the settings.  Raises :class:`JobError` with one sentence for each problem; ``where`` tells who set a setting."""
+            """Checks the settings.  Raises :class:`JobError` with one sentence for each problem; ``where`` returns the source of a
+            setting.
+            """
             try:
                 super().__init__(**settings)
             except ValidationError as error:
@@ -270,7 +274,10 @@ class Job(Part):
         return Job(**{name: getattr(self, name) for name in Job.model_fields} | settings)
 
     def begun_as(self, stored: dict[str, Any]) -> Job:
-        """Returns the job of a run's ``job.json`` as this code reads it.  Sections that are wholly free may be invalid now: left out."""
+        """Returns the job of a run's ``job.json`` as this code reads it.
+
+        Sections with free settings only are left out, because their stored values may be invalid by now.
+        """
         theirs = {name: value for name, value in stored.items() if _NOT_THE_TRAJECTORY.get(name) is not True}
         return Job(**theirs, name=self.name, bucket=self.bucket)
 
@@ -279,10 +286,11 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """The sha256 of what defines the trajectory, but for the samples.  A run may be resumed with other values of everything else.
+        """The sha256 of the settings that define the trajectory; the samples are not part of it.  All other settings may change at a
+        resume.
 
-        A setting that an older release did not have enters with its default.  So compare the digest with that of a stored ``job.json`` as
-        this code reads it, not as it was written.
+        A setting that an older release did not have counts with its default.  So compare the digest with that of a stored ``job.json`` as
+        this code reads it, not with the one that was written.
         """
         return hashlib.sha256(json.dumps(self.trajectory(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -318,7 +326,7 @@ class Job(Part):
         return 1 if self.copies.buddy_every == "auto" else self.copies.buddy_every
 
     def rules(self) -> Rules:
-        """Returns what ``advance`` must know of the job."""
+        """Returns the rules by which ``advance`` decides for this job."""
         return Rules(
             min_workers=self.workers.min,
             max_workers=self.workers.max,
@@ -334,7 +342,7 @@ class Job(Part):
         )
 
     def warnings(self) -> list[str]:
-        """Returns a sentence for each thing that works but is probably not meant."""
+        """Returns a sentence for each setting that works but is probably not meant."""
         needed = 4 * self.workers.max
         if self.workers.max > 1 and self.microbatches < needed:
             return [
@@ -346,15 +354,19 @@ class Job(Part):
 
 
 _NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}
-"""The settings that are not in the digest, in the form that pydantic's ``exclude`` takes.  The name says which run it is, and not what it
-computes.  ``data.args`` are free, as the fingerprint of the samples that they select is compared instead (``Run.trains_on``)."""
+"""The settings that are not in the digest, in the form that pydantic's ``exclude`` takes.
+
+The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is compared instead (``Run.trains_on``).
+"""
 _LATER: dict[str, dict[str, Any]] = {"optim": {"kind": "adamw", "args": {}}}
-"""Settings that came after the first release, by section, each with the value that means what was done before.  With that value a setting
-is left out of the digest, so that the digest of an older run stays as it is."""
+"""The settings that came after the first release, by section, each with the value that stands for the behaviour before.
+
+A setting with that value is left out of the digest, so that the digest of an older run stays the same.
+"""
 
 
 FENCED_LEASES = 4
-"""Longest fence, in leases.  A worker that hears nobody ends after two leases; the fence may last twice as long."""
+"""Longest fence, in leases.  A worker that hears no coordinator ends after two leases; the fence may last twice as long."""
 
 
 def _disagreements(job: Job) -> Iterator[str]:

@@ -30,8 +30,7 @@ from storage.journal.replicas import Written
 from storage.objects import ObjectStore
 
 KEPT = 4
-"""Largest number of checkpoints whose receipts are kept.  The newest is being saved; the manifest of an older one may be asked for
-again."""
+"""Largest number of checkpoints whose receipts are kept: the newest is being saved, and an older manifest may be asked for again."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class SavedShard:
 
 
 class Parts:
-    """Keeps the receipts of the newest checkpoints, of which manifests are made.  A manifest may be asked for again."""
+    """The receipts of the newest checkpoints.  Manifests are made from them, and one may be asked for again."""
 
     def __init__(self) -> None:
         self._parts: dict[Version, dict[tuple[int, WorkerId], SavedShard]] = {}
 
     def add(self, version: Version, worker: WorkerId, shard: SavedShard) -> None:
-        """Adds a receipt, and drops the checkpoint that got none for the longest time.
+        """Adds a receipt.  If there are too many checkpoints, drops the one that got no receipt for the longest time.
 
         That is not always the lowest version: a higher one may have been given up.
         """
@@ -62,9 +61,9 @@ class Parts:
             del self._parts[next(iter(self._parts))]
 
     def of(self, version: Version, generation: int) -> list[SavedShard]:
-        """Returns the receipts that ``generation`` wrote; another generation may have been cut off half way.
+        """Returns the receipts that ``generation`` wrote; those of another generation may be incomplete.
 
-        Raises :class:`KeyError` if none.
+        Raises :class:`KeyError` if there are none.
         """
         written = [shard for shard in self._parts[version].values() if shard.generation == generation]
         if not written:
@@ -73,7 +72,7 @@ class Parts:
 
 
 class Run:
-    """The folder of a job's run.  ``open`` begins it, ``look`` writes nothing.  Both refuse a folder that holds the run of another job."""
+    """The folder of a job's run.  ``open`` begins the run, ``look`` writes nothing.  Both refuse a folder with the run of another job."""
 
     def __init__(self, job: Job, store: ObjectStore) -> None:
         self.job, self.store = job, store
@@ -81,7 +80,7 @@ class Run:
 
     @classmethod
     def open(cls, job: Job) -> Run:
-        """Returns the run to train it.  The folder belongs to the job from now on.  Raises like :meth:`look`."""
+        """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises like :meth:`look`."""
         store = ObjectStore.open(job.bucket)
         with suppress(Exists):
             about = {"format": 1, "digest": job.digest, "job": json.loads(job.to_json())}
@@ -90,7 +89,9 @@ class Run:
 
     @classmethod
     def look(cls, job: Job) -> Run:
-        """Returns the run to read it, even if it has not begun.  Raises :class:`JobError` if the folder has a run of another trajectory."""
+        """Returns the run in order to read it, even if it has not begun.  Raises :class:`JobError` if the folder has another trajectory's
+        run.
+        """
         store = ObjectStore.open(job.bucket)
         with suppress(Missing):
             found = job.begun_as(json.loads(store.get(f"{job.name}/job.json"))["job"])
@@ -99,7 +100,7 @@ class Run:
         return cls(job, store)
 
     def trains_on(self, fingerprint: str) -> None:
-        """Binds the run to its samples, wherever they lie.  Raises like :meth:`check_data`."""
+        """Binds the run to its samples, wherever they are stored.  Raises like :meth:`check_data`."""
         with suppress(Exists):
             about = {"format": 1, "fingerprint": fingerprint, "args": self.job.data.args}
             self.store.put_if_absent(f"{self.job.name}/data.json", seal(about))
@@ -120,9 +121,9 @@ class Run:
             )
 
     def claim(self, address: str, life: str = "", node: str = "") -> int:
-        """Returns the next incarnation, claimed by a create-only write before its first action.
+        """Claims the next incarnation by a create-only write, before the coordinator's first action, and returns it.
 
-        ``life`` is common to the coordinators that follow one another on one cluster, where workers outlive them.  ``node`` is this
+        ``life`` is common to the coordinators that follow one another on one cluster, where workers survive them.  ``node`` is this
         coordinator's node.
         """
         return claim_owner(self.store, self.job.name, {"address": address, "host": platform.node(), "life": life, "node": node})
@@ -148,11 +149,11 @@ class Run:
         return dict(claims[max(claims)]) if claims else None
 
     def standing(self, incarnation: int, now: float) -> RunState:
-        """Returns the run's state by its bucket: waiting, with every good checkpoint of its newest lineage.
+        """Returns the run's state as the bucket knows it: ``Waiting``, with every good checkpoint of the newest lineage.
 
-        The newest manifest says which generations committed which steps; checkpoints that are not on that lineage were abandoned.  If the
-        journal in the bucket does not end with the end of the run, it may lack the newest generations.  So an ``incarnation`` that begins
-        anew skips numbers; 0 stands for a reader or a takeover, which skips none.
+        The newest manifest says which generation committed which steps; checkpoints that are not on that lineage were abandoned.  If the
+        journal in the bucket does not reach the end of the run, it may lack the newest generations.  So an ``incarnation`` that begins anew
+        skips numbers; 0 stands for a reader or a takeover, which skips none.
         """
         last = self._last_recorded()
         generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
@@ -167,12 +168,15 @@ class Run:
         return RunState.begin(incarnation, now, good, manifest.lineage, max(generation, newest.generation), next_worker)
 
     def _last_recorded(self) -> RunState | None:
-        """Returns the state that the last coordinator has written to the bucket, for numbers that must not be used twice, or None."""
+        """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""
         segment = journal.newest(self.store, self.job.name)
         return codec.fold(*segment) if segment is not None else None
 
     def end(self) -> Ended | None:
-        """Returns how the run ended, by a checkpoint of its last step or the journal of its last owner; None if the bucket does not say."""
+        """Returns how the run ended, or None if the bucket does not say.
+
+        A checkpoint of its last step shows it, or the journal of its last owner.
+        """
         last, newest = self._last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
             return Finished()
@@ -186,18 +190,19 @@ class Run:
         return Journal(self.store, self.job.name, local, written[1][-1]["n"] + 1 if written else 0, snapshot)
 
     def read(self, first: int, tails: Iterable[Written]) -> RunState | None:
-        """Returns the state that :meth:`recover` would find, and begins nothing."""
+        """Returns the state that :meth:`recover` would find, without beginning anything."""
         _, segments = self._left(tails)
         run = codec.fold(*segments[-1]) if segments else None
         return run if run is not None and run.incarnation >= first else None
 
     def _left(self, tails: Iterable[Written]) -> tuple[int, list[codec.Segment]]:
-        """Returns the number of the first record that the bucket lacks, and the last segments of the journal from any place, in today's
-        format.
+        """Returns the number of the first record that the bucket lacks, and the last segments of the journal, in today's format.
+
+        The segments are taken from the bucket or from ``tails``, whichever reach further.
         """
         written = journal.newest(self.store, self.job.name)
         end, by = (written[1][-1]["n"] + 1, codec.fold(*written).incarnation) if written else (0, 0)
-        parsed = [(incarnation, replicas.segments_of(data)) for incarnation, data in tails if incarnation >= by]  # others are of no use
+        parsed = [(incarnation, replicas.segments_of(data)) for incarnation, data in tails if incarnation >= by]  # the others are of no use
         copies = [Found(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
         found = furthest(end, by, copies)
         left = found.records if found is not None else [written] if written else []
@@ -206,10 +211,8 @@ class Run:
     def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:
         """Returns what a dead coordinator has left: the state by its journal, and the journal to continue.
 
-        None if its life recorded nothing.
-
-        ``first`` is the first incarnation of its life.  ``tails`` have what the bucket does not have yet: see
-        :mod:`storage.journal.replicas`.
+        Returns None if no coordinator of this life has recorded anything.  ``first`` is the first incarnation of this life.  ``tails`` have
+        what the bucket does not have yet: see :mod:`storage.journal.replicas`.
         """
         end, segments = self._left(tails)
         if not segments or codec.fold(*segments[-1]).incarnation < first:
@@ -251,7 +254,8 @@ class Run:
     def commit(self, version: Version, receipts: Sequence[ShardReceipt], lineage: Lineage, layout: Layout) -> str:
         """Writes the manifest of ``version``, and returns its digest.
 
-        A coordinator that died before it could say so may have written one already, for the same version in the layout of another world.
+        An earlier coordinator may have written a manifest of the same version in the layout of another world, and died before it could say
+        so. Then that manifest counts.
         """
         about = self._about(lineage, layout)
         try:
@@ -274,7 +278,7 @@ class Run:
 
 
 def _other_job(job: Job, found: Job) -> str:
-    """Returns the sentence that names the settings which make it another job."""
+    """Returns the sentence that names the settings in which two jobs differ."""
     ours, theirs = flat(job.trajectory()), flat(found.trajectory())
     changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
     shown = ", ".join(f"{key} = {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in changed[:4])
@@ -285,7 +289,7 @@ def _other_job(job: Job, found: Job) -> str:
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings by dotted name."""
+    """Returns nested settings as one dictionary with dotted names."""
     found: dict[str, Any] = {}
     for key, each in value.items():
         found |= flat(each, f"{prefix}{key}.") if isinstance(each, Mapping) else {f"{prefix}{key}": each}

@@ -1,1 +1,1 @@
-"""CONFIGURATION: a TOML file, a command line or Python becomes checked values."""
+"""Configuration: a TOML file, a command line or Python values become checked settings."""

@@ -1,8 +1,8 @@
-"""The command line: every setting of a job is an option, beside the options that a command has of its own.
+"""The command line: every setting of a job is an option, in addition to the command's own options.
 
-argparse does the work.  The options, their groups, help and defaults come from the declarations in ``elastic/job.py``.  This file adds
-what argparse lacks: our sentences for a line that cannot be read, options for the keys of free tables (``--model-args.dim``), and values
-that read as in TOML (``3``, ``true``, ``[0.9, 0.95]``) or else are text, so that nobody has to quote twice.
+argparse does the work.  The options, their groups, help and defaults come from the declarations in ``elastic/job.py``.  This file adds what
+argparse lacks: clear sentences for a line that cannot be read, options for the keys of free tables (``--model-args.dim``), and values that
+are read as in TOML (``3``, ``true``, ``[0.9, 0.95]``) or else as text, so that users need not quote twice.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ from elastic.errors import JobError
 COMMAND_LINE = "command line"
 FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 NUMBER = re.compile(r"^-\.?\d")
-"""A word that begins like this is a negative number and no option.  argparse itself does not know ``-1e-3``."""
+"""A word that begins like this is a negative number, not an option.  argparse itself does not know ``-1e-3``."""
 
 
 def read_options(arguments: Sequence[str], model: Model) -> dict[str, Any]:
-    """``["--workers.max", "3", "--seed=1"]`` becomes ``{"workers.max": 3, "seed": 1}``.  Raises :class:`JobError`."""
+    """Returns the settings that the options give: ``["--workers.max", "3", "--seed=1"]`` becomes ``{"workers.max": 3, "seed": 1}``.
+
+    Raises :class:`JobError`.
+    """
     settings: dict[str, Any] = Parser(settings=model, add_help=False).parse_args(arguments).settings
     return settings
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command.  A command without ``settings`` is argparse's own; options are never abbreviated.
+    """The parser of one command.  A command without ``settings`` is parsed as argparse does it; options are never abbreviated.
 
-    ``settings``: the model whose settings the command takes.  The result then has ``settings``, the given values by the names of their
-    settings, and ``line``, the words that gave them.  ``listed``: the help lists the settings.  ``several``: the positional argument
-    that also takes words after an option.  ``beside``: the other commands; an option of one of them is no misspelt setting.
+    ``settings`` is the model whose settings the command takes.  The result then has ``settings``, the given values by setting, and
+    ``line``, the words that gave them.  ``listed`` says that the help lists the settings.  ``several`` names the positional argument that
+    also takes words after an option.  ``beside`` holds the other commands; an option of one of them is not reported as a misspelt setting.
 
-    Where a command has an option of the same name as a setting, such as ``--seed`` of ``elastic chaos``, it means the command's.
+    If an option of the command has the name of a setting, such as ``--seed`` of ``elastic chaos``, the option of the command counts.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Parser(argparse.ArgumentParser):
             self._add_settings(settings, listed)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse, but for settings: raises :class:`JobError` for a word that is left over and for a setting without its value."""
+        """Parses as argparse does.  For a command with settings, raises :class:`JobError` for an unknown word or a missing value."""
         if self._model is None:
             return super().parse_known_args(args, namespace)
         words = [_dashed(word) for word in args]
@@ -79,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         return known, []
 
     def own_options(self) -> list[str]:
-        """Returns the options that are no settings."""
+        """Returns the options that are not settings."""
         return [option for option, action in self._option_string_actions.items() if not isinstance(action, _Setting)]
 
     def _refusal(self, model: Model, word: str) -> str:
@@ -96,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         groups: dict[str, Any] = {}
         for name, field in leaves(model).items():
             section = name.rpartition(".")[0]
-            if section.endswith("[]"):  # the settings of a list's items: the list is one option
+            if section.endswith("[]"):  # a list is one option, so the settings of its items have none
                 continue
             if listed and section not in groups:
                 about = meaning_of(model.model_fields[section].annotation) if section else None
@@ -119,7 +122,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(f"--{option}", **about)
 
     def _add_keys(self, model: Model, words: Sequence[str]) -> None:
-        """Adds an option for each key of a free table that the line gives: which keys there are, nobody knows before."""
+        """Adds an option for each key of a free table in the line; these keys are not declared anywhere."""
         for word in words:
             option = word.partition("=")[0]
             if option.startswith("--") and option not in self._option_string_actions and annotation_of(model, _name(option)) is Any:
@@ -127,7 +130,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Setting(argparse.Action):
-    """The option of one setting.  ``annotation`` is the setting's type, by which the words are read."""
+    """The option of one setting.  ``annotation`` is the setting's type, which decides how the words are read."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, annotation: Any = None, **options: Any) -> None:
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **options)
@@ -148,12 +151,12 @@ def _dashed(word: str) -> str:
 
 
 def _name(option: str) -> str:
-    """Returns the name of the setting that an option gives."""
+    """Returns the name of the setting that an option stands for."""
     return option.removeprefix("--").replace("-", "_")
 
 
 def _read(text: str, annotation: Any) -> Any:
-    """Returns the value of a word as TOML reads it.  TOML does not know ``.5``, ``007`` and ``yes``; here they are known."""
+    """Returns the value of a word as TOML reads it, and also accepts ``.5``, ``007`` and ``yes``, which TOML does not know."""
     value = _literal(text)
     if annotation is bool:
         return FLAGS.get(str(value).lower(), value)

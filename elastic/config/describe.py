@@ -1,4 +1,4 @@
-"""Describes settings to people: the words that ``--help`` and the page of settings in the guide share, and that page."""
+"""Describes settings to people, in words that ``--help`` and the guide's page of settings share; also makes that page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def meaning_of(described: Any) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """Returns the default value as TOML writes it, or nothing if the setting is required."""
+    """Returns the default value as TOML writes it, or "" if the setting is required."""
     return "" if field.is_required() else json.dumps(field.get_default())
 
 

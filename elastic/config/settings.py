@@ -1,4 +1,4 @@
-"""Reads a job file, and says in sentences what pydantic finds wrong with its settings.
+"""Reads a job file, and turns pydantic's complaints about its settings into sentences.
 
 The settings are declared in ``elastic/job.py``.  Everything here follows from their pydantic fields.
 """
@@ -19,7 +19,7 @@ from elastic.errors import JobError
 
 Model = type[BaseModel]
 Where = Callable[[str], str]
-"""Tells who set a setting: the name of a file, or the command line."""
+"""Returns the source of a setting: the name of a file, or the command line."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merge(values: dict[str, Any], options: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """Returns ``values`` with ``options`` in place of theirs.  ``file`` is the name of the file that ``values`` come from."""
+    """Returns ``values`` with ``options`` put over them.  ``file`` is the name of the file that ``values`` come from."""
     merged = dict(values)
     for setting, value in options.items():
         node = merged
@@ -81,7 +81,8 @@ def unknown(setting: str, model: Model, prefix: str = "", also: Iterable[str] = 
 def nearest(setting: str, known: Sequence[str]) -> str | None:
     """Returns the known setting that is most like ``setting``.
 
-    One with the same last part comes first (the right name in a wrong section), then one spelt like it, then one whose last part is.
+    A setting with the same last part comes first (the right name in a wrong section).  Next comes one that is spelt alike, then one whose
+    last part is spelt alike.
     """
     last = setting.rpartition(".")[2]
     by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
@@ -107,7 +108,7 @@ def leaves(model: Model, prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def section_of(annotation: Any) -> Model | None:
-    """Returns the model that a ``[section]`` fills, or None if the type is no section."""
+    """Returns the model that a ``[section]`` fills, or None if the type is not a section."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
@@ -142,14 +143,14 @@ def _setting(model: Model, loc: tuple[int | str, ...]) -> str:
             break
         name += f".{step}" if name else step
         annotation = part.model_fields[step].annotation if step in part.model_fields else None
-        if _is_table(annotation):  # below it, keys and tags alternate
+        if _is_table(annotation):  # below a table, keys and tags alternate
             return name + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in loc[depth + 1 :: 2])
         part = part_of(annotation)
     return name
 
 
 def _is_table(annotation: Any) -> bool:
-    """Tells whether this is a free table, such as ``model_args``."""
+    """Returns whether the type is a free table, such as ``model_args``."""
     return get_origin(annotation) is dict
 
 

@@ -1,6 +1,6 @@
 """The types of settings.  Each refuses a value that cannot work, in words that follow the name of the setting and its value.
 
-Each setting also says what another value would do to a run that has begun: ``Free[Positive]``, ``Branch[Number]``, ``Refused[Code]``.
+Each setting also says what another value does to a run that has begun: ``Free[Positive]``, ``Branch[Number]``, ``Refused[Code]``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elastic.imports import split
 from storage.objects.urls import folder_of
 
 NAME_LETTERS = 200
-"""Longest name of a run.  Names of files and shared memory consist of it and some more, and may have 255 bytes."""
+"""Largest number of letters in the name of a run.  Names of files and shared memory add to it, and may have 255 bytes."""
 
 T = TypeVar("T")
 
 
 class Change(StrEnum):
-    """What becomes of a run that has begun, when it is started again with another value of a setting."""
+    """The effect of a new value of a setting when a run that has begun is started again."""
 
     FREE = "free"
     """The run goes on: the setting does not define its trajectory."""
@@ -41,7 +41,7 @@ Refused = Annotated[T, Change.REFUSED]
 
 
 def change_of(field: FieldInfo) -> Change | None:
-    """Returns the class that the setting was declared with; None for a section, whose settings have one each."""
+    """Returns the change class with which the setting was declared; None for a section, because each of its settings has one."""
     return next((each for each in field.metadata if isinstance(each, Change)), None)
 
 
@@ -81,7 +81,7 @@ def interface_name(name: str) -> str:
 
 
 def _whole(value: object) -> object:
-    """Refuses ``true`` and text, which pydantic would take for a number.  The command line has read its numbers before."""
+    """Refuses ``true`` and text, which pydantic would accept as numbers.  The command line has already read its numbers."""
     if isinstance(value, bool | str):
         raise ValueError("must be a whole number")
     return value
@@ -94,7 +94,7 @@ def _number(value: object) -> object:
 
 
 def place(url: str) -> str:
-    """Makes a path absolute, since workers run in other folders.  A URL stays as it is."""
+    """Returns a path as absolute, since workers run in other folders.  A URL stays as it is."""
     if not url.strip():
         raise ValueError("must be a folder, or a URL such as s3://bucket/prefix")
     folder = folder_of(url)

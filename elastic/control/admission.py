@@ -1,7 +1,8 @@
-"""Admission: decides which events, workers and nodes are admitted: events by their generation, nodes and workers by their build and kind.
+"""Admission decides which events count, and which workers and nodes may take part.
 
-Worlds are numbered, so an event that carries an older number, or whose sender's word counts no more, is refused.  A worker must have the
-build that the job was checked with, and with ``reproducible`` be of the same kind as the others; its node is refused with it.
+Worlds are numbered.  An event is refused if it carries an older number, or if its sender was lost or expelled.  A worker must have the
+build that the job was checked with.  With ``reproducible`` it must also be of the same kind as the others.  The node of a worker that does
+not fit is refused together with the worker.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ OfAGeneration = Here | Ready | StepDone | Renewed | Broken | Fenced
 
 
 def refusal(run: RunState, event: Event, now: float) -> str | None:
-    """Returns why ``event`` changes nothing, or None when it is to be heard."""
+    """Returns the reason why ``event`` changes nothing, or None if it counts."""
     if run.over:
         return f"the run is over ({type(run.state).__name__})"
     if not isinstance(event, OfAGeneration) or (isinstance(event, Fenced) and _left_out(run, event, now)):
@@ -32,8 +33,8 @@ def refusal(run: RunState, event: Event, now: float) -> str | None:
 def _left_out(run: RunState, event: Fenced, now: float) -> bool:
     """Returns whether this is a fence reply from a worker outside the current plan, and the journal may not say why it was left out.
 
-    A coordinator that was cut off may have expelled the worker before it was killed.  The worker applies nothing any more, so what it
-    holds counts.
+    A coordinator that was cut off may have expelled the worker and then died.  The worker applies nothing any more, so what it holds
+    counts.
     """
     if now >= run.takeover.blind_until or not isinstance(run.state, Stopping) or event.generation >= run.generation:
         return False
@@ -72,7 +73,7 @@ def joined(decision: Decision, event: Joined) -> None:
         decision.do(Kill((event.worker,), "nobody waits for it"))
         if membership.number_of(event.worker) < run.members.next_worker:
             return decision.refuse(f"nobody waits for {event.worker}")
-        # Another coordinator has given it its name.
+        # another coordinator has given this name to the worker
         decision.know("members", next_worker=membership.number_of(event.worker) + 1)
         return decision.say(f"nobody waits for {event.worker}, and nobody else shall have its name")
     decision.know(members=run.members.without_starting(event.worker))
@@ -88,7 +89,7 @@ def joined(decision: Decision, event: Joined) -> None:
 
 
 def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
-    """Returns why the worker cannot be a member, and whether the reason is that it does not see the same data."""
+    """Returns why the worker cannot be a member, and whether the reason is that it sees other data; None if it can be one."""
     run, rules = decision.run, decision.rules
     differs = difference(event.build, run.members.reference, rules.reproducible)
     if event.node in run.cluster.refused:
@@ -111,7 +112,7 @@ def _called(worker: WorkerId, node: NodeId, host: str) -> str:
 
 
 def refuse_other_kinds(decision: Decision) -> None:
-    """Expels workers of another kind than the first world's, which decides the kind of all: they give their places to others."""
+    """Expels workers whose kind differs from the first world's kind, which all members must have.  Other workers take their places."""
     run = decision.run
     for worker, known in run.workers.items():
         if decision.rules.reproducible and known.kind != run.members.kind and not known.unfit:
@@ -124,7 +125,7 @@ def refuse_other_kinds(decision: Decision) -> None:
 
 
 def node_found(decision: Decision, node: NodeId) -> None:
-    """Notes a new node; a node whose keeper is started again is not new: its workers were members and stay so."""
+    """Notes a new node.  A node whose keeper is started again is not new: its workers were members and stay members."""
     if node not in decision.run.cluster.nodes:
         decision.know("cluster", nodes={**decision.run.cluster.nodes, node: False})
 
@@ -136,9 +137,9 @@ def node_refused(decision: Decision, event: NodeRefused) -> None:
 
 
 def refuse_node(decision: Decision, node: NodeId, why: str, shared: bool = False) -> None:
-    """Refuses the node: no worker is started there any more, and none that waits to be seated stays there.
+    """Refuses the node: no worker is started there any more, and its workers are expelled if its keeper has not come up yet.
 
-    The next ``Capacity`` will say how much room there is elsewhere.
+    The next ``Capacity`` tells how much room there is on other nodes.
     """
     run = decision.run
     unseated = () if run.cluster.nodes.get(node, True) else tuple(worker for worker, known in run.workers.items() if known.node == node)

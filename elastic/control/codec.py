@@ -1,13 +1,13 @@
-"""Events, decisions and :class:`RunState` <-> the JSON of the journal, exactly.
+"""The codec turns events, decisions and :class:`RunState` into the JSON of the journal, and back, exactly.
 
-A dataclass becomes an object with its name under ``$``; tuples become arrays; floats are written as ``float.hex()``, so that what
-comes back is bit for bit what went in (JSON readers round, and know neither infinity nor NaN).  Reading follows the types that the
-dataclasses declare, and refuses by name what it does not know: a journal of another version is an error, not a guess.
+A dataclass becomes an object with its name under ``$``, and a tuple becomes an array.  A float is written as ``float.hex()``, because JSON
+readers round, and know neither infinity nor NaN; so the same bits come back.  Reading follows the types that the dataclasses declare.  An
+unknown name is an error that says so: a journal of another version is never guessed at.
 
 A record holds an event and the decision: the state, the actions, the reason, and what ``changed`` in :class:`RunState`, as a delta
-(``deltas.py``).  Before them come what unrecorded events had changed ``meanwhile``, so that everything a decision was made from is in the
-journal, and the ``commits`` that the event brought.  A commit is written once; elsewhere only its step and generation stand for it.
-Recovery reads these; it does not decide again, so a journal stays readable when the rules have changed since.
+(``deltas.py``).  It also holds what unrecorded events had changed ``meanwhile``, so that the journal has everything that the decision was
+made from, and the ``commits`` that the event brought.  A commit is written once; elsewhere its step and generation stand for it.  Recovery
+reads the decisions and does not make them again, so a journal stays readable when the rules have changed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FORMAT = 3
 READABLE = (*old_journals.FORMATS, FORMAT)
 
 RETIRED = {"state_bytes", "copy_rule"}
-"""Fields that older versions wrote and that no decision is made from any more."""
+"""Fields that older versions wrote and that no decision uses any more."""
 COMMIT = "Commit"
-"""The name that stands for a commit which is written elsewhere."""
+"""The name that stands for a commit that is written elsewhere."""
 
 Json = Any
 Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
@@ -47,15 +47,19 @@ class UnknownFormat(ValueError):
 
 
 def snapshot(run: RunState, code: str = "", rules: Rules | None = None) -> dict[str, Json]:
-    """Returns what a segment of the journal begins with: all that was known.
+    """Returns the beginning of a segment of the journal: everything that is known about the run.
 
-    ``code`` is the version that wrote it; ``rules`` is what it decides by.
+    ``code`` is the version of Elastic that writes it; ``rules`` are those that it decides by.
     """
     return {"format": FORMAT, "code": code, "rules": encode(rules), "run": encode(run)}
 
 
 def worth_recording(event: Event, before: RunState, transition: Transition) -> bool:
-    """Heartbeats and the passing of time only count when something comes of them; what they changed goes with the next record."""
+    """Returns whether the event gets a record.
+
+    A heartbeat, a tick, a renewal or a capacity gets one only if it leads to an action or another state.  What it changed otherwise goes
+    into the next record.
+    """
     if isinstance(event, Beat | Tick | Renewed | Capacity):
         return bool(transition.actions) or transition.run.state is not before.state
     return transition.run is not before or bool(transition.actions)
@@ -66,7 +70,7 @@ def record(
 ) -> dict[str, Json]:
     """Returns the record of one decision, made from ``before``.
 
-    ``recorded`` is the run as the record before left it, where unrecorded events came between.
+    ``recorded`` is the run after the last record; it differs from ``before`` if unrecorded events came between.
     """
     known = recorded or before
     told = _commits(known)
@@ -92,15 +96,15 @@ Commits = Mapping[tuple[int, int], Outcome]
 
 
 def _commits(run: RunState) -> dict[tuple[int, int], Outcome]:
-    """Returns the commits that a reader who knows ``run`` can look up."""
+    """Returns the commits that a reader of ``run`` can look up."""
     there = (run.history.settled.outcome if run.history.settled else None, run.history.last)
     return {(each.step, each.generation): each for each in there if each is not None}
 
 
 def _with_news(event: Event, before: RunState) -> tuple[Event, tuple[Outcome, ...]]:
-    """Returns the event with only those commits that tell anything new, and these commits.
+    """Returns the event with only those commits that tell something new, and these commits.
 
-    Every member's answer to a fence brings the last commits that it has seen, which are the same for all.
+    Every member's answer to a fence brings the last commits that the member has seen, and these are the same for all members.
     """
     if isinstance(event, StepDone):
         return event, (event.outcome,)
@@ -120,7 +124,7 @@ def changes(before: RunState, after: RunState, told: Commits | None = None) -> d
 
 
 def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) -> RunState:
-    """Returns the run as the last of ``records`` left it; they follow ``snapshot`` without a gap."""
+    """Returns the run after the last of ``records``, which follow ``snapshot`` without a gap."""
     snapshot, records = modern(snapshot, tuple(records))
     for each in records:
         snapshot = after(snapshot, each)
@@ -128,7 +132,7 @@ def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) ->
 
 
 def modern(snapshot: Mapping[str, Json], records: Sequence[Mapping[str, Json]]) -> Segment:
-    """Returns a segment in today's format, whichever it was written in: nobody else knows of older ones.
+    """Returns a segment of any readable format in today's format.  No other function knows the older formats.
 
     Raises :class:`UnknownFormat`.
     """
@@ -141,22 +145,25 @@ def modern(snapshot: Mapping[str, Json], records: Sequence[Mapping[str, Json]]) 
         snapshot, records = old_journals.converted(snapshot, records, RETIRED, FORMAT)
     except KeyError as error:
         raise UnknownFormat(f"RunState of the journal has unknown fields: {error.args[0]}") from None
-    return {**snapshot, "run": encode(decode_run(snapshot["run"]))}, records  # with the fields that its version did not have yet
+    return {**snapshot, "run": encode(decode_run(snapshot["run"]))}, records  # the run gets the fields that its version did not have yet
 
 
 def after(snapshot: Mapping[str, Json], record: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns what the next segment begins with: ``snapshot`` and ``record`` are of today's format."""
+    """Returns the beginning of the next segment, which is ``snapshot`` changed by ``record``; both have today's format."""
     record = written_out(record, snapshot["run"])
     return {**snapshot, "run": patched(before(snapshot["run"], record), {"~": record["changed"]})}
 
 
 def before(run: Json, record: Mapping[str, Json]) -> Json:
-    """Returns what the decision of ``record``, which is written out, was made from; ``run`` is what the record before left."""
+    """Returns the run from which the decision of ``record`` was made.
+
+    ``record`` is written out (see :func:`written_out`); ``run`` is the run after the record before.
+    """
     return patched(run, {"~": record["meanwhile"]}) if "meanwhile" in record else run
 
 
 def field_after(segment: Segment, part: str, name: str) -> Json:
-    """Returns the field ``name`` of the run's value ``part`` as the last record of a segment of today's format leaves it."""
+    """Returns the field ``name`` of the run's value ``part`` after the last record of a segment in today's format."""
     snapshot, records = segment
     value = snapshot["run"][part].get(name, ())
     for record in records:
@@ -167,9 +174,9 @@ def field_after(segment: Segment, part: str, name: str) -> Json:
 
 
 def written_out(record: Mapping[str, Json], run: Json) -> Mapping[str, Json]:
-    """Returns the record with each commit in full wherever its step and generation stand for it.
+    """Returns the record with each commit in full where only its step and generation stood for it.
 
-    ``run`` is what the record before left.
+    ``run`` is the run after the record before.
     """
     settled = run["history"].get("settled")
     there = [settled and settled["outcome"], run["history"].get("last"), *record.get("commits", ())]
@@ -194,9 +201,9 @@ def _in_full(json: Json, told: Mapping[tuple[int, int], Json]) -> Json:
 
 
 def encode(value: object, told: Commits | None = None) -> Json:
-    """Returns ``value`` as JSON; raises :class:`TypeError` for what has no place in a journal.
+    """Returns ``value`` as JSON.  Raises :class:`TypeError` for a value that does not belong in a journal.
 
-    For a commit that is in ``told`` its step and generation are enough.
+    A commit in ``told`` is written as its step and generation alone.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -224,7 +231,7 @@ def decode_run(json: Json) -> RunState:
 
 
 def decode(hint: Any, json: Json) -> Any:
-    """Returns the value of type ``hint`` that :func:`encode` made ``json`` of."""
+    """Returns the value of type ``hint`` from which :func:`encode` made ``json``."""
     kind = get_origin(hint)
     if kind in (Union, types.UnionType):
         return _decode_union(get_args(hint), json)

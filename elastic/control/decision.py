@@ -1,4 +1,4 @@
-"""A decision: one call of ``advance`` while it is worked out, with the run as it becomes, the actions and the reasons."""
+"""A decision: the run, the actions and the reasons while one call of ``advance`` works them out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.protocol.actions import Action, Form, Go, Settle, StartWorkers
 from elastic.protocol.plan import Plan
 
 CROWD = 12
-"""Largest number of workers that are named one by one; more would fill the line."""
+"""Largest number of workers that a sentence names one by one; more would fill the line."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Transition:
     reason: str
     """The sentence that says why; it is "" if there is nothing to say, and "refused: ..." if the event changed nothing."""
     durable: bool = False
-    """True if the decision begins a generation or lets it step, settles the outcome of a step, names workers, says that a checkpoint
-    counts, takes over from another coordinator, or ends the run."""
+    """True if the decision begins a generation or lets it step, settles the outcome of a step, names workers, declares a checkpoint valid,
+    takes over from another coordinator, or ends the run.
+    """
 
 
 class Decision:
-    """A decision while it is worked out; it is private to one call, and only ``run``, a value, gets out."""
+    """A decision that is being worked out.  It is private to one call; only its result leaves the call."""
 
     def __init__(self, run: RunState, now: float, rules: Rules) -> None:
         self.run, self.now, self.rules = run, now, rules
@@ -41,7 +42,7 @@ class Decision:
         self.reasons: list[str] = []
         self.refused = False
         self.durable = False
-        """True if the new knowledge may not be forgotten, neither by this coordinator's disk nor by the next coordinator."""
+        """True if the new knowledge must survive this coordinator and its disk."""
 
     @property
     def plan(self) -> Plan:
@@ -55,7 +56,7 @@ class Decision:
         self.run = evolve(self.run, **({part: evolve(getattr(self.run, part), **changes)} if part else changes))
 
     def amend(self, **changes: Any) -> None:
-        """Replaces fields of the state, which stays what it is; only ``edges.py`` enters another one."""
+        """Replaces fields of the present state.  Only ``edges.py`` enters another state."""
         self.know("state", **changes)
 
     def do(self, action: Action) -> None:
@@ -66,7 +67,7 @@ class Decision:
         self.reasons.append(sentence)
 
     def refuse(self, why: str) -> None:
-        """Refuses the event: it changes nothing, and not even time goes on."""
+        """Refuses the event, so that it changes nothing and the run does not go on either."""
         self.refused = True
         self.reasons.append(f"refused: {why}")
 
@@ -75,7 +76,7 @@ class Decision:
 
 
 def names(workers: Sequence[WorkerId]) -> str:
-    """Returns ``w1, w2 and w3``; of a crowd, the first few and the number of the others."""
+    """Returns ``w1, w2 and w3``; of more than ``CROWD`` workers, the first few and the number of the others."""
     if len(workers) > CROWD:
         return f"{', '.join(workers[:CROWD])} and {len(workers) - CROWD} others"
     if len(workers) < 2:

@@ -1,10 +1,10 @@
-"""Deltas: what changed between two values, as JSON, at the depth where it changed.
+"""Deltas: the differences between two values as JSON, no larger than what changed.
 
 A fence of N members brings N records.  If each repeated all N answers, the journal of one fence would grow with N squared; so a record
 holds only what it adds.  A delta is one of:
 
     5, "text", [..], {"$": "Forming", ..}     the new value: a number, a text, a tuple, a dataclass
-    {"=": {..}}                               the new value, where that is a dictionary
+    {"=": {..}}                               the new value, if that is a dictionary
     {"~": {"step": .., "plan": ..}}           these fields changed, each by a delta; also entries of a dictionary, by key
     {"~": {..}, "-": ["w3"]}                  and these entries of the dictionary are gone
     {"~": {"4": ..}}                          these items of a tuple changed, by position
@@ -24,11 +24,11 @@ SAME: Json = object()
 
 
 class Misfit(ValueError):
-    """A delta does not fit the value that it is applied to: what was recorded before it is not what it was made from."""
+    """A delta does not fit the value that it is applied to, so it was made from another value."""
 
 
 def delta(before: object, after: object, encode: Encode, whole: tuple[type, ...] = ()) -> Json:
-    """Returns what makes ``after`` of ``before``, or :data:`SAME`.  Values of the types in ``whole`` are written again as they are."""
+    """Returns the delta that turns ``before`` into ``after``, or :data:`SAME`.  A changed value of a ``whole`` type is written in full."""
     if before is after:
         return SAME
     if is_dataclass(after) and type(before) is type(after) and not isinstance(after, whole):
@@ -70,7 +70,7 @@ def _of_tuples(before: tuple[Any, ...], after: tuple[Any, ...], encode: Encode, 
 
 
 def patched(known: Json, change: Json) -> Json:
-    """Returns what ``change`` makes of ``known``, which is left as it is.  Raises :class:`Misfit`."""
+    """Returns ``known`` changed by ``change``; ``known`` itself stays as it is.  Raises :class:`Misfit`."""
     if not isinstance(change, Mapping) or "$" in change:
         return change
     if "=" in change:

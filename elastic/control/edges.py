@@ -5,8 +5,8 @@
        │           ▼           ▼            ▼
        └─────── Stopping ◄─────┴────────────┘ ──► Stopped, Failed
 
-Failure, growth and a user's stop are all edges of this one table, so all transitions can be seen here.  What a run does *in* a state is
-in the file of that state.
+Failure, growth and a user's stop are edges of this one table, so all transitions can be seen here.  The file of a state says what a run
+does *in* that state.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from elastic.protocol.actions import Exit, Fence, Form, Go, Kill, Pause
 from elastic.protocol.plan import Plan
 
 ALLOWED: dict[type[State], frozenset[type[State]]] = {
-    Waiting: frozenset({Forming, Stopped, Failed, Finished, Stopping}),  # Stopping: a world that the journal does not know of
-    Forming: frozenset({Running, Stopping, Finishing}),  # Finishing: at the target, only its checkpoint is missing
+    Waiting: frozenset({Forming, Stopped, Failed, Finished, Stopping}),  # Stopping: a world was found that the journal does not mention
+    Forming: frozenset({Running, Stopping, Finishing}),  # Finishing: the world begins at the target step; only its checkpoint is missing
     Running: frozenset({Stopping, Finishing}),
-    Stopping: frozenset({Forming, Waiting, Stopped, Failed, Finishing, Finished}),  # Finishing: the target came before the boundary
+    Stopping: frozenset({Forming, Waiting, Stopped, Failed, Finishing, Finished}),  # Finishing: the target step came before the boundary
     Finishing: frozenset({Stopping, Finished}),
     Finished: frozenset(),
     Stopped: frozenset(),
@@ -46,7 +46,9 @@ ALLOWED: dict[type[State], frozenset[type[State]]] = {
 
 
 def enter(decision: Decision, state: State) -> None:
-    """Moves along an edge of the table; nothing else changes which state a run is in."""
+    """Moves along an edge of the table.  No other function changes the state of a run, except that ``stop_unread`` replaces one stop by
+    another.
+    """
     before = type(decision.run.state)
     assert type(state) in ALLOWED[before], f"no edge from {before.__name__} to {type(state).__name__}"
     decision.know(state=state)
@@ -56,7 +58,7 @@ def enter(decision: Decision, state: State) -> None:
 
 
 def form(decision: Decision) -> None:
-    """Begins the next generation with the workers that are there, or waits."""
+    """Begins the next generation with the present workers, or waits if they are too few."""
     run, plan = decision.run, make_plan(decision.run, decision.rules)
     if plan is None:
         return _wait(decision, _shortage(decision))
@@ -84,9 +86,9 @@ def _wait(decision: Decision, why: str) -> None:
 
 
 def _take_up(decision: Decision, plan: Plan) -> None:
-    """The history goes on from the plan's version: what came after it is given up, with its saves."""
+    """Continues the history from the plan's version, and gives up the steps after it with their saves."""
     run, line = decision.run, decision.run.history.lineage
-    proven = not lineage.contains(line, plan.version)  # by copies alone: it is later than any commit that was told
+    proven = not lineage.contains(line, plan.version)  # by copies alone: the version is later than every commit that was reported
     decision.know(
         generation=plan.generation,
         saves=Saves(tuple(each for each in run.saves.pending if lineage.contains(plan.lineage, each.version))),
@@ -121,7 +123,9 @@ def _shortage(decision: Decision) -> str:
 
 
 def go(decision: Decision, plan: Plan) -> None:
-    """Lets the members step: all are at the plan's version.  The answers to the fence will say what each holds from now on."""
+    """Lets the members step, because all of them have the plan's version.  What each holds from now on is known from its answer to a
+    fence.
+    """
     membership.hold(decision, {worker: () for worker in plan.members})
     if isinstance(decision.run.state, Forming):
         took_s = decision.now - (decision.run.state.deadline - decision.rules.form_s)
@@ -141,7 +145,7 @@ def go(decision: Decision, plan: Plan) -> None:
 
 
 def finish(decision: Decision, plan: Plan) -> None:
-    """The target step is committed; only its checkpoint is missing."""
+    """Enters ``Finishing``: the target step is committed, and only its checkpoint is missing."""
     enter(decision, Finishing(plan, decision.now + decision.rules.stop_s))
     decision.say(f"step {decision.run.step} is the last: its checkpoint is on the way")
 
@@ -150,7 +154,7 @@ def finish(decision: Decision, plan: Plan) -> None:
 
 
 def pause(decision: Decision, cause: str, *, save: bool) -> None:
-    """Stops as planned: the members agree on a boundary in a commit, and nothing is lost."""
+    """Stops as planned: the members agree in a commit on the boundary to stop at, and nothing is lost."""
     plan = decision.plan
     enter(decision, Stopping(plan, cause, True, plan.members, NEVER, save=save))
     decision.do(Pause(plan.generation, plan.members, save))
@@ -158,7 +162,7 @@ def pause(decision: Decision, cause: str, *, save: bool) -> None:
 
 
 def stop(decision: Decision, cause: str, *, expelled: tuple[WorkerId, ...] = (), job_error: str = "") -> None:
-    """Stops at once: the members are fenced first."""
+    """Stops at once, and fences the members first."""
     plan = decision.plan
     pending = tuple(worker for worker in plan.members if worker in decision.run.workers)
     present = decision.run.workers.keys() | frozenset(expelled)
@@ -172,20 +176,21 @@ def stop(decision: Decision, cause: str, *, expelled: tuple[WorkerId, ...] = (),
 
 
 def stop_unread(decision: Decision, plan: Plan) -> None:
-    """Stops a world that the journal does not know of: the journal ends before ``plan`` was made."""
+    """Stops the world of ``plan``, which the journal does not mention because the journal ends too early."""
     run = decision.run
     cause = f"the journal ends in generation {run.generation}, but generation {plan.generation} was begun"
-    found = {*run.workers, *run.members.starting}  # one that is starting was found too, and says that it has joined before it answers
+    found = {*run.workers, *run.members.starting}  # a starting worker was found too; it reports that it has joined before it answers
     pending = tuple(worker for worker in plan.members if worker in found)
     unheard = tuple(worker for worker in plan.members if worker not in pending)
     state = Stopping(plan, cause, False, pending, decision.now + decision.rules.fence_s, expelled=unheard)
-    saved = tuple(each for each in run.history.saved if lineage.contains(plan.lineage, each))  # it gave up the others: one was damaged, say
+    # The plan may have given up some saves, for example because one was damaged.
+    saved = tuple(each for each in run.history.saved if lineage.contains(plan.lineage, each))
     decision.know(generation=plan.generation, saves=Saves())
     decision.know("history", lineage=plan.lineage, saved=saved, last=None)
     decision.know("members", seats=plan.members)
     decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
     if isinstance(run.state, Stopping):
-        decision.know(state=state)  # the later generation takes the place of the one that was being stopped
+        decision.know(state=state)  # the later generation replaces the other
     else:
         enter(decision, state)
     decision.do(Fence(plan.generation, pending))
@@ -199,7 +204,7 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
 
 
 def end(decision: Decision, state: Finished | Stopped | Failed, sentence: str = "") -> None:
-    """Ends the run for everybody."""
+    """Ends the run, and tells every worker so."""
     enter(decision, state)
     decision.durable = True
     decision.say(sentence or getattr(state, "reason", ""))
@@ -210,7 +215,7 @@ def end(decision: Decision, state: Finished | Stopped | Failed, sentence: str = 
 
 
 def end_as_asked(decision: Decision) -> None:
-    """Ends a run that somebody asked to stop, or that gave up; the sentence says where it can be resumed."""
+    """Ends a run that was asked to stop or gave up.  The sentence says from which step it can be resumed."""
     run = decision.run
     saved = run.history.saved[-1].step if run.history.saved else 0
     unsaved = f"; steps {saved + 1}–{run.step} are not saved" if run.step > saved else ""

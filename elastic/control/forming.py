@@ -1,7 +1,7 @@
-"""Forming: a plan, then ``Here`` from each member (no collective yet), then ``Ready`` from each.
+"""Forming: the plan is sent; each member answers ``Here`` before any collective, and ``Ready`` once it can step.
 
-One absent member lets the group formation of *every* member time out, so a member that is not ready is not to blame: one that is not here
-is.
+One absent member makes the group formation of *every* member time out.  So a member that is not ready is not to blame, but a member that
+did not answer ``Here`` is.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from elastic.ids import WorkerId
 from elastic.protocol.events import Here, Ready
 
 SLOW_BYTES_S = 50e6
-"""A member that heals more slowly (bytes a second) is reported: half of what 1 Gbit/s, the slowest network in use, brings."""
+"""Speed in bytes a second below which a member's healing is reported: about half of what 1 Gbit/s brings, the slowest network in use."""
 TELLING_BYTES = 64 * 2**20
-"""Fewer bytes than this say nothing about the network: they take no time on any."""
+"""Number of bytes below which the speed of healing is not judged: so few bytes take almost no time on any network."""
 
 
 def here(decision: Decision, event: Here) -> None:
@@ -34,7 +34,7 @@ def ready(decision: Decision, event: Ready) -> None:
 
 
 def slow_network(event: Ready) -> str:
-    """Returns a sentence where state came so slowly that it hardly came over the network that was meant, or ""."""
+    """Returns a sentence if state came so slowly that it probably took another network than the one that was meant; "" otherwise."""
     if event.heal_bytes < TELLING_BYTES or event.heal_s * SLOW_BYTES_S < event.heal_bytes:
         return ""
     mb, mb_s = event.heal_bytes / 1e6, event.heal_bytes / 1e6 / event.heal_s
@@ -59,7 +59,7 @@ def go_on(decision: Decision, state: Forming) -> None:
 
 
 def _expel_the_absent(decision: Decision, state: Forming, within: str) -> None:
-    """Once the world before is left, a member takes a plan at once."""
+    """Expels the members that did not answer ``Here``.  A member that has left its older world answers at once."""
     absent = _others(state, state.here)
     stopping.expel(decision, absent, f"{names(absent)} did not take the plan {within}")
 
@@ -70,7 +70,10 @@ def _others(state: Forming, workers: tuple[WorkerId, ...]) -> tuple[WorkerId, ..
 
 
 def _blame_the_store(decision: Decision, state: Forming) -> None:
-    """All members were there.  A stuck one makes the others look stuck, so nobody is killed the first time."""
+    """Blames the store, since all members were there.
+
+    A stuck member makes the others look stuck too, so no member is killed the first time.
+    """
     plan, again = state.plan, bool(decision.run.cluster.blamed)
     decision.know("cluster", blamed=(*decision.run.cluster.blamed, plan.store_node))
     stuck = _others(state, state.ready)

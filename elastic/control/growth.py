@@ -1,9 +1,9 @@
-"""Growth: does it pay to take newcomers in?
+"""Growth decides whether it pays to take newcomers into the world.
 
-A growth costs the world a pause, and when the newcomers' node is gone again another pause and the step that breaks.  It brings the
-newcomers' share of the work while they stay.  How long that will be is learned from the run's own nodes: a machine that comes and goes is
-recognised by its host when it is back, and waits as a spare until it has been there for long enough.  Survivors never wait: a world that
-must be formed anew takes all workers that are there.
+Growth costs the world a pause.  When the newcomers' node leaves again, it costs another pause and the step that breaks.  Growth brings the
+newcomers' share of the work while they stay.  The run learns from its own nodes how long that is: a machine that comes and goes is
+recognised by its host name, and waits as a spare until it has stayed long enough.  Survivors never wait: a world that must be formed anew
+takes all workers that are there.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SHORTEST_S = 1.0
 PAUSES = 2
 """Number of pauses that newcomers cost: one to let them in, one when they are gone."""
 HOSTS = 256
-"""Number of hosts whose stays are remembered: the latest that have gone."""
+"""Number of hosts whose stays are remembered: those that left last."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which newcomers to take in."""
+    """The newcomers to take in and those to decline, with the reasons."""
 
     welcome: tuple[WorkerId, ...]
     declined: tuple[WorkerId, ...]
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[WorkerId], now: float) -> Verdict:
-    """Judges the newcomers host by host: what comes together goes together, and costs its pauses once."""
+    """Judges the newcomers host by host: workers of one host come and go together, so they cost the pauses once."""
     costs_s, usual_s = PAUSES * run.watch.reform_s + run.watch.step_s, _usual_s(run)
     hosts: dict[str, list[WorkerId]] = {}
     for worker in newcomers:
@@ -49,7 +49,7 @@ def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[Worker
     why = {True: "", False: ""}
     for host, group in hosts.items():
         age_s = now - max(run.workers[worker].joined_at for worker in group)
-        stay_s = max(run.cluster.stays.get(host, usual_s), age_s)  # what has stayed for so long will for as long again
+        stay_s = max(run.cluster.stays.get(host, usual_s), age_s)  # a host that has stayed for some time is expected to stay as long again
         brings_s = stay_s * len(group) / (len(members) + len(group))
         pays = brings_s >= costs_s
         sorts[pays] += group
@@ -58,16 +58,16 @@ def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[Worker
 
 
 def expects_more(run: RunState, there: Sequence[WorkerId], now: float, rules: Rules) -> bool:
-    """Returns whether other workers that are needed are about to join, and the last newcomer joined only just now."""
+    """Returns whether more workers are needed, some are starting, and the last one joined less than ``grow_debounce_s`` ago."""
     newest_s = now - max((run.workers[worker].joined_at for worker in there), default=now)
     needed = len(there) < rules.max_workers
     return needed and bool(run.members.starting) and newest_s < rules.grow_debounce_s
 
 
 def after_leaving(stays: Mapping[str, float], host: str, stayed_s: float) -> dict[str, float]:
-    """Returns how long each host is expected to stay once ``host`` has gone.
+    """Returns the expected stay of each host in seconds, after ``host`` has left.
 
-    For ``host`` it is the geometric mean of what was expected before and what was seen now.
+    For ``host`` it is the geometric mean of what was expected before and of the stay that was seen now.
     """
     before = stays.get(host, UNKNOWN_S)
     after = {each: stay_s for each, stay_s in stays.items() if each != host}
@@ -76,12 +76,12 @@ def after_leaving(stays: Mapping[str, float], host: str, stayed_s: float) -> dic
 
 
 def host_of(worker: Worker) -> str:
-    """Returns the name of the worker's machine, which stays the same when it comes back under another node id."""
+    """Returns the name of the worker's machine; it stays the same when the machine comes back under another node id."""
     return worker.host or worker.node
 
 
 def _usual_s(run: RunState) -> float:
-    """Returns how long an unknown host is expected to stay: the geometric mean of all hosts, those included that have never gone."""
+    """Returns the expected stay of an unknown host in seconds: the geometric mean over all hosts, including those that have never left."""
     steady = {host_of(worker) for worker in run.workers.values()} - run.cluster.stays.keys()
     stays = [UNKNOWN_S] * max(len(steady), 1) + list(run.cluster.stays.values())
     return exp(fsum(map(log, stays)) / len(stays))

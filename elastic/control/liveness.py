@@ -1,14 +1,14 @@
-"""Liveness: is the world moving, and if not, which member holds it up?
+"""Liveness finds out whether the world moves, and if not, which member holds it up.
 
 Waiting members stand still too, so standing still proves nothing.  The culprit is the member that has *completed* least: all others wait
-for it in a collective.  Keepers read each member's counters in shared memory and send them with their heartbeats, so a process that hangs
-or is stopped is seen all the same.  Several members may have completed equally little, as they always have when they wait for each other
-inside a backward pass.  Then the culprit is the one whose process the kernel calls stopped, or else the one that still reads data: it is
-the only one that does not wait in a collective.  Where that tells nothing either, the fence does: a stopped process does not answer it, and
-a hanging one does not follow the next plan.
+for it in a collective.  Keepers read each member's counters in shared memory and send them with their heartbeats, so even a process that
+hangs or is stopped is seen.  Several members may have completed equally little; members that wait for each other inside a backward pass
+always have.  Then the culprit is the one whose process the kernel calls stopped, or else the one that still reads data: it is the only one
+that does not wait in a collective.  If that does not help either, the fence does: a stopped process does not answer it, and a hanging one
+does not follow the next plan.
 
-A node whose keeper falls silent is another matter: nobody can tell a dead node from one that is cut off, and its members cannot be asked
-why.  A world that stands still is stopped because of it at once, and if the node does not answer the fence either, it is given up.
+A node whose keeper falls silent is another matter: a dead node looks the same as one that is cut off, and its members cannot be asked.  A
+world that stands still because of it is stopped at once.  If the node does not answer the fence either, the node is given up.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from elastic.protocol.events import STOPPED, Progress
 TELLING = (STOPPED, "reads data")
 """Operations of one member that explain why all others wait; the more certain one comes first."""
 EVIDENCE_S = 1.0
-"""Members that stood still within this many seconds of each other did so at once: keepers' beats are half a second apart."""
+"""Members that stopped moving within this many seconds of each other count as simultaneous: keepers send a beat every half second."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A member's counters, as its keeper last told them."""
+    """A member's counters, as its keeper last reported them."""
 
     completed: tuple[int, int, int]
-    """What it has completed: the step, the microbatch and the collective."""
+    """The step, the microbatch and the collective that the member completed last."""
     since: float
-    """When that was first seen."""
+    """The time at which these counters were first seen."""
     heard_at: float
-    """When the counters were last heard of."""
+    """The time of the last report."""
     operation: str = ""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """The beats of a keeper: ``since`` when they come without a gap, and the time of the last one."""
+    """The beats of a keeper: they have come without a gap from ``since`` on, and the last one came at ``at``."""
 
     since: float
     at: float
@@ -48,32 +48,32 @@ class Heard:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is known of a world's pace, and who was heard when."""
+    """A world's pace, and the times at which its members and keepers were last heard."""
 
     moved_at: float = 0.0
-    """When any member was last seen to complete something."""
+    """The time at which any member was last seen to complete something."""
     stepped_at: float = 0.0
     step_s: float = 0.0
     """Recent time of a step: one half is the last step's time, a quarter that of the step before, and so on."""
     seen: dict[WorkerId, Seen] = field(default_factory=dict)
     beats: dict[NodeId, Heard] = field(default_factory=dict)
-    """The keepers that were heard since they came up and since this coordinator came up."""
+    """The keepers that were heard since they came up and since this coordinator began."""
     lease_until: float = 0.0
-    """The time at which the last lease on the generation has run out; then silent members have stopped of their own accord."""
+    """The time at which the last lease on the generation has run out; after it, silent members have stopped by themselves."""
     reform_s: float = 0.0
-    """Recent time from a plan to ``Go``, an average in which the last one counts one half."""
+    """Recent time in seconds from a plan to ``Go``: an average in which the last one counts one half."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Nobody moves.  ``culprit`` is None when it is not known which member holds the others up."""
+    """Nobody moves.  ``culprit`` is the member that holds the others up, or None if it is not known."""
 
     culprit: WorkerId | None
     sentence: str
 
 
 def observe(watch: Watch, progress: Iterable[Progress], now: float) -> Watch:
-    """Returns the watch with the counters of some members, as of now."""
+    """Returns the watch after a report of some members' counters."""
     seen, moved_at = dict(watch.seen), watch.moved_at
     for report in progress:
         completed = (report.step, report.microbatch, report.collective)
@@ -87,19 +87,22 @@ def observe(watch: Watch, progress: Iterable[Progress], now: float) -> Watch:
 
 
 def heard(watch: Watch, node: NodeId, now: float, silence_s: float) -> Watch:
-    """Returns the watch with a beat of the node's keeper."""
+    """Returns the watch after a beat of the node's keeper."""
     before = watch.beats.get(node)
     since = before.since if before is not None and now - before.at <= silence_s / 2 else now
     return replace(watch, beats={**watch.beats, node: Heard(since, now)})
 
 
 def forgotten(watch: Watch, node: NodeId) -> Watch:
-    """Returns the watch without the node: its keeper is gone, which is no silence."""
+    """Returns the watch without the node, whose keeper is gone: that does not count as silence."""
     return replace(watch, beats={each: beats for each, beats in watch.beats.items() if each != node})
 
 
 def silent(watch: Watch, nodes: Iterable[NodeId], now: float, for_s: float, silence_s: float) -> tuple[NodeId, ...]:
-    """Returns those of ``nodes`` that were silent for ``for_s`` while another was heard all the time: otherwise we may be the deaf ones."""
+    """Returns those of ``nodes`` that were silent for ``for_s``.
+
+    It returns none unless another node was heard all the time; otherwise the coordinator itself may be cut off.
+    """
     known = {node: watch.beats[node] for node in dict.fromkeys(nodes) if node in watch.beats}
     if not any(beats.since <= now - for_s and now - beats.at <= silence_s / 2 for beats in known.values()):
         return ()
@@ -107,7 +110,7 @@ def silent(watch: Watch, nodes: Iterable[NodeId], now: float, for_s: float, sile
 
 
 def silence(watch: Watch, nodes: tuple[NodeId, ...], now: float, silence_s: float) -> Stall | None:
-    """Does the world stand still because one of ``nodes``, which are its members' nodes, is dead or cut off?"""
+    """Returns a stall if no member moves and one of ``nodes``, the members' nodes, is silent; None otherwise."""
     still_s, gone = now - watch.moved_at, silent(watch, nodes, now, silence_s, silence_s)
     if not gone or still_s < silence_s:
         return None
@@ -124,12 +127,12 @@ def stepped(watch: Watch, now: float) -> Watch:
 
 
 def patience_s(watch: Watch, stall_s: float) -> float:
-    """Returns how long nobody may move: three recent steps at least, so that a slow world is not taken for a stuck one."""
+    """Returns the seconds without progress that are allowed: at least three recent steps, so that a slow world does not look stuck."""
     return max(stall_s, 3 * watch.step_s)
 
 
 def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: float) -> Stall | None:
-    """Does the world stand still, and which member is the culprit?  A member whose keeper is silent too is never blamed."""
+    """Returns a stall, with the culprit if it is known, or None if the world moves.  A member whose keeper is silent is never blamed."""
     still_s = now - watch.moved_at
     if still_s < patience_s(watch, stall_s):
         return None

@@ -1,12 +1,12 @@
-"""The state machine of a run, one for failure, growth and a user's stop alike.
+"""The state machine of a run: failure, growth and a user's stop all go through it.
 
     advance(run, event, now, rules) -> Transition(run, actions, reason)
 
-Facts and the time go in.  The run as it is now known, the actions in their order, and the sentence that says why come out.  There is no
-clock, no randomness and no I/O, so the same code runs in production, in the simulator and in tests.
+Facts and the time go in.  The new knowledge of the run, the actions in their order, and the sentence that explains them come out.  There is
+no clock, no randomness and no I/O, so the same code runs in production, in the simulator and in tests.
 
-Each call has two halves.  First the event is *taken*: knowledge grows.  Then the run *goes on*: it does what knowledge and time now
-permit.  So nothing depends on which event completed the picture, or on how often an event is repeated.
+Each call has two halves.  First the event is *taken*: knowledge grows.  Then the run *goes on*: it does what knowledge and time now permit.
+So it does not matter in which order facts arrive, or how often an event is repeated.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["Transition", "advance"]
 
 
 def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition:
-    """Returns what the run becomes because of ``event``, and what to do.  ``now`` is in seconds of any clock that only grows."""
+    """Returns the run after ``event``, and the actions to perform.  ``now`` is in seconds of any clock that never goes back."""
     decision = Decision(run, now, rules)
     if why := admission.refusal(run, event, now):
         decision.refuse(why)
@@ -79,7 +79,7 @@ def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition
 
 
 def _take(decision: Decision, event: Event) -> None:
-    """Takes note of what ``event`` tells."""
+    """Adds what ``event`` says to the knowledge of the run."""
     match event:
         case Joined():
             admission.joined(decision, event)
@@ -132,7 +132,7 @@ def _take(decision: Decision, event: Event) -> None:
 
 
 def _go_on(decision: Decision) -> None:
-    """Does what knowledge and time now permit."""
+    """Performs the step of the present state that knowledge and time now permit."""
     if decision.run.saves.pending:
         saves.ask_for_manifests(decision)
     match decision.run.state:
@@ -186,7 +186,7 @@ def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
 
 
 def _renewed(decision: Decision, event: Renewed) -> None:
-    """The lease was granted, so it counts, even if the generation was fenced since."""
+    """Notes that a lease was granted; it counts even if the generation was fenced since."""
     lease_until = max(decision.run.watch.lease_until, decision.now + decision.rules.lease_over_s)
     decision.know("watch", lease_until=lease_until)
 

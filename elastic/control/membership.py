@@ -1,6 +1,7 @@
-"""Membership: tells which workers and keepers there are.
+"""Membership keeps the list of workers and keepers.
 
-Ids are chosen here and never used again: a dead worker's messages are known as such."""
+It chooses the ids of workers and never uses one again, so a dead worker's messages can be recognised.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from elastic.protocol.events import Capacity, KeeperUp, StartFailed
 
 
 def start_failed(decision: Decision, event: StartFailed) -> None:
-    """The worker's place is free again; the next attempt waits a little, so that a storm of failures does not spin."""
+    """Frees the worker's place.  The next attempt waits ``grow_debounce_s``, so that repeated failures do not spin."""
     if event.worker not in decision.run.members.starting:
         return decision.refuse(f"{event.worker} is not being started")
     decision.know(members=decision.run.members.without_starting(event.worker))
@@ -29,13 +30,13 @@ def start_failed(decision: Decision, event: StartFailed) -> None:
 
 
 def capacity(decision: Decision, event: Capacity) -> None:
-    """Room is not given away twice: a worker that is on its way and has not taken its place yet will take it."""
+    """Notes the free slots, less those of workers that are starting and have not taken their slot yet: no slot is given away twice."""
     coming = 0 if event.placed is None else len(decision.run.members.starting.keys() - frozenset(event.placed))
     decision.know("cluster", slots=max(0, event.slots - coming))
 
 
 def start_workers(decision: Decision) -> None:
-    """Asks for as many workers as the cluster has room for, up to the maximum and its spares."""
+    """Asks for as many workers as the cluster has room for, up to ``max_workers`` and the spares."""
     _forget_the_late(decision)
     run, rules = decision.run, decision.rules
     starting = run.members.starting
@@ -55,7 +56,7 @@ def start_workers(decision: Decision) -> None:
 
 
 def _forget_the_late(decision: Decision) -> None:
-    """Workers that have not joined in time are not waited for any more."""
+    """Gives up workers that have not joined in time."""
     form_s = decision.rules.form_s
     late = tuple(worker for worker, asked_at in decision.run.members.starting.items() if decision.now - asked_at >= form_s)
     for worker in late:
@@ -74,7 +75,7 @@ def number_of(worker: WorkerId) -> int:
 
 
 def remove(decision: Decision, workers: tuple[WorkerId, ...]) -> None:
-    """The workers are no part of the run any more.  What they copied is with their keepers."""
+    """Removes the workers from the run.  Their copies stay with their keepers."""
     gone = frozenset(workers)
     nodes = dict.fromkeys(known.node for worker, known in decision.run.workers.items() if worker in gone)
     decision.know(members=decision.run.members.without(gone), saves=saves.survivors(decision.run.saves, gone))
@@ -83,9 +84,9 @@ def remove(decision: Decision, workers: tuple[WorkerId, ...]) -> None:
 
 
 def expel(decision: Decision, workers: tuple[WorkerId, ...], why: str, *, examine: bool = False) -> None:
-    """Ends the workers.  A kill is a wish: whatever they say from now on is refused.
+    """Kills the workers.  An order to kill proves nothing, so everything that they say from now on is refused.
 
-    ``examine``: they stand still, so it is found out where before they end.
+    ``examine`` says that they stand still; where they stand is found out before they are killed.
     """
     if workers:
         decision.do(Kill(workers, why, examine))
@@ -93,14 +94,14 @@ def expel(decision: Decision, workers: tuple[WorkerId, ...], why: str, *, examin
 
 
 def hold(decision: Decision, holdings: dict[WorkerId, tuple[Holding, ...]]) -> None:
-    """Notes what the named workers hold, as far as they are still here."""
+    """Notes what each named worker holds, if it is still part of the run."""
     members = decision.run.members.holding(holdings)
     if members is not decision.run.members:
         decision.know(members=members)
 
 
 def unfit(decision: Decision, worker: WorkerId, why: str) -> None:
-    """The worker can take part no more; it is replaced once the generation is settled."""
+    """Marks a worker that cannot take part any more; it is replaced once the generation is settled."""
     workers = decision.run.workers
     decision.know("members", workers={**workers, worker: replace(workers[worker], unfit=why)})
 
@@ -118,7 +119,7 @@ def keeper_up(decision: Decision, event: KeeperUp) -> None:
 
 
 def keeper_lost(decision: Decision, node: NodeId, *, with_its_node: bool = False) -> None:
-    """The keeper is gone, and all copies in its memory with it, also those that it had still to upload."""
+    """Removes a keeper that is gone, with all copies in its memory, including those that it had not uploaded yet."""
     saves.without_keeper(decision, node)
     run = decision.run
     decision.know("cluster", keepers=tuple(keeper for keeper in run.cluster.keepers if keeper != node))
@@ -128,7 +129,7 @@ def keeper_lost(decision: Decision, node: NodeId, *, with_its_node: bool = False
 
 
 def _note_leaving(decision: Decision, node: NodeId, *, surely: bool = False) -> None:
-    """A node without workers and keeper has left; how long its machine stayed tells how long it will stay the next time."""
+    """Notes that a node without workers and keeper has left.  The length of its machine's stay predicts the next stay."""
     run, cluster = decision.run, decision.run.cluster
     alone = node not in cluster.keepers and all(known.node != node for known in run.workers.values())
     left = surely or (alone and cluster.nodes.get(node, True))

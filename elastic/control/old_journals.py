@@ -1,7 +1,8 @@
-"""Journals of formats 1 and 2, read as if this version had written them.
+"""Old journals: formats 1 and 2 are converted as if this version had written them.
 
-In both, ``RunState`` was flat, a record held each changed field whole, and the answers to a fence repeated all their commits.  In format 1
-``changed`` counts from the record before: it also holds what unrecorded events had changed, as far as the decision left it so.
+In both formats, ``RunState`` was flat, a record held each changed field whole, and the answers to a fence repeated all their commits.  In
+format 1, ``changed`` is relative to the record before: it also holds what unrecorded events had changed, unless the decision changed it
+too.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def converted(
 
 
 def _in_cells(json: Json) -> Json:
-    """Returns ``json`` in the words of several axes.
+    """Returns ``json`` in the words that fit several axes.
 
-    Formats 1 and 2 knew one axis: a holding had the number and the index of its shard, and the state was known by its numbers of rows.
+    Formats 1 and 2 knew one axis: a holding had the number of shards and its index among them, and ``rows`` described the state.
     """
     if isinstance(json, list):
         return [_in_cells(each) for each in json]
@@ -85,9 +86,9 @@ def _commits(event: Json) -> list[Json]:
 
 
 def _quiet(known: Json, record: Mapping[str, Json]) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Returns what unrecorded events had changed before a decision of format 1, as far as it can be told, and what it changed.
+    """Returns what unrecorded events had changed before a decision of format 1, as far as that is known, and what the decision changed.
 
-    The room that was there, less the workers that were started, is left.
+    The slots after the decision are the slots before it less the workers that were started.
     """
     started = sum(len(action["workers"]) for action in record["actions"] if action["$"] == "StartWorkers")
     quiet = {name: value for name, value in record["changed"].items() if name in QUIET}
@@ -96,7 +97,7 @@ def _quiet(known: Json, record: Mapping[str, Json]) -> tuple[dict[str, Json], di
 
 
 def _run(flat: Json, retired: set[str]) -> Json:
-    """Returns the flat ``RunState`` as it is today."""
+    """Returns today's ``RunState`` of a flat one."""
     empty: dict[str, Json] = {field: {"$": part} for part, field in FIELD.items()}
     known = {name: each for name, each in flat.items() if name != "$"}
     return patched({"$": "RunState", **empty, "saves": {"$": "Saves"}}, {"~": _changes(known, retired)})
@@ -132,7 +133,7 @@ def _whole(value: Json) -> Json:
 
 
 def _state(state: Json) -> Json:
-    """Returns the state with the answers of today: the commits that they brought are in the history."""
+    """Returns the state with answers in today's form; the commits that they brought are in the history."""
     return {**state, "answers": [_answer(each) for each in state["answers"]]} if state["$"] == "Stopping" else state
 
 

@@ -35,7 +35,8 @@ NEVER = float("inf")
 def evolve(value: T, **changes: Any) -> T:
     """Returns ``value`` with some fields replaced.
 
-    It does what ``dataclasses.replace`` does, five times as fast for a value of many fields: most of a decision's time was spent there.
+    It does the same as ``dataclasses.replace``, but five times as fast for a value with many fields: most of a decision's time was spent
+    there.
     """
     assert changes.keys() <= value.__dict__.keys(), f"{type(value).__name__} has no {', '.join(changes.keys() - value.__dict__.keys())}"
     new: T = object.__new__(type(value))
@@ -48,7 +49,7 @@ def evolve(value: T, **changes: Any) -> T:
 
 @dataclass(frozen=True)
 class Waiting:
-    """There is no world: too few workers are there for any layout."""
+    """There is no world: the run waits for workers, or for what keepers hold."""
 
     since: float
 
@@ -60,9 +61,9 @@ class Forming:
     plan: Plan
     deadline: float
     here: tuple[WorkerId, ...] = ()
-    """These members have the plan."""
+    """The members that have the plan."""
     ready: tuple[WorkerId, ...] = ()
-    """These members have formed their groups and healed their state."""
+    """The members that have formed their groups and healed their state."""
     here_at: float = NEVER
     """The time at which the first member had the plan."""
 
@@ -94,19 +95,19 @@ class Stopping:
     plan: Plan
     cause: str
     planned: bool
-    """The members agree in a commit on the boundary to stop at; otherwise they were fenced."""
+    """True if the members agree in a commit on the boundary to stop at; False if they are fenced."""
     pending: tuple[WorkerId, ...]
-    """These members have not answered yet."""
+    """The members that have not answered yet."""
     deadline: float
     answers: tuple[Answer, ...] = ()
     lost: tuple[WorkerId, ...] = ()
-    """These members have certainly ended."""
+    """The members that have certainly ended."""
     expelled: tuple[WorkerId, ...] = ()
-    """These members were killed: they may still be alive, but nothing that they say counts any more."""
+    """The members that were killed or are taken for dead: they may still live, but nothing that they say counts any more."""
     save: bool = False
-    """The boundary is also saved."""
+    """True if the state at the boundary is also saved."""
     job_error: str = ""
-    """The user's traceback, when the job is at fault."""
+    """The user's traceback if the job is at fault."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Failed:
 
     reason: str
     job_error: str = ""
-    """The user's traceback, when the job is at fault."""
+    """The user's traceback if the job is at fault."""
 
 
 Ended = Finished | Stopped | Failed
@@ -155,13 +156,13 @@ class Worker:
     joined_at: float
     holdings: tuple[Holding, ...] = ()
     unfit: str = ""
-    """The reason why it can take part no more, so that it is replaced; "" while it is fit."""
+    """The reason why the worker cannot take part any more and is replaced; "" while it is fit."""
     host: str = ""
 
 
 @dataclass(frozen=True)
 class Members:
-    """The workers, and what it takes to be a member."""
+    """The workers, and the conditions for being a member."""
 
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     """The workers in the order in which they joined."""
@@ -172,7 +173,7 @@ class Members:
     start_after: float = 0.0
     """No worker is asked for before this time."""
     reference: Build = field(default_factory=Build)
-    """The build that the job was checked with; every worker must be made of the same."""
+    """The build that the job was checked with; every worker must have the same."""
     classes: tuple[Tensor, ...] = ()
     """One tensor of the state for each class of tensors that all axes cut alike; coverage depends on nothing else."""
     kind: str = ""
@@ -185,16 +186,16 @@ class Members:
     """Newcomers that would cost more than they bring; they wait as spares."""
 
     def without_starting(self, worker: WorkerId) -> Members:
-        """Returns the members with nobody waiting for ``worker`` to join any more."""
+        """Returns the members without ``worker`` among the starting ones."""
         return evolve(self, starting={each: asked_at for each, asked_at in self.starting.items() if each != worker})
 
     def without(self, workers: Iterable[WorkerId]) -> Members:
-        """Returns the members without ``workers``, which are no part of the run any more."""
+        """Returns the members without ``workers``, which are no longer part of the run."""
         gone = frozenset(workers)
         return evolve(self, workers={worker: known for worker, known in self.workers.items() if worker not in gone})
 
     def holding(self, holdings: dict[WorkerId, tuple[Holding, ...]]) -> Members:
-        """Returns the members with each worker in ``holdings`` that is still here holding what it says."""
+        """Returns the members with the new holdings of each worker in ``holdings`` that is still part of the run."""
         known = self.workers
         new = {w: replace(known[w], holdings=held) for w, held in holdings.items() if w in known and known[w].holdings != held}
         return evolve(self, workers={**known, **new}) if new else self
@@ -202,7 +203,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Home:
-    """The machine that a node with workers is, and when the first of them joined."""
+    """The machine behind a node with workers, and the time at which the first of them joined."""
 
     host: str
     since: float
@@ -215,7 +216,7 @@ class Refusal:
     why: str
     at: float
     shared: bool
-    """The node does not see the bucket or the data as the same place."""
+    """True if the reason is that the node sees another bucket or other data than the other nodes."""
 
 
 @dataclass(frozen=True)
@@ -223,16 +224,16 @@ class Cluster:
     """The nodes and their keepers."""
 
     nodes: dict[NodeId, bool] = field(default_factory=dict)
-    """The nodes that were found, and whether the keeper of each came up; before that, no worker of the node is a member."""
+    """The nodes that were found, and whether the keeper of each has come up; before that, no worker of the node is a member."""
     refused: dict[NodeId, Refusal] = field(default_factory=dict)
     keepers: tuple[NodeId, ...] = ()
     """The nodes whose keepers are up."""
     slots: int = 0
     """The number of workers that the cluster could still start, on nodes that are not refused."""
     blamed: tuple[NodeId, ...] = ()
-    """The store nodes with which forming failed though every member was there, since a world last formed."""
+    """The nodes whose store is blamed for a failed forming, although every member was there, since the last world was formed."""
     homes: dict[NodeId, Home] = field(default_factory=dict)
-    """The nodes that workers have joined from."""
+    """The nodes from which workers have joined."""
     stays: dict[str, float] = field(default_factory=dict)
     """Expected stay in seconds of each host that has left before: see ``growth.py``."""
 
@@ -252,7 +253,7 @@ class JobFailure:
 
 @dataclass(frozen=True)
 class History:
-    """What was committed, saved and given up."""
+    """The history of the run: the steps that were committed, saved and given up."""
 
     lineage: Lineage = ()
     saved: tuple[Version, ...] = ()
@@ -260,11 +261,11 @@ class History:
     last: Outcome | None = None
     """The newest commit."""
     untold: tuple[int, ...] = ()
-    """Steps that the present generation committed but whose outcome is not known here: only a coordinator that died was told."""
+    """Steps that the present generation committed but whose outcome is unknown here: only a coordinator that died was told."""
     furthest: Version = field(default_factory=lambda: Version(0, 0))
     """The greatest step ever committed, even if it was given up since, with the generation that committed it first."""
     fruitless: int = 0
-    """The number of generations in a row that ended without a commit, or no further than an earlier one."""
+    """The number of generations in a row that ended without a commit, or got no further than an earlier one."""
     settled: Settle | None = None
     """The latest settlement; it is repeated to members that may not have heard it from a coordinator that died."""
     failures: tuple[JobFailure, ...] = ()
@@ -277,7 +278,7 @@ class History:
 
     @property
     def recorded_step(self) -> int:
-        """The step up to which every commit was told, so that members need not keep those commits."""
+        """The step up to which the outcome of every commit is known, so that members need not keep those commits."""
         return min(self.untold) - 1 if self.untold else self.version.step
 
     def contains(self, version: Version) -> bool:
@@ -298,38 +299,40 @@ class Saving:
 
     version: Version
     members: tuple[WorkerId, ...]
-    """The checkpoint consists of the parts of these workers."""
+    """The workers whose parts make up the checkpoint."""
     reported: tuple[WorkerId, ...] = ()
-    """The parts of these workers are in the bucket."""
+    """The workers whose parts are in the bucket."""
     ask_at: float = 0.0
-    """The time at which to ask for the manifest, for the first time or again, once all parts are there."""
+    """The time at which the manifest is asked for, first or again, once all parts are in the bucket."""
     asked: bool = False
-    """The manifest was asked for."""
+    """True once the manifest was asked for."""
     by: int = 0
-    """The generation of the world that writes all of it in one layout; 0 means the generation that committed the version."""
+    """The generation of the world that writes the checkpoint; 0 means the generation that committed the version."""
     failed: str = ""
-    """The reason why it can never be complete, if that was heard before the commit of its version."""
+    """The reason why the checkpoint can never be complete, if it was reported before the commit of its version."""
     layout: Layout | None = None
     """The layout of the members."""
     nodes: tuple[NodeId, ...] = ()
-    """The node of each member, whose keeper uploads the member's part even when the member is gone.  If there are no nodes, the members
-    upload their parts themselves, as members of older versions did, and the loss of any member ends the save."""
+    """The node of each member; its keeper uploads the member's part even when the member is gone.
+
+    It is empty in journals of older versions, whose members uploaded their parts themselves; there, the loss of any member ends the save.
+    """
 
     @property
     def complete(self) -> bool:
         return not self.failed and set(self.reported) >= set(self.members)
 
     def is_of(self, generation: int) -> bool:
-        """Returns whether a part written by a member of ``generation`` belongs to it; 0 is the generation that committed the version."""
+        """Returns whether a part written in ``generation`` belongs to this checkpoint; 0 is the generation that committed the version."""
         return (generation or self.version.generation) == (self.by or self.version.generation)
 
     def report(self, worker: WorkerId) -> Saving:
-        """Returns the saving with the part of ``worker`` in the bucket too."""
+        """Returns the saving after the part of ``worker`` has reached the bucket."""
         reported = {*self.reported, worker}
         return evolve(self, reported=tuple(member for member in self.members if member in reported))
 
     def needs(self, node: NodeId) -> bool:
-        """Returns whether a part is still to come from the keeper of ``node``; False once the manifest was asked for: it may still come."""
+        """Returns whether the keeper of ``node`` has still to upload a part; False once the manifest is asked for: it may still come."""
         missing = {where for member, where in zip(self.members, self.nodes, strict=False) if member not in self.reported}
         return node in missing and not self.asked
 
@@ -345,7 +348,7 @@ class Saves:
         return next((saving for saving in self.pending if saving.version == version), None)
 
     def put(self, saving: Saving) -> Saves:
-        """Returns the saves with ``saving`` in the place of what was known of its version."""
+        """Returns the saves with ``saving`` instead of the present one of its version."""
         return Saves(tuple(sorted((*self.without(saving.version).pending, saving), key=lambda each: each.version)))
 
     def without(self, version: Version) -> Saves:
@@ -371,14 +374,14 @@ class Saves:
 
 @dataclass(frozen=True)
 class Host:
-    """A keeper as a place of copies."""
+    """A keeper, as a place where copies are."""
 
     address: str = ""
     zone: str = ""
     kept: tuple[Holding, ...] = ()
-    """The copies that it listed."""
+    """The copies that the keeper listed."""
     asked: int = 0
-    """The generation after which it listed them."""
+    """The generation after which the keeper listed them."""
 
 
 @dataclass(frozen=True)
@@ -389,33 +392,33 @@ class CopyInventory:
     asked: int = 0
     """The generation after which the keepers were asked to list their copies."""
     answers_until: float = 0.0
-    """An answer to that question is waited for until this time."""
+    """The time until which answers to that question are awaited."""
     unreadable: tuple[NodeId, ...] = ()
-    """Keepers whose copies a member could not read, since the last commit."""
+    """The keepers whose copies a member could not read since the last commit."""
     unreported: int = 0
-    """The generation before, if none of its members is left to say what it had seen: its copies may prove later commits; 0 otherwise."""
+    """The generation before, if none of its members is left to report its commits, so that only copies may prove them; 0 otherwise."""
     buddies: dict[NodeId, NodeId] = field(default_factory=dict)
-    """Maps each node to its buddy, the node whose keeper holds its copies too."""
+    """Maps each node to its buddy, the node whose keeper also holds its copies."""
     copied: Version | None = None
     """The newest version since the generation began that is complete in the host memory of all members."""
     buddied: Version | None = None
     """The newest version since the generation began that is complete at all buddies."""
     protected: tuple[Version | None, Version | None] = (None, None)
-    """``copied`` and ``buddied`` of the generations before."""
+    """The values of ``copied`` and ``buddied`` from earlier generations."""
 
 
 @dataclass(frozen=True)
 class Takeover:
-    """The matters that coordinators before this one have left open, and the causes of their deaths."""
+    """The matters that earlier coordinators have left open, and the events that they could not handle."""
 
     startups: int = 0
-    """The number of coordinators in a row that recorded nothing but their own beginning."""
+    """The number of coordinators in a row that recorded nothing but their own start."""
     stumbles: tuple[str, ...] = ()
-    """The events that coordinators have died of, as :class:`~elastic.protocol.events.Stumbled` names them."""
+    """The events that coordinators could not handle, as :class:`~elastic.protocol.events.Stumbled` names them."""
     blind_until: float = 0.0
     """The time until which a world that no readable journal mentions may still commit."""
     unread: int = 0
-    """Lower bound for the next generation, which is later than this; coordinators with unreadable journals may have used smaller ones."""
+    """Lower bound for the next generation, which is greater than this; coordinators with unreadable journals may have used smaller ones."""
 
 
 # ---- the run
@@ -437,9 +440,9 @@ class RunState:
     watch: Watch = field(default_factory=Watch)
     takeover: Takeover = field(default_factory=Takeover)
     stop: str = ""
-    """The reason for which a stop was asked for; "" if none was."""
+    """The reason why the run is to stop; "" if nobody asked for it."""
     gave_up: str = ""
-    """The reason for which the run ends as failed once it has stopped; "" if it does not."""
+    """The reason why the run ends as failed once it has stopped; "" if it does not."""
 
     @staticmethod
     def begin(
@@ -450,9 +453,10 @@ class RunState:
         generation: int = 0,
         next_worker: int = 1,
     ) -> RunState:
-        """Returns a run at its beginning, or as the bucket knows it.
+        """Returns a new run, or one that begins with what the bucket knows.
 
-        The next generation is later than ``generation`` and than all of ``lineage``.  Versions in ``saved`` off the lineage are left out.
+        The next generation is greater than ``generation`` and than all of ``lineage``.  Versions in ``saved`` that are off the lineage are
+        left out.
         """
         generation = max(generation, *(each for each, _ in lineage), 0)
         history = History(lineage)
@@ -476,7 +480,7 @@ class RunState:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the present generation; None once the generation is settled."""
+        """The plan of the present generation; None if the generation is settled."""
         return self.state.plan if isinstance(self.state, Forming | Running | Stopping | Finishing) else None
 
     @property
@@ -486,7 +490,7 @@ class RunState:
 
     @property
     def next_generation(self) -> int:
-        """The number of the next generation, which nobody has used."""
+        """The number of the next generation, which no coordinator has used."""
         return max(self.generation, self.takeover.unread) + 1
 
     def grants_lease(self, generation: int) -> bool:

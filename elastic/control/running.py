@@ -1,4 +1,4 @@
-"""Running: the world steps, until the target step, a stop, a stall, or growth."""
+"""Running: the world steps until it reaches the target step, is asked to stop, stalls, or grows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def go_on(decision: Decision, state: Running) -> None:
 
 
 def _grow(decision: Decision, plan: Plan) -> None:
-    """Takes in newcomers at a step boundary, several at once rather than one after the other, where that pays."""
+    """Takes in newcomers at a step boundary if that pays; several at once rather than one after the other."""
     run, rules = decision.run, decision.rules
     if len(plan.members) >= rules.max_workers:
         return

@@ -1,9 +1,9 @@
-"""Checkpoints on their way to the bucket, and when one counts.
+"""Saves: the checkpoints on their way to the bucket, and the moment from which one counts.
 
-The members copy the version, and the keepers of their nodes upload the copies.  Only when the parts of all members of the world that began
-the save are in the bucket, and the version is on the lineage, is the manifest written: nothing exists until its manifest does, and no
-manifest counts unless it was asked for.  A member may die meanwhile: its keeper says whether its copy was complete.  A save that lost a
-keeper which still had a part to upload can never be complete and is forgotten.
+The members copy the version, and the keepers of their nodes upload the copies.  The manifest is written only when the version is on the
+lineage and the bucket has the parts of all members of the world that began the save.  A checkpoint does not exist before its manifest does,
+and a manifest counts only if it was asked for.  A member may die meanwhile: its keeper says whether its copy was complete.  If a keeper is
+lost that still had a part to upload, the save can never be complete and is given up.
 
 Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).
 """
@@ -26,7 +26,9 @@ from elastic.protocol.plan import Plan
 
 
 def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
-    """Returns whether the version that ``outcome`` commits is saved.  Journals of older versions do not say so; this is their rule."""
+    """Returns whether the version that ``outcome`` commits is saved.  If the commit does not say so, it is from an older version, with its
+    rule.
+    """
     if outcome.saves is not None:
         return outcome.saves
     if outcome.boundary == SAVE_AND_PAUSE or outcome.step == target_step:
@@ -38,7 +40,7 @@ def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
 
 
 def begin(decision: Decision, outcome: Outcome) -> None:
-    """The members copy the version that ``outcome`` commits; their keepers upload it."""
+    """Begins a save: the members copy the version that ``outcome`` commits, and their keepers upload the copies."""
     run, plan, version = decision.run, decision.plan, Version(outcome.step, outcome.generation)
     if outcome.saves is None:
         return _begin_of_old(decision, version, plan)
@@ -51,7 +53,7 @@ def begin(decision: Decision, outcome: Outcome) -> None:
 
 
 def _begin_of_old(decision: Decision, version: Version, plan: Plan) -> None:
-    """Begins a save in the journal of a version whose members uploaded their parts themselves."""
+    """Begins a save as in journals of older versions, whose members uploaded their parts themselves."""
     known, writable = decision.run.saves.find(version), set(plan.members) <= decision.run.workers.keys()
     if known is None and writable and version not in decision.run.history.saved:
         _put(decision, Saving(version, plan.members))
@@ -60,7 +62,7 @@ def _begin_of_old(decision: Decision, version: Version, plan: Plan) -> None:
 
 
 def begin_again(decision: Decision, plan: Plan) -> None:
-    """Another world holds that version now and copies all of it; a manifest that was asked for already still counts."""
+    """Begins the save of the plan's version again, with the members of a later world.  A manifest that was asked for still counts."""
     known = decision.run.saves.find(plan.version)
     again = Saving(plan.version, plan.members, asked=known is not None and known.asked, by=plan.generation)
     if not by_members(decision.run):
@@ -70,9 +72,9 @@ def begin_again(decision: Decision, plan: Plan) -> None:
 
 
 def tell(decision: Decision) -> None:
-    """Tells all keepers the saves on their way, once a decision: what counts is how they stand at its end.
+    """Tells all keepers which saves are on their way, once in a decision: the saves at its end count.
 
-    Keepers that upload are told also where they are not known to be up: one that comes up meanwhile hears it then.
+    Keepers that have parts to upload are told even if they are not known to be up: one may come up meanwhile.
     """
     run, orders = decision.run, decision.run.saves.orders
     if by_members(run):
@@ -88,7 +90,7 @@ def by_members(run: RunState) -> bool:
 
 
 def without_keeper(decision: Decision, node: NodeId) -> None:
-    """Gives up the saves of which the keeper of ``node``, which is gone or not heard any more, had still to upload a part."""
+    """Gives up the saves of which the keeper of ``node`` had still to upload a part; that keeper is gone or silent."""
     for each in decision.run.saves.pending:
         if each.needs(node):
             _forget(decision, each.version, f"the keeper of node {node[:8]} had still to upload a part of it")
@@ -109,7 +111,7 @@ def shard_saved(decision: Decision, event: ShardSaved) -> None:
 
 
 def _unannounced(decision: Decision, version: Version) -> Saving | None:
-    """Returns a save whose part was reported before its commit, as members did in journals of older versions; None if it is none."""
+    """Returns the save of a part that was reported before its commit, as members of older versions did; None if there is no such save."""
     plan = decision.run.plan
     own = plan is not None and version.generation == plan.generation and version not in decision.run.history.saved
     if plan is None or not own or not set(plan.members) <= decision.run.workers.keys():
@@ -118,7 +120,7 @@ def _unannounced(decision: Decision, version: Version) -> Saving | None:
 
 
 def ask_for_manifests(decision: Decision) -> None:
-    """Asks for the manifests of all saves that are complete and part of the history."""
+    """Asks for the manifests of all saves that are complete and on the lineage."""
     for each in decision.run.saves.pending:
         if each.complete and decision.now >= each.ask_at and decision.run.history.contains(each.version):
             decision.do(CommitManifest(each.version, lineage.cut(decision.run.history.lineage, each.version), each.by))
@@ -142,7 +144,7 @@ def saved(decision: Decision, event: Saved) -> None:
 
 
 def save_failed(decision: Decision, event: SaveFailed) -> None:
-    """A part cannot be written a second time, a manifest can."""
+    """Notes that a part or a manifest was not written.  A manifest is tried again; a part cannot be, so its save is given up."""
     known, committed = decision.run.saves.find(event.version), decision.run.history.contains(event.version)
     if known is None and not committed:
         known = _unannounced(decision, event.version)
@@ -166,9 +168,9 @@ def _forget(decision: Decision, version: Version, why: str) -> None:
 
 
 def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
-    """Returns the saves that need nothing more from the workers that are ``gone``.
+    """Returns the saves that can still become complete without the workers that are ``gone``.
 
-    A save whose manifest was asked for also stays: the manifest may still come, asked for by another coordinator perhaps.
+    A save whose manifest was asked for stays too: the manifest may still come, perhaps because another coordinator asked for it.
     """
     lost = set(gone)
     return Saves(tuple(each for each in saves.pending if each.nodes or each.asked or not lost & (set(each.members) - set(each.reported))))
@@ -183,7 +185,7 @@ def target_is_saved(run: RunState, rules: Rules) -> bool:
 
 
 def damaged(decision: Decision, version: Version, detail: str) -> None:
-    """A damaged checkpoint is never read again; the good one before it takes its place."""
+    """Quarantines a damaged checkpoint, so that it is never read again; the good one before it takes its place."""
     if version in decision.run.history.saved:
         left = tuple(each for each in decision.run.history.saved if each != version)
         decision.know("history", saved=left)

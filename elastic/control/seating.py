@@ -1,7 +1,7 @@
-"""Seating: the members of the next generation, their order, and the state that they begin from.
+"""Seating decides the members of the next generation, their order, and the state from which they begin.
 
-Survivors keep their order and come first, so most slices stay where they are.  The state is the newest version on the lineage that
-the chosen members hold completely, together with the copies in keepers' memory, or that is in the bucket; never a mixture.
+Survivors keep their order and come first, so most slices stay where they are.  The state is the newest version on the lineage that is
+complete in the bucket, or in what the chosen members and the keepers' copies hold together.  Versions are never mixed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from storage.slices import Tensor
 
 @dataclass(frozen=True)
 class Source:
-    """A version and where it comes from: see :class:`~elastic.protocol.plan.Plan`."""
+    """A version and the place it comes from: see :class:`~elastic.protocol.plan.Plan`."""
 
     version: Version
     tier: str
@@ -32,7 +32,7 @@ class Source:
 
 
 def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
-    """Returns the workers that could be members: those of the last world first, in their order."""
+    """Returns the workers that can be members; those of the last world come first, in their order."""
     kind = kind_of(run) if rules.reproducible else ""
     fit = {worker: None for worker, known in run.workers.items() if _fit(run, known, kind)}
     seated = dict.fromkeys(worker for worker in run.members.seats if worker in fit)
@@ -42,7 +42,7 @@ def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
 def kind_of(run: RunState) -> str:
     """Returns the kind that all members must have.
 
-    It is the first world's; before there was one, the most common kind, and of equals the one that came first.
+    It is the first world's kind.  Before there was a world, it is the most common kind; of equally common ones, the one that came first.
     """
     kinds = Counter(worker.kind for worker in run.workers.values() if not worker.unfit) if not run.members.kind else Counter[str]()
     return run.members.kind or max(kinds, key=kinds.__getitem__, default="")
@@ -53,13 +53,13 @@ def _fit(run: RunState, worker: Worker, kind: str) -> bool:
 
 
 def layout_of(workers: int, rules: Rules) -> Layout | None:
-    """Returns the layout of that many workers, or None where they are too few."""
+    """Returns the layout of ``workers`` workers, or None if they are too few."""
     layout = choose(min(workers, rules.max_workers), rules.layout)
     return layout if layout is not None and layout.world >= rules.min_workers else None
 
 
 def make_plan(run: RunState, rules: Rules) -> Plan | None:
-    """Returns the plan of the next generation; None while workers are too few, or no keeper is there to host its store."""
+    """Returns the plan of the next generation; None if there are too few workers, or no keeper to host its store."""
     there = candidates(run, rules)
     layout = layout_of(len(there), rules)
     if layout is None or not run.cluster.keepers:
@@ -102,7 +102,7 @@ def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
 
 
 def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Holding] = ()) -> Source:
-    """Returns the newest version that ``members`` can begin from, also with the copies ``kept``, and the nearest place that has it."""
+    """Returns the newest version that ``members`` can begin from, with the copies ``kept`` or the bucket, and its nearest source."""
     held = held_by(run, members)
     live = newest_covered(held, run.members.classes)
     host = newest_covered([*held, *kept], run.members.classes) if kept else live
@@ -116,7 +116,10 @@ def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Hol
 
 
 def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept: Sequence[Holding] = ()) -> tuple[WorkerId, ...]:
-    """Leaves out those that hold least, from the end, but nobody without whom the newest version is incomplete."""
+    """Returns ``world`` of the workers in ``there``.
+
+    It leaves out those that hold least, the last ones first, but keeps every worker without which the newest version is incomplete.
+    """
     members = list(there)
     while len(members) > world:
         held = held_by(run, members)
@@ -140,7 +143,7 @@ def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept
 
 
 def _spared(copies: Counter[Cell], own: Sequence[Cell], version: Version, classes: tuple[Tensor, ...]) -> bool:
-    """Do the cells of ``version``, with that many copies of each, still make up the state without one worker's ``own``?"""
+    """Returns whether ``version`` stays complete without one worker's cells ``own``; ``copies`` counts the holders of each cell."""
     if all(copies[cell] > 1 for cell in own):
         return True
     left = [cell for cell in copies if copies[cell] > own.count(cell)]
@@ -148,7 +151,7 @@ def _spared(copies: Counter[Cell], own: Sequence[Cell], version: Version, classe
 
 
 def _store_node(run: RunState, members: tuple[WorkerId, ...]) -> NodeId:
-    """Returns the node of a keeper: one that was blamed least, and if possible a member's."""
+    """Returns the node whose keeper hosts the store: one of those blamed least, and among these a member's node if possible."""
     keepers = frozenset(run.cluster.keepers)
     near = dict.fromkeys(node for member in members if (node := run.workers[member].node) in keepers)
     return min((*near, *run.cluster.keepers), key=run.cluster.blamed.count)

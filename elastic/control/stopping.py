@@ -1,11 +1,11 @@
-"""Stopping: how a world is brought to an end, and what becomes of its last step.
+"""Stopping: how a world is ended, and how its last step is decided.
 
 A stop is *planned* when the members agree on a boundary in a commit: nothing is lost.  Otherwise the members are fenced, then the outcome
-of the broken step is decided, and only then is anything aborted.  Both give the same answers, so a planned stop that meets a loss becomes
-the other kind.
+of the broken step is decided, and only then is anything aborted.  Members answer both kinds in the same way, so a planned stop becomes an
+unplanned one when a member is lost.
 
-Nothing is aborted before every member has answered or is certainly out.  Then the outcome is decided once, from all evidence, and what each
-survivor holds is known without asking again.
+Nothing is aborted before every member has answered or is certainly gone.  Then the outcome is decided once, from all evidence.  What each
+survivor holds is known from its answer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elastic.protocol.events import Broken, Fenced, StopRequested
 from elastic.protocol.plan import Plan
 
 LONGER = 1.5
-"""A node that does not answer the fence, as others have, is given up after this many times ``silence_s`` without a beat."""
+"""Factor of ``silence_s``: a node without a beat for that long is given up if only its answers to the fence are missing."""
 
 # ---- why a world stops
 
 
 def stop_requested(decision: Decision, event: StopRequested) -> None:
-    """A clean stop with a save, at the next occasion; a run that waits or steps goes on to say so itself."""
+    """Notes that a clean stop with a save is wanted.  A waiting or running world begins it when the run goes on, and says so then."""
     decision.know(stop=event.reason or "asked for")
     state = decision.run.state
     if isinstance(state, Stopping) and state.planned and state.pending and not state.save:
@@ -38,7 +38,7 @@ def stop_requested(decision: Decision, event: StopRequested) -> None:
 
 
 def broken(decision: Decision, event: Broken) -> None:
-    """A member stands still.  It still has to answer the fence: what it saw of the last commit counts."""
+    """Notes that a member stands still.  The member must still answer the fence, because the last commit that it saw counts."""
     state = decision.run.state
     job_error = _note_failure(decision, event) if event.cause in ("job", "device") else ""
     what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
@@ -59,10 +59,10 @@ def broken(decision: Decision, event: Broken) -> None:
 
 
 def _note_failure(decision: Decision, event: Broken) -> str:
-    """Returns the user's traceback when the job is at fault: the same error came back at the same step, on another worker.
+    """Returns the user's traceback if the job is at fault: the same error came back at the same step, on another worker.
 
-    A device's error may be the job's too: an index out of range breaks one device after the other.  The members move up by one seat, so
-    that another one runs the microbatch the next time.  A single worker tries twice.
+    A device's error may be the job's fault too: an index out of range breaks one device after the other.  The members move up by one seat,
+    so that another worker runs the microbatch the next time.  A single worker tries twice.
     """
     failures, seats, members = decision.run.history.failures, decision.run.members.seats, decision.plan.members
     same = [each for each in failures if (each.signature, each.step) == (event.signature, event.step)]
@@ -75,13 +75,13 @@ def _note_failure(decision: Decision, event: Broken) -> str:
 
 
 def stands_still(decision: Decision, plan: Plan) -> Stall | None:
-    """Returns how the world of ``plan`` stands still and why, as far as that is known; None while it moves."""
+    """Returns the stall of the world of ``plan``, with its cause as far as that is known; None while the world moves."""
     watch, rules = decision.run.watch, decision.rules
     return silence(watch, plan.nodes, decision.now, rules.silence_s) or stall(watch, plan.members, decision.now, rules.stall_s)
 
 
 def unblock(decision: Decision, stalled: Stall) -> None:
-    """Ends a world that stands still: without the culprit where that is known, otherwise the fence will tell."""
+    """Ends a world that stands still.  A known culprit is expelled; otherwise the fence shows which member does not answer."""
     state = decision.run.state
     culprit = (stalled.culprit,) if stalled.culprit else ()
     if not isinstance(state, Stopping):
@@ -94,15 +94,15 @@ def unblock(decision: Decision, stalled: Stall) -> None:
 
 
 def expel(decision: Decision, workers: tuple[WorkerId, ...], cause: str) -> None:
-    """Ends ``workers``, which stand still, and with them the generation."""
+    """Expels ``workers``, which stand still, and stops their generation."""
     membership.expel(decision, workers, cause, examine=True)
     edges.stop(decision, f"{cause}: expel {names(workers)}", expelled=workers)
 
 
 def members_lost(decision: Decision, workers: tuple[WorkerId, ...], sentence: str, *, certain: bool = True) -> None:
-    """``workers`` are gone and no part of the run any more.
+    """Notes that ``workers`` are gone; they are already removed from the run.
 
-    Where that is not certain they count as expelled: they may still act on their leases.
+    If that is not ``certain`` they count as expelled, because they may still act on their leases.
     """
     state, plan = decision.run.state, decision.run.plan
     gone = frozenset(workers).intersection(plan.members) if plan is not None else frozenset()
@@ -123,7 +123,7 @@ def members_lost(decision: Decision, workers: tuple[WorkerId, ...], sentence: st
 
 
 def give_up_the_boundary(decision: Decision) -> None:
-    """The members cannot agree on the boundary any more: the stop is no longer a planned one."""
+    """Turns a planned stop into one with a fence, because the members cannot agree on the boundary any more."""
     decision.amend(planned=False, deadline=decision.now + decision.rules.fence_s)
     state = decision.run.state
     if isinstance(state, Stopping) and state.pending:
@@ -136,7 +136,7 @@ def give_up_the_boundary(decision: Decision) -> None:
 
 
 def fenced(decision: Decision, event: Fenced) -> None:
-    """The member applies nothing more in this generation: what it holds is certain now."""
+    """Takes a member's answer to the fence: it applies nothing more in this generation, so what it holds is certain now."""
     state = decision.run.state
     if isinstance(state, Finishing):
         return
@@ -144,9 +144,9 @@ def fenced(decision: Decision, event: Fenced) -> None:
         edges.stop(decision, f"{event.worker} takes no more part")
         return fenced(decision, event)
     assert isinstance(state, Stopping)
-    if event.generation < state.plan.generation:  # it was left out of this one
+    if event.generation < state.plan.generation:  # it was left out of this generation
         return membership.hold(decision, {event.worker: event.held})
-    if event.worker not in decision.run.workers:  # it died with its answer on the way: what it saw counts, what it held is gone
+    if event.worker not in decision.run.workers:  # it died while its answer was on the way: what it saw counts, what it held is gone
         return commits.all_committed(decision, event.outcomes)
     if event.worker not in state.pending:
         return decision.refuse(f"{event.worker} has answered already")
@@ -176,16 +176,19 @@ def go_on(decision: Decision, state: Stopping) -> None:
 
 
 def _certain(decision: Decision, state: Stopping) -> bool:
-    """Returns whether certainly neither this generation nor one that nobody knows of can commit any more.
+    """Returns whether neither this generation nor an unknown one can commit any more.
 
-    If nobody can be reached, that is certain only once every lease has run out.
+    If no member can be reached, that is certain only once every lease has run out.
     """
     run = decision.run
     return decision.now >= run.takeover.blind_until and (bool(state.answers or state.lost) or decision.now >= run.watch.lease_until)
 
 
 def _expel_the_silent(decision: Decision, state: Stopping) -> Stopping:
-    """Nobody who has not answered by the deadline is waited for, unless nothing at all was heard of the generation."""
+    """Expels the members that have not answered by the deadline.
+
+    If nothing at all was heard of the generation, they are asked again until the leases have run out.
+    """
     pending, generation = state.pending, state.plan.generation
     if not _certain(decision, state):
         decision.amend(deadline=decision.now + decision.rules.fence_s)
@@ -202,11 +205,11 @@ def _expel_the_silent(decision: Decision, state: Stopping) -> Stopping:
 
 
 def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
-    """Gives up nodes of which neither the keeper nor a member is heard, once only their answers to the fence are missing."""
+    """Expels the members on silent nodes, once only their answers to the fence are missing."""
     run, silence_s = decision.run, decision.rules.silence_s
     gone = silent(run.watch, state.plan.nodes, decision.now, LONGER * silence_s, silence_s)
     elsewhere = [worker for worker in state.pending if worker not in run.workers or run.workers[worker].node not in gone]
-    if elsewhere or not _certain(decision, state):  # one whose joining was never read of is fenced too, and its node is not known yet
+    if elsewhere or not _certain(decision, state):  # a worker may be fenced whose join was never read, so its node is unknown
         return state
     answered = frozenset(answer.worker for answer in state.answers)
     there = tuple(worker for worker, known in run.workers.items() if known.node in gone and worker not in answered)
@@ -246,7 +249,7 @@ def _settle(decision: Decision, state: Stopping) -> None:
 
 
 def _as_far_as_another(run: RunState, generation: int) -> bool:
-    """Returns whether it has repeated all that was given up and come no further than the generation that committed it first."""
+    """Returns whether ``generation`` only repeated what was given up: it got no further than the generation that committed it first."""
     return run.step >= run.history.furthest.step and run.history.furthest.generation != generation
 
 

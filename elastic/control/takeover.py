@@ -1,14 +1,14 @@
-"""A coordinator takes over what another has left: it reads the journal, looks who is there, repeats what may not have been heard, goes on.
+"""Takeover: a coordinator continues the run of an earlier one.
 
-The run is read from the journal, never decided again.  What the journal says was decided may not have been performed, so it is done once
-more: every action is safe to do twice.  What was told to the dead coordinator may not have been recorded, so the workers tell it once more.
-So nothing ends because of a coordinator's death: a world that steps is still that world.
+It reads the run from the journal and decides nothing again.  A recorded decision may not have been performed, so its actions are performed
+once more; performing one twice does no harm.  What was told to the dead coordinator may not have been recorded, so the workers repeat it.
+So no world ends because a coordinator dies.
 
-The journal itself may end too early, when its disk and the keepers are gone.  Then a worker that is, or was last, in a later generation
-proves that generation.  It is fenced; its plan says what was committed before it, and the holdings of its members, and of those that it
-left out, say where the run stands.  A member of that generation whose answer is in the journal is asked again: the generation may have been
-settled since.  A still later generation may be cut off together with its coordinator, so that nobody can say anything of it: no world is
-begun until its leases have run out, and the next one gets a number that it cannot have.
+The journal itself may end too early, when its disk and the keepers are gone.  Then a worker that is or was in a later generation proves
+that generation, which is fenced.  Its plan says what was committed before it.  The holdings of its members, and of workers that it left
+out, say where the run stands.  A member of that generation whose answer is in the journal is asked again, because the generation may have
+been settled since.  A still later generation may be cut off together with its coordinator, so that nobody can report it.  So no world
+begins until its leases have run out, and the next generation gets a number that it cannot have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic.protocol.actions import Fence, Form, Go, Kill, Pause
 from elastic.protocol.events import Attached, Beat, Capacity, Event, Kept, Recovered, Renewed, StartFailed, Stumbled, Tick
 
 MAX_DEATHS = 3
-"""Number of coordinators that may die of the same event, or before anything came of their start, before the run gives up."""
+"""Number of coordinators that may die of the same event, or before they made any progress, before the run gives up."""
 STOOD_S = 1.0
 """Delay in seconds above which deadlines are moved; a shorter one makes no difference to them."""
 UNREAD = 100
@@ -54,12 +54,12 @@ def recovered(decision: Decision, event: Recovered) -> None:
 
 
 def stood(decision: Decision, event: Tick) -> None:
-    """Moves all deadlines: meanwhile nobody was asked anything, and nobody was heard."""
+    """Moves all deadlines by ``event.stood_s``: during that time nobody was asked anything, and nobody was heard."""
     run, later_s = decision.run, event.stood_s
     if later_s <= STOOD_S:
         return
     decision.say(f"stood still for {later_s:.1f} s: nobody else would have known what was decided")
-    # Leases that were granted meanwhile are not heard of yet.
+    # leases that were granted meanwhile are not known yet
     granted_until = decision.now + decision.rules.lease_over_s if run.grants_lease(run.generation) else 0.0
     decision.know(
         "watch",
@@ -79,11 +79,13 @@ def stood(decision: Decision, event: Tick) -> None:
 
 
 def _forgive_the_silence(decision: Decision) -> None:
-    """Restarts all deadlines: without a coordinator nobody was heard, and the dead one may have granted leases that nobody knows of."""
+    """Restarts all deadlines: without a coordinator nobody was heard, and the dead one may have granted leases that are not in the
+    journal.
+    """
     run, now, rules = decision.run, decision.now, decision.rules
     lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s)
-    again = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves.pending)  # the keepers have what a manifest is made of
+    again = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves.pending)  # the keepers know which parts are uploaded
     decision.know(watch=watch, saves=Saves(again))
     match run.state:
         case Forming():
@@ -97,9 +99,9 @@ def _forgive_the_silence(decision: Decision) -> None:
 
 
 def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
-    """Removes workers and keepers that are not there, and ends workers that the journal does not know.
+    """Removes workers and keepers that do not exist any more, and kills workers that the journal does not know.
 
-    Those were started or sent away by decisions that were never recorded, or not yet performed.
+    The decisions to start or expel the latter were never recorded, or not yet performed.
     """
     run = decision.run
     found = frozenset(event.workers)
@@ -107,7 +109,7 @@ def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
         membership.start_failed(decision, StartFailed(worker, "there is no such actor"))
     gone, nodes = tuple(worker for worker in run.workers if worker not in found), frozenset(event.keepers)
     membership.remove(decision, gone)
-    for certain in (True, False):  # its node lives, so it is its process that has ended; a node may only be taken for dead
+    for certain in (True, False):  # if the node lives, the process has certainly ended; otherwise the node may only look dead
         if lost := tuple(worker for worker in gone if (run.workers[worker].node in nodes) is certain):
             stopping.members_lost(decision, lost, f"lost (not found): {names(lost)}", certain=certain)
     for keeper in [keeper for keeper in run.cluster.keepers if keeper not in event.keepers]:
@@ -119,9 +121,9 @@ def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
 
 
 def _expect_the_unread(decision: Decision) -> None:
-    """Other coordinators may have gone on out of reach: no world goes on beside theirs, and none is begun under a number of theirs."""
+    """Prepares for coordinators that went on out of reach: no world runs beside theirs, and none gets a number that they may have used."""
     run = decision.run
-    blind_until, skipped = decision.now + decision.rules.lease_over_s, UNREAD * run.incarnation  # earlier ones may have read no more
+    blind_until, skipped = decision.now + decision.rules.lease_over_s, UNREAD * run.incarnation  # earlier ones may have missed as much
     decision.know("takeover", blind_until=blind_until, unread=run.next_generation - 1 + skipped)
     decision.know("members", next_worker=run.members.next_worker + skipped)
     why = "what other coordinators began may be nowhere to be read"
@@ -134,14 +136,16 @@ def _expect_the_unread(decision: Decision) -> None:
 
 
 def _settle_again(decision: Decision, there: Collection[WorkerId]) -> None:
-    """Repeats the latest settlement first: what a member applies because of it belongs to its answer about a later generation."""
+    """Repeats the latest settlement before anything else: a member's answer about a later generation includes what it applies because of
+    it.
+    """
     settled = decision.run.history.settled
     if settled is not None and (members := tuple(each for each in settled.members if each in there)):
         decision.do(replace(settled, members=members))
 
 
 def _say_again(decision: Decision) -> None:
-    """Repeats what was decided last; a member that has heard it already passes it over."""
+    """Repeats the last decision; a member that has heard it already ignores it."""
     match state := decision.run.state:
         case Forming(plan=plan):
             decision.do(Form(plan))
@@ -172,12 +176,12 @@ def attached(decision: Decision, event: Attached) -> None:
     elif decision.now < run.takeover.blind_until and isinstance(run.state, Stopping):
         if plan.generation == run.generation:
             _ask_again(decision, run.state, event.worker)
-        elif event.worker not in run.state.plan.members:  # a later generation left it out, perhaps before it was ever fenced
+        elif event.worker not in run.state.plan.members:  # a later generation left it out, perhaps before it was fenced
             decision.do(Fence(plan.generation, (event.worker,)))
 
 
 def _ask_again(decision: Decision, state: Stopping, worker: WorkerId) -> None:
-    """Asks a member that has answered again: it may have applied since the step that it had prepared."""
+    """Asks a member again that has answered already: it may have applied the prepared step since."""
     answers = tuple(answer for answer in state.answers if answer.worker != worker)
     if answers != state.answers:
         decision.amend(answers=answers, pending=(*state.pending, worker), deadline=decision.now + decision.rules.fence_s)
@@ -188,7 +192,7 @@ def _ask_again(decision: Decision, state: Stopping, worker: WorkerId) -> None:
 
 
 def note_progress(decision: Decision, event: Event) -> None:
-    """Notes that something came of this coordinator's start."""
+    """Notes that this coordinator has made progress since its start."""
     if decision.run.takeover.startups and not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept):
         decision.know("takeover", startups=0)
 
@@ -202,7 +206,7 @@ def stumbled(decision: Decision, event: Stumbled) -> None:
 
 
 def give_up(decision: Decision, why: str) -> None:
-    """Lets the workers save and stop.  If even that is impossible, the coordinator ends everything as it is."""
+    """Makes the workers save and stop.  If even that is impossible, the coordinator ends everything at once."""
     if not decision.run.gave_up:
         decision.know(gave_up=why, stop=decision.run.stop or why)
         decision.say(why)

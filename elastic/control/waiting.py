@@ -1,4 +1,4 @@
-"""Waiting: there is no world, and one is formed as soon as enough workers are there."""
+"""Waiting: there is no world; one is formed as soon as enough workers are there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.ids import WorkerId
 def go_on(decision: Decision, state: Waiting) -> None:
     run, rules = decision.run, decision.rules
     there = candidates(run, rules)
-    begun = run.members.seats or run.takeover.unread  # unread: perhaps by another coordinator, whose journal could not be read
+    begun = run.members.seats or run.takeover.unread  # unread: a coordinator whose journal could not be read may have begun
     if target_is_saved(run, rules):
         edges.end(decision, Finished(), f"finished: step {run.history.saved[-1].step} is in the bucket")
     elif run.stop:
@@ -34,20 +34,20 @@ def go_on(decision: Decision, state: Waiting) -> None:
 
 
 def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> bool:
-    """Returns whether a new world waits for workers on their way; survivors go on at once."""
+    """Returns whether a new world waits for workers that are on their way.  Survivors never wait."""
     fresh = not frozenset(decision.run.members.seats).intersection(there)
     return fresh and (expects_more(decision.run, there, decision.now, decision.rules) or _looks_at_nodes(decision, state))
 
 
 def _looks_at_nodes(decision: Decision, state: Waiting) -> bool:
-    """Returns whether a node that was found is neither in order nor refused yet; the first world begins only after all were checked."""
+    """Returns whether a node is neither approved nor refused yet; the first world begins only after all nodes were checked."""
     cluster = decision.run.cluster
     open_ = [node for node, checked in cluster.nodes.items() if not checked and node not in cluster.refused]
     return bool(open_) and decision.now - state.since < decision.rules.form_s
 
 
 def _only_refused_are_left(decision: Decision, state: Waiting) -> bool:
-    """Returns whether there has been no room from the start, except on refused nodes.  A run that has begun waits on."""
+    """Returns whether nothing can come but workers on refused nodes or of other kinds.  Only a run that has not begun ends for it."""
     run, refused = decision.run, decision.run.cluster.refused
     joined_at = max((worker.joined_at for worker in run.workers.values()), default=0.0)
     refused_at = max((refusal.at for refusal in refused.values()), default=joined_at)

@@ -1,4 +1,4 @@
-"""Actions: all that ``advance`` may ask for.  ``actors/perform.py`` performs them in order; each is safe to do twice."""
+"""Actions: everything that ``advance`` may ask for.  ``actors/perform.py`` performs them in order; performing one twice does no harm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.protocol.plan import Plan
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Starts ``workers``, new processes with ids never used before, on other nodes than those to ``avoid``."""
+    """Starts ``workers`` as new processes whose ids were never used before, on nodes other than those in ``avoid``."""
 
     workers: tuple[WorkerId, ...]
     avoid: tuple[NodeId, ...] = ()
@@ -52,9 +52,10 @@ class Fence:
 
 @dataclass(frozen=True)
 class Settle:
-    """Settles a generation once all members are fenced or expelled.
+    """Settles a generation once all its members are fenced or expelled.
 
-    Each applies ``outcome`` if it has prepared that step (None: it drops the step), then aborts and leaves its groups.
+    A member applies ``outcome`` if it has prepared that step; if ``outcome`` is None, it drops the step.  Then it aborts and leaves its
+    groups.
     """
 
     generation: int
@@ -64,9 +65,9 @@ class Settle:
 
 @dataclass(frozen=True)
 class Kill:
-    """Ends these processes.  This is a wish: only ``Lost`` says that it came true.
+    """Ends these processes.  An order to kill proves nothing: only the event ``Lost`` says that a process is gone.
 
-    With ``examine`` the processes stand still, so it is first found out where they do.
+    ``examine`` says that the processes stand still; where they stand is found out before they are killed.
     """
 
     workers: tuple[WorkerId, ...]
@@ -76,9 +77,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Save:
-    """A version on its way to the bucket: the copies that the members of generation ``by`` made of it.
+    """A version on its way to the bucket, as copied by the members of generation ``by``.
 
-    ``members[i]`` has world rank i of ``layout`` and runs on ``nodes[i]``, whose keeper uploads its part.
+    ``members[i]`` has world rank i of ``layout`` and runs on ``nodes[i]``; the keeper of that node uploads the member's part.
     """
 
     version: Version
@@ -90,10 +91,10 @@ class Save:
 
 @dataclass(frozen=True)
 class Upload:
-    """Tells keepers which saves are on their way.
+    """Tells keepers which saves are on their way to the bucket.
 
-    Each uploads the parts of its node's workers and reports ``ShardSaved`` or ``SaveFailed``.
-    Every other save that began by ``version`` of ``generation`` is over: its upload stops, and its slots may be overwritten.
+    Each keeper uploads the parts of the workers on its node and reports ``ShardSaved`` or ``SaveFailed``.  Any other save that began no
+    later than ``version`` of ``generation`` is over: its upload stops, and its slots may be overwritten.
     """
 
     keepers: tuple[NodeId, ...]
@@ -132,7 +133,8 @@ class ListCopies:
 class Release:
     """Lets keepers free old copies.
 
-    Copies of workers that are gone may be freed if they are older than ``copied``, those of other nodes' workers if older than ``buddied``.
+    A keeper may free copies of workers that are gone if they are older than ``copied``.  It may free copies of workers on other nodes if
+    they are older than ``buddied``.
     """
 
     keepers: tuple[NodeId, ...]

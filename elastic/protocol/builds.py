@@ -1,7 +1,7 @@
-"""Builds: the software and data that a worker has, compared with those that the job was checked with.
+"""Builds: each worker's software and data are compared with those that the job was checked with.
 
-The driver's own build is the reference: it has loaded the model, the loss and the data before anything was started.  A part that
-nobody has named ("") is not compared.  Workers of another *kind* (device, torch, threads) are a different matter: see ``seating.py``.
+The reference is the build of the driver, which loaded the model, the loss and the data before anything was started.  A part that is "" in
+either build is not compared.  Workers of another *kind* (device, torch, threads) are a different matter: see ``seating.py``.
 """
 
 from __future__ import annotations

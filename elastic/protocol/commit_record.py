@@ -1,14 +1,17 @@
-"""The commit of a step: the record that every member puts into one all-gather, and the outcome that all of them conclude from it.
+"""The commit of a step: every member puts one record into an all-gather, and all members conclude the same outcome from the records.
 
-The record is a fixed-size vector of float64 (integers below 2**53 are exact), so that it travels in one small collective
-on any backend and can be filled in on the accelerator.  The collective completes nowhere unless every member's gradients were
-complete: having seen it *is* the commit.  An aborted collective can look complete although it holds garbage, so each record names its
-sender and carries a checksum; one wrong record means that there is no outcome.
+A record is a vector of float64 with a fixed size (integers below 2**53 are exact).  It travels in one small collective on any backend, and
+the accelerator can fill it in.  The collective completes nowhere unless every member's gradients were complete: a member that has seen it
+knows that the step is committed.  An aborted collective can look complete although it holds garbage.  So each record names its sender and
+carries a checksum, and one wrong record means that there is no outcome.
 
     the named fields of a :class:`Head`
     then for each of the member's rounds   [loss sum, token count, sample ids ...]
-    then the checksum: the wrapping 64-bit sum of everything before it, word i as a bit pattern times 2i + 1, so that order counts; first
-    its upper half is mixed into its lower (exclusive or), or two words that differ in their sign alone could change places unseen
+    then the checksum
+
+The checksum is the wrapping 64-bit sum of the words before it.  Word i is its bit pattern times 2i + 1, so that the order counts.  Before
+that, the upper half of the word is mixed into its lower half (exclusive or); without it, two words that differ only in their sign could
+change places unnoticed.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ NO_COPIES = Copied()
 
 
 class Head(NamedTuple):
-    """The named fields that every record begins with.  A new field is a new line here, and a line of what all members make of it."""
+    """The named fields at the beginning of every record.
+
+    A new field needs one line here, and one in :func:`conclude` that says what the members' values mean together.
+    """
 
     magic: float
     incarnation: float
@@ -63,7 +69,7 @@ class Head(NamedTuple):
     world_rank: float
     boundary: float
     finite: float
-    """1 where this member's norm is finite.  The device fills it in, and the next one."""
+    """The value is 1 if this member's norm is finite.  The device fills in this field and ``squared_norm``."""
     squared_norm: float
     copied_through: float
     buddied_through: float
@@ -75,11 +81,11 @@ class Head(NamedTuple):
 
 HEADER = len(Head._fields)
 FROM_DEVICE = Head._fields.index("finite")
-"""Where the two fields begin that the device fills in."""
+"""The index of the first of the two fields that the device fills in."""
 
 
 def head_of(shape: CommitShape, world_rank: int, step: int, boundary: int, copied: Copied = NO_COPIES) -> Head:
-    """Returns the head of a member's record, without what only its device knows."""
+    """Returns the head of a member's record; the device fills in the rest."""
     return Head(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied)
 
 

@@ -1,17 +1,18 @@
-"""The copy schedule: decides which versions are copied to host memory, which of them are saves, and which copies may be overwritten.
+"""The copy schedule: decides which versions are copied to host memory, which copies are saves, and which may be overwritten.
 
-All of it follows from the plan and the commits, so it is the same on every member.  Each member copies its shard beside the next step,
-into one of a few slots.  The world may break at any moment, and then one version must be complete in the slots of *all* members.  So
-members do not choose for themselves: all begin a version or none does, and only once the version begun before is known to be complete
-everywhere.  The slots then hold that one, still complete, and the one being written.  (If each member skipped a copy when it is late, the
-least of the members' newest copies could be a version that some of them never made.)
+All of it follows from the plan and the commits, so it is the same on every member.  Each member copies its shard during the next step, into
+one of a few slots.  The world may break at any moment, and then one version must be complete in the slots of *all* members.  So members do
+not choose for themselves: all of them begin a version or none does.  They begin one only after the version begun before is known to be
+complete everywhere.  The slots then hold the complete version and the one being written.  (If each member skipped copies when it is late,
+the oldest of the members' newest copies could be a version that some of them never made.)
 
 A save is one of these copies, which the keepers also bring to the bucket.  The members agree on it in a commit: it is the first version
 copied at or after the step at which a save is due, and a due save makes a copy due.  Its slot is not overwritten before the save is in the
-bucket or given up.  One slot more than copies need is there for it, also where nothing else is copied.
+bucket or given up.  For this there is one slot more than copies need, even if nothing but saves is copied.
 
-The same holds for buddies: a version goes to them once the one before is known to be complete at all of them.  It must also stay in its own
-slot: when a node dies its buddy has the copy, but whoever had the dead node for a buddy is left with its own.
+The same holds for buddies: a version goes to them once the version before is known to be complete at all of them.  The member must also
+keep that version in its own slot.  When a node dies, its buddy has the dead node's copies; but the nodes whose buddy was the dead node have
+only their own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Events: everything that the coordinator can learn.  All are frozen; each says who reports it and in which generation.
+"""Events: everything that the coordinator can learn.  All are frozen; each says which process reports it and in which generation.
 
-An event is a fact about its sender, never an instruction.  One that carries an older generation is refused by ``advance``.
+An event is a fact about its sender, never an instruction.  ``advance`` refuses an event that carries an older generation.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Here:
-    """The plan of ``generation`` arrived; no collective was begun yet."""
+    """The plan of ``generation`` arrived at the worker; it has not begun a collective yet."""
 
     worker: WorkerId
     generation: int
@@ -262,11 +262,11 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class Recovered:
-    """A coordinator has taken over what the one before it left.  This is its first event; the run before it was read from the journal.
+    """A coordinator has taken over the run from an earlier one.  This is its first event; it has read the state of the run from the
+    journal.
 
-    ``workers`` and ``keepers`` are those whose actors it has found.  Each worker will say where it stands: it sends ``Attached``, and
-    repeats all that it has said before and that may be lost.  If the run is not ``whole``, earlier coordinators may have begun worlds
-    that no readable journal mentions.
+    ``workers`` and ``keepers`` are those whose actors it has found.  Each worker will send ``Attached``, and repeat everything it has said
+    that may be lost.  If the run is not ``whole``, earlier coordinators may have begun worlds that no readable journal mentions.
     """
 
     incarnation: int
@@ -279,8 +279,8 @@ class Recovered:
 class Attached:
     """A worker has heard the new coordinator.
 
-    ``plan`` is that of the generation that it is in, or was in last.  ``stepping`` means that it is still in that generation and was told
-    to go, so all members were ready.
+    ``plan`` is the plan of the generation that the worker is in, or was in last.  ``stepping`` means that the worker is still in that
+    generation and was told to go, so all its members were ready.
     """
 
     worker: WorkerId
@@ -298,7 +298,7 @@ class Stumbled:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time went by.  For ``stood_s`` the last decision was not performed, since its record lay where nobody else would find it."""
+    """Time went by.  For ``stood_s`` seconds no decision was performed, because no other coordinator could have found its record."""
 
     stood_s: float = 0.0
 

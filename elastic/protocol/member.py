@@ -1,17 +1,18 @@
-"""A worker's side of the protocol, as a value: which orders count, what is held, and whether a step may still be applied.
+"""A worker's side of the protocol, as a value: it decides which orders count, what is held, and whether a step may still be applied.
 
-A ``Member`` has no lock, no clock and no tensors.  The time comes in as an argument, by the worker's own clock; memory goes through it
-unseen.  A worker drives it under a lock (``train/apply_fence.py``), the simulator drives the same class in virtual time.
+A ``Member`` has no lock, no clock and no tensors.  The time comes in as an argument, read from the worker's own clock; memory passes
+through without being looked at.  A worker drives it under a lock (``train/apply_fence.py``); the simulator drives the same class in virtual
+time.
 
     idle --enter--> forming --healed--> ready --go--> (prepare --> apply --> applied)* --settle--> leaving --leave--> idle
 
-Five rules make every step one that all members apply or none:
+Five rules ensure that each step is applied by all members or by none:
 
 * A fence bars its generation and every older one: nothing of them is prepared or applied any more, except what a settlement says.
-* The answer to a fence says what is held.  It waits while something could still change that: an update, a settlement, an older world.
-* A member is in one world at a time.  A plan for the next one waits until the present one is left.
-* Nothing is applied on a lease that ran out.  A lease counts from when this member asked, so it ends here before it ends elsewhere.
-* Of two coordinators only the later one is heeded.
+* The answer to a fence says what is held.  It is deferred while that may still change: in an update, a settlement, or an older world.
+* A member is in one world at a time.  A plan for the next world waits until the member has left the present one.
+* Nothing is applied on a lease that ran out.  A lease counts from the member's question, so it ends here before it ends elsewhere.
+* If there are two coordinators, the member obeys only the later one.
 """
 
 from __future__ import annotations
@@ -29,44 +30,50 @@ from elastic.protocol.plan import Plan
 
 
 class Member:
-    """The methods that take an order return whether it counts; one that does not count changes nothing but the fence."""
+    """One worker's state in the protocol.
+
+    Methods that take an order return whether it counts.  An order that does not count changes nothing but the fence.
+    """
 
     def __init__(self, worker: WorkerId, lease_s: float = float("inf")) -> None:
-        """``lease_s``: how long the member may go on after it asked for its lease.  A run without a coordinator has no end of it."""
+        """``lease_s`` is how long the member may go on, in seconds, after it asked for its lease; without a coordinator it is infinite."""
         self.worker, self.lease_s = worker, lease_s
         self.incarnation = 0
-        """The latest coordinator that was heard."""
+        """The incarnation of the latest coordinator heard."""
         self.heard_at = -float("inf")
-        """When the member asked the question that a coordinator answered last."""
+        """The time at which the member asked the last question that a coordinator answered."""
         self.waiting: Plan | None = None
-        """The plan that was taken and not entered yet."""
+        """The plan that was accepted but not entered yet."""
         self.plan: Plan | None = None
-        """The plan of the world the member is in, or was in last."""
+        """The plan of the world that the member is in, or was in last."""
         self.inside = False
         """The member has entered the world of ``plan`` and has not left it."""
         self.fenced = 0
         """The highest generation in which nothing may be prepared or applied any more."""
         self.ready_at: float | None = None
-        """When the shard of the present world was complete."""
+        """The time at which the shard of the present world was complete."""
         self.went = False
-        """The present world was told to step."""
+        """True once the present world was told to step."""
         self.lease_until = -float("inf")
         self.boundary = GO_ON
-        """What this member asks for, in its next commit record, at the boundary after it."""
+        """The request of this member, in its next commit record, for the boundary after that step."""
         self.held: dict[Holding, Any] = {}
-        """What is complete and unharmed, with the memory it is in; the last one is of the present world.  Empty during an update."""
+        """The complete and unharmed state, with its memory; the last entry is that of the present world.  It is empty during an update."""
         self.prepared: int | None = None
-        """The step whose gradients are complete here and not applied."""
+        """The step whose gradients are complete here but not applied."""
         self.applying = False
         self.leaving = False
-        """The present world is settled, and not left yet."""
+        """True while the present world is settled but not left yet."""
         self.outcomes: deque[Outcome] = deque()
-        """Commits applied here that no coordinator has acknowledged, oldest first: evidence, and the ledger of a dead world rank 0."""
+        """The commits that were applied here and that no coordinator has acknowledged, oldest first.
+
+        They are evidence, and they replace the ledger if world rank 0 is dead.
+        """
         self._updated: tuple[Holding, Any] | None = None
         self._settlement: Outcome | None = None
         self._said: list[Event] = []
         self._owed = 0
-        """The generation whose fence is still to be answered; 0: none."""
+        """The generation whose fence is not answered yet; 0 if there is none."""
         self._answered = 0
         """The generation whose fence was answered last."""
 
@@ -77,15 +84,15 @@ class Member:
 
     @property
     def barred(self) -> bool:
-        """The generation is fenced."""
+        """True if the generation is fenced."""
         return self.fenced >= self.generation
 
     # ---- orders
 
     def heed(self, incarnation: int) -> bool:
-        """Whether what the coordinator of ``incarnation`` says counts: not if a later one was heard.
+        """Returns whether the orders of coordinator ``incarnation`` count; they do unless a later coordinator was heard.
 
-        A plan that was not entered is void once there is a new coordinator.  That one may know nothing of it; if it does, it says so again.
+        A new coordinator makes a plan void that was not entered yet.  It may not know of that plan; if it does, it sends the plan again.
         """
         if incarnation < self.incarnation:
             return False
@@ -94,7 +101,7 @@ class Member:
         return True
 
     def form(self, plan: Plan) -> bool:
-        """The world of ``plan`` is to be formed.  The plan waits for :meth:`enter`; a later one takes its place."""
+        """Accepts the order to form the world of ``plan``.  The plan waits for :meth:`enter`; a later plan replaces it."""
         latest = self.generation if self.waiting is None else self.waiting.generation
         if plan.generation <= max(latest, self.fenced):
             return False
@@ -102,9 +109,9 @@ class Member:
         return True
 
     def go(self, generation: int) -> bool:
-        """The world may step: what is held in older layouts is dropped.
+        """Lets the world step and drops the state in older layouts.
 
-        The lease counts from this member's own last word, so that it ends here before it ends for the coordinator.
+        The lease counts from the time at which this member became ready, so that it ends here before it ends for the coordinator.
         """
         if generation != self.generation or self.ready_at is None or self.went or self.barred:
             return False
@@ -114,14 +121,14 @@ class Member:
         return True
 
     def pause(self, generation: int, save: bool) -> bool:
-        """Ask the others, in the next commit record, to stop at the boundary after it."""
+        """Makes the next commit record ask the other members to stop at the boundary after that step."""
         if generation != self.generation or not self.inside:
             return False
         self.boundary = max(self.boundary, SAVE_AND_PAUSE if save else PAUSE)
         return True
 
     def fence(self, generation: int) -> Fenced | None:
-        """Bar ``generation``.  Returns what :meth:`answer` does: the answer, unless it is deferred; an older generation gets none."""
+        """Bars ``generation``.  Returns the answer, or None if it is deferred (see :meth:`answer`) or ``generation`` is an older one."""
         if generation < self.generation:
             return None
         self._bar(generation)
@@ -129,7 +136,7 @@ class Member:
         return self.answer()
 
     def settle(self, generation: int, outcome: Outcome | None) -> bool:
-        """All members of the world are fenced or expelled: apply what :meth:`settles` returns, then leave."""
+        """Begins to leave, since all members of the world are fenced or expelled: first what :meth:`settles` returns is to be applied."""
         self._bar(generation)
         if generation != self.generation or not self.inside or self.leaving:
             return False
@@ -142,7 +149,10 @@ class Member:
     # ---- one world
 
     def enter(self, plan: Plan) -> bool:
-        """Whether the world of ``plan`` is entered now: the plan waits, was not fenced since, and no older world is to be left first."""
+        """Enters the world of ``plan`` and returns True.
+
+        Returns False if the plan does not wait any more, if it was fenced meanwhile, or if the member has not left an older world yet.
+        """
         if plan is not self.waiting or self.inside:
             return False
         self.waiting = None
@@ -154,32 +164,32 @@ class Member:
         return True
 
     def go_on(self, doing: str) -> None:
-        """Raises :class:`FencedOff` if the generation is fenced.  ``doing``: what the member is at, such as "formed"."""
+        """Raises :class:`FencedOff` if the generation is fenced.  ``doing`` names what was under way, such as "formed"."""
         if self.barred:
             raise FencedOff(f"generation {self.generation} was fenced while it was {doing}")
 
     def healed(self, now: float, holding: Holding, memory: Any = None) -> None:
-        """The shard of this world is complete.  Raises :class:`FencedOff` if the generation is fenced.
+        """Notes that the shard of this world is complete.  Raises :class:`FencedOff` if the generation is fenced.
 
-        Whoever has aborted the groups since the fence has made garbage look complete.
+        After a fence, a member may have aborted the groups, which makes garbage look complete.
         """
         self.go_on("healed")
-        self.held.pop(holding, None)  # it is the last one from now on
+        self.held.pop(holding, None)  # it becomes the last entry
         self.held[holding], self.ready_at = memory, now
 
     def prepare(self, step: int) -> None:
-        """The gradients of ``step`` are complete here.  Raises :class:`FencedOff` if the generation is fenced.
+        """Notes that the gradients of ``step`` are complete here.  Raises :class:`FencedOff` if the generation is fenced.
 
-        The answer to the fence said what is prepared; a commit that counts on more must not come to be.
+        The answer to the fence has already said what is prepared, so no commit may count on anything later.
         """
         if self.barred:
             raise FencedOff(f"step {step} of generation {self.generation} was fenced before it was prepared")
         self.prepared = step
 
     def apply(self, outcome: Outcome, now: float, *, settled: bool = False) -> Any:
-        """The update of ``outcome`` begins; returns the memory that it changes.  Raises :class:`FencedOff` if it must not begin.
+        """Begins the update of ``outcome`` and returns the memory that it changes.  Raises :class:`FencedOff` if it must not begin.
 
-        ``settled``: the coordinator decided this outcome after the fence.  Neither the fence nor the lease bars it.
+        ``settled`` means that the coordinator decided this outcome after the fence; then neither the fence nor the lease bars it.
         """
         if not settled and self.barred:
             raise FencedOff(f"step {outcome.step} of generation {self.generation} was fenced before it was applied")
@@ -190,7 +200,7 @@ class Member:
         return self._updated[1]
 
     def applied(self, outcome: Outcome) -> None:
-        """The update is complete: what it changed is the version of ``outcome``, and nothing else is held."""
+        """Ends the update: the changed memory is now the version of ``outcome``, and nothing else is held."""
         assert self._updated is not None
         holding, memory = self._updated
         self.held = {replace(holding, version=Version(outcome.step, outcome.generation)): memory}
@@ -198,14 +208,14 @@ class Member:
         self.outcomes.append(outcome)
 
     def failed(self) -> None:
-        """The update failed: nothing is held, for half an update is no version."""
+        """Notes that the update failed.  Nothing is held any more, because half an update is not a version."""
         self.held, self.applying, self.prepared, self._updated = {}, False, None, None
         self.ready_at = None
 
     def lose(self) -> bool:
-        """The memory is lost, such as with the device: nothing is held.  Returns whether the process may live on.
+        """Notes that the memory is lost, for example with the device: nothing is held.  Returns whether the process may live on.
 
-        It may not once it has answered the fence: the coordinator counts on what the answer said, until it learns that the process ended.
+        It may not if it has answered the fence: the coordinator counts on that answer until it learns that the process has ended.
         """
         if self._answered >= self.generation:
             return False
@@ -213,21 +223,21 @@ class Member:
         return True
 
     def settles(self) -> Outcome | None:
-        """What is to be applied before the world is left: the settled outcome, if exactly that step is prepared here."""
+        """Returns the outcome to apply before the world is left: the settled one, if exactly that step is prepared here; otherwise None."""
         outcome = self._settlement
         return outcome if outcome is not None and outcome.step == self.prepared and self.held else None
 
     def leave(self) -> Fenced | None:
-        """The world is left.  What was prepared and not applied is void.  Returns the answer that waited for this, if one did.
+        """Leaves the world and drops a prepared step that was not applied.  Returns the answer to a fence that waited for this, if any.
 
-        The plan is kept: it proves to a new coordinator that there was this generation.
+        The plan is kept: it proves to a new coordinator that this generation existed.
         """
         self.inside = self.leaving = False
         self.prepared, self._settlement, self._said = None, None, []
         return self.answer()
 
     def answer(self) -> Fenced | None:
-        """The answer to the latest fence, once; None while it is deferred.  To be asked for after an update and after leaving."""
+        """Returns the answer to the latest fence, once; None while it is deferred.  The caller asks after an update and after leaving."""
         older = self.inside and self.generation < self._owed
         if not self._owed or self.applying or self.leaving or older:
             return None
@@ -238,14 +248,14 @@ class Member:
     # ---- the lease
 
     def heard(self, asked_at: float) -> None:
-        """A coordinator answered a question of that time."""
+        """Notes that a coordinator answered a question that was asked at ``asked_at``."""
         self.heard_at = max(self.heard_at, asked_at)
 
     def renewed(self, generation: int, asked_at: float, granted: bool, recorded_step: int) -> None:
-        """The answer to a question for the lease on ``generation``, asked at ``asked_at``.
+        """Takes the answer to this member's question, asked at ``asked_at``, for the lease on ``generation``.
 
-        ``recorded_step``: the coordinator had every commit up to it in its journal when it was at ``generation``; of a later one it says
-        nothing.  The newest commit is kept all the same: the next coordinator's journal may end earlier.
+        The coordinator had every commit up to ``recorded_step`` in its journal while it was at ``generation``; that says nothing of later
+        generations.  The newest commit is kept anyway, because the journal that the next coordinator reads may end earlier.
         """
         self.heard(asked_at)
         while len(self.outcomes) > 1 and self.outcomes[0].step <= recorded_step and self.outcomes[0].generation <= generation:
@@ -254,20 +264,20 @@ class Member:
             self.lease_until = max(self.lease_until, asked_at + self.lease_s)
 
     def forsaken(self, now: float) -> bool:
-        """No coordinator has answered for two leases: the process is of no use any more and ends itself."""
+        """Returns whether no coordinator has answered for two leases; then the process is useless and ends itself."""
         return now > self.heard_at + 2 * self.lease_s
 
     # ---- what is said again
 
     def say(self, event: Event) -> Event:
-        """``event`` is said now, and again to every coordinator that takes over before the world is left."""
+        """Returns ``event``, and repeats it to every coordinator that takes over before the world is left."""
         self._said.append(event)
         return event
 
     def attached(self) -> tuple[Event, ...]:
-        """What a coordinator that took over is told: where this member stands, and all that may have been lost with the one before.
+        """Returns what a new coordinator is told: where this member stands, and everything that may have been lost with the one before.
 
-        The answer to a fence comes last.  Where it is deferred it comes when it is due.
+        The answer to a fence comes last; a deferred answer comes when it is due.
         """
         events: list[Event] = [Attached(self.worker, self.plan, self.inside and self.went and not self.leaving), *self._said]
         if self.plan is not None and self.plan.world_rank(self.worker) == 0:

@@ -1,4 +1,4 @@
-"""The plan of one generation: everything a member must know before it forms the world."""
+"""The plan of one generation holds everything a member must know before it forms the world."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Plan:
     buddy_every: int = 0
     """Number of steps from one copy that goes on to a buddy keeper to the next (0: never)."""
     protected: Version | None = None
-    """The newest version that keepers' copies alone are known to have complete; it must not be overwritten before there is another."""
+    """The newest version that is known to be complete in keepers' copies alone; it must not be overwritten before a newer one is."""
     buddied: Version | None = None
-    """The newest version that was complete at all buddies; it must not be overwritten before there is another either."""
+    """The newest version that was complete at all buddies; it must not be overwritten before a newer one is either."""
     lineage: tuple[tuple[int, int], ...] = ()
-    """The generations that committed the steps up to ``version``; the plan says so because nobody else may be left who knows."""
+    """The generations that committed the steps up to ``version``.  The plan carries it because every other process that knew may be gone.
+    """
 
     def world_rank(self, worker: WorkerId) -> int:
         return self.members.index(worker)

@@ -219,6 +219,7 @@ class Keeper:
 
     def _watch(self) -> None:
         while not self._closed.wait(0.05):
+            self.stock.say_who_lacks_memory()
             for worker, (process, _) in list(self.workers.items()):
                 if process.ended():
                     self.stock.ended(worker)

@@ -165,6 +165,11 @@ class Copies:
         version = version_at(self.plan, step)
         return Copy(version, self.cell) if version is not None else None
 
+    def free(self, slots: Sequence[Copy | None]) -> list[int]:
+        """Returns the slots that hold no protected copy."""
+        kept = (self.copied, self.buddied, self.sent, *self.saving)
+        return [n for n, held in enumerate(slots) if held is None or held not in kept]
+
     def slot(self, slots: Sequence[Copy | None]) -> int | None:
         """Returns the slot for the copy of ``begun``; None if the copy is in a slot already.
 
@@ -173,8 +178,7 @@ class Copies:
         """
         if self.begun is None or self.begun in slots:
             return None
-        kept = (self.copied, self.buddied, self.sent, *self.saving)
-        free = [n for n, held in enumerate(slots) if held is None or held not in kept]
+        free = self.free(slots)
         if not free:
             raise NoRoom(f"no slot is free for {self.begun.version}")
         return min(free, key=lambda n: (-1, -1) if (held := slots[n]) is None else held.age)

@@ -16,9 +16,10 @@ from typing import Any
 
 from elastic.errors import WireError
 from elastic.ids import Cell, NodeId, Version, WorkerId
-from elastic.plan.copy_budget import BUDDY_SLOTS
+from elastic.plan.copy_budget import BUDDY_SLOTS, amount
 from elastic.plan.transfer import Holding
 from elastic.protocol.copy_schedule import Copy, age
+from elastic.state.node_memory import reserve
 from elastic.state.region import Region
 from elastic.state.wire import Listener, Wire
 
@@ -38,6 +39,8 @@ class KeeperStore:
         self._lock = threading.Lock()
         self._own: dict[WorkerId, Region] = {}
         self._dead: set[WorkerId] = set()
+        self._lacking: set[WorkerId] = set()
+        """Workers of which it was said that there is no memory for their copies."""
         self._sent_s: dict[WorkerId, float] = {}
         """Seconds that it takes to bring a copy of each living worker to the buddy: an average in which the last copy counts for half."""
         self._others: dict[WorkerId, Region] = {}
@@ -62,10 +65,32 @@ class KeeperStore:
             self._dead.discard(worker)
 
     def ended(self, worker: WorkerId) -> None:
+        """Gives back what no reader will want of the memory that ``worker``, which is dead, has left.
+
+        That is what its slots hold of torn copies, and of copies that another dead worker has left here too.  So deaths in a row do not
+        fill the node: each leaves at most what no other has left.
+        """
         with self._lock:
-            if worker in self._own:
-                self._dead.add(worker)
-                self._sent_s.pop(worker, None)
+            if worker not in self._own or worker in self._dead:
+                return
+            left, region = {copy for other in self._dead for copy in self._own[other].all_held() if copy}, self._own[worker]
+            for slot, copy in enumerate(region.all_held()):
+                if copy is None or (copy in left and not (region.saving and copy == region.copy("save"))):
+                    region.begin(slot)
+                    region.give_back(slot)
+            self._dead.add(worker)
+            self._sent_s.pop(worker, None)
+
+    def say_who_lacks_memory(self) -> None:
+        """Says once of each worker here that it found no memory for a copy, and that it found some again."""
+        for worker, region in self.regions():
+            lacking = region["lacking"]
+            if lacking and worker not in self._lacking:
+                self._lacking.add(worker)
+                self.say(f"this node has no memory for a copy of {worker} ({amount(lacking)}): training goes on without copies")
+            elif not lacking and worker in self._lacking:
+                self._lacking.discard(worker)
+                self.say(f"this node has memory for copies of {worker} again")
 
     def regions(self) -> list[tuple[WorkerId, Region]]:
         """Returns the regions of this node's workers, dead or alive."""
@@ -142,6 +167,7 @@ class KeeperStore:
         wanted = _wanted(head)
         with self._lock:
             there = [regions[worker] for regions in (self._own, self._others) if worker in regions]
+            there += [self._own[other] for other in sorted(self._dead - {worker})]  # ``ended`` keeps equal copies once
         return next(((region, slot) for region in there if (slot := region.find(wanted)) is not None), None)
 
     def _read(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
@@ -177,6 +203,10 @@ class KeeperStore:
         try:
             slot = min(range(region.slots), key=lambda each: _worth(region.held(each), safe))
             region.begin(slot)
+            region.give_back(slot, head["bytes"])
+            if why := reserve(region, slot, head["bytes"]):
+                self.say(f"this node has no memory for a copy of {worker}, which lives on another node: {why}")
+                raise WireError(f"no memory for a copy of {worker}")
             wire.receive_into(region.digests(slot)[: head["blocks"]].cast("B"))
             wire.receive_into(region.data(slot)[: head["bytes"]])
             if complete := bool(wire.head()["still"]):

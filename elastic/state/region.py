@@ -4,6 +4,12 @@ It is an anonymous file (memfd) that the worker makes and its keeper opens too, 
 nothing is left on the node when both are gone.  A slot is empty while it is written: its header is marked first and last.  Each block
 of a slot has a digest, so that torn or corrupted bytes are never taken for state.
 
+The file is as long as the copies of the largest permitted shard, but that costs nothing: a slot takes memory when it is written, as much
+as its copy needs, and gives back what a larger copy once needed.  So the worker owns a slot's memory for as long as it lives, and its
+keeper after that.  A pool of the keeper's, lent out extent by extent, would spare a new worker the time to take memory anew (four gigabytes
+a second, beside the steps).  But it would hold memory for the largest shard on every node, need a list of extents wherever a copy is
+read, and cut tensors at the borders of extents.
+
     header, a header for each slot | which tensors there are | digests of each slot | slots, page by page
 """
 
@@ -25,7 +31,7 @@ from storage.slices import Tensor, Version, nbytes
 
 NAME = "elastic-copies"
 """Name of the anonymous file."""
-MAGIC = 0x656C617374696334
+MAGIC = 0x656C617374696335
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
 COPIES = ("send", "safe", "save")
@@ -50,6 +56,7 @@ HEADER = (
     "saves",
     "saves_over",
     "save_failed",
+    "lacking",
     *(f"{name}_{part}" for name in COPIES for part in ("step", "generation", *CELL)),
 )
 """``keeper`` is the process that has the region open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us`` is
@@ -57,11 +64,13 @@ how long the node's link is busy when a copy of every worker there is brought to
 counts how often the worker has said what is to be sent; ``brought`` is the last of those that the keeper says its present buddy has.
 ``generation`` is the world that the worker is in; it has ended every copy of earlier ones.  ``saves`` counts the saves that the worker has
 begun; ``saves_over`` is the last of those that the keeper says is in the bucket or given up.  ``save_failed`` is 1 where the worker could
-not copy the newest save."""
+not copy the newest save.  ``lacking`` is the size of the copy for which the worker found no memory, 0 while there is room."""
 TAKEN = 2**26
 """Bytes that are taken from the system at once; for these 20 ms no other thread of this process can map or unmap memory."""
 POPULATE_WRITE = 23
 """Advice for ``madvise`` that takes memory for writing, since Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
+REMOVE = mmap.MADV_REMOVE
+"""Advice for ``madvise`` that gives memory of a file back: for every process that has it open, it is zero from then on."""
 SLOT = ("complete", "step", "generation", "bytes", *CELL)
 
 _madvise = ctypes.CDLL(None).madvise
@@ -122,6 +131,8 @@ class Region:
             raise StateMissing("this is no region of host copies, or one of another version of Elastic")
         self.slots, self.slot_bytes, self.slot_blocks, self._tensors_bytes = sizes
         self._digests_at = PAGE + _pages(self._tensors_bytes)
+        self._reserved = [0] * self.slots
+        """Bytes from the beginning of each slot that this process has taken from the system: only a slot's writer takes memory."""
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = ()) -> Region:
@@ -237,6 +248,23 @@ class Region:
         start, first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), first - first % PAGE
         for at in range(first, last, TAKEN):
             _madvise(start + at, min(TAKEN, last - at), POPULATE_WRITE)
+
+    def lacks(self, slot: int, size: int) -> int:
+        """Returns how many of the first ``size`` bytes of the slot its writer has not taken from the system yet."""
+        return max(_pages(size) - self._reserved[slot], 0)
+
+    def reserve(self, slot: int, size: int) -> None:
+        """Takes the memory of the first ``size`` bytes of the slot.  ``node_memory.reserve`` looks first whether there is room for it."""
+        first = self.data_at(slot)
+        self.take(first + self._reserved[slot], first + size)
+        self._reserved[slot] = max(_pages(size), self._reserved[slot])
+
+    def give_back(self, slot: int, size: int = 0) -> None:
+        """Gives the memory of the slot back to the system, except that of its first ``size`` bytes."""
+        start, kept = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.data_at(slot), _pages(size)
+        if (rest := _pages(self.slot_bytes) - kept) > 0:
+            _madvise(start + kept, rest, REMOVE)
+        self._reserved[slot] = min(kept, self._reserved[slot])
 
     def data(self, slot: int) -> memoryview:
         first = self.data_at(slot)

@@ -27,6 +27,7 @@ from elastic.protocol.commit_record import NO_SAVE, Copied, Outcome
 from elastic.protocol.copy_schedule import NO_SAVES, Copies, Copy, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
+from elastic.state.node_memory import SPARE, free_memory, reserve
 from elastic.state.region import Frame, Region, frame
 from elastic.state.shard import Shard
 from storage.background import begin
@@ -46,6 +47,10 @@ Strike = Callable[[Plan, int, int], None]
 
 def nothing(plan: Plan, world_rank: int, step: int) -> None:
     """Lets the save go on: no test ends this process."""
+
+
+class NoMemory(Exception):
+    """The node has no memory for a copy."""
 
 
 class Snapshots:
@@ -154,10 +159,28 @@ class Snapshots:
     def _copy(self, slot: int, copy: Copy, shard: Shard, saves: bool) -> None:
         """Makes the copy, on the thread."""
         began = time.monotonic()
+        self._make_fit(slot)
         with torch.no_grad():
             self._way.fill(slot, self._parts(slot, shard, saves))
         self.region.finish(slot, copy, self.bytes)
         self._took_s = time.monotonic() - began
+
+    def _make_fit(self, slot: int) -> None:
+        """Makes the slot as large as the copy.  Where the node lacks memory, slots without a protected copy give theirs back first.
+
+        Raises :class:`NoMemory` if there is still too little.
+        """
+        self._way.resize(slot, self.bytes)
+        if why := reserve(self.region, slot, self.bytes):
+            assert self.copies is not None
+            for other in self.copies.free(self.region.all_held()):
+                if other != slot:
+                    self.region.begin(other)
+                    self._way.resize(other, 0)
+            if why := reserve(self.region, slot, self.bytes):
+                self.region["lacking"] = self.bytes
+                raise NoMemory(why)
+        self.region["lacking"] = 0
 
     def _parts(self, slot: int, shard: Shard, saves: bool) -> Iterator[Part]:
         """Yields the parts of ``shard`` that are to be copied, and their places in ``slot``."""
@@ -179,6 +202,9 @@ class Snapshots:
         for attempt in (future.result, again):
             try:
                 return attempt()
+            except NoMemory as error:
+                print(f"no memory for a copy of the state: {error}; training goes on without copies", flush=True)
+                break
             except Exception:  # the step needs no copy
                 traceback.print_exc()
         self.made = None
@@ -204,7 +230,7 @@ class Snapshots:
         sent, asks = (self.copies.sent, self.copies.asks) if self.copies else (None, NO_SAVE)
         over = self._patiently() if asks != NO_SAVE else not self.region.saving
         copied = self.copies is not None and bool(self.copies.plan.copy_every)  # where only saves are copied, none counts as a copy
-        lacking = copied and self.made is None
+        lacking = copied and self.made is None and not self._has_room_again()
         brought = self.region["brought"]
         if sent and brought in (0, self.region["asked"]):
             self.buddied = sent.version if brought else None
@@ -216,6 +242,11 @@ class Snapshots:
             asks,
             int(lacking or not over),
         )
+
+    def _has_room_again(self) -> bool:
+        """Returns whether a copy for which there was no memory would find it now: the next save is then begun, and copies with it."""
+        lacking = self.region["lacking"]
+        return lacking > 0 and free_memory()[0] >= lacking + SPARE
 
     @property
     def bytes(self) -> int:
@@ -234,6 +265,10 @@ class _Plain:
 
     def pin(self, slots: int) -> None:
         """Pins nothing: copies from host memory need no pinned memory."""
+
+    def resize(self, slot: int, size: int) -> None:
+        """Gives back what the slot, which holds no copy, has beyond ``size`` bytes."""
+        self.region.give_back(slot, size)
 
     def computed(self) -> None:
         """Returns at once: no device has work left."""
@@ -274,7 +309,10 @@ class _Pinned:
         start = region.data_at(first) if first else 0
         for slot in range(first, last):
             end = region.data_at(slot) + region.slot_bytes
-            region.take(start, end)  # kernel launches wait while memory is pinned: 24 ms a GiB, ten times that if the memory is new
+            if why := reserve(region, slot, region.slot_bytes):
+                print(f"only {slot} of {region.slots} slots are pinned, copies to others are slow: {why}", flush=True)
+                return
+            # kernel launches wait while memory is pinned: 24 ms a GiB, ten times that if the memory is new
             place = self.memory[start:end].data_ptr()
             code = torch.cuda.cudart().cudaHostRegister(place, end - start, 0)
             if int(code):
@@ -286,6 +324,9 @@ class _Pinned:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, place).atexit = False
             start = region.data_at(slot + 1)
         print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
+
+    def resize(self, slot: int, size: int) -> None:
+        """Gives nothing back: memory stays as long as it is pinned, and a slot is pinned whole, for the largest permitted shard."""
 
     def computed(self) -> None:
         """Waits for all work on the present stream."""

@@ -22,12 +22,13 @@ from elastic.plan.placement import distinct_cells, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.protocol.copy_schedule import SaveRule
 from elastic.protocol.plan import Plan
+from elastic.state.node_memory import alone, copies_here, free_memory
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults, Seat
 from elastic.train.machine.interface import choose
-from elastic.train.machine.limits import alone, copies_here, free_memory, little_lockable, little_shared, lockable_memory, shared_memory
+from elastic.train.machine.limits import little_lockable, little_shared, lockable_memory, shared_memory
 from elastic.train.model import builder_of
 from elastic.train.step import Loss, Session
 from storage.errors import Unavailable

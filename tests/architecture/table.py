@@ -72,6 +72,7 @@ IMPORTS = {
         ("torch",),
     ),
     "elastic.state.region": Row(("elastic.protocol.copy_schedule", "elastic.plan.placement", *NAMES)),
+    "elastic.state.node_memory": Row(("elastic.state.region", "elastic.plan.copy_budget", *NAMES)),
     "elastic.state.wire": Row(("elastic.errors",)),
     "elastic.state.keeper_store": Row(("elastic.state.*", "elastic.protocol.copy_schedule", "elastic.plan.*", *NAMES)),
     "elastic.state.uploads": Row(("elastic.state.*", "elastic.protocol.*", "elastic.plan.*", "storage.checkpoints", *NAMES)),

@@ -14,6 +14,7 @@ import torch
 
 from elastic.engine.optim.base import rule_of
 from elastic.errors import JobError, NoRoomYet
+from elastic.state.node_memory import alone, copies_here, free_memory
 from elastic.state.region import PAGE
 from elastic.train import session
 from elastic.train.counters import Counters
@@ -21,9 +22,6 @@ from elastic.train.faults import Faults
 from elastic.train.machine.limits import (
     SEGMENT,
     SHARED,
-    alone,
-    copies_here,
-    free_memory,
     little_lockable,
     little_shared,
     lockable_memory,

@@ -1,0 +1,101 @@
+"""Measures the memory that a node has left for copies, and takes it for them.
+
+Copies lie in anonymous files (memfd), which count for the cgroup like any memory, but not for the size of /dev/shm.  The system gives such
+memory as it is written, and ends a process by SIGKILL where a limit is passed.  So a slot is written only after :func:`reserve` has looked
+whether there is room, and has taken the memory while no other process of the node looks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from elastic.plan.copy_budget import amount
+from elastic.state.region import NAME, Region
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+FOLDER = Path("/dev/shm")
+"""The folder whose lock :func:`alone` takes: all containers that share memory have it."""
+REGIONS = f"/memfd:{NAME}"
+PATIENCE_S = 30.0
+SPARE = 2**27
+"""Bytes that copies leave free, since training takes memory too, little by little, and nobody asks before it does."""
+VERSIONS = (
+    ("", "", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Names in the two versions of cgroups, 2 and 1: controller, its folder, and the fields for limit, use and reclaimable memory."""
+
+
+def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN) -> tuple[int, str]:
+    """Returns the bytes that may still be taken, and the limit that is reached first: the node's or that of a group of this process."""
+    found = [(1024 * int(_table(meminfo)["MemAvailable:"]), "the node (MemAvailable)")]
+    groups: dict[str, str] = {}
+    with suppress(OSError):  # the kernel has no cgroups
+        groups = {names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())}
+    for controller, folder, limit, used, cached in VERSIONS:
+        mine = Path(next((path for names, path in groups.items() if controller in names.split(",")), "/")).relative_to("/")
+        for group in (cgroup / folder / each for each in (mine, *mine.parents)):
+            with suppress(OSError):  # the group is not visible from here, or has no limit
+                allowed, taken = (group / limit).read_text().strip(), int((group / used).read_text())
+                if allowed.isdigit():
+                    kept = int(allowed) - taken + int(_table(group / "memory.stat").get(cached, "0"))
+                    found.append((kept, f"the container ({limit} = {allowed})"))
+    return min(found)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Excludes other workers of this node, so that two do not count on the same free memory.  It waits at most ``PATIENCE_S`` seconds."""
+    folder, until = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + PATIENCE_S
+    try:
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
+        else:
+            print(f"somebody has looked for memory for {PATIENCE_S:g} s, and holds the lock on {FOLDER}; going on without", flush=True)
+        yield
+    finally:
+        os.close(folder)
+
+
+def copies_here() -> tuple[int, int]:
+    """Returns two sizes of this node's copies, of any run: bytes still to be written, and bytes that only a keeper still holds.
+
+    The second belong to workers of other nodes, or to dead workers; the latter are freed when the next world has newer copies.
+    """
+    sizes, holders = dict[int, tuple[int, int]](), defaultdict[int, set[str]](set)
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # the process is gone, or belongs to another user
+            if os.readlink(entry).startswith(REGIONS):
+                found = os.stat(entry)
+                sizes[found.st_ino] = found.st_size, 512 * found.st_blocks
+                holders[found.st_ino].add(entry.parts[2])
+    coming = sum(max(size - written, 0) for size, written in sizes.values())
+    return coming, sum(written for inode, (_, written) in sizes.items() if len(holders[inode]) == 1)
+
+
+def reserve(region: Region, slot: int, size: int) -> str:
+    """Takes the memory that ``size`` bytes of the slot still lack.  Returns why there is no room for it; "" if it is taken."""
+    if not region.lacks(slot, size):
+        return ""
+    with alone():
+        (free, where), lacking = free_memory(), region.lacks(slot, size)
+        if lacking + SPARE > free:
+            return f"it needs {amount(lacking)} more, and {where} leaves {amount(free)}, of which {amount(SPARE)} stay free"
+        region.reserve(slot, size)
+    return ""
+
+
+def _table(path: Path) -> Mapping[str, str]:
+    """Returns a mapping from the first word of each line to the second."""
+    return {words[0]: words[1] for line in path.read_text().splitlines() if len(words := line.split()) > 1}

@@ -340,7 +340,8 @@ class Coordinators:
     def hear(self, worker: Worker, event: Event) -> None:
         """Delivers a worker's event.
 
-        If the worker is dead, each event is lost with probability 0.5.  A coordinator that is cut off hears the workers that know no later one.
+        If the worker is dead, each event is lost with probability 0.5.  A coordinator that is cut off hears the workers that know no later
+        one.
         """
         if worker.alive or self.sim.rng.random() < 0.5:
             for each in self._heard_by(worker):
@@ -385,7 +386,7 @@ class Coordinators:
     # -- what happens to them -----------------------------------------------------------------------------------------
 
     def suffer(self, kind: Kind, duration_s: float, amount: float) -> None:
-        """Applies a fault to the present coordinator or the next one.  A kill, freeze or cut has no effect if that coordinator is dead already."""
+        """Applies a fault to the present coordinator or the next one.  A dead coordinator cannot be killed, frozen or cut off."""
         present, now = self.present, self.sim.clock.now
         match kind:
             case Kind.COORDINATOR_CLOCK:

@@ -1,4 +1,4 @@
-"""Nodes, their keepers, the workers' processes, the bucket: what the coordinator's actions are performed on."""
+"""Models nodes, their keepers, the workers' processes and the bucket.  The coordinator's actions act on them."""
 
 from __future__ import annotations
 
@@ -36,33 +36,36 @@ if TYPE_CHECKING:
 
 BEAT_S, CAPACITY_S = 0.8, 5.0
 DECLARED_DEAD_S = 8.0
-"""A node that is silent for so long is taken for dead by the cluster's own health checks, and so are its processes."""
+"""Time in seconds after which the cluster's health checks declare a silent node dead, together with its processes."""
 
 
 @dataclass
 class Node:
-    """A machine.  ``keeper``: it runs.  ``declared_dead``: the cluster has given it up; should it wake, it ends itself."""
+    """A node.
+
+    ``keeper`` is True while its keeper runs.  ``declared_dead`` is True once the cluster has given it up: if it wakes, it ends itself.
+    """
 
     name: NodeId
     host: str
-    """The machine: it may come back as another node."""
+    """Name of the machine, which may come back as another node."""
     keeper: bool = True
     frozen_until: float = 0.0
     alive: bool = True
     declared_dead: bool = False
     replica: Replica = field(default_factory=lambda: Replica([]))
-    """Which coordinator its keeper heeds, and what it holds of the journal."""
+    """The coordinator that its keeper obeys, and the keeper's part of the journal."""
     shelf: Shelf = field(default_factory=Shelf)
     buddy: NodeId = NodeId("")  # noqa: RUF009 - a plain string
     uploads: Uploads = field(init=False)
 
 
 class Bucket:
-    """Object storage: which shards are in, which versions have a manifest, which of those cannot be read."""
+    """Object storage.  It knows the shards, the versions with a manifest, and the versions that are damaged."""
 
     def __init__(self) -> None:
         self.shards: dict[Version, dict[int, set[Cell]]] = {}
-        """Of each version, by the generation that wrote them: their layouts differ."""
+        """The shards of each version, by the generation that wrote them, because the layouts of generations differ."""
         self.manifests: set[Version] = set()
         self.damaged: set[Version] = set()
 
@@ -70,12 +73,15 @@ class Bucket:
         self.shards.setdefault(version, {}).setdefault(generation, set()).add(cell)
 
     def by(self, version: Version, generation: int) -> frozenset[Cell]:
-        """The shards that ``generation`` wrote, or the one that committed the version (0)."""
+        """Returns the shards of ``version`` that ``generation`` wrote.  0 means the generation that committed the version."""
         return frozenset(self.shards.get(version, {}).get(generation or version.generation, ()))
 
 
 class Cluster:
-    """``workers``: every process ever started; ``running``: those alive.  ``zombies`` were to be killed and live."""
+    """The cluster.
+
+    ``workers`` has every process that was ever started, and ``running`` the living ones.  ``zombies`` should be dead and are alive.
+    """
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, self.rng, self.clock, self.network = sim, sim.rng, sim.clock, sim.network
@@ -86,11 +92,11 @@ class Cluster:
         self.nodes: dict[NodeId, Node] = {}
         self.misfits: set[NodeId] = set()
         self.given_up: set[NodeId] = set()
-        """Declared dead."""
+        """Nodes that were declared dead."""
         self.sick_stores: set[int] = set()
         self.next_store_sick_until = 0.0
         self.taken = 0
-        """Workers' places that are not ours for a while."""
+        """Number of places for workers that the run may not use for a while."""
         self.errors_raised: list[tuple[int, WorkerId]] = []
         self._numbers = 0
         for _ in range(sim.scenario.nodes):
@@ -98,7 +104,7 @@ class Cluster:
         self.clock.after(0.05, self._offer)
 
     def number(self) -> int:
-        """Never the same twice."""
+        """Returns a number that was never returned before."""
         self._numbers += 1
         return self._numbers
 
@@ -117,7 +123,7 @@ class Cluster:
         return Build(self.nodes[node].host if node in self.nodes else node)
 
     def add_misfit(self) -> None:
-        """Its keeper finds another bucket; until it has said so, workers may be started there."""
+        """Adds a node whose keeper finds another bucket.  Workers may be started there until the keeper has reported this."""
         self.misfits.add(NodeId(f"n{self.number()}"))
         self.look_at_misfits()
 
@@ -130,7 +136,7 @@ class Cluster:
             self.say_surely(node, NodeRefused(node, f"node {node} sees another bucket"))
 
     def say_surely(self, node: NodeId, event: KeeperUp | KeeperLost | NodeRefused | Lost | StartFailed | ShardSaved | SaveFailed) -> None:
-        """Said again and again, by the node or about it, until the coordinator of the day has heard it."""
+        """Sends an event of the node, or about it, that is repeated until the present coordinator has heard it."""
         self.network.send_surely(Way.FROM, node, self.sim.tell_coordinator, event)
 
     def keeper_up(self, node: Node) -> None:
@@ -145,7 +151,7 @@ class Cluster:
         node.keeper = False
         node.shelf, node.buddy, node.uploads = Shelf(), NodeId(""), Uploads(self, node)
         for worker in self.on(node.name):
-            worker.memory.saving = None  # whatever the next keeper does with its memory, it knows of no save
+            worker.memory.saving = None  # the next keeper knows of no save
         self.say_surely(node.name, KeeperLost(node.name, "its process died"))
         self.clock.after(down_s, self.keeper_up, node)
 
@@ -174,7 +180,11 @@ class Cluster:
         self.silent(node, duration_s)
 
     def silent(self, node: Node, duration_s: float) -> None:
-        """Longer than the cluster's health checks allow: it is declared dead while it lives, and ends itself once it hears that."""
+        """Makes the node silent.
+
+        If ``duration_s`` exceeds ``DECLARED_DEAD_S``, the cluster declares the living node dead if another node is left.  The node
+        ends itself when it hears this.
+        """
         if duration_s > DECLARED_DEAD_S and len([n for n in self.nodes.values() if not n.declared_dead]) > 1:
             self.clock.after(DECLARED_DEAD_S, self._declare_dead, node, self.clock.now + duration_s)
 
@@ -193,17 +203,17 @@ class Cluster:
         self.clock.after(1.0 + 4.0 * self.rng.random(), self.add_node)
 
     def shelf(self, node: NodeId) -> Shelf | None:
-        """The memory of its keeper, if that runs."""
+        """Returns the memory of the node's keeper, or None if the keeper does not run."""
         there = self.nodes.get(node)
         return there.shelf if there is not None and there.keeper and there.frozen_until <= self.clock.now else None
 
     def order(self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any) -> None:
-        """To keepers, of a coordinator; they refuse one that has been followed by another."""
+        """Sends a coordinator's order to keepers.  A keeper refuses it if it obeys a later incarnation."""
         for node in nodes:
             self.network.send(Way.TO, node, self._obey, incarnation, node, call, *args)
 
     def order_surely(self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any) -> None:
-        """The same, where no word may be lost on the way: one that stands still hears it afterwards."""
+        """Sends an order like :meth:`order`, but none is lost: a frozen node gets it when it goes on."""
         for node in nodes:
             self.network.send_surely(Way.TO, node, self._obey_at_last, incarnation, node, call, *args)
 
@@ -234,7 +244,7 @@ class Cluster:
         node.buddy = buddy
 
     def store_answers(self, plan: Plan) -> bool:
-        """The generation's store: it dies with its keeper, and may be out of the members' reach."""
+        """Returns whether the store of the generation answers.  The store dies with its keeper, and its members may not reach it."""
         node = self.nodes.get(plan.store_node)
         if self.clock.now < self.next_store_sick_until:
             self.sick_stores.add(plan.generation)
@@ -242,7 +252,7 @@ class Cluster:
         return well and plan.generation not in self.sick_stores
 
     def peers_cut(self, members: tuple[WorkerId, ...]) -> bool:
-        """Does no word go between some of them and the others?"""
+        """Returns whether some members cannot reach the others."""
         nodes = {self.workers[member].node for member in members}
         return len(nodes) > 1 and any(self.network.cut_s(Way.PEER, node) for node in nodes)
 
@@ -250,7 +260,7 @@ class Cluster:
 
     def start(self, names: tuple[WorkerId, ...], avoid: tuple[NodeId, ...]) -> None:
         for name in names:
-            if name in self.workers:  # decided again by a coordinator that does not know whether it was done
+            if name in self.workers:  # a new coordinator repeats the order, because it does not know that it was performed
                 continue
             places = [n.name for n in self.nodes.values() if not n.declared_dead and n.frozen_until <= self.clock.now]
             if self.free <= 0 or not places or self.network.happens(Kind.START_FAILURE):
@@ -264,7 +274,7 @@ class Cluster:
 
     @property
     def free(self) -> int:
-        """Places; zombies take none."""
+        """Number of free places for workers.  A zombie takes none."""
         scenario = self.sim.scenario
         slots = scenario.slots if not scenario.per_node else scenario.per_node * len(self.nodes)
         return slots - self.taken - sum(w.name not in self.zombies for w in self.running)
@@ -287,14 +297,14 @@ class Cluster:
         if (node := self.nodes.get(worker.node)) is not None and node.keeper:
             node.shelf.left[worker.name] = worker.memory.slots
             self.sim.oracle.occasions["a copy is torn by death"] += any(slot and not slot.complete for slot in worker.memory.slots)
-        if worker.node in self.given_up:  # nobody looks any more
+        if worker.node in self.given_up:  # nobody watches this node any more
             return
         word = Lost if worker.joined else StartFailed
         gone = word(worker.name, f"its process ended: {why}")
         self.clock.after(0.02 + (0.1 if self.rng.random() < 0.7 else 2.0) * self.rng.random(), self.say_surely, worker.node, gone)
 
     def kill(self, names: tuple[WorkerId, ...]) -> None:
-        """A wish.  One that does not come true leaves a zombie, which takes nobody's place."""
+        """Tries to kill processes.  If that fails, the process lives on as a zombie, which takes no place."""
         for name in names:
             worker = self.workers.get(name)
             if worker is None or not worker.alive:
@@ -314,7 +324,7 @@ class Cluster:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def supply(self, worker: Worker, plan: Plan) -> str:
-        """Whether ``worker`` gets its shard of the plan's version: "ok", "gone", "down" or "damaged"."""
+        """Returns whether ``worker`` gets its shard of the plan's version: "ok", "gone", "down" or "damaged"."""
         if plan.version == Version(0, 0):
             return "ok"
         if (plan.version, worker.cell) in worker.held:
@@ -331,11 +341,11 @@ class Cluster:
         return "damaged" if plan.version in self.bucket.damaged else "ok"
 
     def bucket_fails(self) -> bool:
-        """One call to the bucket."""
+        """Draws whether one call to the bucket fails."""
         return self.network.happens(Kind.BUCKET_DOWN)
 
     def commit_manifest(self, version: Version, by: int) -> bool:
-        """True when it is in; False when the store refused."""
+        """Writes a manifest.  Returns False if the bucket fails."""
         if self.bucket_fails():
             return False
         check_manifest(version, self.bucket.by(version, by), self.sim.scenario.rows)
@@ -343,7 +353,7 @@ class Cluster:
         return True
 
     def user_error(self, worker: Worker, step: int) -> bool:
-        """Whether the user's code raises: it does on the worker that has the microbatch of the bad sample."""
+        """Returns whether the user's code raises, which it does on the worker that has the microbatch of the bad sample."""
         scenario, world = self.sim.scenario, worker.world
         assert world is not None
         if scenario.error_step != step or (scenario.error_once and self.errors_raised):

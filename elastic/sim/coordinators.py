@@ -1,7 +1,8 @@
-"""The coordinators of a run, one after the other and sometimes two at once: inbox -> advance -> journal -> perform, as in production.
+"""Models the coordinators of a run.  Each works as in production: inbox -> advance -> journal -> perform.
 
-A coordinator that dies or is taken for dead is followed by one of the next incarnation, which reads what the journal still says.  The
-one before may not know it: frozen or cut off, alone or together with nodes, it acts on as long as its authority lets it.
+A coordinator that dies or is taken for dead is followed by a coordinator of the next incarnation, which reads the journal as far as it
+can.  The old coordinator may be alive, frozen or cut off alone or with some nodes, and may not know of its follower.  Then there are two
+coordinators at once, and the old one acts as long as its authority allows it.
 """
 
 from __future__ import annotations
@@ -43,53 +44,56 @@ if TYPE_CHECKING:
 Advance = Callable[[RunState, Event, float, Rules], Transition]
 TICK_S = 1.0
 STUMBLES = 0.3
-"""Share of the coordinators that die because they could not handle an event, and still say so."""
+"""Share of the killed coordinators that fail to handle an event and report this before they die."""
 AGAIN_S = 0.5
-"""How often something is tried again that could not be had."""
+"""Time in seconds between two attempts of an operation that is not possible yet."""
 ATTACH_S = 0.5
-"""How often a coordinator that took over calls a worker that has not answered."""
+"""Time in seconds between two calls of a new coordinator to a worker that has not answered."""
 UNREACHED, UNREACHED_S = 0.5, 3.0
-"""Share of the coordinators cut off that give up the keepers beyond the cut, and after how many seconds at most."""
+"""Share of the cut-off coordinators that give up the keepers they cannot reach, and the longest time in seconds before they do."""
 
 
 class Coordinator:
-    """One incarnation."""
+    """One incarnation of the coordinator."""
 
     def __init__(
         self, sim: Simulation, advance: Advance, incarnation: int, journal: Callable[[Coordinator], Journal], ahead_s: float
     ) -> None:
         self.sim, self.advance, self.incarnation = sim, advance, incarnation
         self.ahead_s = ahead_s
-        """Of its clock before the true time."""
+        """Seconds by which its clock is ahead of the true time."""
         self.alive, self.frozen_until, self.cut_until = True, 0.0, 0.0
         self.side: frozenset[NodeId] = frozenset()
-        """The nodes that are cut off together with it."""
+        """Nodes that are cut off together with this coordinator."""
         self.journal = journal(self)
         self.run = self.journal.run
         self.whole = True
-        """It has read all that the ones before it may have acted on."""
+        """True if it has read every record on which earlier coordinators may have acted."""
         self.acted_to = 0
-        """So many of its records had to be known to whoever follows it, for it acted on the last of them."""
+        """Number of its records that its follower must know, because this coordinator has acted on them."""
         self.attached: set[WorkerId] = set()
-        """Who has answered it."""
+        """Workers that have answered this coordinator."""
         self.uploads = 0
-        """How many times it has told keepers which saves are on their way."""
+        """Number of times that it has told keepers which saves are on their way."""
         self._backlog: list[Event] = []
         self._decided: tuple[RunState, Event, Transition] | None = None
-        """What may not be performed yet: its record lies nowhere where the next coordinator would find it."""
+        """The decision that may not be performed yet, because a follower would not find its record."""
         self._judged: tuple[RunState, Event, Transition] | None = None
-        """What the oracle has judged before it was performed, for a follower had read it."""
+        """The decision that the oracle has judged before it was performed, because a follower has read its record."""
         self._decided_at = 0.0
         self._tries_again = False
 
     @property
     def now(self) -> float:
-        """By its own clock."""
+        """The time by its own clock."""
         return self.sim.clock.now + self.ahead_s
 
     @property
     def counts_from(self) -> float:
-        """From when the deadlines of what it performs now count, by its own clock: to stand still before prolongs them if it was long."""
+        """The time, by its own clock, from which the deadlines of the present actions count.
+
+        This is the time of the decision, or the present time if more than ``STOOD_S`` have passed since the decision.
+        """
         stood_s = self.sim.clock.now - self._decided_at
         return self.now - (stood_s if stood_s <= STOOD_S else 0.0)
 
@@ -99,11 +103,14 @@ class Coordinator:
 
     @property
     def cut(self) -> bool:
-        """Off from the cluster's head, and from all nodes that are not on its side."""
+        """True if it is cut off from the cluster's head.  If it has nodes on its side, it is also cut off from all other nodes."""
         return self.cut_until > self.sim.clock.now
 
     def reaches(self, node: NodeId) -> bool:
-        """Directly: no coordinator reaches the nodes that another one has on its side of a cut."""
+        """Returns whether it reaches ``node``.
+
+        A cut coordinator that has nodes on its side reaches only these, and no other coordinator reaches them.
+        """
         for each in self.sim.coordinators.all:
             if each.cut and ((node in each.side) if each is not self else (each.side and node not in each.side)):
                 return False
@@ -127,7 +134,7 @@ class Coordinator:
         return transition.reason
 
     def go_through_with_it(self) -> None:
-        """Perform what was decided, as soon as that may be."""
+        """Performs the waiting decision if that is allowed now, or else tries again later."""
         if self._decided is None or not self.alive or self.frozen_until > self.sim.clock.now:
             return
         before, event, transition = decided = self._decided
@@ -158,7 +165,7 @@ class Coordinator:
         self.journal.send()
 
     def _try_again(self) -> None:
-        """In a moment, once."""
+        """Schedules one more attempt after ``AGAIN_S``."""
         if not self._tries_again:
             self._tries_again = True
             self.sim.clock.after(AGAIN_S, self._tried_again)
@@ -168,7 +175,10 @@ class Coordinator:
         self.go_through_with_it()
 
     def is_read(self) -> None:
-        """By the one after it: if that read the last record, then what this one decided and has not performed is decided."""
+        """Notes that a follower has read its journal.
+
+        If the follower has read the last record, the decision that waits to be performed is valid, and the oracle judges it now.
+        """
         if self._decided is not None and self._decided is not self._judged and self.journal.read_to == self.journal.disk.end:
             self._judged = self._decided
             if isinstance(self._decided[1], Recovered):
@@ -176,12 +186,12 @@ class Coordinator:
             self.sim.oracle.judge(*self._decided, self)
 
     def depose(self) -> None:
-        """Somebody holds its journal: it is followed by another, and leaves."""
+        """Ends this coordinator, because another one owns the journal."""
         if self.alive:
             self.alive = False
             self.sim.oracle.occasions["a coordinator finds itself deposed"] += 1
             self.sim.tell(f"coordinator {self.incarnation} is deposed")
-            if self is self.sim.coordinators.present:  # by one before it, which wrote once more before it heard of this one
+            if self is self.sim.coordinators.present:  # an older coordinator, which did not know of this one, wrote once more
                 self.sim.clock.after(AGAIN_S, self.sim.coordinators.follow, self)
 
     def thaw(self) -> None:
@@ -190,7 +200,7 @@ class Coordinator:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """What has come meanwhile."""
+        """Handles the events that came while it could not."""
         backlog, self._backlog = self._backlog, []
         for event in backlog:
             self.receive(event)
@@ -205,7 +215,7 @@ class Coordinator:
     # -- taking over ------------------------------------------------------------------------------------------------
 
     def take_over(self, whole: bool) -> None:
-        """Its first event: whose actors it has found."""
+        """Handles its first event, which names the workers and keepers that it has found."""
         self.whole = whole
         cluster = self.sim.cluster
         found = tuple(worker.name for worker in cluster.running if worker.node not in cluster.given_up)
@@ -213,7 +223,7 @@ class Coordinator:
         self.receive(Recovered(self.incarnation, found, keepers, whole))
 
     def _greet(self, event: Recovered) -> None:
-        """It may act from now on."""
+        """Calls the workers and keepers that it has found, because it may act from now on."""
         cluster = self.sim.cluster
         for name in event.workers:
             self.attach(cluster.workers[name])
@@ -224,7 +234,7 @@ class Coordinator:
             self.receive(StopRequested("Ctrl-C"))
 
     def attach(self, worker: Worker) -> None:
-        """Again and again, until it answers, or somebody else decides."""
+        """Calls ``worker`` repeatedly until it answers, or until one of the two no longer acts."""
         if self.acts and worker.alive and worker.name not in self.attached:
             if self.reaches(worker.node):
                 self.sim.network.send(Way.TO, worker.node, worker.receive, worker.order, self.incarnation, worker.attached)
@@ -233,7 +243,10 @@ class Coordinator:
     # -- performing -------------------------------------------------------------------------------------------------
 
     def renew(self, worker: Worker, generation: int, asked_at: float) -> None:
-        """A lease runs from the moment it was asked for, so that the member's end is never later than the coordinator's."""
+        """Answers a request for a lease.
+
+        The lease counts from the moment of the request, so it never ends later for the member than for the coordinator.
+        """
         known = self.journal.run
         granted = worker.name in known.workers and known.grants_lease(generation) and self.journal.holds()
         if granted:
@@ -288,14 +301,17 @@ class Coordinator:
                 self._tell(worker, call.__get__(worker), *args)
 
     def _commit_manifest(self, action: do.CommitManifest) -> None:
-        """The manifest of a coordinator that is gone may still come to be; nobody is told, and it counts for nothing."""
+        """Writes the manifest and reports the result.  If the coordinator is gone, the manifest may still appear, but it has no effect."""
         version = action.version
         done = self.journal.reaches_bucket and self.sim.cluster.commit_manifest(version, action.by)
         self.receive(Saved(version, f"digest of {version}") if done else SaveFailed(version, "store unavailable", action.by))
 
 
 class Coordinators:
-    """``present``: the latest incarnation, whom the world outside speaks to.  ``acting``: the latest that has begun."""
+    """All coordinators of the run.
+
+    ``present`` is the latest incarnation, to which everybody speaks by default.  ``acting`` is the latest one that has begun to act.
+    """
 
     def __init__(self, sim: Simulation, advance: Advance) -> None:
         self.sim, self.advance = sim, advance
@@ -306,7 +322,7 @@ class Coordinators:
         self.all: list[Coordinator] = []
         self.acting: Coordinator
         self.claimed = 1
-        """The highest incarnation in the bucket."""
+        """The highest incarnation that is claimed in the bucket."""
         self.in_bucket = InBucket(RunState.begin(0, 0.0))
         self._begin(Read(RunState.begin(1, 0.0), (), True), 1, 0.0, follows=False)
 
@@ -315,19 +331,23 @@ class Coordinators:
         return self.all[-1]
 
     def begins(self, coordinator: Coordinator) -> None:
-        """The one that acted until now is superseded; what it decided, and this one has read, is decided."""
+        """Makes ``coordinator`` the acting one.  Decisions of older coordinators that it has read are valid."""
         for each in self.all[: self.all.index(coordinator)]:
             each.is_read()
         self.sim.oracle.judge_reading(self.acting, coordinator)
         self.acting = coordinator
 
     def hear(self, worker: Worker, event: Event) -> None:
-        """A worker's word; with the worker dies what had not quite left it.  Who is cut off still hears those that know no other."""
+        """Delivers a worker's event.
+
+        If the worker is dead, each event is lost with probability 0.5.  A coordinator that is cut off hears the workers that know no later
+        one.
+        """
         if worker.alive or self.sim.rng.random() < 0.5:
             for each in self._heard_by(worker):
                 if each.reaches(worker.node):
                     each.receive(event)
-                else:  # it is on the other side of a cut; what a worker says it says again
+                else:  # the worker is on the other side of a cut, and repeats its message
                     self.sim.clock.after(AGAIN_S, self.hear, worker, event)
 
     def renew(self, worker: Worker, generation: int, asked_at: float) -> None:
@@ -336,24 +356,28 @@ class Coordinators:
                 each.renew(worker, generation, asked_at)
 
     def _heard_by(self, worker: Worker) -> list[Coordinator]:
-        """Whom the worker means: the one it has heard last, as long as that lives."""
+        """Returns the coordinators that a worker's message addresses.
+
+        This is the older coordinator that it obeys, if that one acts.  Otherwise these are the coordinators that are cut off together with
+        its node, and if there are none, the present one.
+        """
         known = [each for each in self.all[:-1] if each.acts and each.incarnation == worker.member.incarnation]
         beside = [each for each in self.all[:-1] if each.acts and each.cut and worker.node in each.side]
         return known or beside or [self.present]
 
     def tell(self, event: Event) -> None:
-        """What the cluster tells everybody whom its head reaches; a node's own word, everybody whom the node does."""
+        """Delivers an event to every coordinator in reach: of the node if the node itself sends the event, else of the cluster's head."""
         own = event.node if isinstance(event, Beat | KeeperUp) else None
         for each in self.all:
             if each.reaches(own) if own is not None else not each.cut:
                 each.receive(event)
-            elif each is self.present and not isinstance(event, Beat):  # said to whoever asks next
+            elif each is self.present and not isinstance(event, Beat):  # repeated until the present coordinator hears it
                 self.sim.clock.after(AGAIN_S, self._tell_present, event)
 
     def _tell_present(self, event: Event) -> None:
         present, nodes = self.present, self.sim.cluster.nodes
         if isinstance(event, KeeperLost) and event.node in nodes and nodes[event.node].keeper:
-            return  # there is another keeper by now, and no call of this coordinator to the one before has failed
+            return  # a new keeper runs by now, and no call of this coordinator to the old keeper has failed
         if present.cut or (isinstance(event, KeeperUp) and not present.reaches(event.node)):
             self.sim.clock.after(AGAIN_S, self._tell_present, event)
         else:
@@ -362,7 +386,7 @@ class Coordinators:
     # -- what happens to them -----------------------------------------------------------------------------------------
 
     def suffer(self, kind: Kind, duration_s: float, amount: float) -> None:
-        """Where one starts already, the next fault waits for nobody: it strikes whoever is there."""
+        """Applies a fault to the present coordinator or the next one.  A dead coordinator cannot be killed, frozen or cut off."""
         present, now = self.present, self.sim.clock.now
         match kind:
             case Kind.COORDINATOR_CLOCK:
@@ -388,7 +412,7 @@ class Coordinators:
                 self.sim.clock.after(0.3 * duration_s * self.sim.rng.random(), self.follow, present)
 
     def _cut(self, present: Coordinator, until: float, share: float) -> None:
-        """Off from the head, and together with so many of the nodes from all others: perhaps with its whole world."""
+        """Cuts off ``present`` from the head, together with a ``share`` of the nodes, which may include its whole world."""
         cluster, rng = self.sim.cluster, self.sim.rng
         there = [node for node in cluster.nodes.values() if not node.declared_dead]
         beside = rng.sample(there, round(share * len(there)))
@@ -397,20 +421,21 @@ class Coordinators:
         for node in beside:
             cluster.silent(node, until - self.sim.clock.now)
         if len(beside) == len(there):
-            cluster.add_node()  # so that there is somewhere to go on
+            cluster.add_node()  # the run can go on there
         if rng.random() < UNREACHED:
             for node in there:
                 self.sim.clock.after(UNREACHED_S * rng.random(), self._cannot_reach, present, node.name)
 
     def _cannot_reach(self, coordinator: Coordinator, node: NodeId) -> None:
-        """Its own calls to the keeper fail, so it gives the keeper up, whatever the head would say."""
+        """Makes ``coordinator`` give up a keeper that its calls do not reach.  It does not ask the cluster's head."""
         if not coordinator.reaches(node):
             coordinator.receive(KeeperLost(node, "its process cannot be reached"))
 
     def follow(self, before: Coordinator, disk: bool = False, claimed_at: float | None = None) -> None:
-        """The next incarnation, unless there is one.  ``disk``: it is made where the one before has ended, and finds what that has written.
+        """Begins the next incarnation after ``before``, if none has begun yet.
 
-        While that one may still act on what no other can read, it is waited for: it will not for long.
+        ``disk`` is True if it starts where ``before`` has ended, so that it finds the local records of ``before``.  As long as ``before``
+        may act on records that nobody else can read, the next incarnation waits.
         """
         if before is not self.present:
             return
@@ -426,11 +451,11 @@ class Coordinators:
         how = "" if disk else " with what the keepers have" if read.all else " without what was written last"
         self.sim.oracle.occasions[f"a coordinator takes over{how}"] += 1
         self._begin(read._replace(run=codec.decode_run(codec.encode(read.run))), self.claimed, claimed_at, follows=True)
-        self.sim.clock.after(0.0, self.present.tick)  # its first event is another
+        self.sim.clock.after(0.0, self.present.tick)  # after the event Recovered
         return self.present.take_over(read.all)
 
     def resume(self) -> None:
-        """The same command after a stop: it knows what the newest manifest says, and which numbers were used."""
+        """Resumes the run after a stop.  The new coordinator knows the newest manifest and the numbers that were used."""
         sim, run = self.sim, self.present.run
         version = run.history.saved[-1] if run.history.saved else Version(0, 0)
         known = lineage.cut(run.history.lineage, version)

@@ -1,7 +1,8 @@
-"""Where the records of a coordinator lie: its own disk, its keepers, the bucket; and what travels between them, in virtual time.
+"""Models the places of a coordinator's records, which are its disk, its keepers and the bucket, and the messages between them.
 
-The rules are the product's (``elastic/protocol/authority.py``): this file is what ``actors/journal_replicas.py`` is in production.  It
-carries requests to keepers, which may be dead, frozen, cut off or slow, brings records to the bucket, and asks who has claimed the run.
+The rules are the product's (``elastic/protocol/authority.py``).  This file has the part of ``actors/journal_replicas.py``: it carries
+requests to keepers, which may be dead, frozen, cut off or slow, writes records to the bucket, and asks which
+incarnation has claimed the run.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
 
 SHIP_S = 5.0
-"""Age in seconds at which a record is brought to the bucket, whether or not anybody waits for it."""
+"""Time in seconds between two regular writes of the journal to the bucket."""
 AGAIN_S = 0.5
-"""Seconds after which a call that found its way blocked is tried again."""
+"""Time in seconds after which a call is tried again if its keeper could not be reached."""
 SLOW, SLOW_S = 0.05, 1.5
-"""Share of the calls to keepers that take long, and how many seconds at most."""
+"""Share of the calls to keepers that are slow, and the longest time in seconds that they take."""
 UNSENT = 0.3
-"""Share of the occasions on which the next event comes before the records were sent."""
+"""Probability that records are not sent before the next event comes."""
 
 
 class Record(NamedTuple):
-    """``n``: its number, without gaps over all coordinators of the run.  ``run``: what it says."""
+    """A record of the journal.  ``n`` is its number, without gaps over all coordinators of the run.  ``run`` is its content."""
 
     n: int
     run: RunState
@@ -39,14 +40,17 @@ class Record(NamedTuple):
 
 @dataclass
 class InBucket:
-    """The journal in the bucket: ``end`` is the number of its next record, ``by`` wrote the last one, which says ``run``."""
+    """The journal in the bucket.
+
+    ``end`` is the number of its next record.  ``by`` is the incarnation that wrote the last record, and ``run`` is that record's content.
+    """
 
     run: RunState
     end: int = 0
     by: int = 0
 
     def create(self, records: Sequence[Record], by: int) -> bool:
-        """Adds ``records``; False where somebody else has written the first of them."""
+        """Adds ``records``.  Returns False, and adds none, if another coordinator has written a record with the first number."""
         if records and records[0].n != self.end:
             return False
         for each in records:
@@ -55,12 +59,15 @@ class InBucket:
 
 
 class Read(NamedTuple):
-    """What a follower has read: ``run`` as the newest record says; ``ahead``: the records that the bucket does not have."""
+    """The result of a follower's reading.
+
+    ``run`` is the content of the newest record.  ``ahead`` has the records that the bucket does not have.
+    """
 
     run: RunState
     ahead: Sequence[Record]
     all: bool
-    """It has read all that coordinators before it acted on."""
+    """True if the follower has read every record on which earlier coordinators acted."""
 
 
 @dataclass
@@ -79,26 +86,29 @@ class Disk:
         self.records.append(Record(self.first + len(self.records), run))
 
     def tail(self, at: int) -> tuple[int, int, list[Record]]:
-        """As ``storage.journal.Journal.tail``: where begins what the bucket does not have, and what lies from ``at`` on."""
+        """Returns the first place that the bucket lacks, ``at``, and the records from ``at`` on (``storage.journal.Journal.tail``).
+
+        ``at`` is raised to the first place that the bucket lacks, if it is smaller.
+        """
         at = max(at, self.in_bucket)
         return self.in_bucket, at, self.records[at:]
 
 
 class Journal:
-    """The driver of one coordinator's authority."""
+    """The journal of one coordinator.  It does what the coordinator's :class:`Authority` asks for."""
 
     def __init__(self, sim: Simulation, coordinator: Coordinator, read: Read, first: int, asked_at: float, *, follows: bool) -> None:
-        """``first``: the number of the record that comes next in the bucket.  ``asked_at``: when the run was claimed."""
+        """``first`` is the number of the next record in the bucket.  ``asked_at`` is the time at which the run was claimed."""
         self.sim, self.coordinator = sim, coordinator
         self.disk = Disk(first, list(read.ahead))
         self.run = read.run
         self.read_to = 0
-        """So many of its records have been read by whoever followed it."""
+        """Number of its records that a follower has read."""
         self.authority = authority.Authority(
             coordinator.incarnation, sim.rules.mandate_s, asked_at, read.run.cluster.keepers, read.run, follows=follows
         )
         self._unheard: list[tuple[NodeId, int | None]] = []
-        """Answers that came while it stood still; None: the call failed."""
+        """Answers that came while the coordinator was frozen.  None means that the call failed."""
         self._bucket_cut_until = 0.0
         sim.clock.after(SHIP_S, self._ship_again)
 
@@ -110,14 +120,14 @@ class Journal:
         self.authority.note(self.disk.end, run.cluster.keepers, run)
 
     def send(self) -> None:
-        """Whatever was appended goes to the keepers, now that it has been acted on."""
+        """Sends the appended records to the keepers, except with probability ``UNSENT``."""
         if self.sim.rng.random() >= UNSENT:
             self._send()
 
     def secured(self) -> bool:
-        """May all that was appended be acted on?  Asks whoever is due: the keepers first, then the bucket."""
+        """Returns whether the coordinator may act on all appended records.  Asks the keepers first, and then the bucket if necessary."""
         self._send()
-        self._send()  # a keeper that was made anew has answered where it wants the journal from
+        self._send()  # a new keeper answers the first call with the place from which it needs the journal
         if not self._is_secured() and self.authority.waits_s(self.sim.clock.now) <= 0:
             self.ship()
         return self._is_secured()
@@ -126,11 +136,11 @@ class Journal:
         return self.authority.secured(self.disk.end, self.sim.clock.now)
 
     def holds(self) -> bool:
-        """Does the coordinator's lease hold?"""
+        """Returns whether the coordinator's lease holds."""
         return self.authority.holds(self.sim.clock.now)
 
     def keep_lease(self) -> None:
-        """Asks the cluster's head, which knows the latest coordinator, and the bucket where that is due."""
+        """Asks the cluster's head, which knows the latest coordinator, and also the bucket if that is due."""
         now, claimed = self.sim.clock.now, self.sim.coordinators.claimed
         if not self.coordinator.cut and claimed == self.coordinator.incarnation:
             self.authority.confirmed(now)
@@ -148,7 +158,7 @@ class Journal:
         rng, nodes = self.sim.rng, self.sim.cluster.nodes
         for name, at in self.authority.requests(self.disk.end, self.run.cluster.keepers, self.sim.clock.now):
             node = nodes.get(name)
-            replica = node.replica if node is not None else None  # the keeper that is called, and no other that takes its place
+            replica = node.replica if node is not None else None  # a later keeper of this node must not get this call
             if rng.random() < SLOW:
                 self.sim.clock.after(SLOW_S * rng.random(), self._arrive_late, name, replica, *self.disk.tail(at))
             else:
@@ -162,7 +172,7 @@ class Journal:
             self.coordinator.go_through_with_it()
 
     def _arrive(self, name: NodeId, replica: Replica | None, begin: int, at: int, records: list[Record]) -> None:
-        """A call reaches its keeper, finds that it is gone, or waits until the way is free."""
+        """Delivers a call to its keeper.  The call fails if the keeper is gone, and is tried again if it cannot be reached."""
         node = self.sim.cluster.nodes.get(name)
         if node is None or not node.keeper or node.replica is not replica:
             return self._hear(name, None)
@@ -183,7 +193,7 @@ class Journal:
             self.authority.answered(name, held)
 
     def thaw(self) -> None:
-        """It stood still; now it takes the answers that have come."""
+        """Handles the answers that came while the coordinator was frozen."""
         unheard, self._unheard = self._unheard, []
         for name, held in unheard:
             self._hear(name, held)
@@ -199,11 +209,11 @@ class Journal:
         self._bucket_cut_until = until if bucket else 0.0
 
     def _bucket_answers(self) -> bool:
-        """One call to the bucket."""
+        """Draws whether one call to the bucket succeeds."""
         return self.reaches_bucket and not self.sim.cluster.bucket_fails()
 
     def _put(self) -> bool:
-        """Everything to the bucket; False when it cannot be, or another coordinator has written there."""
+        """Writes all records to the bucket.  Returns False if the bucket fails or another coordinator has written there."""
         if not self._bucket_answers():
             return False
         if not self.sim.coordinators.in_bucket.create(self.disk.records[self.disk.in_bucket :], self.coordinator.incarnation):
@@ -213,13 +223,13 @@ class Journal:
         return True
 
     def ship(self) -> None:
-        """Everything to the bucket, then the question who has claimed the run."""
+        """Writes all records to the bucket, and then asks which incarnation has claimed the run."""
         if self._put() and self._bucket_answers():
             self.authority.in_bucket(self.disk.end, self.sim.clock.now, self.sim.coordinators.claimed)
             self._heed()
 
     def _ship_again(self) -> None:
-        """As the thread of ``storage.journal.Journal`` does, which asks for no claims."""
+        """Writes records regularly, like the thread of ``storage.journal.Journal``.  It does not ask for claims."""
         if self.coordinator.acts:
             self._put()
         if self.coordinator.alive:
@@ -228,9 +238,9 @@ class Journal:
     # -- for whoever comes after ------------------------------------------------------------------------------------
 
     def read_by(self, incarnation: int, disk: bool) -> Read:
-        """What the coordinator of ``incarnation`` can read.  From now on the keepers that it reaches heed it.
+        """Returns what the coordinator of ``incarnation`` can read.  From now on the keepers in reach obey that incarnation.
 
-        ``disk``: also what this coordinator has written on its own.
+        If ``disk`` is True, it also reads the records on this coordinator's disk.
         """
         bucket = self.sim.coordinators.in_bucket
         attached, copies = {}, []
@@ -253,7 +263,7 @@ class Journal:
         return [node for node in there if node.frozen_until <= now and node.name not in cut]
 
     def was_read(self, ahead: Sequence[Record]) -> None:
-        """By a follower: what is in the bucket, and ``ahead``."""
+        """Notes that a follower has read the records in the bucket and ``ahead``."""
         known = {id(each) for each in ahead}
         read = [each.n - self.disk.first + 1 for each in self.disk.records[self.disk.in_bucket :] if id(each) in known]
         self.read_to = max(self.read_to, self.disk.in_bucket, *read)

@@ -1,7 +1,7 @@
-"""Host memory: what a worker copies into its slots, what outlives it with its node's keeper, what goes on to a buddy.
+"""Models host memory: the slots of a worker, the slots that its node's keeper has after its death, and the copies at its buddy.
 
-A copy takes its time and is torn if its writer dies meanwhile.  It ends where it began: the slot is one object, and what was begun in its
-place is another.
+A copy takes time, and stays incomplete if its writer dies meanwhile.  A copy that replaces an older one is a new :class:`Slot` object, so
+an older copy that completes late cannot mark the newer one as complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Slot:
-    """``copy`` is what its header says once it is ``complete``."""
+    """A place for one copy.  It holds ``copy`` once it is ``complete``."""
 
     copy: Copy
     complete: bool = False
@@ -35,19 +35,22 @@ Slots = list[Slot | None]
 
 
 def whole(slots: Slots) -> list[Copy | None]:
-    """What is complete in each."""
+    """Returns the complete copy of each slot, or None."""
     return [slot.copy if slot is not None and slot.complete else None for slot in slots]
 
 
 @dataclass
 class Shelf:
-    """A keeper's memory.  ``left``: the slots of workers that died on its node; ``guests``: those of other nodes' workers."""
+    """A keeper's memory.
+
+    ``left`` has the slots of workers that died on its node.  ``guests`` has the copies of workers on other nodes.
+    """
 
     left: dict[WorkerId, Slots] = field(default_factory=dict)
     guests: dict[WorkerId, Slots] = field(default_factory=dict)
 
     def release(self, copied: Version, buddied: Version) -> int:
-        """Free what is older; how much that was."""
+        """Frees the copies older than ``copied`` in ``left`` and older than ``buddied`` in ``guests``.  Returns how many it freed."""
         freed = 0
         for shelf, needed in ((self.left, copied), (self.guests, buddied)):
             for slots in shelf.values():
@@ -58,17 +61,17 @@ class Shelf:
 
 
 class Memory:
-    """The slots of one worker, and what it does with them."""
+    """The slots of one worker, and its work on them."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.sim = worker, worker.sim
         self.slots: Slots = [None] * slots_for(worker.sim.rules.copy_every, worker.sim.rules.buddy_every)
         self.copies: Copies | None = None
         self.buddied: Copy | None = None
-        """The newest of which the buddy has said that it is complete there."""
+        """The newest copy that is complete at the buddy, as the buddy has confirmed."""
         self.generation = 0
         self.saving: Version | None = None
-        """The newest save that was begun and is neither in the bucket nor given up, as far as the keeper says."""
+        """The newest save that was begun and, according to the keeper, is neither in the bucket nor given up."""
         self.save_rule = SaveRule(worker.sim.rules.save_every, worker.sim.rules.target_step)
 
     # -- what the worker does -------------------------------------------------------------------------------------
@@ -80,7 +83,7 @@ class Memory:
         self._go_on(None)
 
     def committed(self, outcome: Outcome, *, fenced: bool = False) -> None:
-        """A step was applied.  Once fenced a worker begins no copy: what its keeper has said to hold stays there."""
+        """Notes an applied step.  A fenced worker begins no copy, so the copies that its keeper has reported stay in place."""
         assert self.copies is not None
         before, self.copies = self.copies, self.copies.after(outcome)
         if not fenced:
@@ -111,7 +114,7 @@ class Memory:
         self.sim.clock.after(work_s, self.worker.receive, self._complete, slot)
 
     def _make_room(self, copies: Copies) -> None:
-        """The last save of a world has no slot as long as the one before is on its way."""
+        """Tries again to find a slot.  The last save of a world gets none while the save before it is on its way."""
         if self.copies is not copies or self.worker.world is None or copies.begun is None:
             return
         if self.saving is None:
@@ -119,7 +122,7 @@ class Memory:
         self._go_on(None)
 
     def heed(self, keeper: Uploads) -> None:
-        """The keeper was told which saves are on their way."""
+        """Asks ``keeper`` whether the present save is over, and forgets the save if so."""
         if self.saving is not None and keeper.is_over(self.worker.name, self.saving):
             self.saving = None
 
@@ -128,7 +131,7 @@ class Memory:
         self._send(slot.copy)
 
     def through(self) -> Copied:
-        """What it puts into a commit record: the newest steps of this generation that are complete here, and at its buddy."""
+        """Returns its part of a commit record: the newest steps of this generation that are complete here and at its buddy."""
         copies, node = self.copies, self.sim.cluster.nodes.get(self.worker.node)
         if copies is None:
             return NO_COPIES
@@ -142,7 +145,7 @@ class Memory:
         return Copied(through, at_buddy, save=copies.asks, behind=int(behind))
 
     def _now(self, copy: Copy) -> bool:
-        """Is it of this generation: cut as it is cut now, of what it began from or of a later step?"""
+        """Returns whether ``copy`` has the present cell, and is of the version that this generation began from or of one of its steps."""
         assert self.copies is not None
         plan = self.copies.plan
         return copy.cell == self.copies.cell and (copy.version == plan.version or copy.version.generation == plan.generation)
@@ -154,7 +157,10 @@ class Memory:
             self.sim.clock.after(0.1 * self.sim.rng.random(), self._begin_sending, copy)
 
     def _begin_sending(self, copy: Copy) -> None:
-        """The keeper does that, from the same memory; again until it has arrived or another is to go."""
+        """Begins to send ``copy`` to the buddy.  Tries again until it has arrived or a newer copy is to be sent instead.
+
+        In production the keeper does this, from the same memory.
+        """
         if not self.worker.alive or self.copies is None or copy != self.copies.sent:
             return
         cluster, node = self.sim.cluster, self.sim.cluster.nodes.get(self.worker.node)
@@ -170,7 +176,7 @@ class Memory:
         self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._sent, slot, node.buddy, buddy)  # type: ignore[union-attr]
 
     def _sent(self, slot: Slot, buddy: NodeId, shelf: object) -> None:
-        """Whether the last byte was taken by the keeper that took the first one."""
+        """Completes a copy at the buddy, if one keeper took both the first and the last byte.  Otherwise sends it again."""
         if not self.worker.alive or self.sim.cluster.shelf(buddy) is not shelf:
             return self._begin_sending(slot.copy)
         slot.complete = True
@@ -184,7 +190,7 @@ class Memory:
 
 
 def held_at(cluster: Cluster, node: NodeId) -> tuple[Holding, ...]:
-    """All that the keeper of ``node`` has complete: of its node's workers, dead or alive, and of those whose buddy it is."""
+    """Returns the complete copies at the keeper of ``node``: of its node's workers, dead or alive, and of its guests."""
     shelf = cluster.shelf(node)
     if shelf is None:
         return ()

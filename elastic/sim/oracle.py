@@ -1,8 +1,8 @@
-"""What must never happen, judged from outside by one who sees everything.
+"""Judges a simulated run from outside: the oracle sees everything, and raises :class:`Violation` if a promise is broken.
 
-The oracle keeps the truth apart from the coordinator's knowledge: ``parent`` is what was really applied on top of what;
-``evidence``, ``answered``, ``lost``, ``expelled`` are what the coordinator was really told.  It shares no code with the machine it
-judges: coverage of cells, for one, is found row by row.
+The oracle keeps the truth apart from the coordinator's knowledge.  ``parent`` has the version to which each step was really applied.
+``evidence``, ``answered``, ``lost`` and ``expelled`` have what the coordinator was really told.  The oracle shares no code with the machine
+that it judges: for example, it looks row by row whether cells cover a state.
 """
 
 from __future__ import annotations
@@ -56,53 +56,53 @@ class Oracle:
         self.first_commit_at: dict[int, float] = {}
         self.plans: dict[int, Plan] = {}
         self.unread: dict[int, Plan] = {}
-        """Begun by coordinators of whose records those that came after found nothing."""
+        """Plans by generation that were begun by coordinators whose records no later coordinator found."""
         self.headless: set[int] = set()
-        """Generations whose coordinator was followed by another: what the first was told last, only it may know."""
+        """Generations during which a new coordinator took over.  Perhaps only the old one knows the last events."""
         self.plan: Plan | None = None
         self.names: dict[WorkerId, Transition] = {}
-        """Of all processes that were to be started, and the decision that gave each."""
+        """The names of all workers that a coordinator has ordered, each with the decision that gave the name."""
         self.joined: set[WorkerId] = set()
         self.lost: set[WorkerId] = set()
         self.expelled: set[WorkerId] = set()
         self.answered: dict[int, set[WorkerId]] = defaultdict(set)
         self.evidence: dict[int, dict[int, Outcome]] = defaultdict(dict)
         self.told: set[tuple[int, int]] = set()
-        """(step, generation) of each commit that was reported at all, in time or not, be it to a coordinator that was followed."""
+        """The (step, generation) of each commit that was ever reported, late or in time, to any coordinator."""
         self.answered_at: dict[int, int] = defaultdict(int)
-        """By generation: the latest step that one who answered its fence had applied."""
+        """The latest step, by generation, that a worker had applied when it answered the fence."""
         self.leases: dict[WorkerId, float] = {}
-        """Until when each may apply at most, by its own clock."""
+        """The time, by its own clock, until which each worker may apply steps."""
         self.went: set[int] = set()
         self.here: dict[int, set[WorkerId]] = defaultdict(set)
-        """By generation: who said that its plan has arrived."""
+        """The workers, by generation, that have reported that the plan has arrived."""
         self.settled: set[int] = set()
         self.settle: Settle | None = None
-        """The latest: perhaps it has not reached everybody yet."""
+        """The latest settlement, which perhaps has not reached all members yet."""
         self.settlements: dict[int, Outcome | None] = {}
         self.counting: set[Version] = set()
         self.stop_asked = False
         self.startups, self.stumbles = 0, Counter[str]()
-        """Coordinators in a row that came to nothing; what they said they died of."""
+        """Number of coordinators in a row that died before they achieved anything, and the reported reasons for deaths of coordinators."""
         self.occasions: Counter[str] = Counter()
-        """How often the rare things happened: a promise is tested only where it is in danger."""
+        """Number of times that each rare situation happened.  A promise is only tested by situations that endanger it."""
         self.waiting_since: float | None = 0.0
         self.begun = False
-        """Has this life of the run formed a world?"""
+        """True once the run has formed a world since it began or was resumed."""
 
     # -- what workers do ------------------------------------------------------------------------------------------
 
     def granted(self, worker: Worker, asked_at: float) -> None:
-        """``worker`` may have a lease that counts from ``asked_at``, by its own clock."""
+        """Notes that ``worker`` may have a lease that counts from ``asked_at``, by its own clock."""
         self.leases[worker.name] = max(self.leases.get(worker.name, 0.0), asked_at + self.sim.rules.lease_s)
 
     def contributes(self, worker: Worker, step: int) -> None:
-        """``worker`` gives its part of ``step`` to the others: not once it has said what is prepared."""
+        """Checks that ``worker``, which contributes to ``step``, has not answered the fence of its world."""
         if worker.world is not None and worker.answered >= worker.world.generation:
             raise Violation(f"{worker.name} contributes to step {step} after it has answered its fence")
 
     def forgets(self, worker: Worker, outcomes: tuple[Outcome, ...]) -> None:
-        """``worker`` has no evidence of these commits any more: somebody was told of them, and the last one is not among them."""
+        """Checks commits whose evidence ``worker`` forgets: a coordinator was told of each, and none is the last that it applied."""
         for each in outcomes:
             what = f"{worker.name} forgets the commit of step {each.step} of generation {each.generation}"
             if (each.step, each.generation) not in self.told:
@@ -111,9 +111,10 @@ class Oracle:
                 raise Violation(f"{what}, the last it has applied")
 
     def applying(self, worker: Worker, outcome: Outcome, settled: bool) -> None:
-        """``worker`` begins an update: same outcome and same base as everybody, and not committed after a newer world's commit.
+        """Checks an update that ``worker`` begins.
 
-        Unless it is ``settled``, it is not fenced and has a lease.
+        Outcome and base must be those of its world, and the commit must not come after a newer world's commit.  If the update is not
+        part of a settlement (``settled``), the worker must not be fenced and must have a lease.
         """
         world, base = worker.world, worker.version
         assert world is not None
@@ -137,7 +138,7 @@ class Oracle:
     # -- what the coordinator is told, and what it decides ------------------------------------------------------------
 
     def judge(self, before: RunState, event: Event, transition: Transition, by: Coordinator) -> None:
-        """One call of ``advance``, of a coordinator that nobody refused."""
+        """Judges one decision (a call of ``advance``) of the coordinator ``by``."""
         after = transition.run
         for worker in (worker for action in transition.actions if isinstance(action, StartWorkers) for worker in action.workers):
             if self.names.setdefault(worker, transition) is not transition:
@@ -157,7 +158,7 @@ class Oracle:
         for action in transition.actions:
             if isinstance(action, Kill):
                 self._judge_kill(before, action)
-                self.expelled.update(set(action.workers) - self.lost)  # the dead cannot be: what they said stays a fact
+                self.expelled.update(set(action.workers) - self.lost)  # dead workers are not expelled: their reports stay facts
         for action in transition.actions:
             self.settle = action if isinstance(action, Settle) else self.settle
             self._judge_action(before, after, action, transition.reason)
@@ -171,7 +172,7 @@ class Oracle:
             self.waiting_since = (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
 
     def _judge_the_superseded(self, transition: Transition, by: Coordinator) -> None:
-        """It may decide what it likes, as long as it begins and settles nothing of which its follower has not read."""
+        """Checks that a superseded coordinator begins and settles nothing that its follower has not read."""
         self.occasions["a superseded coordinator acts on"] += bool(transition.actions)
         harm = [action for action in transition.actions if isinstance(action, Form | Settle)]
         if harm and by.journal.read_to == by.journal.disk.end:
@@ -180,7 +181,7 @@ class Oracle:
             raise Violation(f"a coordinator that was followed by another performs {harm[0]}")
 
     def judge_reading(self, before: Coordinator, follower: Coordinator) -> None:
-        """``follower`` begins: unless it knows better, it has read all that ``before`` began and settled."""
+        """Checks that ``follower``, if it believes to have read everything, has read every record on which ``before`` acted."""
         if follower.whole and before.acted_to > before.journal.read_to:
             raise Violation(f"coordinator {follower.incarnation} has not read all that coordinator {before.incarnation} acted on")
 
@@ -200,22 +201,22 @@ class Oracle:
                 self.startups += 1
                 self.headless.add(before.generation)
                 known = self.evidence[before.generation]
-                self.evidence[before.generation] = {step: known[step] for step in known if step <= before.step}  # or it is told again
-                self.here.clear()  # what was said to the one before is said again, or lost
+                self.evidence[before.generation] = {step: known[step] for step in known if step <= before.step}  # rest: told again
+                self.here.clear()  # workers report to the new coordinator again, or their reports are lost
                 if before.plan is not None and before.generation not in self.settlements:
                     self.settled.discard(before.generation)  # that it was left is forgotten
-                # That they were put away is forgotten too: it is found again.
+                # The new coordinator may not know that damaged versions were put away.  It finds the damage again.
                 self.counting |= self.sim.cluster.bucket.damaged & set(before.history.saved)
                 if not event.whole:
                     self._forget_the_unread(before)
                 gone = self.joined - set(event.workers)
                 dead = {worker for worker in gone & before.workers.keys() if before.workers[worker].node in event.keepers}
-                self.lost |= dead - self.expelled  # its node would have it, if it lived: what it said before it died is a fact
+                self.lost |= dead - self.expelled  # the keeper answers but the worker is gone, so it is dead, and its reports stay facts
                 self.expelled |= gone - self.lost
                 ours = {*before.workers, *before.members.starting}
-                self.expelled -= ours.intersection(event.workers)  # if one was to be killed, nothing that counts came of it
+                self.expelled -= ours.intersection(event.workers)  # an order to kill one of them had no effect that counts
             case Attached() if (
-                event.worker in before.workers  # else nobody listens to it
+                event.worker in before.workers  # the coordinator ignores all others
                 and event.plan is not None
                 and event.plan.generation in self.unread
                 and event.plan.generation > before.generation
@@ -238,11 +239,11 @@ class Oracle:
                 self.stop_asked = True
 
     def _forget_the_unread(self, run: RunState) -> None:
-        """What another coordinator was told and decided is known no more, as far as nobody can read it.  It happened all the same."""
+        """Moves plans that the new coordinator could not read to ``unread``, and forgets what the old one was told about them."""
         self.unread |= {generation: plan for generation, plan in self.plans.items() if generation > run.generation}
         self.plans = {generation: plan for generation, plan in self.plans.items() if generation <= run.generation}
         self.plan = self.plans.get(run.generation) if run.generation else None
-        self.counting = set(run.history.saved)  # also what was found damaged meanwhile, where the bucket was not told either
+        self.counting = set(run.history.saved)  # may include versions that were found damaged meanwhile
         if run.plan is not None:
             self._forget_what_was_said(run.generation, run)
 
@@ -270,19 +271,19 @@ class Oracle:
                 self.counting.discard(action.version)
 
     def _judge_kill(self, before: RunState, kill: Kill) -> None:
-        """One absent member keeps all from forming: those who are there are not to blame for it."""
+        """Checks that no member that has arrived is expelled because absent members prevented the forming."""
         if isinstance(before.state, Forming) and self.sim.coordinators.acting.now >= before.state.deadline:
             here = self.here[before.generation]
             if (innocent := here & set(kill.workers)) and here < set(before.state.plan.members):
                 raise Violation(f"{min(innocent)} said Here and is expelled because others of generation {before.generation} did not")
 
     def _judge_settle(self, settle: Settle) -> None:
-        """Nothing is aborted before every member is out; evidence is neither dropped nor made up."""
+        """Checks a settlement: every member is fenced or gone before, and evidence is neither dropped nor invented."""
         generation, outcome = settle.generation, settle.outcome
         if generation in self.settlements:
             if self.settlements[generation] != outcome:
                 raise Violation(f"generation {generation} is settled twice: {self.settlements[generation]}, then {outcome}")
-            return  # said again, by a coordinator that took over
+            return  # a coordinator that took over repeats the order
         self.settlements[generation] = outcome
         self._all_out(self.plans[generation], "is settled")
         evidence = self.evidence[generation]
@@ -295,7 +296,7 @@ class Oracle:
             raise Violation(f"step {outcome.step} of generation {generation} is to be applied without evidence")
         if outcome is not None and outcome.step != top:
             raise Violation(f"step {outcome.step} of generation {generation} is to be applied, there is evidence of step {top}")
-        if outcome is not None:  # perhaps nobody has begun the update yet, and yet it will be done
+        if outcome is not None:  # the update will happen, even if no member has begun it yet
             self.parent[Version(top, generation)] = base_of(self.plans[generation], top)
         self.occasions["a step is applied after its world broke"] += outcome is not None
         self.occasions["a prepared step is dropped"] += outcome is None and any(workers[m].member.prepared for m in settle.members)
@@ -308,7 +309,7 @@ class Oracle:
 
     def _judge_form(self, before: RunState, after: RunState, plan: Plan, reason: str) -> None:
         if plan == self.plan:
-            return  # said again, by a coordinator that took over
+            return  # a coordinator that took over repeats the order
         rules, members = self.sim.rules, set(plan.members)
         if plan.generation <= max((*self.plans, *self.unread), default=0):
             raise Violation(f"generation {plan.generation} is begun twice")
@@ -330,7 +331,11 @@ class Oracle:
         self._judge_version(before, after, plan, reason)
 
     def _cannot_commit(self, plan: Plan) -> None:
-        """It was never told to go or has nothing left to do, one member is out for good, or no member has a lease left."""
+        """Checks that the world of ``plan`` can commit nothing more.
+
+        One of these must be true: it was never told to go, it has reached the target step, a member is dead or fenced, or no member
+        has a lease.
+        """
         if plan.generation not in self.went or max(self.evidence[plan.generation], default=plan.version.step) >= self.sim.rules.target_step:
             return
         members = [self.sim.cluster.workers[m] for m in plan.members]
@@ -362,7 +367,10 @@ class Oracle:
         self.occasions["shards are cut anew"] += any(shard_of(cell)[0] != plan.layout.dp_shard for cell in claimed)
 
     def _held_whole(self, before: RunState, keepers: tuple[NodeId, ...]) -> list[Version]:
-        """Versions of the lineage that living, not expelled workers hold whole once told of the settlement, with copies; or the bucket."""
+        """Returns the versions of the lineage that are in the bucket, or whole in the memory of workers and in copies.
+
+        Only living workers that are not expelled count, with what they hold after the settlement has reached them.
+        """
         cells: dict[Version, set[Cell]] = defaultdict(set)
         for version, cell in self.copies.known(before, keepers):
             cells[version].add(cell)
@@ -376,7 +384,7 @@ class Oracle:
         return [v for v in (*whole, *self.counting) if self.on_lineage(v)]
 
     def resumed(self) -> None:
-        """A new incarnation: of the workers there were, none is its own, and nobody has asked it to stop yet."""
+        """Notes that the run is resumed after a stop: no earlier worker belongs to it, and nobody has asked it to stop."""
         self.expelled |= self.joined
         self.stop_asked = self.begun = False
         self.copies.forget()
@@ -385,7 +393,7 @@ class Oracle:
     # -- the truth ------------------------------------------------------------------------------------------------
 
     def chain(self, version: Version) -> list[int]:
-        """The generations that committed steps 1, 2, ... up to ``version``."""
+        """Returns the generations that committed steps 1, 2, ... up to ``version``."""
         generations: list[int] = []
         while version.step:
             generations.append(version.generation)
@@ -393,7 +401,10 @@ class Oracle:
         return generations[::-1]
 
     def on_lineage(self, version: Version) -> bool:
-        """``version`` is what the last plan starts from, came before it, or was committed by its world and not dropped."""
+        """Returns whether ``version`` belongs to the lineage of the last plan.
+
+        It does if the plan starts from it or from a version after it, or if the plan's world committed it and did not drop it.
+        """
         if version == ORIGIN:
             return True
         if self.plan is None or version not in self.parent:
@@ -410,7 +421,10 @@ class Oracle:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def judge_ledger(self, run: RunState) -> None:
-        """Of each step of a finished run the coordinator was told what it consumed, unless nobody who knew could speak any more."""
+        """Checks that the coordinator of a finished run was told what each step consumed.
+
+        A report may be missing only if no worker that answered the fence had applied the step, and a later generation followed.
+        """
         if not isinstance(run.state, Finished):
             return
         for step, generation in enumerate(expanded(run.history.lineage), 1):

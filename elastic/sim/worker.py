@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Phase(StrEnum):
-    """What the worker is at."""
+    """The phase of a worker's work."""
 
     IDLE = "idle"
     FORMING = "forming"
@@ -42,13 +42,13 @@ class Phase(StrEnum):
     PREPARED = "prepared"
     APPLYING = "applying"
     STANDING = "standing"
-    """It cannot go on, says so, and waits to be fenced."""
+    """The worker cannot go on, reports this, and waits for a fence."""
     DONE = "done"
-    """It has nothing left to do in this world: the target step, or an agreed boundary."""
+    """The worker has nothing left to do in this world: it has reached the target step or an agreed boundary."""
 
 
 class Worker(Process):
-    """``held`` is the truth about what its memory holds: (version, cell)."""
+    """A worker.  ``held`` has the (version, cell) pairs that its memory really holds."""
 
     def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
         super().__init__(sim, name, node)
@@ -57,12 +57,12 @@ class Worker(Process):
         self.phase = Phase.IDLE
         self.held: set[tuple[Version, Cell]] = set()
         self.garbage: set[tuple[Version, Cell]] = set()
-        """The part of ``held`` that came out of a collective which somebody had aborted."""
+        """The part of ``held`` that is the result of an aborted collective."""
         self.cell = Cell("")
         self.answered = 0
-        """The generation whose fence it has answered last."""
+        """The generation of the last fence that it has answered."""
         self.newest: tuple[int, int] | None = None
-        """The step, and its generation, that it has applied last."""
+        """The (step, generation) that it has applied last."""
         self._planned_at = 0.0
         self.progress: Progress | None = None
         self.memory = Memory(self)
@@ -86,14 +86,14 @@ class Worker(Process):
         return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.classes, self.sim.cluster.build_of(self.node))
 
     def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
-        """From a coordinator, or its answer to a question."""
+        """Obeys an order or an answer of a coordinator, or refuses it if the coordinator's incarnation is too old."""
         if self.member.heed(incarnation):
             call(*args)
         else:
             self.sim.oracle.occasions["an order of an older incarnation is refused"] += 1
 
     def attached(self) -> None:
-        """A coordinator has taken over: where this worker stands, and all that may have been told to nobody."""
+        """Reports to a new coordinator the state of this worker, and all events that perhaps no coordinator has heard."""
         if not self.joined:
             return
         self.report(self.introduction)
@@ -107,7 +107,7 @@ class Worker(Process):
             self._enter()
 
     def _enter(self) -> None:
-        """The world of the plan that waits, if that may be entered now."""
+        """Enters the world of the waiting plan, if that is allowed now."""
         plan = self.member.waiting
         if plan is None or not self.member.enter(plan):
             return
@@ -149,7 +149,7 @@ class Worker(Process):
                 self._whole()
 
     def _whole(self, *, garbage: bool = False) -> None:
-        """Its shard of the plan's version, in the plan's layout, is in its memory, or looks as if it were."""
+        """Notes that its shard of the plan's version is in its memory.  With ``garbage`` the shard only looks complete."""
         assert self.world is not None
         slot = (self.world.plan.version, self.cell)
         if not self._may(self.member.healed, self.now, Holding(self.name, *slot)):
@@ -161,9 +161,10 @@ class Worker(Process):
         self.post(self.member.say(Ready(self.name, self.world.generation)))
 
     def garbled(self) -> None:
-        """Somebody aborted the groups, and the collective it waits for looks complete; what it brought is garbage.
+        """Handles a collective that looks complete because somebody aborted the groups, and whose result is garbage.
 
-        Commit records carry a checksum.  Slices that come while healing do not: only a fence that came before tells.
+        A commit record has a checksum, so the worker notices.  A slice that arrives during healing has none: only an earlier fence prevents
+        its use.
         """
         self.sim.oracle.occasions["a collective completes with garbage"] += 1
         if self.phase is Phase.HEALING:
@@ -178,7 +179,7 @@ class Worker(Process):
         version = self.world.plan.version
         self.held = {(version, self.cell)}
         check_start(self)
-        self._renew()  # at once: its Ready, from which the lease counts, may be long ago
+        self._renew()  # at once: the lease counts from Ready, which may be long ago
         self.memory.enter(self.world.plan)
         self._start_step()
 
@@ -297,7 +298,7 @@ class Worker(Process):
         self._enter()
 
     def _keep_lease(self) -> None:
-        """Ask while the coordinator answers; a worker that nobody answers for two leases ends itself."""
+        """Asks for the lease regularly.  A worker that gets no answer for the time of two leases ends itself."""
         if self.member.forsaken(self.now):
             return self.end("no coordinator answers")
         self._renew()
@@ -307,7 +308,7 @@ class Worker(Process):
         self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.renew, self, self.member.generation, self.now)
 
     def renewed(self, generation: int, asked_at: float, granted: bool, recorded_step: int) -> None:
-        """The coordinator's answer to a renewal."""
+        """Handles the coordinator's answer to a request for the lease."""
         before = tuple(self.member.outcomes)
         self.member.renewed(generation, asked_at, granted, recorded_step)
         self.sim.oracle.forgets(self, before[: len(before) - len(self.member.outcomes)])
@@ -315,12 +316,16 @@ class Worker(Process):
     # -- going wrong ----------------------------------------------------------------------------------------------
 
     def peer_lost(self) -> None:
-        """A collective failed under it."""
+        """Handles the failure of a collective."""
         if self.phase in (Phase.FORMING, Phase.HEALING, Phase.PREPARED) and not self.member.leaving:
             self._break("peer", "connection closed by peer")
 
     def raises(self, point: Point | None, cause: str = "job") -> None:
-        """Something raised: in a save only its part is missing; in the midst of an update, or without its device, it holds nothing."""
+        """Handles an error that was raised at ``point``.
+
+        An error in a save only means that its part of the save is missing.  After an error during an update, or of its device, the worker
+        holds nothing.
+        """
         if self.world is None or self.phase is Phase.STANDING or (point is Point.SAVE and cause == "job"):
             return
         if point is Point.IN_UPDATE or self.phase is Phase.APPLYING:
@@ -336,7 +341,7 @@ class Worker(Process):
             self._follow_settlement()
 
     def _may(self, decide: Callable[..., object], *args: Any, **named: Any) -> bool:
-        """Whether the member lets it go on."""
+        """Returns whether ``decide``, a method of the member, lets the worker go on."""
         try:
             decide(*args, **named)
         except FencedOff as off:
@@ -352,13 +357,13 @@ class Worker(Process):
         self._complain(broken)
 
     def _complain(self, broken: Broken) -> None:
-        """Again and again, for one message may be lost."""
+        """Reports that it is broken, again and again until it is fenced, because a message may be lost."""
         if not self.member.barred:
             self.post(broken)
             self.later(4.0, self._complain, broken)
 
     def held_after(self, settle: Settle | None) -> set[tuple[Version, Cell]]:
-        """What it will hold once ``settle`` has reached it."""
+        """Returns what it will hold after it has received ``settle``."""
         told = settle is not None and self.name in settle.members and self._generation() == settle.generation
         if settle is None or settle.outcome is None or not told or self.member.prepared != settle.outcome.step:
             return self.held

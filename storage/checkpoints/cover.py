@@ -10,7 +10,7 @@ from storage.errors import Incomplete
 from storage.slices import Slice, Tensor
 
 Key = tuple[str, str]
-"""(name, kind) of a tensor."""
+"""The (name, kind) of a tensor."""
 
 
 def covering(stored: Iterable[Slice], wanted: Slice) -> list[tuple[Slice, Slice]]:

@@ -66,7 +66,7 @@ class Manifest:
 
     @property
     def lineage(self) -> tuple[tuple[int, int], ...]:
-        """Which generation committed which steps, oldest first: (generation, the last step that it committed)."""
+        """The generations that committed the steps, oldest first: (generation, the last step that it committed)."""
         return tuple((generation, step) for generation, step in self.about.get("lineage", ()))
 
     @property

@@ -38,7 +38,7 @@ SHARD_TOKENS = 8 * 2**20
 BLOCK_BYTES = 256 * 2**10
 INDEX = pa.schema([("path", pa.string()), ("first", pa.int64()), ("length", pa.int64()), ("blake3", pa.string())])
 INDEX_ROWS, PIECE_BYTES = 2**16, 4 * 2**20
-"""How many rows of documents.parquet, and how many bytes of a file, the writer holds in memory."""
+"""Number of rows of documents.parquet, and number of bytes of a file, that the writer holds in memory."""
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -72,7 +72,7 @@ class Description:
     block_bytes: int = 0
     blocks: File | None = None
     definition: File | None = None
-    """tokenizer.json."""
+    """The file tokenizer.json, if the dataset has one."""
 
     def to_json(self) -> bytes:
         """Returns the bytes of ``dataset.json``: always the same for the same description."""

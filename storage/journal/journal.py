@@ -65,9 +65,9 @@ class Journal:
     ) -> None:
         self.store, self.run, self.next = store, run, first
         self.deposed = ""
-        """The object that somebody else wrote, once one is found."""
+        """Name of the object that another writer wrote, or "" as long as none was found."""
         self.behind = ""
-        """Why the copy in the bucket trails, while the store does not take it."""
+        """The reason why the bucket lacks records, or "" if the store takes them."""
         self._known: Callable[[], Json] = lambda: snapshot
         self._segment_s, self._retry_s = segment_s, retry_s
         local.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Journal:
         self._open: _Segment | None = None
         self._queue: deque[_Segment] = deque()
         self._shipped: list[_Segment] = []
-        """Segments that are in the bucket, and still on the disk."""
+        """Segments that are in the bucket and are still on the disk."""
         self._changed = threading.Condition()
         self._closed_s = float("inf")
         self._thread = threading.Thread(target=self._copy, name="journal", daemon=True)
@@ -260,7 +260,7 @@ def _segment(store: ObjectStore, key: str, expected: int | None) -> tuple[Json, 
 
 
 def records(store: ObjectStore, run: str) -> list[Json]:
-    """All records in the bucket, in order."""
+    """Returns all records in the bucket, in order."""
     return [record for _, segment in read(store, run) for record in segment]
 
 
@@ -280,7 +280,7 @@ def parse(lines: bytes) -> list[tuple[Json, list[Json]]]:
 
 
 def claim_owner(store: ObjectStore, run: str, information: Json) -> int:
-    """The next incarnation: the first number that nobody has claimed, taken by a create-only write."""
+    """Claims the next free incarnation by a create-only write, and returns it."""
     number = latest_claim(store, run) + 1
     while True:
         try:
@@ -292,7 +292,7 @@ def claim_owner(store: ObjectStore, run: str, information: Json) -> int:
 
 
 def owners(store: ObjectStore, run: str) -> dict[int, Json]:
-    """Who claimed the run, by incarnation."""
+    """Returns the information that each claimant of the run wrote, by incarnation."""
     found: dict[int, Json] = {}
     for number in _claims(store, run):
         key = _claim(run, number)
@@ -301,7 +301,7 @@ def owners(store: ObjectStore, run: str) -> dict[int, Json]:
 
 
 def latest_claim(store: ObjectStore, run: str) -> int:
-    """The highest incarnation that anybody has claimed."""
+    """Returns the highest incarnation that was claimed, or 0."""
     return max(_claims(store, run), default=0)
 
 

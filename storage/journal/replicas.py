@@ -11,7 +11,7 @@ from pathlib import Path
 from storage.journal.journal import Json, parse
 
 WRITER = "journal-"
-"""What the folder of a writer's local files is called, before its incarnation."""
+"""Name of the folder of a writer's local files, without the incarnation that follows."""
 
 Segment = tuple[Json, list[Json]]
 """A snapshot and the records after it."""

@@ -19,7 +19,7 @@ from storage.objects.urls import backend_of
 
 Piece = bytes | bytearray | memoryview
 Data = Piece | Iterable[Piece]
-"""What a writer passes: the whole object, or its pieces one by one, so that nobody needs to hold the whole."""
+"""The content that a writer passes: the whole object, or its pieces one by one, so that the whole need not be in memory."""
 
 PARTIAL = ".partial-"
 """File names that begin with this are objects that are still being written.  They are never listed, and no key may contain them."""
@@ -32,7 +32,7 @@ class ObjectStore(ABC):
     """
 
     local = False
-    """Whether the objects are files of this machine, at ``root``/key."""
+    """True if the objects are files of this machine, at ``root``/key."""
     at_once = 1
     """Number of requests that a reader may have under way at the same time."""
 

@@ -1,4 +1,4 @@
-"""What the failures of an S3 client mean: which of them deserve another attempt, and what to change about the others.
+"""Interprets the failures of an S3 client: which of them deserve another attempt, and what a user should change after the others.
 
 Messages show the store's status, code and sentence.  They never show the signature or the key that a store echoes beside them.
 """
@@ -72,7 +72,7 @@ class Refused(Exception):
 
     @property
     def lost_its_place(self) -> bool:
-        """Whether the object exists already: written by somebody else, or by an earlier attempt whose answer was lost."""
+        """True if the object exists already: another writer wrote it, or an earlier attempt whose answer was lost."""
         return self.status == 412 or self.code == "NoSuchUpload"
 
 

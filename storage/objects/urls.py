@@ -1,4 +1,4 @@
-"""Which backend serves which URL, and what is a folder: decided here, for settings and stores alike.
+"""Decides which backend serves a URL and which text names a folder, for settings and stores alike.
 
 A URL is ``scheme://…``.  Text that only resembles a URL (``s3:/bucket``, ``s4://bucket``) would name an unintended folder, or nothing,
 and is refused.

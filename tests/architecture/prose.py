@@ -22,24 +22,6 @@ FRAGMENT_PAIRS = ("The same", "All that", "The one", "The ones")
 BEGINS = re.compile(r"[A-Z]|``|:[a-z]+:`")
 ENDS = re.compile(r"[.:!?…][)\"'”]?$")
 
-EXCEPTIONS: dict[str, int] = {
-    "elastic/sim/cluster.py": 6,
-    "elastic/sim/coordinators.py": 17,
-    "elastic/sim/journals.py": 10,
-    "elastic/sim/memory.py": 5,
-    "elastic/sim/oracle.py": 10,
-    "elastic/sim/worker.py": 4,
-    "storage/checkpoints/cover.py": 1,
-    "storage/checkpoints/manifest.py": 1,
-    "storage/datasets/datasets.py": 2,
-    "storage/journal/journal.py": 1,
-    "storage/journal/replicas.py": 1,
-    "storage/objects/port.py": 2,
-    "storage/objects/s3_errors.py": 2,
-    "storage/objects/urls.py": 1,
-}
-"""Number of docstrings of a file that are not whole sentences yet.  A number may only become smaller, and a row that reaches 0 goes."""
-
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Yields (line, text) of every docstring in ``source``."""

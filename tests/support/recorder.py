@@ -199,7 +199,7 @@ class Call:
 
     @property
     def made(self) -> bool:
-        """Whether it is an instance made by a generated ``__init__``, and no function of the file."""
+        """True if the call is of a generated ``__init__``, and not of a function in the file."""
         return self.function.endswith(" made")
 
 

@@ -1,6 +1,6 @@
-"""How long the journal of a recovery is: each member that says something costs the same, however many there are.
+"""The journal of a recovery costs each member the same number of bytes, however many members there are.
 
-Written as format 2 was, each answer to a fence repeated all answers before it, with the commits that each had brought: 128 workers with
+In format 2, each answer to a fence repeated all answers before it with the commits that they had brought: 128 workers with
 1,024 samples a step and two commits that were not acknowledged made 150 MB.
 """
 
@@ -86,7 +86,7 @@ def recovery(workers: int, samples: int = 64, record: Record = codec.record) -> 
 
 
 def grown(record: Record) -> dict[str, float]:
-    """By kind of event: how much longer what 256 members say is than what 64 say, for each member, and what 64 say than what 16 say."""
+    """Returns the growth of the bytes per member, by kind of event: the larger ratio of 64 to 16 members and of 256 to 64."""
     found = {number: recovery(number, record=record).sizes for number in (16, 64, 256)}
     per_member = {number: {kind: size / number for kind, size in sizes.items()} for number, sizes in found.items()}
     kinds = ("Fenced", "Here", "Ready", "ShardSaved")
@@ -103,7 +103,7 @@ def test_records_of_whole_values_are_found_out() -> None:
 
 
 def test_a_commit_is_written_once() -> None:
-    """With the first answer that brought it; where else it is meant, in the history and the settlement, its step and generation do."""
+    """The first answer that brings a commit writes it out; the history and the settlement refer to it by step and generation."""
     play = recovery(8)
     brought = [each["step"] for record in play.records for each in record.get("commits", ())]
     assert brought == [3, 4, 5]
@@ -116,7 +116,7 @@ def test_a_commit_is_written_once() -> None:
 
 
 def test_a_fence_of_128_workers_is_short() -> None:
-    """1,024 samples a step, and two steps that were not acknowledged."""
+    """Each step has 1,024 samples, and two steps were not acknowledged."""
     play = recovery(128, samples=1024)
     assert play.sizes["Fenced"] < 1e6
     assert codec.fold(play.begun, play.records) == play.run
@@ -131,7 +131,7 @@ def test_a_commit_that_is_nowhere_is_refused() -> None:
 
 
 def test_a_commit_that_others_brought_before_still_counts_as_seen() -> None:
-    """What is told again changes nothing, so it need not be written again: deciding from the record gives the same run."""
+    """A repeated commit changes nothing and is not written again; folding the records still gives the same run."""
     play = Recorded(stepping(3, layout=REPLICAS))
     play.steps(1, 3)
     play.lose("w3")

@@ -60,13 +60,13 @@ def box(part: Slice) -> tuple[slice, ...]:
 
 
 def parts(tensor: Tensor, cell: Cell) -> list[Slice]:
-    """What a cell has, by the chunk rule: read from its text, not from the product's placement."""
+    """Returns the slices of a cell by the chunk rule, read from the cell's text and not from the product's placement."""
     index, _, count = cell.removeprefix("dp_shard ").partition("/") if cell else ("0", "", "1")
     return [shard_slice(tensor, int(count), int(index))]
 
 
 def held_mask(tensor: Tensor, held: Iterable[Holding]) -> np.ndarray:
-    """[*shape] bool: which elements somebody holds."""
+    """Returns a bool array [*shape] that is true for each element that somebody holds."""
     mask = np.zeros(tensor.shape, bool)
     for holding in held:
         for part in parts(tensor, holding.cell):
@@ -201,7 +201,7 @@ def test_deliver_notices_each_kind_of_wrong_move() -> None:
 
 
 def test_who_holds_a_part_takes_it_from_itself() -> None:
-    """2×1 → 3×1: the survivors move nothing between processes; the newcomer gets all, half from each."""
+    """Layout 2×1 becomes 3×1: the survivors move nothing between processes; the newcomer takes its state from both of them."""
     todo = moves(STATE, world(Layout(2, 1), WORKERS[:2]), Layout(3, 1), WORKERS[:3])
     sources = defaultdict(set)
     for move in todo:
@@ -253,7 +253,7 @@ def copy_of(worker: WorkerId, keeper: NodeId, count: int = 3, index: int = 0) ->
 
 
 def sources(held: list[Holding], layout: Layout, members: list[WorkerId], nodes: list[NodeId]) -> list[tuple[str, str]]:
-    """(whose shard, which keeper) of each move, in order."""
+    """Returns (owner of the shard, keeper) of each move, in order."""
     return [(move.source, move.keeper) for move in moves([TENSOR], held, layout, members, nodes)]
 
 

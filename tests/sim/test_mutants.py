@@ -69,7 +69,7 @@ def test_applying_a_step_without_evidence_is_noticed() -> None:
 
 
 def test_hearing_older_generations_is_noticed() -> None:
-    """Where such an answer to a fence is taken for one of the present generation; what it says is held is another matter."""
+    """The mutants take an answer to an older fence for one of the present generation."""
     edit = Edit("admission", "if event.generation != run.generation:", "if event.generation > run.generation:")
     another = Edit("stopping", "if event.generation < state.plan.generation:", "if False:")
     assert killed_by("nostalgic", edit, another)
@@ -163,7 +163,7 @@ def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> N
 
 
 def test_dropping_here_is_noticed() -> None:
-    """Those who were there are blamed for those who were not."""
+    """Members that said Here are blamed for those that did not."""
     edit = Edit(
         "forming", "        decision.amend(here=(*state.here, event.worker), here_at=min(state.here_at, decision.now))", "        pass"
     )
@@ -195,7 +195,7 @@ def test_a_checkpoint_that_counts_and_is_not_in_the_journal_is_noticed() -> None
 
 
 def test_beginning_anew_after_a_coordinators_death_is_noticed() -> None:
-    """What it folded from the journal is thrown away."""
+    """The mutant throws away the history that it folded from the journal."""
     edit = Edit("takeover", "    _say_again(decision)\n", '    decision.know("history", lineage=())\n    _say_again(decision)\n')
     assert killed_by("amnesiac", edit, scenario="interregnum")
 
@@ -231,13 +231,13 @@ MEMBER = "elastic.sim.worker.Member"
 
 
 def test_acting_on_what_nobody_else_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On its own disk is not enough: neither a majority of the keepers nor the bucket."""
+    """The mutant acts on records that only its own disk holds, and neither a majority of the keepers nor the bucket."""
     monkeypatch.setattr(Authority, "secured", lambda *_: True)
     assert UNREAD_ACTS in first_violation(advance, "severed", seeds=range(8, 20))
 
 
 def test_workers_that_obey_an_older_incarnation_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the keepers refuse to record is never ordered, which covers most of it; without both there are two deciders."""
+    """Keepers refuse to record most such orders, so the test removes this guard as well; then there are two deciders."""
     monkeypatch.setattr(MEMBER, mutant_member(("        if incarnation < self.incarnation:\n            return False\n", "")))
     monkeypatch.setattr(Replica, "heed", lambda *_: True)
     assert first_violation(advance, "interregnum")
@@ -367,7 +367,7 @@ AUTHORITY = {
     "a follower acts before the bucket knows of it": ("interregnum", "is given twice", ("self.begun = not follows", "self.begun = True")),
     "an earlier writer's copy is gone on with": ("relapsed", "", ("each.by >= by and each.first", "each.first")),
 }
-"""What is broken: the scenario, what is noticed ("": whatever comes of it), the edits."""
+"""Each broken rule has a scenario, the text of the violation ("" accepts any), and the edits."""
 RARE = {
     "a third of a list is enough for a follower": range(698, 702),
     "a follower does not wait for the lease before it": range(698, 702),
@@ -397,7 +397,7 @@ EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")
 
 
 def worlds(decide: Advance, stay_s: float) -> tuple[int, float]:
-    """How many there were, and how long the runs took."""
+    """Returns the number of worlds and the virtual seconds that the runs took."""
     reports = [simulate(seed, flapping(seed, stay_s), decide) for seed in range(5)]
     assert {report.end for report in reports} == {"Finished"}
     return sum(report.generations for report in reports), sum(report.virtual_s for report in reports)

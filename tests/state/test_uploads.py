@@ -58,7 +58,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 class Told:
-    """What a keeper reports to the coordinator."""
+    """This queue collects what a keeper reports to the coordinator."""
 
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[tuple[ShardSaved | SaveFailed, ShardReceipt | None]] = queue.SimpleQueue()
@@ -296,7 +296,7 @@ def test_where_nothing_else_is_copied_the_last_save_waits_for_the_one_before(tmp
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_what_a_dead_worker_left_is_freed_once_its_save_is_over(tmp_path: Path, slots: int) -> None:
-    """Where nothing but saves is copied.  Else it is worth something until there are newer copies, and is released by the coordinator."""
+    """The keeper frees it if only saves are copied; otherwise the coordinator releases it when newer copies exist."""
     with copied(slots, copy_every=int(slots > 1)) as (node, snapshots):
         snapshots.committed(replace(outcome(6, copied=4), saves=True), shard_of(Version(6, 2), 1, 0))
         snapshots.settle()

@@ -131,7 +131,7 @@ def test_a_segment_ends_when_its_records_are_as_long_as_its_snapshot(store: Mood
 
 
 def test_a_journal_that_is_opened_again_goes_on_where_it_ended(store: Moody, tmp_path: Path) -> None:
-    """What a copy of it holds is at the same place as before."""
+    """The records that a copy of the journal holds keep their positions."""
     store.up.clear()
     journal = Journal(store, "run", tmp_path, 0, {"sum": 0}, segment_s=3600.0, retry_s=0.001)
     write(journal, 3)
@@ -145,7 +145,7 @@ def test_a_journal_that_is_opened_again_goes_on_where_it_ended(store: Moody, tmp
 
 
 def test_a_store_that_is_down_delays_nothing(store: Moody, start: Callable[..., Journal]) -> None:
-    """And its memory is the local file: what is queued is where, not what."""
+    """The queue holds positions in the local file, not the records themselves."""
     store.up.clear()
     journal = start()
     write(journal, SEGMENT_RECORDS * 3)
@@ -295,7 +295,7 @@ def test_a_damaged_claim_is_named_and_stays_claimed(store: Moody) -> None:
 
 
 def test_what_was_appended_is_shipped_at_once_where_that_is_asked_for(store: Moody, start: Callable[..., Journal]) -> None:
-    """Not in an hour, when the segment would be full of age."""
+    """Shipping does not wait an hour for the segment to become old enough."""
     journal = start()
     assert journal.ship(0.0), "there is nothing yet"
     write(journal, 3)

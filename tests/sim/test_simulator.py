@@ -49,7 +49,7 @@ OCCASIONS = (
     "shards are cut anew",
     "steps are abandoned",
 )
-"""A suite that claims these occasions are harmless must have met each of them."""
+"""Occasions that the seeds of the suite must meet; promises are judged on the way, so each is shown to be harmless."""
 
 
 @pytest.fixture(scope="module")

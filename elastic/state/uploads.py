@@ -207,7 +207,11 @@ class Uploads:
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            answer = json.loads(line)
+            try:
+                answer = json.loads(line)
+            except ValueError:  # it died in the middle of a line
+                process.kill()
+                break
             with self._lock:
                 task = next((each for each in self._tasks.values() if each.number == answer["number"]), None)
             if task is None or task.told:

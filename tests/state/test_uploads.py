@@ -146,16 +146,24 @@ def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path,
     assert checkpoints(tmp_path).verify(SAVED).good
 
 
-def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
+TORN = "import os, sys; sys.stdin.readline(); print('{\"number\": 1, \"rec', end='', flush=True); os.kill(os.getpid(), 9)"
+"""Program of an uploader that dies in the middle of its answer."""
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["silent", "in the middle of its answer"])
+def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path, torn: bool) -> None:
     """It has the part in hand when it is killed (SIGKILL); a worker that could begin again is dead."""
     with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.command = [sys.executable, "-c", TORN] if torn else uploads.command
         uploads.start()
         assert uploads._process is not None
-        first = uploads._process
-        os.kill(first.pid, signal.SIGSTOP)
+        first, uploads.command = uploads._process, command(tmp_path)
+        if not torn:
+            os.kill(first.pid, signal.SIGSTOP)
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
-        until(lambda: any(task.number for task in uploads._tasks.values()))
-        os.kill(first.pid, signal.SIGKILL)
+        until(lambda: any(task.number for task in uploads._tasks.values()) or uploads._process is not first)
+        if not torn:
+            os.kill(first.pid, signal.SIGKILL)
         event, receipt = told.next()
         assert first.wait(PATIENCE_S) == -signal.SIGKILL and uploads._process.pid != first.pid
     assert isinstance(event, ShardSaved) and receipt is not None

@@ -31,6 +31,8 @@ from storage.checkpoints import ShardReceipt
 POLL_S = 0.02
 UNKNOWN_S = 10.0
 """Seconds that a part waits until its worker's memory is opened here: a keeper that has just started does not know its workers yet."""
+RETRY_S = 1.0
+"""Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look."""
 ATTEMPTS = 3
 """Number of uploaders that may die while they write a part before that part fails."""
 
@@ -89,6 +91,7 @@ class Uploads:
         self._closed = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._listener = threading.Thread()
+        self._start_at = 0.0
         threading.Thread(target=self._run, name="uploads", daemon=True).start()
 
     def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
@@ -115,10 +118,11 @@ class Uploads:
     def start(self) -> None:
         """Starts the uploader, unless there is one: before the first save needs it, since its imports take a second."""
         with self._lock:
-            if self._process is None and not self._closed.is_set():
+            if self._process is None and not self._closed.is_set() and time.monotonic() >= self._start_at:
                 try:
                     self._process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
                 except OSError as error:  # no memory for another process, for example: its parts wait
+                    self._start_at = time.monotonic() + RETRY_S
                     return self.say(f"no uploader can be started: {error}")
                 self._listener = threading.Thread(target=self._listen, args=(self._process,), name="uploader", daemon=True)
                 self._listener.start()

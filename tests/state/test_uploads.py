@@ -29,7 +29,7 @@ from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
 from elastic.state.uploader import GivenUp, Part, name_of, upload
-from elastic.state.uploads import Uploads
+from elastic.state.uploads import RETRY_S, Uploads
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
 from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, outcome, shard_of, truth
@@ -178,6 +178,19 @@ def test_a_part_that_kills_uploaders_is_given_up(tmp_path: Path) -> None:
         event, _ = told.next()
         uploads.close()
     assert isinstance(event, SaveFailed) and "3 uploaders died" in event.reason
+
+
+def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_path: Path) -> None:
+    """The keeper looks for copies fifty times a second, and says the reason as often as it tries."""
+    said: list[str] = []
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.say, uploads.command = said.append, [str(tmp_path / "missing")]
+        began = time.monotonic()
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        until(lambda: len(said) >= 2)
+        assert time.monotonic() - began >= RETRY_S and "no uploader can be started" in said[0]
+        uploads.command = command(tmp_path)
+        assert isinstance(told.next()[0], ShardSaved)
 
 
 def test_an_uploader_ends_with_its_keeper(tmp_path: Path) -> None:

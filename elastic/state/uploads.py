@@ -33,6 +33,8 @@ UNKNOWN_S = 10.0
 """Seconds that a part waits until its worker's memory is opened here: a keeper that has just started does not know its workers yet."""
 RETRY_S = 1.0
 """Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look."""
+HUNG_S = 900.0
+"""Seconds without a word of an uploader with parts in hand until it is killed: a store may take 740 s to join the pieces of an object."""
 ATTEMPTS = 3
 """Number of uploaders that may die while they write a part before that part fails."""
 
@@ -91,7 +93,7 @@ class Uploads:
         self._closed = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._listener = threading.Thread()
-        self._start_at = 0.0
+        self._start_at = self._heard_at = 0.0
         threading.Thread(target=self._run, name="uploads", daemon=True).start()
 
     def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
@@ -149,6 +151,7 @@ class Uploads:
                 if save is not None and region["saves_over"] != number and told.is_over(worker, save.version):
                     region["saves_over"] = number
             self._forget_the_dead()
+            self._end_if_hung()
 
     def _look(self, task: Task) -> str:
         """Hands the task to the uploader if its copy is complete.  Returns why that will never be, or ""."""
@@ -171,6 +174,7 @@ class Uploads:
         self.start()
         if self._process is None:
             return
+        self._heard_at = time.monotonic()
         self._number += 1
         task.number, task.attempts = self._number, task.attempts + 1
         assert task.region is not None
@@ -206,6 +210,15 @@ class Uploads:
             if region.slots == slots_for(0, 0) and not region.saving and self.store.region(worker)[1]:
                 self.store.forget(worker)
 
+    def _end_if_hung(self) -> None:
+        """Kills an uploader that makes no progress; the next one begins its parts again."""
+        with self._lock:
+            process, has_parts = self._process, any(task.number and not task.told for task in self._tasks.values())
+        if process is not None and has_parts and time.monotonic() - self._heard_at > HUNG_S:
+            self._heard_at = time.monotonic()
+            self.say(f"its uploader made no progress for {HUNG_S:g} s and is killed")
+            process.kill()
+
     # ---- what the uploader says
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
@@ -216,9 +229,10 @@ class Uploads:
             except ValueError:  # it died in the middle of a line
                 process.kill()
                 break
+            self._heard_at = time.monotonic()
             with self._lock:
                 task = next((each for each in self._tasks.values() if each.number == answer["number"]), None)
-            if task is None or task.told:
+            if task is None or task.told or answer.keys() == {"number"}:  # the last is a part that goes on
                 continue
             if "failed" in answer:
                 self._fail(task, answer["failed"])

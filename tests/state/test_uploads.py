@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import queue
 import select
@@ -28,7 +30,7 @@ from elastic.protocol.events import SaveFailed, ShardSaved
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
-from elastic.state.uploader import GivenUp, Part, name_of, upload
+from elastic.state.uploader import GivenUp, Part, Uploader, name_of, upload
 from elastic.state.uploads import RETRY_S, Uploads
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
@@ -178,6 +180,42 @@ def test_a_part_that_kills_uploaders_is_given_up(tmp_path: Path) -> None:
         event, _ = told.next()
         uploads.close()
     assert isinstance(event, SaveFailed) and "3 uploaders died" in event.reason
+
+
+def test_an_uploader_that_hangs_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP: it neither dies nor answers."""
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.start()
+        first = uploads._process
+        assert first is not None
+        os.kill(first.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patched:
+            patched.setattr("elastic.state.uploads.HUNG_S", 1.0)
+            uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+            assert first.wait(20) == -signal.SIGKILL
+        assert isinstance(told.next()[0], ShardSaved)
+
+
+def test_an_uploader_that_goes_on_is_not_taken_for_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole part takes longer than a hung uploader is borne with; it says that it goes on."""
+    monkeypatch.setattr("elastic.state.uploads.HUNG_S", 3.0)
+    slow = "import sys, time; n = sys.stdin.readline()\nwhile 1: print('{\"number\": 1}', flush=True); time.sleep(0.1)"
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.command = [sys.executable, "-S", "-c", slow]
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        until(lambda: uploads._process is not None)
+        assert uploads._process is not None
+        with pytest.raises(subprocess.TimeoutExpired):
+            uploads._process.wait(6.0)
+        assert told.events.empty()
+
+
+def test_an_uploader_says_that_a_part_goes_on(tmp_path: Path) -> None:
+    with copied() as (_, snapshots):
+        out = io.StringIO()
+        Uploader(checkpoints(tmp_path), out)._write(part(snapshots.region))
+    words = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert words[0] == {"number": 1} and words[-1].keys() == {"number", "receipt"} and len(words) == 2
 
 
 def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class Memory:
 
     def heed(self, keeper: Uploads) -> None:
         """The keeper was told which saves are on their way."""
-        if self.saving is not None and keeper.is_over(self.worker.name, self.saving):
+        if self.saving is not None and keeper.latest.is_over(self.worker.name, self.saving):
             self.saving = None
 
     def _complete(self, slot: Slot) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic.ids import Version, WorkerId
 from elastic.plan.copy_budget import slots_for
@@ -23,6 +23,7 @@ from elastic.plan.placement import cell_of
 from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import SaveFailed, ShardSaved
+from elastic.protocol.uploads import Told, hopeless
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region
 from elastic.state.uploader import Part, name_of
@@ -60,25 +61,6 @@ class Task:
     @property
     def rank(self) -> int:
         return self.save.members.index(self.worker)
-
-
-@dataclass
-class Told:
-    """The newest list from the coordinator: the saves under way, and the version of the run that it knew then.
-
-    ``number`` grows with the coordinator's incarnation and with each of its calls, because calls may overtake each other.
-    """
-
-    number: tuple[int, int] = (0, 0)
-    saves: Sequence[Save] = ()
-    generation: int = 0
-    version: Version = field(default_factory=lambda: Version(0, 0))
-
-    def is_over(self, worker: WorkerId, version: Version) -> bool:
-        """Returns whether the save of ``version`` that ``worker`` has begun is in the bucket or given up."""
-        if any(save.version == version and worker in save.members for save in self.saves):
-            return False
-        return version.generation < self.generation or version <= self.version
 
 
 class Uploads:
@@ -164,11 +146,8 @@ class Uploads:
             task.region = region
             self._hand_over(task)
             return ""
-        if ended:
-            return "it ended before its copy was complete"
-        if region["generation"] > task.save.by:
-            return "it went on without a copy"
-        return "the copy failed" if region["save_failed"] and region.copy("save") == copy else ""
+        failed = bool(region["save_failed"]) and region.copy("save") == copy
+        return hopeless(task.save, region["generation"], ended=ended, failed=failed)
 
     def _hand_over(self, task: Task) -> None:
         self.start()

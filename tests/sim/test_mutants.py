@@ -1,7 +1,7 @@
 """A green simulator proves nothing until mutants go red: each rule of the machine and of the member, broken, must be noticed.
 
-Each test breaks one rule in a copy of ``elastic.control``, of ``elastic/protocol/authority.py`` or of ``elastic/protocol/member.py``, runs
-seeds until a promise is broken, and says which one.  The unbroken rules pass the same seeds.
+Each test breaks one rule in a copy of ``elastic.control``, or of the modules ``authority``, ``member`` or ``uploads`` of
+``elastic.protocol``, runs seeds until a promise is broken, and says which one.  The unbroken rules pass the same seeds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
-from elastic.protocol import authority
+from elastic.protocol import authority, uploads
 from elastic.protocol.authority import Authority, Replica
 from elastic.sim import Violation, simulate
 from elastic.sim.coordinators import Advance
@@ -403,6 +403,26 @@ def test_an_unbroken_copy_of_the_authority_passes() -> None:
     assert Simulation(0, None, advance).coordinators.present.journal.authority.__class__ is Authority
     with pytest.raises(LookupError, match=r"is 0 times in elastic\.protocol\.authority"), broken(authority, ("text that is not there", "")):
         pass
+
+
+# ---- the keepers' uploads
+
+UNDER_WAY = "        if any(save.version == version and worker in save.members for save in self.saves):\n            return False\n"
+KNOWN = "version.generation < self.generation or version <= self.version"
+WENT_ON = '    if generation > save.by:\n        return "it went on without a copy"\n'
+UPLOADS = {
+    "a save is over although it is under way": ("drawn", "was overwritten before it was in the bucket", (UNDER_WAY, "")),
+    "a save is over although its commit is not known": ("isolation", "was overwritten before it was in the bucket", (KNOWN, "True")),
+    "a copy that a later world went on without is waited for": ("forgetting", "no end after", (WENT_ON, "")),
+}
+"""What is broken: the scenario, what is noticed, the edit."""
+
+
+@pytest.mark.parametrize("name", list(UPLOADS))
+def test_a_rule_of_uploads_that_is_broken_is_noticed(name: str) -> None:
+    scenario, noticed, edit = UPLOADS[name]
+    with broken(uploads, edit):
+        assert noticed in first_violation(advance, scenario)
 
 
 EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")

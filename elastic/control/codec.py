@@ -93,7 +93,7 @@ def record(
 
 
 Told = Mapping[tuple[int, ...], Outcome | Plan]
-"""What is written already: commits by step and generation, a plan by its generation."""
+"""A reader knows these already: commits by step and generation, a plan by its generation."""
 
 
 def _commits(run: RunState) -> dict[tuple[int, ...], Outcome | Plan]:

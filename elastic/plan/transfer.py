@@ -193,7 +193,7 @@ class _Transfer:
         self.wanting = {
             cell: [rank for rank in ranks if (members[rank], cell) not in live] for cell, ranks in placement.distinct_cells(layout).items()
         }
-        """By cell: world ranks of the members that have to receive it, because their live memory holds another one, or none."""
+        """Maps each cell to the world ranks of the members that have to receive it, because their live memory lacks it."""
         self.degrees = placement.degrees_of(layout)
         self._nearest: dict[tuple[int, tuple[Cell, ...]], list[list[Holding]]] = {}
 

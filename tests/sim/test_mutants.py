@@ -1,7 +1,8 @@
 """A green simulator proves nothing until mutants go red: each rule of the machine and of the member, broken, must be noticed.
 
-Each test breaks one rule in a copy of ``elastic.control``, of ``elastic/protocol/authority.py`` or of ``elastic/protocol/member.py``, runs
-seeds until a promise is broken, and says which one.  At last unbroken copies of all three pass the seeds that the mutants took.
+Each test breaks one rule in a copy of ``elastic.control``, or of the modules ``authority``, ``member`` or ``uploads`` of
+``elastic.protocol``, runs seeds until a promise is broken, and says which one.  At last unbroken copies of all four pass the seeds that
+the mutants took.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
-from elastic.protocol import authority
+from elastic.protocol import authority, uploads
 from elastic.protocol.authority import Authority, Replica
 from elastic.sim import Violation, simulate
 from elastic.sim.coordinators import Advance
@@ -393,6 +394,26 @@ def test_a_copy_of_the_authority_is_really_used() -> None:
         pass
 
 
+# ---- the keepers' uploads
+
+UNDER_WAY = "        if any(save.version == version and worker in save.members for save in self.saves):\n            return False\n"
+KNOWN = "version.generation < self.generation or version <= self.version"
+WENT_ON = '    if generation > save.by:\n        return "it went on without a copy"\n'
+UPLOADS = {
+    "a save is over although it is under way": ("drawn", "was overwritten before it was in the bucket", (UNDER_WAY, "")),
+    "a save is over although its commit is not known": ("isolation", "was overwritten before it was in the bucket", (KNOWN, "True")),
+    "a copy that a later world went on without is waited for": ("forgetting", "no end after", (WENT_ON, "")),
+}
+"""Each broken rule has a scenario, the text of the violation, and the edit."""
+
+
+@pytest.mark.parametrize("name", list(UPLOADS))
+def test_a_rule_of_uploads_that_is_broken_is_noticed(name: str) -> None:
+    scenario, noticed, edit = UPLOADS[name]
+    with broken(uploads, edit):
+        assert noticed in first_violation(advance, scenario)
+
+
 EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")
 
 
@@ -415,9 +436,9 @@ def test_taking_in_a_machine_that_comes_and_goes_each_time_is_noticed() -> None:
 
 
 def violation_of_unbroken_copies(monkeypatch: pytest.MonkeyPatch, scenario: str, seeds: range | None) -> str:
-    """Runs copies without an edit of the machine, of the member and of the authority, all at once."""
+    """Runs copies without an edit of the machine, of the member, of the authority and of the uploads, all at once."""
     monkeypatch.setattr(MEMBER, mutant_member())
-    with broken(authority):
+    with broken(authority), broken(uploads):
         return first_violation(Mutant("none", ()).advance(), scenario, seeds=seeds)
 
 

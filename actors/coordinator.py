@@ -159,7 +159,9 @@ class Coordinator:
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise
             return False
-        rules = Authority(self.incarnation, self.rules.mandate_s, asked_at, self.state.cluster.keepers, self.state, follows=self.again)
+        rules = Authority(
+            self.incarnation, self.rules.coordinator_lease_s, asked_at, self.state.cluster.keepers, self.state, follows=self.again
+        )
         self.replicas = JournalReplicas(rules, self.run, self.journal, self.group.keepers)
         self.group.ship = self.journal.ship
         return True
@@ -195,10 +197,10 @@ class Coordinator:
         here = all(node == cluster.here() and replicas.folder_of(folder, number).exists() for number, node in before.items())
         while True:
             self.left = find(self.token, self.incarnation)
-            found = [*replicas.local(folder), *self.left.tails]
+            found = [*replicas.local(folder), *self.left.ends]
             known = self.run.read(min(before), found)
             self.whole = here or (known is not None and (known.over or authority.has_read_all(self.left.attached, known.cluster.keepers)))
-            wait_s = authority.waits_s(claimed_at, self.rules.mandate_over_s, self.whole, time.monotonic())
+            wait_s = authority.waits_s(claimed_at, self.rules.coordinator_lease_over_s, self.whole, time.monotonic())
             if not wait_s:
                 return found
             time.sleep(wait_s)

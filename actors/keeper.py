@@ -63,9 +63,9 @@ class Keeper:
         self.probe = Probe(self.store, name, run)
         self._said: dict[str, float] = {}
         self._told = coordinator.tell.options(max_task_retries=0)
-        self.stock = KeeperStore(self.node, ray.util.get_node_ip_address(), secret, self._say)
+        self.keeper_store = KeeperStore(self.node, ray.util.get_node_ip_address(), secret, self._say)
         command = [sys.executable, "-c", UPLOADER, json.dumps(sys.path), bucket, name]
-        self.uploads = Uploads(self.stock, command, self._uploaded, self._say)
+        self.uploads = Uploads(self.keeper_store, command, self._uploaded, self._say)
         self.logs = Logs(self.store, f"{name}/logs/{run.removeprefix(f'{name}-')}", run, self.node)
         self.late_s = 0.0
         """The largest delay of a beat so far, in seconds."""
@@ -143,22 +143,22 @@ class Keeper:
         if counters["copies"]:
             self.uploads.start()
             try:
-                self.stock.adopt(worker, counters["pid"], counters["copies"])
+                self.keeper_store.adopt(worker, counters["pid"], counters["copies"])
             except (OSError, StateMissing) as error:  # the worker sees that nobody holds its copies, and says so in every commit
                 self._say(f"the copies of {worker} cannot be held here: {error}")
 
     def address(self) -> str:
         """Returns the address at which this keeper serves its copies."""
-        return self.stock.address
+        return self.keeper_store.address
 
-    def take_stock(self, incarnation: int, generation: int) -> None:
+    def list_copies(self, incarnation: int, generation: int) -> None:
         """Tells the coordinator which copies are complete here."""
         self._heed(incarnation)
-        self.coordinator.post.remote(Kept(self.node, generation, self.stock.held()))
+        self.coordinator.post.remote(Kept(self.node, generation, self.keeper_store.held()))
 
     def release(self, incarnation: int, copied: Version, buddied: Version) -> None:
         self._heed(incarnation)
-        self.stock.release(copied, buddied)
+        self.keeper_store.release(copied, buddied)
 
     def upload(self, incarnation: int, number: int, saves: tuple[Save, ...], generation: int, version: Version) -> None:
         """Obeys the coordinator's ``number``-th list of the saves on their way; see :class:`Upload`."""
@@ -171,7 +171,7 @@ class Keeper:
     def pair(self, incarnation: int, address: str) -> None:
         """Sends copies on to the keeper at ``address`` from now on."""
         self._heed(incarnation)
-        self.stock.pair(address)
+        self.keeper_store.pair(address)
 
     def kill(self, incarnation: int, worker: WorkerId) -> None:
         self._heed(incarnation)
@@ -219,10 +219,10 @@ class Keeper:
 
     def _watch(self) -> None:
         while not self._closed.wait(0.05):
-            self.stock.say_who_lacks_memory()
+            self.keeper_store.say_who_lacks_memory()
             for worker, (process, _) in list(self.workers.items()):
                 if process.ended():
-                    self.stock.ended(worker)
+                    self.keeper_store.ended(worker)
                     self.logs.keep(worker, _how(process))
                     del self.workers[worker]
 
@@ -243,7 +243,7 @@ class Keeper:
         self.uploads.close()
         self.workers.clear()
         self.stores.clear()
-        self.stock.close()
+        self.keeper_store.close()
         with contextlib.suppress(StorageError):
             self.probe.remove(self.node)
         shutil.rmtree(log_folder(self.run), ignore_errors=True)

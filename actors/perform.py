@@ -121,7 +121,7 @@ class Group:
                 self._pool.submit(self.run.checkpoints.quarantine, version, reason)
             case ListCopies(generation, keepers):
                 for keeper in self._those(keepers):
-                    keeper.take_stock.remote(self.incarnation, generation)
+                    keeper.list_copies.remote(self.incarnation, generation)
             case Release(keepers, copied, buddied):
                 for keeper in self._those(keepers):
                     keeper.release.remote(self.incarnation, copied, buddied)

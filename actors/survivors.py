@@ -20,13 +20,13 @@ KEEPERS_S = 5.0
 class Left:
     """The actors found, and what the keepers said.
 
-    ``tails`` holds the keepers' copies of the journal's end.  ``attached`` maps each keeper that answered to the incarnation whose records
+    ``ends`` holds the keepers' copies of the journal's end.  ``attached`` maps each keeper that answered to the incarnation whose records
     it holds (0: none).
     """
 
     workers: dict[WorkerId, Any] = field(default_factory=dict)
     keepers: dict[NodeId, Any] = field(default_factory=dict)
-    tails: list[Written] = field(default_factory=list)
+    ends: list[Written] = field(default_factory=list)
     attached: dict[NodeId, int] = field(default_factory=dict)
 
 
@@ -44,6 +44,6 @@ def find(token: str, incarnation: int) -> Left:
     for ref in answered:
         with contextlib.suppress(ray.exceptions.RayActorError):
             by, tail = ray.get(ref)
-            left.tails.append((by, tail))
+            left.ends.append((by, tail))
             left.attached[asked[ref]] = by
     return left

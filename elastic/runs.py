@@ -189,32 +189,32 @@ class Run:
         written = journal.newest(self.store, self.job.name)
         return Journal(self.store, self.job.name, local, written[1][-1]["n"] + 1 if written else 0, snapshot)
 
-    def read(self, first: int, tails: Iterable[Written]) -> RunState | None:
+    def read(self, first: int, ends: Iterable[Written]) -> RunState | None:
         """Returns the state that :meth:`recover` would find, without beginning anything."""
-        _, segments = self._left(tails)
+        _, segments = self._left(ends)
         run = codec.fold(*segments[-1]) if segments else None
         return run if run is not None and run.incarnation >= first else None
 
-    def _left(self, tails: Iterable[Written]) -> tuple[int, list[codec.Segment]]:
+    def _left(self, ends: Iterable[Written]) -> tuple[int, list[codec.Segment]]:
         """Returns the number of the first record that the bucket lacks, and the last segments of the journal, in today's format.
 
-        The segments are taken from the bucket or from ``tails``, whichever reach further.
+        The segments are taken from the bucket or from ``ends``, whichever reach further.
         """
         written = journal.newest(self.store, self.job.name)
         end, by = (written[1][-1]["n"] + 1, codec.fold(*written).incarnation) if written else (0, 0)
-        parsed = [(incarnation, replicas.segments_of(data)) for incarnation, data in tails if incarnation >= by]  # the others are of no use
+        parsed = [(incarnation, replicas.segments_of(data)) for incarnation, data in ends if incarnation >= by]  # the others are of no use
         copies = [Found(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
         found = furthest(end, by, copies)
         left = journal.rejoined(self.store, self.job.name, found.records) if found is not None else [written] if written else []
         return end, [codec.modern(*segment) for segment in left]
 
-    def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:
+    def recover(self, first: int, local: Path, ends: Iterable[Written]) -> tuple[RunState, Journal] | None:
         """Returns what a dead coordinator has left: the state by its journal, and the journal to continue.
 
-        Returns None if no coordinator of this life has recorded anything.  ``first`` is the first incarnation of this life.  ``tails`` have
+        Returns None if no coordinator of this life has recorded anything.  ``first`` is the first incarnation of this life.  ``ends`` have
         what the bucket does not have yet: see :mod:`storage.journal.replicas`.
         """
-        end, segments = self._left(tails)
+        end, segments = self._left(ends)
         if not segments or codec.fold(*segments[-1]).incarnation < first:
             return None
         known, ahead = segments[0][0], []

@@ -67,11 +67,11 @@ class Rules:
         return SLOWEST * self.lease_s
 
     @property
-    def mandate_s(self) -> float:
+    def coordinator_lease_s(self) -> float:
         """Time for which a coordinator may act on its keepers' answers after it last learned that no other coordinator had taken over."""
         return self.lease_s / 2
 
     @property
-    def mandate_over_s(self) -> float:
+    def coordinator_lease_over_s(self) -> float:
         """Time after which an earlier coordinator that cannot be reached does not act any more."""
-        return SLOWEST * self.mandate_s
+        return SLOWEST * self.coordinator_lease_s

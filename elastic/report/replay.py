@@ -19,6 +19,7 @@ from elastic.control import codec
 from elastic.control.codec import Segment
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
+from elastic.plan.layout import Layout
 
 Json = Mapping[str, Any]
 
@@ -96,6 +97,11 @@ def event_line(event: Json) -> str:
     return " ".join([event["$"], *(f"{name}={_short(value)}" for name, value in told.items())])
 
 
+def _layout(layout: Json) -> str:
+    more = tuple((name, degree) for name, degree in layout.get("more", ()))
+    return str(Layout(layout["dp_replicate"], layout["dp_shard"], more))
+
+
 def action_line(action: Json) -> str:
     """Returns an action as text, with the members that it is for."""
     match action["$"]:
@@ -103,7 +109,7 @@ def action_line(action: Json) -> str:
             plan = action["plan"]
             layout, version = plan["layout"], plan["version"]
             return (
-                f"Form generation {plan['generation']} of {_members(plan['members'])} as {layout['dp_replicate']}×{layout['dp_shard']} "
+                f"Form generation {plan['generation']} of {_members(plan['members'])} as {_layout(layout)} "
                 f"at step {version['step']}@g{version['generation']} from {plan['tier']}"
             )
         case "Settle":

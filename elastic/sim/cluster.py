@@ -229,7 +229,7 @@ class Cluster:
         if node is not None and self.shelf(name) is not None and node.replica.heed(incarnation):
             call(node, *args)
 
-    def take_stock(self, node: Node, generation: int) -> None:
+    def list_copies(self, node: Node, generation: int) -> None:
         held = held_at(self, node.name)
         self.sim.oracle.copies.answers(node.name, held)
         self.network.send(Way.FROM, node.name, self.sim.tell_coordinator, Kept(node.name, generation, held))

@@ -286,7 +286,7 @@ class Coordinator:
                 self.uploads += 1
                 cluster.order_surely(self.incarnation, action.keepers, cluster.upload, (self.incarnation, self.uploads), action)
             case do.ListCopies():
-                cluster.order(self.incarnation, action.keepers, cluster.take_stock, action.generation)
+                cluster.order(self.incarnation, action.keepers, cluster.list_copies, action.generation)
             case do.Release():
                 cluster.order(self.incarnation, action.keepers, cluster.release, action.copied, action.buddied)
             case do.Pair():
@@ -444,7 +444,7 @@ class Coordinators:
         if claimed_at is None:
             claimed_at, self.claimed = self.sim.clock.now, self.claimed + 1
         read = before.journal.read_by(self.claimed, disk)
-        if wait_s := authority.waits_s(claimed_at, self.sim.rules.mandate_over_s, read.all, self.sim.clock.now):
+        if wait_s := authority.waits_s(claimed_at, self.sim.rules.coordinator_lease_over_s, read.all, self.sim.clock.now):
             return self.sim.clock.after(wait_s, self.follow, before, disk, claimed_at)
         for each in self.all:
             each.journal.was_read(read.ahead)

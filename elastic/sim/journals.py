@@ -105,7 +105,7 @@ class Journal:
         self.read_to = 0
         """Number of its records that a follower has read."""
         self.authority = authority.Authority(
-            coordinator.incarnation, sim.rules.mandate_s, asked_at, read.run.cluster.keepers, read.run, follows=follows
+            coordinator.incarnation, sim.rules.coordinator_lease_s, asked_at, read.run.cluster.keepers, read.run, follows=follows
         )
         self._unheard: list[tuple[NodeId, int | None]] = []
         """Answers that came while the coordinator was frozen.  None means that the call failed."""

@@ -156,8 +156,8 @@ class KeeperStore:
                 wire.send({"pid": os.getpid(), "descriptor": found[0].descriptor if found else -1})
             case "read":
                 self._read(wire, worker, head)
-            case "spoilt":
-                self._spoilt(worker, head)
+            case "damaged":
+                self._damaged(worker, head)
                 wire.send({})
             case "bring":
                 self._take(wire, worker, head)
@@ -182,7 +182,7 @@ class KeeperStore:
             wire.send_raw([digests[block : block + blocks].cast("B"), data[offset : offset + size]])
         wire.send({"still": region.find(_wanted(head)) == slot})
 
-    def _spoilt(self, worker: WorkerId, head: dict[str, Any]) -> None:
+    def _damaged(self, worker: WorkerId, head: dict[str, Any]) -> None:
         """Empties the slot of a copy in which a reader found bytes that do not match their digest."""
         if found := self._find(worker, head):
             region, slot = found

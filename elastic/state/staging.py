@@ -84,7 +84,7 @@ class StagingStream(AbstractContextManager["StagingStream"]):
         self._host = torch.empty(STAGE, dtype=torch.uint8)
         self._waiting: deque[tuple[Piece, _Stage, Callable[[], torch.Tensor]]] = deque()
         if device.type == "cuda":
-            self._stream = stream(f"lane {number}", device)
+            self._stream = stream(f"staging {number}", device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
             self._stages = deque(_Stage() for _ in range(STAGES))
         self._sums: list[torch.Tensor] = []
@@ -104,7 +104,7 @@ class StagingStream(AbstractContextManager["StagingStream"]):
             self._waiting.append((piece, stage, lambda: here))
             self._launch(0)
             return
-        ready = partial(stage.pass_by, raw) if raw.is_pinned() else begin(partial(stage.take, raw), "lane").result
+        ready = partial(stage.pass_by, raw) if raw.is_pinned() else begin(partial(stage.take, raw), "staging").result
         self._waiting.append((piece, stage, ready))
         self._launch(STAGES - 1)  # the piece that the next stage held last is then among those launched
 

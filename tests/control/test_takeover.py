@@ -348,7 +348,7 @@ def test_deadlines_count_from_the_take_over() -> None:
 def test_leases_that_nobody_knows_of_are_waited_for() -> None:
     """The previous coordinator may have granted leases up to its last moment; if it was cut off, it still acts for a while."""
     again = take_over(at_step(3))
-    assert again.run.watch.lease_until == again.now + again.rules.mandate_over_s + again.rules.lease_over_s
+    assert again.run.watch.lease_until == again.now + again.rules.coordinator_lease_over_s + again.rules.lease_over_s
 
 
 def test_a_manifest_is_asked_for_again() -> None:

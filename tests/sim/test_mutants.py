@@ -157,7 +157,7 @@ def test_a_lease_that_is_too_short_is_noticed() -> None:
 def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> None:
     edit = Edit(
         "takeover",
-        "lease_until = now + rules.mandate_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until",
+        "lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until",
         "lease_until = 0.0",
     )
     assert "nobody is out and a lease runs" in killed_by("usurping", edit, scenario="isolated_interregnum")
@@ -244,10 +244,10 @@ def test_workers_that_obey_an_older_incarnation_are_noticed(monkeypatch: pytest.
     assert first_violation(advance, "interregnum")
 
 
-def test_a_mandate_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_lease_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that is cut off with all its keepers goes on for ever."""
-    monkeypatch.setattr(Rules, "mandate_s", property(lambda _: float("inf")))
-    monkeypatch.setattr(Rules, "mandate_over_s", property(lambda rules: 0.5 * rules.lease_s))
+    monkeypatch.setattr(Rules, "coordinator_lease_s", property(lambda _: float("inf")))
+    monkeypatch.setattr(Rules, "coordinator_lease_over_s", property(lambda rules: 0.5 * rules.lease_s))
     assert FOLLOWED in first_violation(advance, "severed")
 
 

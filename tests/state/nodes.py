@@ -1,4 +1,4 @@
-"""Keepers' stocks and workers' copiers in this process, over a state of a few tensors: for tests of what one has of the other."""
+"""Keepers' stores and workers' snapshots in this process, over a state of a few tensors: for tests of what one has of the other."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def outcome(step: int, copied: int = -1, buddied: int = -1) -> Outcome:
 @dataclass
 class Node:
     name: NodeId
-    stock: KeeperStore
+    store: KeeperStore
     workers: dict[WorkerId, Snapshots]
 
 
@@ -90,9 +90,9 @@ def cluster(layout: Layout, per_node: int, slots: int = 2) -> Iterator[tuple[Pla
             region = Region.create(slots, largest.bytes, largest.blocks, TENSORS)
             node = found[nodes[rank]]
             node.workers[member] = Snapshots(region, TENSORS, torch.device("cpu"), AUTO)
-            node.stock.adopt(member, os.getpid(), region.descriptor)
+            node.store.adopt(member, os.getpid(), region.descriptor)
         for node in found.values():
-            stack.callback(node.stock.close)
+            stack.callback(node.store.close)
         yield plan, list(found.values())
 
 
@@ -108,12 +108,12 @@ def enter(plan: Plan, nodes: Sequence[Node]) -> None:
 def pair(nodes: Sequence[Node]) -> None:
     """Each of two is the other's buddy."""
     for one, other in ((0, 1), (1, 0)):
-        nodes[one].stock.pair(nodes[other].stock.address)
+        nodes[one].store.pair(nodes[other].store.address)
 
 
 def later(plan: Plan, layout: Layout, homes: Sequence[tuple[WorkerId, NodeId]], nodes: Sequence[Node], holders: Sequence[Holding]) -> Plan:
     members, places = zip(*homes, strict=True)
-    hosts = tuple((node.name, node.stock.address) for node in nodes)
+    hosts = tuple((node.name, node.store.address) for node in nodes)
     new = replace(plan, generation=3, layout=layout, members=members, nodes=places, tier="host", holders=tuple(holders), hosts=hosts)
     return replace(new, version=holders[0].version)
 

@@ -36,16 +36,16 @@ def test_a_buddy_has_what_its_node_lost() -> None:
             for rank, snapshots in enumerate(copiers):
                 snapshots.committed(outcome(step, copied=step - 1, buddied=step - 1), shard_of(Version(step, 2), 2, rank))
             await_buddied(copiers, step)
-        assert {each.version.step for each in nodes[1].stock.held() if each.worker == "w0"} == {7, 8}
+        assert {each.version.step for each in nodes[1].store.held() if each.worker == "w0"} == {7, 8}
         for lost, left in ((0, 1), (1, 0)):
-            holders = [each for each in nodes[left].stock.held() if each.version == Version(8, 2)]
+            holders = [each for each in nodes[left].store.held() if each.version == Version(8, 2)]
             assert {(each.worker, each.cell) for each in holders} == {("w0", cell(2, 0)), ("w1", cell(2, 1))}, f"node {lost} is gone"
             there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[left].name)], [nodes[left]], holders)
             assert equal(heal(there, WorkerId("n"))[0], shard_of(Version(8, 2), 1, 0))
-        nodes[1].stock.release(Version(8, 2), Version(8, 2))
-        assert {each.version.step for each in nodes[1].stock.held() if each.worker == "w0"} == {7, 8}, "the newest is what it is kept for"
-        nodes[1].stock.release(Version(1, 3), Version(1, 3))
-        assert {each.worker for each in nodes[1].stock.held()} == {"w1"}
+        nodes[1].store.release(Version(8, 2), Version(8, 2))
+        assert {each.version.step for each in nodes[1].store.held() if each.worker == "w0"} == {7, 8}, "the newest is what it is kept for"
+        nodes[1].store.release(Version(1, 3), Version(1, 3))
+        assert {each.worker for each in nodes[1].store.held()} == {"w1"}
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1)], ids=str)
@@ -64,11 +64,11 @@ def test_another_buddy_is_brought_what_the_one_before_had(monkeypatch: pytest.Mo
     with cluster(Layout(3, 1) if layout.dp_shard == 1 else Layout(1, 3), 1, slots=4) as (plan, nodes):
         plan, left = replace(plan, buddy_every=1), nodes[:2]
         for one, other in ((0, 2), (2, 1), (1, 0)):
-            nodes[one].stock.pair(nodes[other].stock.address)
+            nodes[one].store.pair(nodes[other].store.address)
         enter(plan, nodes)
         copiers = [node.workers[WorkerId(f"w{rank}")] for rank, node in enumerate(nodes)]
         await_buddied(copiers, AT.step)
-        nodes[2].stock.close()
+        nodes[2].store.close()
         gate.clear()
         begun.clear()
         new = replace(plan, generation=3, layout=layout, members=plan.members[:2], nodes=plan.nodes[:2])
@@ -79,10 +79,10 @@ def test_another_buddy_is_brought_what_the_one_before_had(monkeypatch: pytest.Mo
         assert copiers[0].settle()[:2] == (AT.step, -1)
         gate.set()
         await_buddied(copiers[:2], AT.step)
-        kept = {(each.worker, each.cell) for each in nodes[1].stock.held() if each.version == AT}
+        kept = {(each.worker, each.cell) for each in nodes[1].store.held() if each.version == AT}
         assert ("w0", cell(layout.dp_shard, 0)) in kept
         third = KeeperStore(NodeId("third"), "127.0.0.1", SECRET)
-        nodes[0].stock.pair(third.address)  # while the world steps
+        nodes[0].store.pair(third.address)  # while the world steps
         await_buddied(copiers[:2], AT.step)
         assert {(each.worker, each.version) for each in third.held()} == {("w0", AT)}
         third.close()
@@ -99,7 +99,7 @@ def test_members_say_how_often_they_can_copy_by_what_they_measured(monkeypatch: 
     monkeypatch.setattr(Region, "finish", slowly)
     with cluster(Layout(1, 4), 2, slots=4) as (plan, nodes):
         plan = replace(plan, buddy_every=1)
-        nodes[0].stock.pair(nodes[1].stock.address)
+        nodes[0].store.pair(nodes[1].store.address)
         enter(plan, nodes)
         snapshots = nodes[0].workers[WorkerId("w0")]
         said, deadline = list[Copied](), time.monotonic() + 10
@@ -119,23 +119,23 @@ def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
     """Half of it is there when older versions are released, and when the keeper ends."""
     where, data = Copy(Version(5, 2), cell(2, 1)), bytes(range(200)) * 5
     head = {"ask": "bring", "bytes": len(data), "blocks": 1, "slot_bytes": 4096, "slot_blocks": 1, "safe": None}
-    stock = KeeperStore(NodeId("n"), "127.0.0.1", SECRET)
-    with closing(Wire.connect(stock.address, SECRET)) as wire:
+    store = KeeperStore(NodeId("n"), "127.0.0.1", SECRET)
+    with closing(Wire.connect(store.address, SECRET)) as wire:
 
         def half(then: Callable[[], None]) -> bool:
             wire.send(head | request(WorkerId("w1"), where), [bytes(8), data[:500]])
             deadline = time.monotonic() + 10
-            while stock._coming[WorkerId("w1")] == 0:
+            while store._coming[WorkerId("w1")] == 0:
                 assert time.monotonic() < deadline
             then()
             wire.send_raw([data[500:]])
             wire.send({"still": True})
             return bool(wire.head()["taken"])
 
-        assert half(lambda: stock.release(AT, AT))
-        assert [each.version for each in stock.held()] == [where.version]
-        assert half(stock.close)
-        assert stock.held() == ()
+        assert half(lambda: store.release(AT, AT))
+        assert [each.version for each in store.held()] == [where.version]
+        assert half(store.close)
+        assert store.held() == ()
 
 
 def test_a_world_without_buddies_goes_on_in_the_slots_of_the_one_before() -> None:

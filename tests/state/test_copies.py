@@ -42,7 +42,7 @@ def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(hosts, "STAGE", stage)
     with cluster(Layout(1, 4), per_node) as (plan, nodes):
         enter(plan, nodes)
-        held = [holding for node in nodes for holding in node.stock.held()]
+        held = [holding for node in nodes for holding in node.store.held()]
         assert sorted((each.worker, each.cell) for each in held) == [(f"w{i}", cell(4, i)) for i in range(4)]
         homes = [(WorkerId(f"n{i}"), nodes[i % len(nodes)].name) for i in range(new.world)]
         there = later(plan, new, homes, nodes, held)
@@ -67,7 +67,7 @@ def test_as_many_read_at_once_as_there_are_streams(monkeypatch: pytest.MonkeyPat
 
     with cluster(Layout(1, before), 1) as (plan, nodes):
         enter(plan, nodes)
-        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.store.held()])
         if meets:
             assert equal(heal(there, WorkerId("n"), streams, meet)[0], shard_of(AT, 1, 0))
         else:
@@ -95,7 +95,7 @@ def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(
 
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
-        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.store.held()])
         with pytest.raises(type(error), match=str(error)):
             heal(there, WorkerId("n"), 2, hook)
         assert ended.is_set() and list(calls.values()) == [2, 2]
@@ -113,7 +113,7 @@ def test_of_two_failures_the_lost_copy_is_told() -> None:
 
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
-        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.stock.held()])
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.store.held()])
         for _ in range(5):
             with pytest.raises(CopyLost):
                 heal(there, WorkerId("n"), 2, hook)
@@ -128,7 +128,7 @@ def test_each_copy_is_asked_for_once_a_turn_by_whoever_reads_any(monkeypatch: py
     monkeypatch.setattr(hosts, "TURN", turn)
     with cluster(Layout(1, 4), 2) as (plan, nodes):
         enter(plan, nodes)
-        held = [each for node in nodes for each in node.stock.held()]
+        held = [each for node in nodes for each in node.store.held()]
         homes = [(WorkerId(f"n{i}"), nodes[0].name) for i in range(3)]
         there = later(plan, Layout(1, 3), homes, nodes, held)
         todo = moves(TENSORS, there.holders, there.layout, there.members, there.nodes)
@@ -186,7 +186,7 @@ def test_two_versions_are_there_and_the_older_one_is_read_when_it_is_wanted() ->
         for worker, snapshots in nodes[0].workers.items():
             snapshots.committed(outcome(5, copied=4), shard_of(Version(5, 2), 2, plan.world_rank(worker)))
             assert snapshots.settle() == Copied(5)
-        held = nodes[0].stock.held()
+        held = nodes[0].store.held()
         assert sorted({each.version.step for each in held}) == [4, 5] and len(held) == 4
         for version in (AT, Version(5, 2)):
             there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for each in held if each.version == version])
@@ -216,7 +216,7 @@ def test_a_bent_byte_is_noticed_and_the_copy_counts_no_more(
     monkeypatch.setattr(hosts, "TURN", turn)
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
-        holders = [holding for node in nodes for holding in node.stock.held()]
+        holders = [holding for node in nodes for holding in node.store.held()]
         home = nodes[1].name if where == "here" else nodes[0].name
         there = later(plan, Layout(1, 1), [(WorkerId("n"), home)], nodes, holders)
         assert equal(heal(there, WorkerId("n"))[0], shard_of(AT, 1, 0)), "the control"
@@ -226,20 +226,20 @@ def test_a_bent_byte_is_noticed_and_the_copy_counts_no_more(
         region.data(slot)[BLOCK + 100] ^= 1
         with pytest.raises(CopyLost, match="digests differ") as lost:
             heal(there, WorkerId("n"))
-        assert lost.value.keeper == nodes[1].name and nodes[1].stock.held() == () and len(nodes[0].stock.held()) == 1
+        assert lost.value.keeper == nodes[1].name and nodes[1].store.held() == () and len(nodes[0].store.held()) == 1
         assert "the copy of w1 at step 4 of generation 2 is damaged" in capfd.readouterr().out
 
 
 def test_a_copy_that_is_overwritten_or_gone_is_an_error_that_names_its_keeper() -> None:
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
-        holders = [holding for node in nodes for holding in node.stock.held()]
+        holders = [holding for node in nodes for holding in node.store.held()]
         for home in (nodes[0].name, nodes[1].name):
             there = later(plan, Layout(1, 1), [(WorkerId("n"), home)], nodes, [replace(each, version=Version(9, 2)) for each in holders])
             with pytest.raises(CopyLost, match="not there any more"):
                 heal(there, WorkerId("n"))
         there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, holders)
-        nodes[1].stock.close()
+        nodes[1].store.close()
         with pytest.raises(CopyLost, match=r"the copy of w1 on node node1") as lost:
             heal(there, WorkerId("n"))
         assert lost.value.keeper == "node1"
@@ -248,12 +248,12 @@ def test_a_copy_that_is_overwritten_or_gone_is_an_error_that_names_its_keeper() 
 def test_what_a_dead_worker_left_stays_until_it_is_released() -> None:
     with cluster(Layout(1, 2), 2) as (plan, nodes):
         enter(plan, nodes)
-        stock = nodes[0].stock
-        stock.ended(WorkerId("w1"))
-        stock.release(AT, AT)
-        assert {each.worker for each in stock.held()} == {"w0", "w1"}, "of this very version"
-        stock.release(Version(0, 3), Version(0, 3))
-        assert {each.worker for each in stock.held()} == {"w0"}, "the living keep theirs"
+        store = nodes[0].store
+        store.ended(WorkerId("w1"))
+        store.release(AT, AT)
+        assert {each.worker for each in store.held()} == {"w0", "w1"}, "of this very version"
+        store.release(Version(0, 3), Version(0, 3))
+        assert {each.worker for each in store.held()} == {"w0"}, "the living keep theirs"
 
 
 def test_digests_are_of_blocks_and_see_every_byte() -> None:
@@ -275,7 +275,7 @@ def test_a_copy_that_no_keeper_holds_is_none() -> None:
     plan = Plan(1, 2, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)
     snapshots.enter(plan, WorkerId("w0"), shard_of(AT, 1, 0))
     assert snapshots.settle() == NO_COPIES
-    stock = KeeperStore(NodeId("n"), "127.0.0.1", SECRET)
-    stock.adopt(WorkerId("w0"), os.getpid(), region.descriptor)
-    assert snapshots.settle() == Copied(AT.step) and [each.version for each in stock.held()] == [AT]
-    stock.close()
+    store = KeeperStore(NodeId("n"), "127.0.0.1", SECRET)
+    store.adopt(WorkerId("w0"), os.getpid(), region.descriptor)
+    assert snapshots.settle() == Copied(AT.step) and [each.version for each in store.held()] == [AT]
+    store.close()

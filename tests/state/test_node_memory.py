@@ -73,7 +73,7 @@ def test_a_node_without_memory_skips_copies_and_goes_on_with_a_save(monkeypatch:
     limit(monkeypatch, lambda: free[0])
     with cluster(Layout(1, 1), 1, slots=3) as (plan, nodes):
         enter(plan, nodes)
-        (snapshots,), store = nodes[0].workers.values(), nodes[0].stock
+        (snapshots,), store = nodes[0].workers.values(), nodes[0].store
         store.say = said.append
         before, free[0] = taken(snapshots.region), 0
         snapshots.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
@@ -125,7 +125,7 @@ def test_a_smaller_copy_gives_back_what_a_larger_one_took() -> None:
 def test_a_buddy_without_memory_refuses_the_copy_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     with cluster(Layout(1, 2), 1, slots=5) as (plan, nodes):
-        nodes[1].stock.say = said.append
+        nodes[1].store.say = said.append
         enter(plan, nodes)
         monkeypatch.setattr(keeper_store, "reserve", lambda *_: "no room")
         pair(nodes)

@@ -90,7 +90,7 @@ def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layou
         enter(plan, nodes)
         save = Save(AT, AT.generation, layout, plan.members, plan.nodes)
         for node in nodes:
-            with uploading(node.stock, tmp_path) as (uploads, heard):
+            with uploading(node.store, tmp_path) as (uploads, heard):
                 uploads.obey((1, 1), (save,), AT.generation, AT)
                 told += [heard.next() for _ in node.workers]
     assert sorted(event.worker for event, _ in told if isinstance(event, ShardSaved)) == sorted(plan.members), told
@@ -297,7 +297,7 @@ def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_pa
     """Copies go on beside it, and no other save begins; a save of a world that is left is over once the keeper is told of a later world."""
     with copied() as (node, snapshots):
         region = snapshots.region
-        with uploading(node.stock, tmp_path) as (uploads, told):
+        with uploading(node.store, tmp_path) as (uploads, told):
             assert [snapshots.settle().save, snapshots.settle().behind] == [NO_SAVE, 0]
             snapshots.committed(replace(outcome(5, copied=4), saves=False), shard_of(Version(5, 2), 1, 0))
             said = snapshots.settle()
@@ -346,7 +346,7 @@ def test_where_nothing_else_is_copied_the_last_save_waits_for_the_one_before(tmp
         snapshots.committed(replace(outcome(7), behind=True, saves=True), shard_of(Version(7, 2), 1, 0))
         snapshots.make_room(lambda: True)
         assert region.all_held() == [Copy(Version(6, 2), WHOLE)]
-        with uploading(node.stock, tmp_path) as (uploads, _):
+        with uploading(node.store, tmp_path) as (uploads, _):
             uploads.obey((1, 1), (), 2, Version(6, 2))
             snapshots.make_room(lambda: False)
             snapshots.settle()
@@ -359,24 +359,24 @@ def test_what_a_dead_worker_left_is_freed_once_its_save_is_over(tmp_path: Path, 
     with copied(slots, copy_every=int(slots > 1)) as (node, snapshots):
         snapshots.committed(replace(outcome(6, copied=4), saves=True), shard_of(Version(6, 2), 1, 0))
         snapshots.settle()
-        with uploading(node.stock, tmp_path) as (uploads, told):
+        with uploading(node.store, tmp_path) as (uploads, told):
             save = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
             uploads.obey((1, 1), (save,), 2, Version(6, 2))
-            node.stock.ended(WorkerId("w0"))
+            node.store.ended(WorkerId("w0"))
             told.next()
-            assert node.stock.regions()
+            assert node.store.regions()
             uploads.obey((1, 2), (), 2, Version(6, 2))
             until(lambda: not snapshots.region.saving)
             if slots == 1:
-                until(lambda: not node.stock.regions())
+                until(lambda: not node.store.regions())
             else:
                 time.sleep(0.1)
-                assert node.stock.regions()
+                assert node.store.regions()
 
 
 def test_a_copy_that_a_later_world_went_on_without_is_not_waited_for(tmp_path: Path) -> None:
     """Its member heard of the commit when the world was over, and begins no copy then."""
-    with copied() as (node, snapshots), uploading(node.stock, tmp_path) as (uploads, told):
+    with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
         save = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
         uploads.obey((1, 1), (save,), 2, Version(6, 2))
         time.sleep(0.1)

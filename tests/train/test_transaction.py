@@ -40,6 +40,7 @@ from elastic.train.step import Share, blank_record, fill_record, update
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, member, shard_hash
+from tests.support.toy_axes import registered
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -177,6 +178,29 @@ def test_what_was_gathered_says_what_was_put_in() -> None:
     assert outcome.counts == tuple(32 - i % 3 for i in range(8))
     assert (outcome.step, outcome.generation, outcome.finite) == (7, 5, True)
     assert conclude(SHAPE, 6, gathered(6)) != outcome
+
+
+@pytest.mark.parametrize(("axis", "speakers"), [("columns", (0, 2)), ("stages", (1, 3))])
+def test_losses_and_norm_come_from_the_members_that_report_them(axis: str, speakers: tuple[int, int]) -> None:
+    """Two data ranks have two members each.  One of each pair reports, and the numbers of the other count for nothing."""
+    with registered():
+        shape = CommitShape(incarnation=2, generation=5, microbatches=4, microbatch=1, layout=Layout(2, 1, ((axis, 2),)))
+        records = []
+        for rank in range(shape.world):
+            share = Share([], [], [])
+            for round_ in range(shape.rounds):
+                share.losses.append(torch.tensor(float(10 * rank + round_)))
+                share.counts.append(torch.tensor(100 * rank + round_))
+                share.samples.append((round_ * 2 + rank // 2,))
+            records.append(
+                fill_record(blank_record(shape, rank, 7, 0, share, NO_COPIES), share, torch.tensor(float(rank), dtype=torch.float64))
+            )
+        outcome = conclude(shape, 7, torch.cat(records).numpy().tobytes())
+    first, second = speakers
+    assert outcome.losses == (10.0 * first, 10.0 * second, 10.0 * first + 1, 10.0 * second + 1)
+    assert outcome.counts == (100 * first, 100 * second, 100 * first + 1, 100 * second + 1)
+    assert outcome.samples == ((0,), (1,), (2,), (3,))
+    assert outcome.squared_norm == float(first)
 
 
 def test_what_one_member_asks_for_all_do() -> None:

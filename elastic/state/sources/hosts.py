@@ -144,22 +144,22 @@ def _raise_what_failed(plan: Plan, access: Access, errors: Sequence[BaseExceptio
 
     If a copy is damaged, its keeper is told so; by now no thread reads that copy any more.
     """
-    spoilt = [error for error in errors if isinstance(error, _Spoilt)]
-    for error in spoilt:
+    damaged = [error for error in errors if isinstance(error, _DamagedCopy)]
+    for error in damaged:
         _tell(plan, access, error.holding)
-    if spoilt:
-        raise CopyLost(str(spoilt[0]), spoilt[0].holding.keeper)
+    if damaged:
+        raise CopyLost(str(damaged[0]), damaged[0].holding.keeper)
     if errors:
         raise min(errors, key=lambda error: (not isinstance(error, CopyLost), isinstance(error, _Over)))
 
 
-def _tell(plan: Plan, access: Access, spoilt: Holding) -> None:
+def _tell(plan: Plan, access: Access, damaged: Holding) -> None:
     """Tells the keeper of a damaged copy, so that the copy no longer counts.
 
     If the keeper cannot be reached, the coordinator learns of the copy from the error and avoids it.
     """
-    with contextlib.suppress(WireError), contextlib.closing(Wire.connect(dict(plan.hosts)[spoilt.keeper], access.secret)) as wire:
-        wire.send(_request("spoilt", spoilt))
+    with contextlib.suppress(WireError), contextlib.closing(Wire.connect(dict(plan.hosts)[damaged.keeper], access.secret)) as wire:
+        wire.send(_request("damaged", damaged))
         wire.head()
 
 
@@ -186,7 +186,7 @@ def _read_one(
         if not still():
             raise StateMissing("it was overwritten meanwhile")
         if not right:
-            raise _Spoilt(f"{where} at {holding.version} is damaged: its digests differ", holding)
+            raise _DamagedCopy(f"{where} at {holding.version} is damaged: its digests differ", holding)
         return used
     except (WireError, StateMissing, OSError) as error:
         raise CopyLost(f"{where} was lost: {error}", holding.keeper) from error
@@ -194,7 +194,7 @@ def _read_one(
         wire.close()
 
 
-class _Spoilt(Exception):
+class _DamagedCopy(Exception):
     """Bytes of ``holding`` do not match their digest."""
 
     def __init__(self, sentence: str, holding: Holding) -> None:

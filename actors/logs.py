@@ -76,7 +76,7 @@ def last_lines(file: BinaryIO) -> list[str]:
 
 
 def stack_of(process: Process, log: Path, deadline_s: float, spy: str | None = None) -> str:
-    """Returns the stacks of all threads of ``process`` as text, or "" if the process writes them into its ``log`` itself.
+    """Returns the stacks of all threads of ``process``, a comment that says why there are none, or "" if they are in ``log``.
 
     py-spy reads the memory of a process that does not answer, is stopped, or holds its GIL.  If it is not installed (``spy`` is "") or not
     allowed, the fault handler of the process is asked instead.

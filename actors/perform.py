@@ -38,6 +38,7 @@ from elastic.protocol.actions import (
     Pause,
     Quarantine,
     Release,
+    Save,
     Settle,
     StartWorkers,
     Upload,
@@ -113,9 +114,7 @@ class Group:
             case Upload(keepers, saves, generation, version):
                 self._uploads += 1
                 for node in keepers:
-                    own = tuple(save for save in saves if node in save.nodes)
-                    for keeper in self._those((node,)):
-                        keeper.upload.remote(self.incarnation, self._uploads, own, generation, version)
+                    self._upload(node, self._uploads, tuple(save for save in saves if node in save.nodes), generation, version)
             case CommitManifest(version, lineage, by):
                 self._pool.submit(self._commit, version, lineage, by)
             case Quarantine(version, reason):
@@ -241,6 +240,21 @@ class Group:
         late = threading.Timer(EXAMINE_S + 1, self._kill, (worker,))
         late.daemon = True
         late.start()
+
+    def _upload(self, node: NodeId, number: int, saves: tuple[Save, ...], generation: int, version: Version) -> None:
+        """Tells the keeper of ``node`` its saves, again and again while it cannot be reached: no later call may ever say the same.
+
+        A keeper ignores what is older than what it has heard, and one that stays out of reach is soon taken for lost.
+        """
+
+        def done(future: Future[Any]) -> None:
+            if isinstance(future.exception(), ray.exceptions.ActorUnavailableError) and not self._closing:
+                later = threading.Timer(REACH_S, self._upload, (node, number, saves, generation, version))
+                later.daemon = True
+                later.start()
+
+        for keeper in self._those((node,)):
+            keeper.upload.remote(self.incarnation, number, saves, generation, version).future().add_done_callback(done)
 
     def _send(self, workers: tuple[WorkerId, ...], order: str, *arguments: object) -> None:
         for worker in workers:

@@ -205,7 +205,7 @@ class Run:
         parsed = [(incarnation, replicas.segments_of(data)) for incarnation, data in tails if incarnation >= by]  # the others are of no use
         copies = [Found(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
         found = furthest(end, by, copies)
-        left = found.records if found is not None else [written] if written else []
+        left = journal.rejoined(self.store, self.job.name, found.records) if found is not None else [written] if written else []
         return end, [codec.modern(*segment) for segment in left]
 
     def recover(self, first: int, local: Path, tails: Iterable[Written]) -> tuple[RunState, Journal] | None:

@@ -21,7 +21,7 @@ from elastic.protocol.events import Recovered, Tick
 from elastic.runs import KEPT, Parts, Run, SavedShard
 from storage.checkpoints import ShardReceipt
 from storage.documents import File
-from storage.errors import Deposed, Exists
+from storage.errors import Damaged, Deposed, Exists
 from storage.journal import Journal, replicas
 from tests.control.play import Play, stepping
 from tests.storage.states import TENSORS, state_of, write
@@ -152,6 +152,37 @@ def test_a_keeper_goes_on_where_the_bucket_ends(life: Life) -> None:
     life.step(6)
     life.copy()
     assert recovered(life, [(life.keeper.by, bytes(life.keeper.data))]) == life.play.run
+
+
+@pytest.fixture
+def continued(tmp_path: Path) -> Life:
+    """What it has not brought to the bucket yet, and its keeper holds, is a continuation of what it has."""
+    life = Life(a_run(), tmp_path, stepping(6))
+    for step in range(1, 8):
+        life.step(step)
+        if step < 5:
+            assert life.journal.ship(10.0)
+    life.copy()
+    assert bytes(life.keeper.data).startswith(b'{"format":4,"continues":') and life.keeper.data.count(b"\n") == 4
+    return life
+
+
+@pytest.mark.parametrize("source", ["keeper", "disk"])
+def test_a_continuation_is_read_after_the_snapshot_in_the_bucket(continued: Life, source: str) -> None:
+    """Also by a third coordinator, where the second has brought a part of it to the bucket in objects of its own."""
+    sources = replicas.local(continued.folder) if source == "disk" else [(continued.keeper.by, bytes(continued.keeper.data))]
+    assert recovered(continued, sources) == continued.play.run
+    assert recovered(continued, sources) == continued.play.run
+
+
+def test_a_continuation_whose_snapshot_is_not_in_the_bucket_is_damage(continued: Life) -> None:
+    """Negative control: nothing is made up in its place."""
+    sources = [(continued.keeper.by, bytes(continued.keeper.data))]
+    (base, *_) = keys = continued.run.store.list("toy/journal/")
+    assert len(keys) > 1
+    continued.run.store.delete(base)
+    with pytest.raises(Damaged, match="which record"):
+        recovered(continued, sources)
 
 
 def test_again_and_again(life: Life) -> None:

@@ -22,7 +22,8 @@ Every setting of a job: in `job.toml`, as an option after the file (`--workers.m
 `elastic settings` prints.  The last column says what happens when a run that has begun is started again with another value:
 
 - **free**: the run goes on.  The setting does not change the weights that the run ends with.
-- **branch**: the setting changes the weights from here on.  The run does not go on with another value; a run of another name may.
+- **branch**: the setting changes the weights from here on.  The run does not go on with another value.  A run of another
+  name may have it, and begins at step 0.
 - **refused**: the state of the run does not fit another value, or the value says which run it is."""
 
 

@@ -6,8 +6,9 @@ unknown name is an error that says so: a journal of another version is never gue
 
 A record holds an event and the decision: the state, the actions, the reason, and what ``changed`` in :class:`RunState`, as a delta
 (``deltas.py``).  It also holds what unrecorded events had changed ``meanwhile``, so that the journal has everything that the decision was
-made from, and the ``commits`` that the event brought.  A commit is written once; elsewhere its step and generation stand for it.  Recovery
-reads the decisions and does not make them again, so a journal stays readable when the rules have changed.
+made from, and the ``commits`` that the event brought.  A commit is written once; elsewhere its step and generation stand for it.  A plan is
+written where it begins; where an event or a change repeats the plan of the state, its generation stands for it.  Recovery reads the
+decisions and does not make them again, so a journal stays readable when the rules have changed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from elastic.control.deltas import SAME, delta, patched
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Beat, Capacity, Event, Fenced, Renewed, StepDone, Tick
+from elastic.protocol.events import Attached, Beat, Capacity, Event, Fenced, Renewed, StepDone, Tick
+from elastic.protocol.plan import Plan
 
 FORMAT = 3
 READABLE = (*old_journals.FORMATS, FORMAT)
@@ -33,6 +35,8 @@ RETIRED = {"state_bytes", "copy_rule"}
 """Fields that older versions wrote and that no decision uses any more."""
 COMMIT = "Commit"
 """The name that stands for a commit that is written elsewhere."""
+PLAN = "PlanOf"
+"""The name that stands for the plan that the run had before the record."""
 
 Json = Any
 Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
@@ -74,38 +78,42 @@ def record(
     """
     known = recorded or before
     told = _commits(known)
+    planned: Told = {(known.plan.generation,): known.plan} if known.plan is not None else {}
     event, brought = _with_news(event, before)
     commits = [each for each in brought if told.get((each.step, each.generation)) != each]
     told.update({(each.step, each.generation): each for each in commits})
-    meanwhile = changes(known, before, told)
+    meanwhile = changes(known, before, {**told, **planned})
     return {
         "n": number,
         "at": at,
         **({"commits": encode(tuple(commits))} if commits else {}),
-        "event": encode(event, told),
+        "event": encode(event, {**told, **planned}),
         **({"meanwhile": meanwhile} if meanwhile else {}),
         "state": type(transition.run.state).__name__,
-        "changed": changes(before, transition.run, told),
+        "changed": changes(before, transition.run, {**told, **planned}),
         "actions": encode(transition.actions, told),
         "reason": transition.reason,
     }
 
 
-Commits = Mapping[tuple[int, int], Outcome]
-"""The commits that are written already, by step and generation."""
+Told = Mapping[tuple[int, ...], Outcome | Plan]
+"""A reader knows these already: commits by step and generation, a plan by its generation."""
 
 
-def _commits(run: RunState) -> dict[tuple[int, int], Outcome]:
+def _commits(run: RunState) -> dict[tuple[int, ...], Outcome | Plan]:
     """Returns the commits that a reader of ``run`` can look up."""
     there = (run.history.settled.outcome if run.history.settled else None, run.history.last)
     return {(each.step, each.generation): each for each in there if each is not None}
 
 
 def _with_news(event: Event, before: RunState) -> tuple[Event, tuple[Outcome, ...]]:
-    """Returns the event with only those commits that tell something new, and these commits.
+    """Returns the event with only those parts that tell something new, and the commits among them.
 
-    Every member's answer to a fence brings the last commits that the member has seen, and these are the same for all members.
+    Every member's answer to a fence brings the last commits that the member has seen, and these are the same for all members.  Of a plan
+    before the present generation only the generation matters, so the members that a worker had there are left out.
     """
+    if isinstance(event, Attached) and event.plan is not None and event.plan.generation < before.generation:
+        return replace(event, plan=replace(event.plan, members=(), holders=(), nodes=(), hosts=())), ()
     if isinstance(event, StepDone):
         return event, (event.outcome,)
     if not isinstance(event, Fenced):
@@ -114,7 +122,7 @@ def _with_news(event: Event, before: RunState) -> tuple[Event, tuple[Outcome, ..
     return replace(event, outcomes=news, seen=event.newest_seen), news
 
 
-def changes(before: RunState, after: RunState, told: Commits | None = None) -> dict[str, Json]:
+def changes(before: RunState, after: RunState, told: Told | None = None) -> dict[str, Json]:
     """Returns a delta for each field of ``after`` that differs."""
     change = delta(before, after, partial(encode, told=told), whole=(Outcome,))
     return {} if change is SAME else dict(change["~"])
@@ -174,22 +182,28 @@ def field_after(segment: Segment, part: str, name: str) -> Json:
 
 
 def written_out(record: Mapping[str, Json], run: Json) -> Mapping[str, Json]:
-    """Returns the record with each commit in full where only its step and generation stood for it.
+    """Returns the record with each commit, and the plan, in full where a short form stood for it.
 
     ``run`` is the run after the record before.
     """
     settled = run["history"].get("settled")
     there = [settled and settled["outcome"], run["history"].get("last"), *record.get("commits", ())]
-    told = {(each["step"], each["generation"]): each for each in there if each}
+    told: dict[tuple[int, ...], Json] = {(each["step"], each["generation"]): each for each in there if each}
+    if plan := run["state"].get("plan"):
+        told[(plan["generation"],)] = plan
     parts = {name: record[name] for name in ("event", "meanwhile", "changed", "actions") if name in record}
     return {**record, **{name: _in_full(each, told) for name, each in parts.items()}}
 
 
-def _in_full(json: Json, told: Mapping[tuple[int, int], Json]) -> Json:
+def _in_full(json: Json, told: Mapping[tuple[int, ...], Json]) -> Json:
     if isinstance(json, list):
         return [_in_full(each, told) for each in json]
     if not isinstance(json, Mapping):
         return json
+    if json.get("$") == PLAN:
+        if (json["generation"],) not in told:
+            raise UnknownFormat(f"the journal refers to the plan of generation {json['generation']}, and lacks it")
+        return told[json["generation"],]
     if json.get("$") != COMMIT:
         return {key: _in_full(each, told) for key, each in json.items()}
     if (json["step"], json["generation"]) not in told:
@@ -200,10 +214,10 @@ def _in_full(json: Json, told: Mapping[tuple[int, int], Json]) -> Json:
 # ---- values
 
 
-def encode(value: object, told: Commits | None = None) -> Json:
+def encode(value: object, told: Told | None = None) -> Json:
     """Returns ``value`` as JSON.  Raises :class:`TypeError` for a value that does not belong in a journal.
 
-    A commit in ``told`` is written as its step and generation alone.
+    A commit in ``told`` is written as its step and generation alone, a plan as its generation.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -215,6 +229,8 @@ def encode(value: object, told: Commits | None = None) -> Json:
         return {key: encode(each, told) for key, each in value.items()}
     if told and isinstance(value, Outcome) and told.get((value.step, value.generation)) == value:
         return {"$": COMMIT, "step": value.step, "generation": value.generation}
+    if told and isinstance(value, Plan) and told.get((value.generation,)) == value:
+        return {"$": PLAN, "generation": value.generation}
     if is_dataclass(value) and not isinstance(value, type):
         return {"$": type(value).__name__, **{name: encode(getattr(value, name), told) for name in _hints(type(value))}}
     raise TypeError(f"{type(value).__name__} has no form in the journal: {value!r}")

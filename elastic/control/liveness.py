@@ -127,7 +127,7 @@ def stepped(watch: Watch, now: float) -> Watch:
 
 
 def patience_s(watch: Watch, stall_s: float) -> float:
-    """Returns the seconds without progress that are allowed: at least three recent steps, so that a slow world does not look stuck."""
+    """Returns how many seconds the world may stand still: ``stall_s``, or three recent steps if those take longer."""
     return max(stall_s, 3 * watch.step_s)
 
 

@@ -453,7 +453,7 @@ class RunState:
         generation: int = 0,
         next_worker: int = 1,
     ) -> RunState:
-        """Returns a new run, or one that begins with what the bucket knows.
+        """Returns a new run, or the run that the bucket describes.
 
         The next generation is greater than ``generation`` and than all of ``lineage``.  Versions in ``saved`` that are off the lineage are
         left out.
@@ -494,7 +494,7 @@ class RunState:
         return max(self.generation, self.takeover.unread) + 1
 
     def grants_lease(self, generation: int) -> bool:
-        """Returns whether a member's lease on ``generation`` may be prolonged; it may not once the generation is fenced."""
+        """Returns whether a member's lease on ``generation`` may be prolonged: only the present world's, until it is fenced."""
         state = self.state
         stepping = isinstance(state, Running | Finishing) or (isinstance(state, Stopping) and state.planned)
         return stepping and generation == self.generation

@@ -6,7 +6,7 @@ The rule of an axis *cuts* what a member holds: it takes what the inner axes hav
 Everything else follows from the rows: the place of a world rank, the part of a tensor that a member holds (``placement.py``), the members
 that can send it (``transfer.py``), and the members that know the losses of a microbatch.
 
-A new axis is a new row here, and its rewriting of modules in ``engine/axes``.
+A new axis of the state is a new row here.  What else an axis needs that also computes is in ``examples/guide/extending.md``.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def cut_rows(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
 
 
 def reaches_rows(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterable[int]:
-    """Returns the indices of :func:`cut_rows` that can have rows of ``part``."""
+    """Returns the indices of :func:`cut_rows` that can have rows of ``part``, and perhaps more: all, where a tensor has several boxes."""
     size = -(-held.shape[0] // degree) if is_cut(tensor) else 0
     if not size or len(held.boxes) != 1:
         return range(degree)

@@ -123,9 +123,10 @@ def moves(
     result has only the moves to that member and from its live memory, in the same order.
     """
     transfer = _Transfer(list(holders), layout, members, nodes)
+    own = transfer.own_cells(of)
     result = []
     for number, tensor in enumerate(sorted(tensors, key=lambda each: (-nbytes(each, each.whole()), each))):
-        for rank in transfer.destinations(tensor, of):
+        for rank in transfer.destinations(tensor, of, own):
             found = transfer.into(rank, number, tensor, partly=partly)
             result += [move for move in found if of is None or of == move.destination or (of == move.source and not move.keeper)]
     return tuple(result)
@@ -188,19 +189,29 @@ class _Transfer:
         self.members = members
         self.homes = dict(zip(members, nodes, strict=True)) if nodes else {}
         self.cells = [placement.cell_of(layout, rank) for rank in range(len(members))]
-        self.ranks = placement.distinct_cells(layout)
+        live = {(each.worker, each.cell) for held in self.geometry.by_cell.values() for each in held if not each.keeper}
+        self.wanting = {
+            cell: [rank for rank in ranks if (members[rank], cell) not in live] for cell, ranks in placement.distinct_cells(layout).items()
+        }
+        """Maps each cell to the world ranks of the members that have to receive it, because their live memory lacks it."""
         self.degrees = placement.degrees_of(layout)
         self._nearest: dict[tuple[int, tuple[Cell, ...]], list[list[Holding]]] = {}
 
-    def destinations(self, tensor: Tensor, of: WorkerId | None) -> Collection[int]:
-        """Returns world ranks in order: all of them, or only that of ``of`` and those to which it may send a part of ``tensor``."""
+    def own_cells(self, of: WorkerId | None) -> list[Cell]:
+        """Returns the cells that ``of`` holds in its live memory."""
+        return [cell for cell, held in self.geometry.by_cell.items() if any(each.worker == of and not each.keeper for each in held)]
+
+    def destinations(self, tensor: Tensor, of: WorkerId | None, own: Collection[Cell]) -> Collection[int]:
+        """Returns world ranks in order: all of them, or only that of ``of`` and those to which it may send a part of ``tensor``.
+
+        ``own``: the cells of ``of``.  Who already holds its cell takes nothing from others.
+        """
         if of is None:
             return range(len(self.members))
         found = {self.members.index(of)} if of in self.members else set()
-        own = {cell for cell, held in self.geometry.by_cell.items() if any(each.worker == of and not each.keeper for each in held)}
         for box in (box for cell in own for box in placement.held(tensor, cell).boxes):
             for cell in placement.cells_meeting(tensor, box.slice, self.degrees):
-                found.update(self.ranks[cell])
+                found.update(self.wanting[cell])
         return sorted(found)
 
     def into(self, rank: int, number: int, tensor: Tensor, *, partly: bool) -> Iterator[Move]:

@@ -16,7 +16,7 @@ from elastic.protocol.lineage import Lineage, contains
 
 
 def mixed(segments: Sequence[Segment]) -> frozenset[int]:
-    """Returns the generations whose members were of several kinds, so that no other run has the bits of their steps."""
+    """Returns the generations with workers of several kinds.  The bits of their steps cannot be reproduced."""
     return frozenset(generation for segment in segments for generation in field_after(modern(*segment), "members", "mixed"))
 
 

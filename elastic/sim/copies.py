@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class CopiesOracle:
-    """Judges every copy and every answer.
+    """Judges every copy, and every answer of a keeper.
 
     ``asked`` has the time at which keepers were asked after a generation; ``heard`` has their answers as the coordinator heard them.
     """

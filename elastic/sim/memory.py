@@ -123,7 +123,7 @@ class Memory:
 
     def heed(self, keeper: Uploads) -> None:
         """Asks ``keeper`` whether the present save is over, and forgets the save if so."""
-        if self.saving is not None and keeper.is_over(self.worker.name, self.saving):
+        if self.saving is not None and keeper.latest.is_over(self.worker.name, self.saving):
             self.saving = None
 
     def _complete(self, slot: Slot) -> None:

@@ -174,5 +174,7 @@ class Strikes:
                 worker.skew(fault.amount)
             case Kind.DEVICE_ASSERT:
                 worker.raises(point, "device")
-            case _:
+            case Kind.EXCEPTION:
                 worker.raises(point)
+            case kind:
+                raise NotImplementedError(f"the simulator cannot perform {kind.value!r} on a worker")

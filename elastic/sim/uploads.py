@@ -1,4 +1,4 @@
-"""Models the saves of a keeper, by the rules of ``state/uploads.py``.  Writing takes its time."""
+"""Models the saves of a keeper, by the rules of ``protocol/uploads.py``.  Writing takes its time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from elastic.ids import Version, WorkerId
 from elastic.plan.placement import cell_of
-from elastic.protocol import lineage
+from elastic.protocol import lineage, uploads
 from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import SaveFailed, ShardSaved
@@ -25,9 +25,7 @@ class Uploads:
 
     def __init__(self, cluster: Cluster, node: Node) -> None:
         self.cluster, self.node = cluster, node
-        self.number = (0, 0)
-        self.saves: tuple[Save, ...] = ()
-        self.generation, self.version = 0, Version(0, 0)
+        self.latest = uploads.Told()
         self.told: dict[tuple[Save, WorkerId], ShardSaved | SaveFailed] = {}
         self._begun: set[tuple[Save, WorkerId]] = set()
 
@@ -37,9 +35,9 @@ class Uploads:
 
     def obey(self, number: tuple[int, int], saves: tuple[Save, ...], generation: int, version: Version) -> None:
         """Takes the saves that are on their way from now on.  No other save that began by ``version`` of ``generation`` is."""
-        if number <= self.number:
+        if number <= self.latest.number:
             return
-        self.number, self.saves, self.generation, self.version = number, saves, generation, version
+        self.latest = uploads.Told(number, saves, generation, version)
         for each in self.cluster.on(self.node.name):
             each.memory.heed(self)
         for save in saves:
@@ -50,15 +48,9 @@ class Uploads:
                     self._begun.add((save, worker))
                     self._look(save, worker)
 
-    def is_over(self, worker: WorkerId, version: Version) -> bool:
-        """Returns whether the save of ``version``, which ``worker`` has begun, is in the bucket or given up."""
-        if any(save.version == version and worker in save.members for save in self.saves):
-            return False
-        return version.generation < self.generation or version <= self.version
-
     def _look(self, save: Save, name: WorkerId) -> None:
         """Looks for the copy again and again, until it is complete or never will be."""
-        if not self.lives or save not in self.saves:
+        if not self.lives or save not in self.latest.saves:
             self._begun.discard((save, name))
             return
         worker = self.cluster.workers[name]
@@ -67,8 +59,8 @@ class Uploads:
         if copy in whole(slots):
             self.cluster.sim.oracle.occasions["a dead worker's copy is saved"] += not worker.alive
             self._write(save, name, slots, whole(slots).index(copy), slots[whole(slots).index(copy)])
-        elif not worker.alive or worker.memory.generation > save.by:
-            self._end(save, name, SaveFailed(save.version, f"{name} has no copy of it", save.by))
+        elif why := uploads.hopeless(save, worker.memory.generation, ended=not worker.alive):
+            self._end(save, name, SaveFailed(save.version, f"no part of {name}: {why}", save.by))
         else:
             self.cluster.clock.after(POLL_S, self._look, save, name)
 
@@ -78,7 +70,7 @@ class Uploads:
     def _written(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
         """Ends the upload.  A slot that was released stays while it is being written, one that was overwritten does not."""
         overwritten = slots[place] is not None and slots[place] is not slot
-        if not self.lives or save not in self.saves:
+        if not self.lives or save not in self.latest.saves:
             self._begun.discard((save, name))
             return
         if overwritten and self._superseded(save, name):

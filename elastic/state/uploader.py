@@ -1,6 +1,6 @@
 """A process of the keeper that brings saves from the slots of its node's workers to the bucket.
 
-    uploader BUCKET RUN      a line of JSON on stdin for each part to write or to give up, one on stdout for each that has ended
+    uploader BUCKET RUN      a line of JSON on stdin for each part to write or to give up, one on stdout for each that goes on or has ended
 
 It is a process of its own so that hashing and sending never hold up the keeper's beats.  It maps the memory that the keeper has open, so
 no byte is copied, and a worker that dies does not matter.  Each block of a slot must have the digest that it got on the worker's device.
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -36,6 +37,8 @@ from storage.slices import Tensor, nbytes
 AT_ONCE = 4
 """Parts that one node writes at the same time: a single stream fills neither a fast link nor a node's cores."""
 
+PROGRESS_S = 5.0
+"""Least number of seconds between two words that parts go on: the keeper kills an uploader from which it hears nothing for very long."""
 NICE = 5
 """Added to the niceness of the process: where cores are few the training on them comes first."""
 
@@ -132,6 +135,7 @@ class Uploader:
         self.checkpoints, self.out = checkpoints, out
         self._given_up: set[int] = set()
         self._one_says = threading.Lock()
+        self._said_at = -PROGRESS_S
 
     def serve(self, lines: TextIO) -> None:
         """Serves requests until the other end of ``lines`` is closed; uploads that are under way then are abandoned."""
@@ -146,7 +150,7 @@ class Uploader:
     def _write(self, part: Part) -> None:
         try:
             region = Region.of_process(part.pid, part.descriptor)
-            receipt = upload(self.checkpoints, region, part, lambda: part.number in self._given_up)
+            receipt = upload(self.checkpoints, region, part, lambda: self._goes_on(part.number))
         except GivenUp:
             self._say(part.number, failed="it was given up")
         except (StateMissing, StorageError, OSError) as error:
@@ -155,6 +159,13 @@ class Uploader:
             self._say(part.number, failed=f"{type(error).__name__}: {error}")
         else:
             self._say(part.number, receipt=receipt.to_json())
+
+    def _goes_on(self, number: int) -> bool:
+        """Tells the keeper now and then that a part goes on.  Returns whether it is given up."""
+        if time.monotonic() - self._said_at >= PROGRESS_S:
+            self._said_at = time.monotonic()
+            self._say(number)
+        return number in self._given_up
 
     def _say(self, number: int, **what: str) -> None:
         with self._one_says:

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic.ids import Version, WorkerId
 from elastic.plan.copy_budget import slots_for
@@ -23,6 +23,7 @@ from elastic.plan.placement import cell_of
 from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import SaveFailed, ShardSaved
+from elastic.protocol.uploads import Told, hopeless
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region
 from elastic.state.uploader import Part, name_of
@@ -31,6 +32,10 @@ from storage.checkpoints import ShardReceipt
 POLL_S = 0.02
 UNKNOWN_S = 10.0
 """Seconds that a part waits until its worker's memory is opened here: a keeper that has just started does not know its workers yet."""
+RETRY_S = 1.0
+"""Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look."""
+HUNG_S = 900.0
+"""Seconds without a word of an uploader with parts in hand until it is killed: a store may take 740 s to join the pieces of an object."""
 ATTEMPTS = 3
 """Number of uploaders that may die while they write a part before that part fails."""
 
@@ -58,25 +63,6 @@ class Task:
         return self.save.members.index(self.worker)
 
 
-@dataclass
-class Told:
-    """The newest list from the coordinator: the saves under way, and the version of the run that it knew then.
-
-    ``number`` grows with the coordinator's incarnation and with each of its calls, because calls may overtake each other.
-    """
-
-    number: tuple[int, int] = (0, 0)
-    saves: Sequence[Save] = ()
-    generation: int = 0
-    version: Version = field(default_factory=lambda: Version(0, 0))
-
-    def is_over(self, worker: WorkerId, version: Version) -> bool:
-        """Returns whether the save of ``version`` that ``worker`` has begun is in the bucket or given up."""
-        if any(save.version == version and worker in save.members for save in self.saves):
-            return False
-        return version.generation < self.generation or version <= self.version
-
-
 class Uploads:
     """Runs the uploads of one keeper.  ``command`` starts its uploader; ``say`` receives sentences for the keeper's log."""
 
@@ -89,6 +75,7 @@ class Uploads:
         self._closed = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._listener = threading.Thread()
+        self._start_at = self._heard_at = 0.0
         threading.Thread(target=self._run, name="uploads", daemon=True).start()
 
     def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
@@ -115,10 +102,11 @@ class Uploads:
     def start(self) -> None:
         """Starts the uploader, unless there is one: before the first save needs it, since its imports take a second."""
         with self._lock:
-            if self._process is None and not self._closed.is_set():
+            if self._process is None and not self._closed.is_set() and time.monotonic() >= self._start_at:
                 try:
                     self._process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
                 except OSError as error:  # no memory for another process, for example: its parts wait
+                    self._start_at = time.monotonic() + RETRY_S
                     return self.say(f"no uploader can be started: {error}")
                 self._listener = threading.Thread(target=self._listen, args=(self._process,), name="uploader", daemon=True)
                 self._listener.start()
@@ -145,6 +133,7 @@ class Uploads:
                 if save is not None and region["saves_over"] != number and told.is_over(worker, save.version):
                     region["saves_over"] = number
             self._forget_the_dead()
+            self._end_if_hung()
 
     def _look(self, task: Task) -> str:
         """Hands the task to the uploader if its copy is complete.  Returns why that will never be, or ""."""
@@ -157,16 +146,14 @@ class Uploads:
             task.region = region
             self._hand_over(task)
             return ""
-        if ended:
-            return "it ended before its copy was complete"
-        if region["generation"] > task.save.by:
-            return "it went on without a copy"
-        return "the copy failed" if region["save_failed"] and region.copy("save") == copy else ""
+        failed = bool(region["save_failed"]) and region.copy("save") == copy
+        return hopeless(task.save, region["generation"], ended=ended, failed=failed)
 
     def _hand_over(self, task: Task) -> None:
         self.start()
         if self._process is None:
             return
+        self._heard_at = time.monotonic()
         self._number += 1
         task.number, task.attempts = self._number, task.attempts + 1
         assert task.region is not None
@@ -202,15 +189,29 @@ class Uploads:
             if region.slots == slots_for(0, 0) and not region.saving and self.store.region(worker)[1]:
                 self.store.forget(worker)
 
+    def _end_if_hung(self) -> None:
+        """Kills an uploader that makes no progress; the next one begins its parts again."""
+        with self._lock:
+            process, has_parts = self._process, any(task.number and not task.told for task in self._tasks.values())
+        if process is not None and has_parts and time.monotonic() - self._heard_at > HUNG_S:
+            self._heard_at = time.monotonic()
+            self.say(f"its uploader made no progress for {HUNG_S:g} s and is killed")
+            process.kill()
+
     # ---- what the uploader says
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            answer = json.loads(line)
+            try:
+                answer = json.loads(line)
+            except ValueError:  # it died in the middle of a line
+                process.kill()
+                break
+            self._heard_at = time.monotonic()
             with self._lock:
                 task = next((each for each in self._tasks.values() if each.number == answer["number"]), None)
-            if task is None or task.told:
+            if task is None or task.told or answer.keys() == {"number"}:  # the last is a part that goes on
                 continue
             if "failed" in answer:
                 self._fail(task, answer["failed"])

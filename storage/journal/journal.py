@@ -1,14 +1,20 @@
 """The journal of a run, and the claims on it.
 
-Object stores cannot append.  A segment is one create-only object, ``<run>/journal/<first record>.jsonl``: a snapshot of all that
-was known before, the records of at most five seconds, and the digest of both.  So reading may begin at any segment.  A segment also ends
-after 256 records, once these are as long as its snapshot: however much is known, at most half of the journal are snapshots.
-Records are numbered without gaps, by one writer; a writer that finds its next segment written by somebody else has been deposed.
+Object stores cannot append.  So the journal is a row of create-only objects, ``<run>/journal/<first record>.jsonl``.  An object has a head,
+the records of at most five seconds, and the digest of both.  The head is a snapshot of all that was known before, or a reference to the
+object with the last snapshot.  An object with a reference is a continuation.  A snapshot and its continuations are one segment.
 
-A record is in a local file before ``append`` returns, and on the disk when it must be durable.  The local folder has one file a segment.
+A new snapshot is written once the records since the last one are as long as that one, or after :data:`CONTINUATIONS` objects.  The first
+rule keeps snapshots at half of the journal at most, however much is known.  The second one lets a run that records little write a snapshot
+every few minutes.  A reader needs the last segment only: at most ``1 + CONTINUATIONS`` objects, a snapshot and records of its length, and
+what its last object has beyond that.  An object also ends after 256 records, once a snapshot is due.
+
+Records are numbered without gaps, by one writer; a writer that finds its next object written by somebody else has been deposed.
+
+A record is in a local file before ``append`` returns, and on the disk when it must be durable.  The local folder has a file an object.
 These files are also the queue to the bucket, which a thread of its own works off: a store that is slow or down delays nothing and costs no
-memory.  When a segment begins, the files of those that are in the bucket are removed: the disk holds what the bucket lacks, and little
-more.
+memory.  When a file begins, those that are in the bucket are removed: the disk holds what the bucket lacks, and little more.  Whoever reads
+a continuation there finds its snapshot in the bucket (:func:`rejoined`): objects reach the bucket in order.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -28,7 +35,13 @@ from storage.errors import Damaged, Deposed, Exists, StorageError
 from storage.objects import ObjectStore
 
 SEGMENT_RECORDS = 256
-"""Number of records after which a segment may end before its time is over."""
+"""Number of records after which an object may end before its time is over."""
+CONTINUATIONS = 32
+"""Largest number of continuations of a snapshot: a takeover reads so many objects more.  With 5 s each, a snapshot is due every 165 s."""
+READS = 8
+"""Number of objects that are read at a time."""
+CONTINUED = 4
+"""The format that a reference states.  Versions that know no continuations read formats up to 3, and refuse it by this number."""
 CLOSE_S = 10.0
 """Seconds for the bucket to take what is left when the journal is closed."""
 
@@ -36,14 +49,23 @@ Json = Mapping[str, Any]
 
 
 @dataclass
-class _Segment:
-    """A local file: bytes ``[begin, end)`` of all that this journal has written, the snapshot before ``records_begin``."""
+class _Snapshot:
+    """The last snapshot that was written: ``length`` bytes up to ``end``, in the object ``first``, with ``continued`` continuations."""
+
+    first: int
+    length: int
+    end: int
+    continued: int = 0
+
+
+@dataclass
+class _Part:
+    """A local file, which becomes an object: bytes ``[begin, end)`` of all that this journal has written."""
 
     first: int
     path: Path
     begin: int
     began_s: float
-    records_begin: int = 0
     end: int = 0
     records: int = 0
 
@@ -74,10 +96,11 @@ class Journal:
         self._local = local
         self._file: BinaryIO | None = None
         self._size = max((int(path.stem) + path.stat().st_size for path in local.glob("*.jsonl")), default=0)
-        self._open: _Segment | None = None
-        self._queue: deque[_Segment] = deque()
-        self._shipped: list[_Segment] = []
-        """Segments that are in the bucket and are still on the disk."""
+        self._open: _Part | None = None
+        self._snapshot: _Snapshot | None = None
+        self._queue: deque[_Part] = deque()
+        self._shipped: list[_Part] = []
+        """Files that are in the bucket and are still on the disk."""
         self._changed = threading.Condition()
         self._closed_s = float("inf")
         self._thread = threading.Thread(target=self._copy, name="journal", daemon=True)
@@ -92,15 +115,15 @@ class Journal:
                 raise ValueError(f"record {record['n']} was appended where {self.next} comes next")
             if self._open is None:
                 self._open = self._begin()
-            segment = self._open
-            self._write(record)
+            part = self._open
+            self._write(_line(record))
             if durable and self._file is not None:
                 os.fsync(self._file.fileno())
             self.next += 1
             self._known = after
-            segment.end, segment.records = self._size, segment.records + 1
-            if segment.records >= SEGMENT_RECORDS and segment.end - segment.records_begin >= segment.records_begin - segment.begin:
-                self._cut(segment)
+            part.end, part.records = self._size, part.records + 1
+            if part.records >= SEGMENT_RECORDS and self._snapshot_is_due():
+                self._cut(part)
             self._changed.notify_all()
 
     def ship(self, timeout_s: float) -> bool:
@@ -143,27 +166,41 @@ class Journal:
         if self._thread.is_alive():
             self.behind = self.behind or "the store does not answer"
 
-    def _begin(self) -> _Segment:
-        """Begins a file with what is known, and removes those that the bucket has."""
+    def _begin(self) -> _Part:
+        """Begins a file, and removes those that the bucket has."""
         for each in self._shipped:
             each.path.unlink(missing_ok=True)
         self._shipped.clear()
-        segment = _Segment(self.next, self._local / f"{self._size:015d}.jsonl", self._size, time.monotonic())
-        self._file = open(segment.path, "wb")  # noqa: SIM115 (closed when the segment is cut)
+        part = _Part(self.next, self._local / f"{self._size:015d}.jsonl", self._size, time.monotonic())
+        self._file = open(part.path, "wb")  # noqa: SIM115 (closed when the part is cut)
         _sync_folder(self._local)
-        self._write(self._known())
-        segment.records_begin = segment.end = self._size
-        return segment
+        self._write_head()
+        part.end = self._size
+        return part
 
-    def _write(self, value: Json) -> None:
+    def _write_head(self) -> None:
+        """Writes a reference to the last snapshot, or, where one is due, a new one."""
+        if (last := self._snapshot) is not None and last.continued < CONTINUATIONS:
+            reference = _line({"format": CONTINUED, "continues": last.first})
+            if not self._snapshot_is_due(len(reference)):
+                last.continued += 1
+                return self._write(reference)
+        snapshot = _line(self._known())
+        self._write(snapshot)
+        self._snapshot = _Snapshot(self.next, len(snapshot), self._size)
+
+    def _snapshot_is_due(self, more: int = 0) -> bool:
+        """Returns whether what was written since the last snapshot, and ``more`` bytes, are as long as that snapshot."""
+        return self._snapshot is None or self._size + more - self._snapshot.end >= self._snapshot.length
+
+    def _write(self, line: bytes) -> None:
         assert self._file is not None
-        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
         self._file.write(line)
         self._file.flush()
         self._size += len(line)
 
-    def _cut(self, segment: _Segment) -> None:
-        self._queue.append(segment)
+    def _cut(self, part: _Part) -> None:
+        self._queue.append(part)
         self._open = None
         self._close_file()
 
@@ -175,8 +212,8 @@ class Journal:
     # ---- the copying thread
 
     def _copy(self) -> None:
-        while (segment := self._oldest()) is not None:
-            if self._ship(segment):
+        while (part := self._oldest()) is not None:
+            if self._ship(part):
                 with self._changed:
                     self._shipped.append(self._queue.popleft())
                     self._changed.notify_all()
@@ -186,8 +223,8 @@ class Journal:
             self._close_file()
             self._changed.notify_all()
 
-    def _oldest(self) -> _Segment | None:
-        """The segment to be copied next, once there is one; None when the journal is closed and all is copied."""
+    def _oldest(self) -> _Part | None:
+        """The file to be copied next, once there is one; None when the journal is closed and all is copied."""
         with self._changed:
             while not self._queue:
                 closed, left_s = self._closed_s != float("inf"), None
@@ -201,10 +238,10 @@ class Journal:
                 self._changed.wait(left_s)
             return self._queue[0]
 
-    def _ship(self, segment: _Segment) -> bool:
+    def _ship(self, part: _Part) -> bool:
         """Create the object; False when the store cannot, or has another in its place."""
-        key = f"{self.run}/journal/{segment.first:012d}.jsonl"
-        data = _sealed(segment.read(segment.begin))
+        key = _key(self.run, part.first)
+        data = _sealed(part.read(part.begin))
         try:
             try:
                 self.store.put_if_absent(key, data)
@@ -233,30 +270,89 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read(store: ObjectStore, run: str) -> list[tuple[Json, list[Json]]]:
-    """Every segment in the bucket, oldest first: snapshot and records.  Raises :class:`Damaged` on a gap or a record twice."""
-    segments: list[tuple[Json, list[Json]]] = []
+Segment = tuple[Json, list[Json]]
+"""A snapshot and the records after it."""
+
+
+def read(store: ObjectStore, run: str) -> list[Segment]:
+    """Returns every segment in the bucket, oldest first.  Raises :class:`Damaged` on a gap or a record twice.
+
+    The oldest objects may be gone.  Then it begins with the first snapshot that is there.
+    """
+    return _segments(store, store.list(f"{run}/journal/"))
+
+
+def newest(store: ObjectStore, run: str) -> Segment | None:
+    """Returns the last segment in the bucket: who takes over is not to read days of them.
+
+    Raises :class:`Damaged` where its snapshot is gone.
+    """
+    keys = store.list(f"{run}/journal/")
+    return _rejoined(store, keys, [_object(store, keys[-1])])[0] if keys else None
+
+
+def rejoined(store: ObjectStore, run: str, segments: Sequence[Segment]) -> list[Segment]:
+    """Returns ``segments``, the first of which may be a continuation, with the snapshot and the records that it continues.
+
+    These are in the bucket: a writer's objects reach it in order.  Raises :class:`Damaged` where they are not.
+    """
+    continued = segments and "continues" in segments[0][0]
+    return _rejoined(store, store.list(f"{run}/journal/"), segments) if continued else list(segments)
+
+
+def _rejoined(store: ObjectStore, keys: Sequence[str], segments: Sequence[Segment]) -> list[Segment]:
+    (head, records), *more = segments
+    if "continues" not in head:
+        return list(segments)
+    base, end = head["continues"], records[0]["n"]
+    found = _segments(store, [key for key in keys if base <= _first(key) < end])
+    numbers = [record["n"] for _, before in found for record in before]
+    if len(found) != 1 or (numbers[0], numbers[-1]) != (base, end - 1):
+        there = f"records {numbers[0]} to {numbers[-1]} after {len(found)} snapshots" if numbers else "nothing"
+        raise Damaged(f"{store.url}: the journal", f"a snapshot and records {base} to {end - 1}, which record {end} continues", there)
+    snapshot, before = found[0]
+    return [(snapshot, [*before, *records]), *more]
+
+
+def _segments(store: ObjectStore, keys: Sequence[str]) -> list[Segment]:
+    """Returns the segments that the objects ``keys`` are, from the first snapshot on."""
+    segments: list[Segment] = []
     expected: int | None = None
-    for key in store.list(f"{run}/journal/"):
-        segments.append(_segment(store, key, expected))
-        expected = segments[-1][1][-1]["n"] + 1
+    with ThreadPoolExecutor(READS, "journal-read") as pool:
+        for key, (head, records) in zip(keys, pool.map(lambda key: _object(store, key), keys), strict=True):
+            if expected not in (None, _first(key)):
+                raise Damaged(store.full_name(key), f"records from {expected} on", f"records {_first(key)} to {records[-1]['n']}")
+            expected = records[-1]["n"] + 1
+            if segments or "continues" not in head:
+                _join(segments, head, records, store.full_name(key))
     return segments
 
 
-def newest(store: ObjectStore, run: str) -> tuple[Json, list[Json]] | None:
-    """The last segment in the bucket: who takes over is not to read days of them."""
-    keys = store.list(f"{run}/journal/")
-    return _segment(store, keys[-1], None) if keys else None
+def _join(segments: list[Segment], head: Json, records: list[Json], where: str) -> None:
+    """Adds an object to ``segments``: as a new one, or to the last one.  Raises :class:`Damaged` where it continues another."""
+    if "continues" not in head:
+        return segments.append((head, records))
+    base = _base(*segments[-1]) if segments else None
+    if base != head["continues"]:
+        there = "there is no snapshot" if base is None else f"the snapshot is that of record {base}"
+        raise Damaged(where, f"the object of record {head['continues']} before it, which it continues", there)
+    segments[-1][1].extend(records)
+    return None
 
 
-def _segment(store: ObjectStore, key: str, expected: int | None) -> tuple[Json, list[Json]]:
-    object, first = store.full_name(key), int(PurePosixPath(key).stem)
-    snapshot, *records = (json.loads(line) for line in _unsealed(store.get(key), object).splitlines())
+def _base(head: Json, records: Sequence[Json]) -> int | None:
+    """Returns the number of the first record after a segment's snapshot."""
+    return head["continues"] if "continues" in head else records[0]["n"] if records else None
+
+
+def _object(store: ObjectStore, key: str) -> Segment:
+    """Returns the head of an object, and its records.  Raises :class:`Damaged`."""
+    object, first = store.full_name(key), _first(key)
+    head, *records = (json.loads(line) for line in _unsealed(store.get(key), object).splitlines())
     numbers = [record["n"] for record in records]
-    start = first if expected is None else expected
-    if not numbers or numbers != list(range(start, start + len(numbers))) or first != start:
-        raise Damaged(object, f"records from {start} on", f"records {numbers[:1]} to {numbers[-1:]} in the segment of {first}")
-    return snapshot, records
+    if not numbers or numbers != list(range(first, first + len(numbers))):
+        raise Damaged(object, f"records from {first} on", f"records {numbers[:1]} to {numbers[-1:]}")
+    return head, records
 
 
 def records(store: ObjectStore, run: str) -> list[Json]:
@@ -264,19 +360,33 @@ def records(store: ObjectStore, run: str) -> list[Json]:
     return [record for _, segment in read(store, run) for record in segment]
 
 
-def parse(lines: bytes) -> list[tuple[Json, list[Json]]]:
-    """Returns the segments in a file: a coordinator's local one, a copy of an object, or several of either one after the other."""
-    segments: list[tuple[Json, list[Json]]] = []
+def parse(lines: bytes, *, tail: bool = False) -> list[Segment]:
+    """Returns the segments in a file: a coordinator's local one, a copy of an object, or several of either one after the other.
+
+    ``tail``: the first may be a continuation (:func:`rejoined`).  Raises :class:`Damaged`.
+    """
+    segments: list[Segment] = []
+    for number, (head, records) in _parts(lines):
+        if tail and not segments:
+            segments.append((head, records))
+        else:
+            _join(segments, head, records, f"line {number}")
+    return segments
+
+
+def _parts(lines: bytes) -> list[tuple[int, Segment]]:
+    """Returns each head with the records after it, and the number of its line."""
+    parts: list[tuple[int, Segment]] = []
     for number, text in enumerate(lines.splitlines(), 1):
         try:
             line = json.loads(text)
-            if "run" in line:
-                segments.append((line, []))
+            if "run" in line or "continues" in line:
+                parts.append((number, (line, [])))
             elif "n" in line:
-                segments[-1][1].append(line)
+                parts[-1][1][1].append(line)
         except (ValueError, TypeError, IndexError):
             raise Damaged(f"line {number}", "a snapshot, or a record after one", repr(text[:40])) from None
-    return segments
+    return parts
 
 
 def claim_owner(store: ObjectStore, run: str, information: Json) -> int:
@@ -311,6 +421,19 @@ def _claims(store: ObjectStore, run: str) -> list[int]:
 
 def _claim(run: str, number: int) -> str:
     return f"{run}/owner/{number:06d}.json"
+
+
+def _key(run: str, first: int) -> str:
+    return f"{run}/journal/{first:012d}.jsonl"
+
+
+def _first(key: str) -> int:
+    """Returns the number of an object's first record."""
+    return int(PurePosixPath(key).stem)
+
+
+def _line(value: Json) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
 def _sealed(lines: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """Replicas of the end of a journal: other nodes hold what the bucket does not have yet, and give it back when its writer has died.
 
-A tail is a part of the writer's local files.  It consists of segments: a snapshot and the records after it, one line each.  The
+A tail is a part of the writer's local files.  It consists of segments: a snapshot and the records after it, one line each.  The first one
+may be a continuation, whose snapshot is in the bucket (:func:`storage.journal.rejoined`).  The
 module ``elastic/protocol/authority.py`` says what a keeper accepts of it, and which tail a new coordinator takes.
 """
 
@@ -8,18 +9,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from storage.journal.journal import Json, parse
+from storage.journal.journal import Segment, parse
 
 WRITER = "journal-"
 """Name of the folder of a writer's local files, without the incarnation that follows."""
 
-Segment = tuple[Json, list[Json]]
-"""A snapshot and the records after it."""
-
 
 def segments_of(tail: bytes) -> list[Segment]:
     """Returns the segments of a tail.  Ignores a last line that was cut off."""
-    return [(snapshot, records) for snapshot, records in parse(tail[: tail.rfind(b"\n") + 1]) if records]
+    return [(snapshot, records) for snapshot, records in parse(tail[: tail.rfind(b"\n") + 1], tail=True) if records]
 
 
 Written = tuple[int, bytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,7 +11,9 @@ import ray
 
 from actors import perform
 from actors.perform import NODE_DIED, UNREACHED, Group
-from elastic.ids import WorkerId
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.protocol.actions import Save, Upload
 from elastic.protocol.events import Lost
 
 pytestmark = pytest.mark.fast
@@ -22,9 +25,9 @@ NODE = ray.exceptions.RayActorError(error_msg="The actor's node has died")
 class Call:
     """The result of ``remote()``, whose future ends with ``error``."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException | None) -> None:
         self.end: Future[Any] = Future()
-        self.end.set_exception(error)
+        self.end.set_exception(error) if error else self.end.set_result(None)
 
     def future(self) -> Future[Any]:
         return self.end
@@ -60,3 +63,32 @@ def test_an_actor_out_of_reach_is_asked_for_again(
     actor = Actor(*errors)
     these._when_done(actor.remote(), actor, lambda error: these._ended(WorkerId("w1"), error))
     assert told.result(10) == Lost(WorkerId("w1"), reason, certain)
+
+
+class Keeper:
+    """Each call to ``upload`` ends with the next of ``ends``."""
+
+    def __init__(self, *ends: BaseException | None) -> None:
+        self.ends, self.upload = list(ends), self
+        self.heard: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+
+    def remote(self, *said: Any) -> Call:
+        self.heard.put(said)
+        return Call(self.ends.pop(0))
+
+
+@pytest.mark.parametrize(("ends", "calls"), [((AWAY, AWAY, None), 3), ((None,), 1), ((AWAY, DEAD), 2)])
+def test_a_keeper_that_was_out_of_reach_is_told_its_saves_again(
+    monkeypatch: pytest.MonkeyPatch, ends: tuple[BaseException | None, ...], calls: int
+) -> None:
+    """A planned stop says them once and waits.  The control: a call that arrived, or met a dead keeper, is not repeated."""
+    monkeypatch.setattr(perform, "REACH_S", 0.001)
+    keeper, nodes = Keeper(*ends, None), (NodeId("n1"), NodeId("n2"))
+    these = Group.__new__(Group)
+    these._closing, these._uploads, these.incarnation, these.keepers = False, 0, 1, {nodes[0]: keeper}
+    own, other = (Save(Version(5, 1), 1, Layout(1, 1), (WorkerId("w1"),), (node,)) for node in nodes)
+    these.perform(Upload(nodes, (own, other), 1, Version(5, 1)))
+    heard = [keeper.heard.get(timeout=10) for _ in range(calls)]
+    assert heard == [(1, 1, (own,), 1, Version(5, 1))] * calls
+    with pytest.raises(queue.Empty):
+        keeper.heard.get(timeout=0.1)

@@ -95,7 +95,7 @@ class Play:
         return [self.tell(ev.Ready(WorkerId(worker), self.generation)) for worker in workers][-1]
 
     def commit(self, step: int, boundary: int = GO_ON, behind: bool = False) -> Outcome:
-        """What the world concludes of ``step``; ``behind``: a member has no room for a save."""
+        """Returns what the world concludes of ``step``; ``behind`` says that a member has no room for a save."""
         rules = self.rules
         asked = LAST if step == rules.target_step else DUE if due(step, rules.save_every, rules.target_step) else NO_SAVE
         return replace(outcome(step, self.generation, boundary), behind=behind, saves=is_saved(boundary, asked, behind))
@@ -135,7 +135,7 @@ class Play:
 
     @property
     def pending(self) -> tuple[WorkerId, ...]:
-        """Who has not answered the fence yet."""
+        """The workers that have not answered the fence yet."""
         return self.run.state.pending if isinstance(self.run.state, Stopping) else ()
 
     @property
@@ -158,7 +158,7 @@ class Play:
 
 
 def started(workers: int = 2, **changes: Any) -> Play:
-    """So many workers have joined at once, and generation 1 is being formed."""
+    """Returns a run that ``workers`` workers have just joined, while generation 1 is being formed."""
     play = Play(rules(max_workers=workers, **changes))
     play.tell(ev.Capacity(workers))
     play.join(*(f"w{number}" for number in range(1, workers + 1)))

@@ -1,4 +1,4 @@
-"""Whose memory holds copies of whose: never one's own, evenly, and as before where nothing speaks against it."""
+"""Buddies are nodes that hold copies for each other: never for themselves, evenly, and unchanged unless there is a reason."""
 
 from __future__ import annotations
 

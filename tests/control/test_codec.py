@@ -32,7 +32,7 @@ st.register_type_strategy(WorkerId, st.integers(1, 99).map(lambda number: Worker
 
 
 def through_json(value: object) -> Any:
-    """As it is after having been a line of a file."""
+    """Returns ``value`` encoded, written as JSON and parsed again, as a line of a journal is."""
     return json.loads(json.dumps(encode(value), allow_nan=False))
 
 

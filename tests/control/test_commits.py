@@ -21,7 +21,7 @@ pytestmark = pytest.mark.fast
 STEP, GENERATION = 5, 3
 BEFORE, AFTER = Version(4, GENERATION), Version(STEP, GENERATION)
 SITUATIONS = ("computing", "prepared", "seen", "applied", "harmed", "silent")
-"""Where a member may stand when it is fenced; "seen": the commit is here, nothing applied; "harmed": failed while applying."""
+"""States of a member at its fence; "seen": the commit has arrived and nothing is applied; "harmed": applying it failed."""
 
 
 def plan(layout: Layout) -> Plan:
@@ -75,7 +75,7 @@ def test_never_applied_without_evidence() -> None:
 
 
 def test_evidence_of_another_generation_is_none() -> None:
-    """The same step redone is another version: what generation 2 committed says nothing about generation 3."""
+    """A step that is done again is another version, so a commit of generation 2 says nothing about generation 3."""
     assert newest([outcome(STEP, 2), outcome(4, GENERATION), None], GENERATION) == outcome(4, GENERATION)
     assert newest([outcome(STEP, 2), None], GENERATION) is None
 

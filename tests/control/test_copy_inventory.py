@@ -1,4 +1,4 @@
-"""What keepers hold is asked for when a world has broken, and the next one begins from it where nothing nearer is whole."""
+"""A coordinator asks keepers for their copies once a world has broken; the next one begins from copies if no live state is whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def copied(step: int, through: int) -> Outcome:
 
 
 def stepped(to: int = 5) -> Play:
-    """1×3 on three nodes; every step was copied beside the next one."""
+    """Returns a run of layout 1×3 on three nodes, in which each step was copied while the next one ran."""
     play = stepping(3, layout=SHARDS, copy_every=1)
     for step in range(1, to + 1):
         play.tell(ev.StepDone(WorkerId("w1"), 1, copied(step, step - 1)))
@@ -41,7 +41,7 @@ def kept(play: Play, number: int, *steps: int, generation: int = 1) -> str:
 
 
 def broken(play: Play) -> None:
-    """w3 dies; the two others are at step 5."""
+    """Worker w3 dies while the two others are at step 5."""
     play.lose("w3")
     assert [each.keepers for each in play.did(ListCopies)] == [(NodeId("n1"), NodeId("n2"), NodeId("n3"))]
     play.answer("w1", Version(5, 1))
@@ -71,7 +71,7 @@ def test_a_torn_copy_costs_the_last_step_and_versions_are_not_mixed() -> None:
 
 
 def test_what_cannot_be_read_is_not_counted_on_again_before_a_commit() -> None:
-    """Or the next world would break as this one did, for ever."""
+    """Otherwise the next world would break in the same way, for ever."""
     play = stepped()
     play.tell(ev.ShardSaved(WorkerId("w1"), Version(2, 1)))
     play.run = but(play.run, "history", saved=(Version(2, 1),))

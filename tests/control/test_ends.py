@@ -1,4 +1,4 @@
-"""How runs end: finished, stopped, at fault; and what is saved on the way (R14, R20, H1, H2)."""
+"""Runs end finished, stopped or at fault; these tests cover each end and what is saved on the way (R14, R20, H1, H2)."""
 
 from __future__ import annotations
 

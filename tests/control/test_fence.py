@@ -180,7 +180,7 @@ def test_nothing_waits_once_everybody_is_accounted_for(known: str) -> None:
 
 
 def test_no_rollback_while_every_slice_is_held() -> None:
-    """2×2 loses one replica's half: the other replica and the remaining half go on at the same step."""
+    """Layout 2×2 loses half of one replica; the other replica and the remaining half go on at the same step."""
     play = stepping(4, layout=LayoutRule(None, None, 2, "all"))
     play.steps(1, 6)
     assert str(play.plan.layout) == "2×2"
@@ -192,7 +192,7 @@ def test_no_rollback_while_every_slice_is_held() -> None:
 
 
 def test_a_lost_slice_is_taken_from_the_bucket_and_the_abandoned_steps_are_named() -> None:
-    """1×3 loses a third of the state: the newest version with every slice is in the bucket, and versions are never mixed."""
+    """Layout 1×3 loses a third of the state, so all go back to the newest version in the bucket; versions are never mixed."""
     play = stepping(3, layout=LayoutRule(1, None, 1, "all"), save_every=5)
     play.steps(1, 5)
     play.save(Version(5, 1), "w1", "w2", "w3")
@@ -286,7 +286,7 @@ def test_generations_only_grow_and_each_is_formed_once() -> None:
 
 
 def test_an_answer_that_arrives_after_its_sender_died_is_evidence() -> None:
-    """What the dead member saw committed is applied by all who have it prepared; what it held is gone."""
+    """All members that prepared the commit which the dead member saw apply it; the state that it held is gone."""
     play = stepping(2)
     play.steps(1, 4)
     play.broken("w2")

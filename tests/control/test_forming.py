@@ -1,4 +1,4 @@
-"""Who sits where, from which state, and who is to blame when a world does not come to be."""
+"""These tests form worlds: they check each seat, the state that the world begins from, and the blame if it does not come to be."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_worker_that_does_not_enlarge_the_world_stays_a_spare() -> None:
 
 
 def test_who_is_left_out_never_takes_the_last_copy_with_it() -> None:
-    """2×2 loses w2 (half b of replica 1).  Of w1 (a), w3 (a), w4 (b) only two may sit: one of the a's goes."""
+    """Layout 2×2 loses w2 (half b of replica 1); only two of w1 (a), w3 (a) and w4 (b) may sit, so one holder of half a is left out."""
     rule = LayoutRule(None, 2, 2, "fit")
     play = stepping(4, layout=rule)
     play.steps(1, 5)
@@ -289,7 +289,7 @@ def test_doing_again_what_was_given_up_forgives_nothing() -> None:
 
 
 def test_a_generation_that_ends_on_the_way_to_where_another_was_is_not_counted() -> None:
-    """In hard weather a run falls back to its checkpoint and gets less far than before: that is no sign that it never will."""
+    """A run with many failures falls back to its checkpoint and ends at an earlier step; this is no sign that it never gets on."""
     play = stepping(1, max_fruitless=0, save_every=4)
     play.steps(1, 4)
     play.save(Version(4, 1), "w1")
@@ -332,7 +332,7 @@ def test_lost_while_forming_stops_at_once() -> None:
 
 
 def test_state_that_comes_at_a_crawl_is_said_with_the_interface() -> None:
-    """And only then: little state takes no time anywhere, and a disk or a busy peer is no network."""
+    """The interface is not named if the state is small, since little data says nothing about the speed of a network."""
     play = started(2)
     crawl = ev.Ready(WorkerId("w1"), 1, heal_s=100.0, heal_bytes=10**9, interface="eth0")
     assert play.tell(crawl) == (

@@ -1,4 +1,4 @@
-"""Does it pay to take newcomers in (R4), and who takes a dead worker's seat (R13)?"""
+"""These tests check when newcomers are worth a new world (R4), and which worker takes the seat of a dead one (R13)."""
 
 from __future__ import annotations
 

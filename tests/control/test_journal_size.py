@@ -1,6 +1,6 @@
-"""How long the journal of a recovery is: each member that says something costs the same, however many there are.
+"""The journal of a recovery costs each member the same number of bytes, however many members there are.
 
-Written as format 2 was, each answer to a fence repeated all answers before it, with the commits that each had brought: 128 workers with
+In format 2, each answer to a fence repeated all answers before it with the commits that they had brought: 128 workers with
 1,024 samples a step and two commits that were not acknowledged made 150 MB.
 """
 
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from elastic.control import codec
 from elastic.control.decision import Transition
-from elastic.control.run import Forming, Running, RunState
+from elastic.control.run import Forming, Running, RunState, Stopping
 from elastic.ids import Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome
+from elastic.report.replay import differences
 from tests.control.play import Play, stepping
 
 pytestmark = pytest.mark.fast
@@ -85,11 +86,37 @@ def recovery(workers: int, samples: int = 64, record: Record = codec.record) -> 
     return play
 
 
+def unread(workers: int, record: Record = codec.record, early: int = 0) -> Recorded:
+    """A coordinator takes over that has not read of the latest generation; each member that answers it brings that generation's plan.
+
+    ``early`` workers were left out of it, and bring the plan of the one before.
+    """
+    play = Recorded(stepping(workers, layout=REPLICAS), record)
+    members = play.plan.members
+    play.tell(ev.Recovered(2, members, play.run.cluster.keepers, whole=False))
+    left = members[len(members) - early :] if early else ()
+    later = replace(play.plan, generation=2, members=members[: len(members) - early], nodes=play.plan.nodes[: len(members) - early])
+    for worker in members:
+        play.tell(ev.Attached(worker, replace(later, generation=1, members=members) if worker in left else later))
+    for worker in later.members:
+        play.tell(ev.Fenced(worker, 2, (), 0, ()))
+    for worker in members:  # the same once more: whoever had answered is asked again
+        play.tell(ev.Attached(worker, replace(later, generation=1, members=members) if worker in left else later))
+    assert isinstance(play.run.state, Stopping) and play.run.generation == 2
+    return play
+
+
+def attached(workers: int, record: Record) -> dict[str, float]:
+    """Returns the bytes of the records of attached workers: all in the unread generation, and with half of them left out of it."""
+    left_out = unread(workers, record, workers // 2).sizes["Attached"]
+    return {"Attached": unread(workers, record).sizes["Attached"], "Left out": left_out}
+
+
 def grown(record: Record) -> dict[str, float]:
-    """By kind of event: how much longer what 256 members say is than what 64 say, for each member, and what 64 say than what 16 say."""
-    found = {number: recovery(number, record=record).sizes for number in (16, 64, 256)}
+    """Returns the growth of the bytes per member, by kind of event: the larger ratio of 64 to 16 members and of 256 to 64."""
+    found = {number: recovery(number, record=record).sizes | attached(number, record) for number in (16, 64, 256)}
     per_member = {number: {kind: size / number for kind, size in sizes.items()} for number, sizes in found.items()}
-    kinds = ("Fenced", "Here", "Ready", "ShardSaved")
+    kinds = ("Fenced", "Here", "Ready", "ShardSaved", "Attached", "Left out")
     return {kind: max(per_member[64][kind] / per_member[16][kind], per_member[256][kind] / per_member[64][kind]) for kind in kinds}
 
 
@@ -103,7 +130,7 @@ def test_records_of_whole_values_are_found_out() -> None:
 
 
 def test_a_commit_is_written_once() -> None:
-    """With the first answer that brought it; where else it is meant, in the history and the settlement, its step and generation do."""
+    """The first answer that brings a commit writes it out; the history and the settlement refer to it by step and generation."""
     play = recovery(8)
     brought = [each["step"] for record in play.records for each in record.get("commits", ())]
     assert brought == [3, 4, 5]
@@ -115,8 +142,28 @@ def test_a_commit_is_written_once() -> None:
     assert again[1]["event"]["seen"] == codec.encode(Version(4, 1)), "what each member had seen is not lost"
 
 
+@pytest.mark.parametrize("early", [0, 2])
+def test_a_plan_is_written_where_it_begins(early: int) -> None:
+    """Only the first record that brings a plan writes it out; later records refer to its generation, and a reader finds it."""
+    play = unread(6, early=early)
+    brought = [record["event"]["plan"] for record in play.records if record["event"]["$"] == "Attached"]
+    named = [plan.get("members") for plan in brought]
+    assert len(named) > 8 and named[0] == list(play.plan.members) and not any(named[1:])
+    assert len([plan for plan in brought if plan["$"] == "PlanOf"]) >= 6
+    assert codec.fold(play.begun, play.records) == play.run
+    segment = {**play.begun, "rules": codec.encode(play.rules)}
+    assert list(differences([(segment, play.records)], "")) == [], "from what is written it is decided as it was"
+
+
+def test_a_plan_that_is_nowhere_is_refused() -> None:
+    play = unread(4)
+    bent = json.loads(json.dumps(play.records).replace('"PlanOf", "generation": 2', '"PlanOf", "generation": 3'))
+    with pytest.raises(codec.UnknownFormat, match="refers to the plan of generation 3, and lacks it"):
+        codec.fold(play.begun, bent)
+
+
 def test_a_fence_of_128_workers_is_short() -> None:
-    """1,024 samples a step, and two steps that were not acknowledged."""
+    """Each step has 1,024 samples, and two steps were not acknowledged."""
     play = recovery(128, samples=1024)
     assert play.sizes["Fenced"] < 1e6
     assert codec.fold(play.begun, play.records) == play.run
@@ -131,7 +178,7 @@ def test_a_commit_that_is_nowhere_is_refused() -> None:
 
 
 def test_a_commit_that_others_brought_before_still_counts_as_seen() -> None:
-    """What is told again changes nothing, so it need not be written again: deciding from the record gives the same run."""
+    """A repeated commit changes nothing and is not written again; folding the records still gives the same run."""
     play = Recorded(stepping(3, layout=REPLICAS))
     play.steps(1, 3)
     play.lose("w3")

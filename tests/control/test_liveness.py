@@ -1,4 +1,4 @@
-"""Who holds the others up: late is not dead, and who waits for another is not to blame."""
+"""These tests find the member that holds up the others: a late one is not dead, and one that waits for another is not to blame."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_older_word_does_not_move_anybody_back() -> None:
 
 
 def stuck(play: Play, **collective: int) -> None:
-    """20 s of beats that show no progress."""
+    """Four rounds of beats, 7 s apart, show no progress."""
     for _ in range(4):
         play.now += 7.0
         for number, worker in enumerate(("w1", "w2", "w3"), 1):

@@ -1,4 +1,4 @@
-"""Who may be a member, and what is said of whom may not (R22, U8, U11): a node that differs is refused once, by name."""
+"""These tests check which nodes and workers may be members (R22, U8, U11): a node that differs is refused once, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds whatever happens: random words of random senders, sensible or not, and the promises after each."""
+"""Some promises hold after any event: random senders say random things, sensible or not, and each promise is checked after each."""
 
 from __future__ import annotations
 

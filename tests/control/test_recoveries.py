@@ -1,4 +1,4 @@
-"""Where the time of a recovery went, from the journal's records."""
+"""The records of the journal show how the time of a recovery was spent."""
 
 from __future__ import annotations
 

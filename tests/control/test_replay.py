@@ -47,7 +47,7 @@ def test_kept_journals_are_told(path: Path) -> None:
 
 
 def test_the_telling(kills: Any) -> None:
-    """Who, when, which edge, why, and what was done."""
+    """The telling names the worker, the edge, the reason and the actions."""
     text = "\n".join(tell(kills))
     assert "commits of steps 1 to 4" in text
     assert "Lost worker=w1 reason=its process died  [Running → Stopping]\n" in text
@@ -85,7 +85,7 @@ def test_other_rules_decide_otherwise(kills: Any) -> None:
 
 
 def test_sentences_are_compared_where_version_and_rules_are_the_same(kills: Any) -> None:
-    """But for those of this kept journal that are worded otherwise by now."""
+    """Differences that the kept journal already has, because some sentences have changed since, do not count."""
     segments, code = copy.deepcopy(kills), kills[0][0]["code"]
     segments[0][1][1]["reason"] = "because"
     added = [each for each in differences(segments, code) if each not in list(differences(kills, code))]

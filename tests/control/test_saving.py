@@ -1,4 +1,4 @@
-"""What is saved on the way (R11, H1, H2), told as stories: when, by whom, and when a checkpoint counts; and the bookkeeping of that."""
+"""These stories show when a save is made, by which members, and when a checkpoint counts (R11, H1, H2), with the bookkeeping."""
 
 from __future__ import annotations
 

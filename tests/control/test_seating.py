@@ -1,4 +1,4 @@
-"""Who sits where, against a dumb twin that tries every choice of members."""
+"""The seats that the product chooses are compared with those of a simple function that tries every choice of members."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ BEAT_S = 0.5
 
 
 def beats(play: Play, seconds: float, *nodes: str, moves: bool = False) -> None:
-    """Of those nodes, each with its worker, which has completed a microbatch of the next step, or another one each time."""
+    """Each of ``nodes`` beats; its worker stays at one microbatch of the next step, or at a new one each time if ``moves``."""
     for _ in range(round(seconds / BEAT_S)):
         play.now += BEAT_S
         for node in nodes:
@@ -35,7 +35,7 @@ def in_step(**changes: float) -> Play:
 
 
 def fenced_without_an_answer_of_w2() -> Play:
-    """5.5 s after the last beat of its node."""
+    """Returns a run 5.5 s after the last beat of node n2: w1 and w3 have answered the fence, w2 has not."""
     play = in_step(fence_s=10.0)
     beats(play, 5.5, "n1", "n3")
     play.answer("w1", Version(2, 1))

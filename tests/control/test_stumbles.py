@@ -34,7 +34,7 @@ def test_different_stumbles_are_not_added_up() -> None:
 
 
 def test_starts_that_come_to_nothing_end_the_run() -> None:
-    """Whatever kills the process itself leaves no record."""
+    """A coordinator whose process is killed leaves no record of its death."""
     play = at_step(4)
     for _ in range(MAX_DEATHS):
         play = take_over(play)

@@ -23,7 +23,7 @@ STEPPING, READY, HERE = "stepping", "ready", "here"
 
 
 def folded(play: Play) -> Play:
-    """What the journal says of the run, exactly; and nothing else."""
+    """Returns a run that is read from the journal alone."""
     text = json.dumps(codec.snapshot(play.run))
     again = Play(play.rules, codec.fold(json.loads(text), []))
     again.now = play.now
@@ -40,7 +40,7 @@ def take_over(play: Play, *gone: str) -> Play:
 
 
 def standing(play: Play, worker: str, *said: ev.Event) -> list[ev.Event]:
-    """What a worker answers: where it is, and what it has said already."""
+    """Returns what a worker answers: where it stands, then ``said``, which it repeats."""
     plan = play.run.plan
     member = plan is not None and worker in plan.members
     steps = isinstance(play.run.state, Running | Finishing) or (isinstance(play.run.state, Stopping) and play.run.state.planned)
@@ -48,7 +48,7 @@ def standing(play: Play, worker: str, *said: ev.Event) -> list[ev.Event]:
 
 
 def alike(run: RunState) -> RunState:
-    """Without what must differ: the incarnation, and times that count from the take-over."""
+    """Returns ``run`` without what must differ: the incarnation, and times that count from the takeover."""
     state: Any = run.state
     if hasattr(state, "plan"):
         state = replace(state, plan=replace(state.plan, incarnation=0))
@@ -219,7 +219,7 @@ def test_what_was_decided_is_done_again() -> None:
 
 
 def test_a_settlement_is_said_again_before_the_next_plan() -> None:
-    """Whoever has not heard it holds another version than the plan counts on, and waits in the old generation."""
+    """A member that missed the settlement holds another version than the plan expects, and waits in the old generation."""
     play = forming_again()
     (decided,) = play.did(Settle)
     assert decided.outcome is not None and decided.outcome.step == 4
@@ -284,7 +284,7 @@ def test_workers_of_whom_the_journal_does_not_know_are_ended() -> None:
 
 
 def test_a_member_that_steps_proves_that_all_were_ready() -> None:
-    """ "Go" is not durable before it is said: the journal may end while the world still forms."""
+    """The order "go" is sent before it is durable, so the journal may end while the world still forms."""
     play = started(2)
     play.here("w1", "w2")
     again = take_over(play)
@@ -346,13 +346,13 @@ def test_deadlines_count_from_the_take_over() -> None:
 
 
 def test_leases_that_nobody_knows_of_are_waited_for() -> None:
-    """The one before may have granted them up to its last moment; cut off, it acts on for a while."""
+    """The previous coordinator may have granted leases up to its last moment; if it was cut off, it still acts for a while."""
     again = take_over(at_step(3))
     assert again.run.watch.lease_until == again.now + again.rules.mandate_over_s + again.rules.lease_over_s
 
 
 def test_a_manifest_is_asked_for_again() -> None:
-    """Of what it is made the keepers say once more, since they are told again which saves are on their way."""
+    """Keepers that are told again which saves are on their way report their saved shards once more."""
     play = at_step(10)
     play.tell(ev.ShardSaved(WorkerId("w1"), Version(10, 1)))
     play.tell(ev.ShardSaved(WorkerId("w2"), Version(10, 1)))

@@ -172,7 +172,7 @@ def test_what_a_later_generation_gave_up_is_no_checkpoint_any_more() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_run_that_may_have_begun_is_not_given_up_for_its_nodes(shared: bool) -> None:
-    """As one that has; the control is a coordinator that knows that nothing has run yet."""
+    """The run is treated like one that has begun; the control is a coordinator that knows that nothing has run yet."""
     for unread in (True, False):
         play = waiting()
         play.lose("w1")

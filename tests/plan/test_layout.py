@@ -1,4 +1,4 @@
-"""What n workers become."""
+"""A layout rule says which layout n workers form."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_two_broken_worlds_cover_exactly_what_numpy_finds(seed: int) -> None:
 
 
 def test_classes_are_few_and_a_class_stands_for_all_of_it() -> None:
-    """With the product's own axes only the number of rows matters; a row that cuts by name makes more classes."""
+    """The product's own axes look only at the number of rows; an axis that cuts by name makes more classes."""
     many = [Tensor(f"t{n}", kind, "F32", (n % 3 + 4, 8)) for n in range(30) for kind in ("parameter", "moment.exp_avg")]
     assert len(placement.classes_of(many)) == 60
     for name in toy_axes.TOYS:

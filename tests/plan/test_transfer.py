@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding, Move, covered, missing, moves, newest_covered
 from storage.slices import Slice, Tensor
 from tests.support.cells import cell, classes, shard_slice
@@ -60,13 +62,13 @@ def box(part: Slice) -> tuple[slice, ...]:
 
 
 def parts(tensor: Tensor, cell: Cell) -> list[Slice]:
-    """What a cell has, by the chunk rule: read from its text, not from the product's placement."""
+    """Returns the slices of a cell by the chunk rule, read from the cell's text and not from the product's placement."""
     index, _, count = cell.removeprefix("dp_shard ").partition("/") if cell else ("0", "", "1")
     return [shard_slice(tensor, int(count), int(index))]
 
 
 def held_mask(tensor: Tensor, held: Iterable[Holding]) -> np.ndarray:
-    """[*shape] bool: which elements somebody holds."""
+    """Returns a bool array [*shape] that is true for each element that somebody holds."""
     mask = np.zeros(tensor.shape, bool)
     for holding in held:
         for part in parts(tensor, holding.cell):
@@ -201,7 +203,7 @@ def test_deliver_notices_each_kind_of_wrong_move() -> None:
 
 
 def test_who_holds_a_part_takes_it_from_itself() -> None:
-    """2×1 → 3×1: the survivors move nothing between processes; the newcomer gets all, half from each."""
+    """Layout 2×1 becomes 3×1: the survivors move nothing between processes; the newcomer takes its state from both of them."""
     todo = moves(STATE, world(Layout(2, 1), WORKERS[:2]), Layout(3, 1), WORKERS[:3])
     sources = defaultdict(set)
     for move in todo:
@@ -253,7 +255,7 @@ def copy_of(worker: WorkerId, keeper: NodeId, count: int = 3, index: int = 0) ->
 
 
 def sources(held: list[Holding], layout: Layout, members: list[WorkerId], nodes: list[NodeId]) -> list[tuple[str, str]]:
-    """(whose shard, which keeper) of each move, in order."""
+    """Returns (owner of the shard, keeper) of each move, in order."""
     return [(move.source, move.keeper) for move in moves([TENSOR], held, layout, members, nodes)]
 
 
@@ -330,3 +332,54 @@ def test_any_mixture_of_live_and_kept_brings_each_element_once(
         tensor = next(each for each in everything if (each.name, each.kind) == (move.slice.name, move.slice.kind))
         cells = [each.cell for each in held if (each.worker, each.keeper) == (move.source, move.keeper)]
         assert any(part.intersect(move.slice) == move.slice for each in cells for part in parts(tensor, each))
+
+
+def calls(what: Callable[[], object]) -> int:
+    """Counts the Python functions that ``what`` calls."""
+    count = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        what()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def world_of(layout: Layout, first: int) -> tuple[list[WorkerId], list[Holding]]:
+    """Members from ``first`` on, each of which holds its cell live."""
+    members = [WorkerId(f"w{first + rank}") for rank in range(layout.world)]
+    return members, [Holding(member, V1, cell_of(layout, rank)) for rank, member in enumerate(members)]
+
+
+def test_a_member_that_stays_does_not_work_out_the_moves_of_all_others_that_stay() -> None:
+    """A replica dies: nobody sends anything.  A member's share of the work must not grow with the number of replicas."""
+    state = [Tensor(f"t{number}", "parameter", "F32", (64 + 8 * number,)) for number in range(20)]
+    counts = {}
+    for replicas in (4, 64):
+        layout = Layout(replicas, 8)
+        members, held = world_of(layout, 8)
+        found = [moves(state, held, layout, members, of=members[5])]
+        counts[replicas] = calls(lambda: found.append(moves(state, held, layout, members, of=members[5])))  # noqa: B023
+        everything = moves(state, held, layout, members)
+        assert found[0] == tuple(move for move in everything if members[5] in (move.source, move.destination)) and all(
+            move.stays for move in found[0]
+        )
+        fixed = calls(lambda: moves(state[:1], held, layout, members, of=members[5]))  # noqa: B023
+        counts[replicas] -= fixed
+    assert counts[64] < 1.5 * counts[4], counts
+
+
+def test_a_newcomer_is_still_sent_what_it_lacks() -> None:
+    """Negative control: of two replicas one has come new; its cells come from members that stay."""
+    layout, state = Layout(2, 4), [Tensor(f"t{number}", "parameter", "F32", (64,)) for number in range(5)]
+    members, held = world_of(layout, 0)
+    everything = moves(state, held[:4], layout, members)
+    for member in members:
+        assert moves(state, held[:4], layout, members, of=member) == tuple(m for m in everything if member in (m.source, m.destination))
+    assert {move.destination for move in everything if not move.stays} == set(members[4:])

@@ -1,4 +1,4 @@
-"""Who may act for a run: the lease, the keepers' copies, a follower, the drivers; and a dumb world in which no two may act at once."""
+"""The lease, the copies of keepers, followers and drivers decide which coordinator may act; in a simple world, never two at once."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_bucket_is_enough_unless_somebody_has_claimed_the_run() -> None:
 
 
 def test_whoever_follows_acts_on_nothing_before_the_bucket_has_it() -> None:
-    """So that the coordinator before it can write there no more."""
+    """A follower waits for the bucket, because then the coordinator before it can no longer write there."""
     authority = first(follows=True, incarnation=2)
     authority.note(5, ALL, "two takes over")
     assert authority.requests(5, ALL, 0.0) == [] and not authority.secured(5, 0.0)
@@ -306,7 +306,7 @@ class Actor:
     acted_to: int = 0
     calls: list[tuple[NodeId, Any, tuple[int, int, list[str]]]] = field(default_factory=list)
     answers: list[tuple[float, int | None]] = field(default_factory=list)
-    """(asked at, the latest claim; None: the head has confirmed)."""
+    """Each answer is (time asked, latest claim), where None means that the head has confirmed."""
 
     @property
     def end(self) -> int:
@@ -321,7 +321,7 @@ class World:
         self.nodes = [NodeId(f"n{n}") for n in range(rng.randint(1, 5))]
         self.keepers = {node: rules.Replica([]) for node in self.nodes}
         self.bucket: list[tuple[int, str]] = []
-        """(who wrote it, the record)."""
+        """Each entry is (writer, record)."""
         keepers = tuple(self.nodes)
         self.actors = [Actor(rules.Authority(1, LEASE_S, 0.0, keepers, None), 0, [], True)]
         self.lists = {"": keepers}
@@ -427,7 +427,7 @@ class World:
         return any(not each.whole and (each is actor or self.wrote(each, log)) for each in since)
 
     def act(self, actor: Actor) -> None:
-        """On what it appended last, if it may."""
+        """The coordinator acts on what it appended last, if it may."""
         if actor.acted_to == actor.end or not actor.rules.secured(actor.end, self.now):
             return
         acting, log = self.acting, self.log(actor)
@@ -443,7 +443,7 @@ class World:
 
 
 def conflict(seed: int, rules: ModuleType = product, moves: int = 200) -> str:
-    """What went wrong in the world of ``seed``; "" where nothing did."""
+    """Returns what went wrong in the world of ``seed``, or an empty text."""
     try:
         World(random.Random(seed), rules).play(moves)
     except AssertionError as error:

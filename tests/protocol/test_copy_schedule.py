@@ -1,4 +1,4 @@
-"""Which copies are begun and which are protected: whatever the members' pace, one version is complete on all of them."""
+"""The schedule says which copies are begun and protected: at any pace of the members, one version is complete on all of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_copies_are_made_when_due() -> None:
 
 
 def test_copies_are_made_as_seldom_as_the_members_agreed() -> None:
-    """What a plan says is the least; agreed on in a commit it is the same on all of them."""
+    """The plan gives the smallest interval; a larger one that a commit carries is the same on all members."""
     copies, begun, sent = first(replace(PLAN, copy_every=1, buddy_every=2)), [0], [0]
     for step in range(1, 22):
         agreed = replace(outcome(step, copied=begun[-1], buddied=sent[-1]), copy_every=3 if step > 6 else 0, buddy_every=5)
@@ -80,7 +80,7 @@ def test_what_the_plan_knows_is_protected() -> None:
 
 
 def test_the_same_version_in_another_place_is_another_copy() -> None:
-    """Whoever sits elsewhere now copies what it begins with anew, and keeps the old one until that is everywhere."""
+    """A member in a new seat copies its first version anew, and keeps the old copy until the new one is everywhere."""
     copies = Copies.begin(LATER, MEMBERS[1], replace(first(), copied=own(6)))
     assert copies.begun == own(6, index=0) and copies.slot([own(6), own(5)]) == 1
     later = copies.after(outcome(7, copied=6, generation=2))
@@ -88,7 +88,7 @@ def test_the_same_version_in_another_place_is_another_copy() -> None:
 
 
 def test_a_copy_of_the_generation_before_does_not_count_for_this_one() -> None:
-    """Who sits where it sat has it already, a newcomer has not: both go on with the next one after the same commit."""
+    """A member that kept its seat has this copy and a newcomer does not; both begin the next copy after the same commit."""
     before, stays = replace(first(), copied=own(6)), replace(LATER, members=(WorkerId("w4"), MEMBERS[1], MEMBERS[2]))
     copies = Copies.begin(stays, MEMBERS[1], before)
     assert copies.begun == copies.copied == own(6)

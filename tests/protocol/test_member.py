@@ -44,7 +44,7 @@ def entered(member: Member, generation: int = 1, step: int = 0) -> Plan:
 
 
 def stepping(*, ready_at: float = 0.0) -> Member:
-    """In generation 1, at step 0, told to go."""
+    """Returns a member of generation 1 at step 0 that was told to go."""
     member = Member(ME, LEASE_S)
     begun = entered(member)
     member.healed(ready_at, holding(begun.version), "memory")
@@ -299,7 +299,7 @@ def test_an_acknowledgement_of_an_older_generation_says_nothing_of_a_later_one()
 
 @dataclass
 class Dumb:
-    """The same rule, commit by commit."""
+    """This simple version applies the same rule commit by commit."""
 
     kept: list[Outcome] = field(default_factory=list)
 

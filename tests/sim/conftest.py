@@ -1,4 +1,4 @@
-"""Of all simulations: garbage is collected rarely, and never among what is here before them."""
+"""Simulations collect garbage rarely, and never look at objects that were there before them."""
 
 from __future__ import annotations
 

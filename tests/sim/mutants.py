@@ -28,7 +28,7 @@ SHARED = frozenset({"rules", "run"})
 
 @dataclass(frozen=True)
 class Edit:
-    """In ``module`` of elastic.control, ``old`` reads ``new``."""
+    """An edit replaces the text ``old`` by ``new`` in ``module`` of elastic.control."""
 
     module: str
     old: str
@@ -112,7 +112,7 @@ def copied(module: ModuleType, *edits: tuple[str, str]) -> ModuleType:
 
 @contextmanager
 def broken(module: ModuleType, *edits: tuple[str, str]) -> Iterator[None]:
-    """Until the end, the simulator uses a copy of ``module`` with ``edits``."""
+    """The simulator uses a copy of ``module`` with ``edits`` until the context ends."""
     copy = copied(module, *edits)
     with pytest.MonkeyPatch.context() as patch:
         for user in [each for name, each in sys.modules.items() if name.startswith("elastic.sim.")]:

@@ -152,7 +152,7 @@ def expelled(seed: int) -> Scenario:
 
 
 def left_out(seed: int) -> Scenario:
-    """As ``expelled``, with deaths so placed that the member left out holds a shard that nobody else alive does."""
+    """This is ``expelled`` with deaths placed so that only the member left out, of all alive, holds some shard."""
     rng = random.Random(seed)
     at = rng.uniform(12.0, 14.5)
     down = Fault(rng.uniform(5.1, 6.5), Kind.BUCKET_DOWN, duration_s=at - 2.0, amount=0.9)
@@ -193,7 +193,7 @@ def skewed(seed: int) -> Scenario:
 
 
 def isolated_interregnum(seed: int) -> Scenario:
-    """And the coordinator dies while the world is cut off."""
+    """This is ``isolation``, and the coordinator also dies while the world is cut off."""
     scenario = isolation(seed)
     deaths = tuple(Fault(cut.at + 0.1, Kind.COORDINATOR_KILL, duration_s=1.0) for cut in scenario.faults if cut.kind is Kind.PARTITION)
     return replace(scenario, faults=(*scenario.faults, *deaths))

@@ -19,7 +19,7 @@ TRACES = Path(__file__).parent / "traces"
 
 
 def test_it_needs_no_ray(tmp_path: Path) -> None:
-    """And two processes find what one does."""
+    """Two processes find what one process finds."""
     program = "import sys; sys.modules['ray'] = None; from elastic.__main__ import main; sys.exit(main())"
     line = [sys.executable, "-c", program, "simulate", "--seeds", "600..700", "--jobs"]
     told = [subprocess.run([*line, jobs], capture_output=True, text=True, check=True).stdout for jobs in ("1", "2")]

@@ -48,7 +48,7 @@ def shards(seed: int, *, copy_every: int, kind: Kind, buddy_every: int = 0) -> S
 
 
 def begun_anew(scenario: Scenario, seed: int) -> int:
-    """How often all that was committed was given up."""
+    """Returns how often the run gave up all that was committed and began anew."""
     report = simulate(seed, scenario)
     assert report.end == "Finished"
     return sum("(init), abandons" in reason for _, _, reason in report.lines)
@@ -56,7 +56,7 @@ def begun_anew(scenario: Scenario, seed: int) -> int:
 
 @pytest.mark.parametrize(("kind", "buddy_every"), [(Kind.SIGKILL, 0), (Kind.NODE_KILL, 1)])
 def test_shards_that_die_are_had_again_from_host_memory(kind: Kind, buddy_every: int) -> None:
-    """Of a worker from its own node, of a node from its buddy: no run begins anew.  The control: without copies they do."""
+    """A dead worker's shard comes from its own node and a dead node's from its buddy; the control without copies begins anew."""
     assert sum(begun_anew(shards(seed, copy_every=1, kind=kind, buddy_every=buddy_every), seed) for seed in range(6)) == 0
     assert sum(begun_anew(shards(seed, copy_every=0, kind=kind), seed) for seed in range(6)) >= 6
 
@@ -71,7 +71,7 @@ def test_where_all_are_lost_at_once_newcomers_begin_from_copies() -> None:
 
 
 def darkness(seed: int) -> Scenario:
-    """What the nodes say comes late, and then all workers die: nobody is left who knows how far they came."""
+    """Messages of the nodes are late, and then all workers die, so nobody is left who knows how far they came."""
     rng, scenario = random.Random(seed), shards(seed, copy_every=1, kind=Kind.SIGKILL)
     late = [Fault(10.0, kind, node, duration_s=2.5, amount=1.5) for node in range(3) for kind in (Kind.PARTITION_FROM, Kind.DELAY)]
     deaths = [Fault(12.0 + 0.2 * rng.random(), Kind.SIGKILL, target) for target in range(8)]
@@ -98,7 +98,7 @@ def test_in_calm_weather_nobody_is_asked() -> None:
 
 
 def first_violation_of(decide: Advance, scenario: Callable[[int], Scenario], seeds: Iterable[int] = range(60)) -> str:
-    """Of as many seeds as it takes; the unbroken machine passes the same ones."""
+    """Returns the first violation that ``decide`` causes in ``seeds``; the unbroken machine passes each of these seeds."""
     for seed in seeds:
         simulate(seed, scenario(seed))
         try:

@@ -1,4 +1,4 @@
-"""What simulated coordinators would have written, as production writes it: this version decides every record of it again, the same."""
+"""Simulated coordinators write journals as production does, and this version decides every record of them again, with the same result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Scribe:
         self.meanwhile = meanwhile
         self.journals: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
         self._open: dict[int, tuple[RunState, RunState, int]] = {}
-        """By the identity of the run: the run itself, what of it is recorded, which journal."""
+        """Each entry, by the identity of a run, is (the run, what is recorded of it, number of its journal)."""
 
     def __call__(self, run: RunState, event: Event, now: float, rules: Rules) -> Transition:
         transition = machine.advance(run, event, now, rules)
@@ -61,7 +61,7 @@ def journals_of(scenario: str, seeds: range, *, meanwhile: bool = True) -> list[
 
 @pytest.mark.parametrize(("scenario", "seeds"), [("drawn", range(3)), ("interregnum", range(4))])
 def test_every_decision_was_made_from_what_is_in_the_journal(scenario: str, seeds: range) -> None:
-    """Also those of coordinators that took over: states, actions and sentences."""
+    """Journals of coordinators that took over count too; states, actions and sentences are compared."""
     assert journals_of(scenario, seeds) == []
 
 

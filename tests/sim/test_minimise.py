@@ -1,4 +1,4 @@
-"""What fails is made small, and by as few runs as that takes; simulated or real, the runner decides."""
+"""A failing list of faults is made small in few runs; the runner, simulated or real, decides whether it still fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_where_every_part_fails_or_none_does() -> None:
 
 
 def test_no_single_one_can_be_left_out() -> None:
-    """Also where it takes three of some kind, whichever they are."""
+    """The rule holds too if a failure takes any three faults."""
     faults = draw(3, 30, 10.0)
 
     def fails(part: tuple[Fault, ...]) -> bool:

@@ -1,7 +1,8 @@
 """A green simulator proves nothing until mutants go red: each rule of the machine and of the member, broken, must be noticed.
 
-Each test breaks one rule in a copy of ``elastic.control``, of ``elastic/protocol/authority.py`` or of ``elastic/protocol/member.py``, runs
-seeds until a promise is broken, and says which one.  At last unbroken copies of all three pass the seeds that the mutants took.
+Each test breaks one rule in a copy of ``elastic.control``, or of the modules ``authority``, ``member`` or ``uploads`` of
+``elastic.protocol``, runs seeds until a promise is broken, and says which one.  At last unbroken copies of all four pass the seeds that
+the mutants took.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
-from elastic.protocol import authority
+from elastic.protocol import authority, uploads
 from elastic.protocol.authority import Authority, Replica
 from elastic.sim import Violation, simulate
 from elastic.sim.coordinators import Advance
@@ -69,7 +70,7 @@ def test_applying_a_step_without_evidence_is_noticed() -> None:
 
 
 def test_hearing_older_generations_is_noticed() -> None:
-    """Where such an answer to a fence is taken for one of the present generation; what it says is held is another matter."""
+    """The mutants take an answer to an older fence for one of the present generation."""
     edit = Edit("admission", "if event.generation != run.generation:", "if event.generation > run.generation:")
     another = Edit("stopping", "if event.generation < state.plan.generation:", "if False:")
     assert killed_by("nostalgic", edit, another)
@@ -163,7 +164,7 @@ def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> N
 
 
 def test_dropping_here_is_noticed() -> None:
-    """Those who were there are blamed for those who were not."""
+    """Members that said Here are blamed for those that did not."""
     edit = Edit(
         "forming", "        decision.amend(here=(*state.here, event.worker), here_at=min(state.here_at, decision.now))", "        pass"
     )
@@ -195,7 +196,7 @@ def test_a_checkpoint_that_counts_and_is_not_in_the_journal_is_noticed() -> None
 
 
 def test_beginning_anew_after_a_coordinators_death_is_noticed() -> None:
-    """What it folded from the journal is thrown away."""
+    """The mutant throws away the history that it folded from the journal."""
     edit = Edit("takeover", "    _say_again(decision)\n", '    decision.know("history", lineage=())\n    _say_again(decision)\n')
     assert killed_by("amnesiac", edit, scenario="interregnum")
 
@@ -231,13 +232,13 @@ MEMBER = "elastic.sim.worker.Member"
 
 
 def test_acting_on_what_nobody_else_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On its own disk is not enough: neither a majority of the keepers nor the bucket."""
+    """The mutant acts on records that only its own disk holds, and neither a majority of the keepers nor the bucket."""
     monkeypatch.setattr(Authority, "secured", lambda *_: True)
     assert UNREAD_ACTS in first_violation(advance, "severed", seeds=range(8, 20))
 
 
 def test_workers_that_obey_an_older_incarnation_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the keepers refuse to record is never ordered, which covers most of it; without both there are two deciders."""
+    """Keepers refuse to record most such orders, so the test removes this guard as well; then there are two deciders."""
     monkeypatch.setattr(MEMBER, mutant_member(("        if incarnation < self.incarnation:\n            return False\n", "")))
     monkeypatch.setattr(Replica, "heed", lambda *_: True)
     assert first_violation(advance, "interregnum")
@@ -367,7 +368,7 @@ AUTHORITY = {
     "a follower acts before the bucket knows of it": ("interregnum", "is given twice", ("self.begun = not follows", "self.begun = True")),
     "an earlier writer's copy is gone on with": ("relapsed", "", ("each.by >= by and each.first", "each.first")),
 }
-"""What is broken: the scenario, what is noticed ("": whatever comes of it), the edits."""
+"""Each broken rule has a scenario, the text of the violation ("" accepts any), and the edits."""
 RARE = {
     "a third of a list is enough for a follower": range(698, 702),
     "a follower does not wait for the lease before it": range(698, 702),
@@ -393,11 +394,31 @@ def test_a_copy_of_the_authority_is_really_used() -> None:
         pass
 
 
+# ---- the keepers' uploads
+
+UNDER_WAY = "        if any(save.version == version and worker in save.members for save in self.saves):\n            return False\n"
+KNOWN = "version.generation < self.generation or version <= self.version"
+WENT_ON = '    if generation > save.by:\n        return "it went on without a copy"\n'
+UPLOADS = {
+    "a save is over although it is under way": ("drawn", "was overwritten before it was in the bucket", (UNDER_WAY, "")),
+    "a save is over although its commit is not known": ("isolation", "was overwritten before it was in the bucket", (KNOWN, "True")),
+    "a copy that a later world went on without is waited for": ("forgetting", "no end after", (WENT_ON, "")),
+}
+"""Each broken rule has a scenario, the text of the violation, and the edit."""
+
+
+@pytest.mark.parametrize("name", list(UPLOADS))
+def test_a_rule_of_uploads_that_is_broken_is_noticed(name: str) -> None:
+    scenario, noticed, edit = UPLOADS[name]
+    with broken(uploads, edit):
+        assert noticed in first_violation(advance, scenario)
+
+
 EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")
 
 
 def worlds(decide: Advance, stay_s: float) -> tuple[int, float]:
-    """How many there were, and how long the runs took."""
+    """Returns the number of worlds and the virtual seconds that the runs took."""
     reports = [simulate(seed, flapping(seed, stay_s), decide) for seed in range(5)]
     assert {report.end for report in reports} == {"Finished"}
     return sum(report.generations for report in reports), sum(report.virtual_s for report in reports)
@@ -415,9 +436,9 @@ def test_taking_in_a_machine_that_comes_and_goes_each_time_is_noticed() -> None:
 
 
 def violation_of_unbroken_copies(monkeypatch: pytest.MonkeyPatch, scenario: str, seeds: range | None) -> str:
-    """Runs copies without an edit of the machine, of the member and of the authority, all at once."""
+    """Runs copies without an edit of the machine, of the member, of the authority and of the uploads, all at once."""
     monkeypatch.setattr(MEMBER, mutant_member())
-    with broken(authority):
+    with broken(authority), broken(uploads):
         return first_violation(Mutant("none", ()).advance(), scenario, seeds=seeds)
 
 

@@ -49,7 +49,7 @@ OCCASIONS = (
     "shards are cut anew",
     "steps are abandoned",
 )
-"""What must happen in a suite that wants to show it harmless."""
+"""Occasions that the seeds of the suite must meet; promises are judged on the way, so each is shown to be harmless."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_no_promise_is_broken_and_every_run_ends(seen: Coverage) -> None:
 
 
 def test_every_event_met_every_state(seen: Coverage) -> None:
-    """What faults strike in which state and upon which others takes more seeds: see the long version, and the test of second faults."""
+    """Only events are checked here; pairs of faults take more seeds, which the long version and the test of second faults have."""
     assert [pair for pair in missing(seen) if pair.split()[0] in EVENTS] == []
 
 
@@ -221,7 +221,7 @@ def test_twenty_thousand_seeds_cover_every_pair() -> None:
 
 
 def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the real worker does: there may have been no record of that generation.  It answers its fence once more, too."""
+    """The real worker does so too, since its generation may have no record; it also answers its fence once more."""
     said: list[Event] = []
     sim = Simulation(0, CALM, advance)
     sim.coordinators.present.tick()

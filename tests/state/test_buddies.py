@@ -139,7 +139,7 @@ def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
 
 
 def test_a_world_without_buddies_goes_on_in_the_slots_of_the_one_before() -> None:
-    """What was complete everywhere and what was complete at the buddies stay, each in its slot, until the new world has something."""
+    """The copies complete everywhere and those complete at buddies stay in their slots until the new world has a copy."""
     with cluster(Layout(1, 2), 1, slots=4) as (plan, nodes):
         paired = replace(plan, buddy_every=1)
         pair(nodes)

@@ -35,9 +35,9 @@ from tests.support.patience import PATIENCE_S
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 @pytest.mark.parametrize("stage", [BLOCK, STAGE])
 def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, new: Layout, per_node: int, stage: int) -> None:
-    """1×4 on one, two or four nodes; everybody died, newcomers read from their own node's memory and over sockets.
+    """All workers of 1×4 on one, two or four nodes have died; newcomers read from their own node's memory and over sockets.
 
-    In pieces of one block, or all of a tensor at once.
+    They read pieces of one block, or a whole tensor at once.
     """
     monkeypatch.setattr(hosts, "STAGE", stage)
     with cluster(Layout(1, 4), per_node) as (plan, nodes):
@@ -161,7 +161,7 @@ def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_aft
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_copy_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failures: int) -> None:
-    """Without it no other would be begun in this world, and what one holds alone would not be protected."""
+    """The retry matters: else this world would begin no other copy, and state that only one member holds would be unprotected."""
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         (snapshots,) = nodes[0].workers.values()

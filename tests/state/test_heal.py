@@ -180,14 +180,14 @@ def test_who_is_left_while_slices_are_exchanged_blames_its_peer(ranks: Ranks) ->
 
 
 def in_small_messages(world: World, *arguments: Any) -> Healed:
-    """As ``go_on``, in so many messages that one exchange takes hundreds of rounds, and tensors are cut."""
+    """Calls ``go_on`` with messages so small that one exchange takes hundreds of rounds and tensors are cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heal, "MESSAGE", 500)
         return go_on(world, *arguments)
 
 
 def test_many_messages_bring_what_one_does(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
-    """What is staged is bounded, whatever the size of a shard; the bytes are the same, and so is the state."""
+    """The staged bytes are bounded for any size of a shard; the bytes that arrive, and the state, are the same."""
     job, old, new = toy_job(tmp_path), Layout(1, 3), Layout(2, 2)
     version = first_world(ranks, job, old)
     members: list[Healed] = ranks.run(new, in_small_messages, job, holdings(old, version, range(3)), STEPS)
@@ -205,7 +205,7 @@ def test_half_way_comes_for_those_too_who_exchange_nothing() -> None:
 
 
 def fenced_between_two_rounds(world: World) -> tuple[int, str]:
-    """How often world rank 0 launched something, and what it left for; a member that it could not reach any more is not waited for."""
+    """Returns how often world rank 0 launched operations, and why it left; it does not wait for a member out of reach."""
     launched, hooks = [], []
     launch = world.exchange
 
@@ -259,7 +259,7 @@ def of_several_widths(world: World) -> bool:
 
 
 def test_a_message_holds_whole_rows_in_order() -> None:
-    """At most ``MESSAGE`` bytes, or one row; nothing is left out, and what is small goes together."""
+    """A message has at most ``MESSAGE`` bytes, or one row; small parts share a message, and nothing is left out."""
     parts = [torch.arange(6.0), torch.tensor(1.0), torch.arange(200.0).view(4, 50), torch.empty(0), torch.arange(3.0)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heal, "MESSAGE", 64)
@@ -271,7 +271,7 @@ def test_a_message_holds_whole_rows_in_order() -> None:
 
 
 def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
-    """3×1 → 4×1: a newcomer takes a third of the state from each of three replicas, give or take one tensor."""
+    """Layout 3×1 becomes 4×1: a newcomer takes a third of the state from each replica, give or take one tensor."""
     job = toy_job(tmp_path)
     version = first_world(ranks, job, Layout(3, 1))
     members: list[Healed] = ranks.run(Layout(4, 1), go_on, job, holdings(Layout(3, 1), version, range(3)), BROKE_AT)
@@ -283,7 +283,7 @@ def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) 
 
 
 def test_a_world_that_broke_while_it_healed(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
-    """1×3 → 2×2, which makes no step, → 1×4: shards of both layouts are held, and each serves."""
+    """Layout 1×3 becomes 2×2, which makes no step, and then 1×4; shards of both older layouts are held, and each serves."""
     job = toy_job(tmp_path)
     version = first_world(ranks, job, Layout(1, 3))
     first = holdings(Layout(1, 3), version, range(3))

@@ -92,7 +92,7 @@ def test_a_node_without_memory_skips_copies_and_goes_on_with_a_save(monkeypatch:
 
 
 def test_slots_that_nobody_needs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the memory of two copies a region of three slots goes on, since the unprotected slot gives its memory back."""
+    """A region of three slots goes on with memory for two copies, since the unprotected slot gives its memory back."""
     with cluster(Layout(1, 1), 1, slots=3) as (plan, nodes):
         (snapshots,) = nodes[0].workers.values()
         one = -(-frame(TENSORS, cell(1, 0)).bytes // 4096) * 4096

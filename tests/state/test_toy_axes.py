@@ -52,7 +52,7 @@ def whole(tensor: Tensor) -> torch.Tensor:
 
 
 def right(layout: Layout, rank: int) -> dict[tuple[str, str], torch.Tensor]:
-    """What the member must have of each tensor of which it has anything."""
+    """Returns what the member must have of each tensor of which it has anything."""
     place = toy_axes.places(layout)[rank]
     found = {}
     for tensor in TENSORS:
@@ -102,7 +102,7 @@ def live(layout: Layout, without: int | None = None) -> list[Holding]:
 
 
 def heal_in_turn(world: World, layouts: Sequence[Layout], stale: bool) -> None:
-    """From one layout to the next, each member's cell out of the others' memory."""
+    """Each change of layout fills each member's cell out of the others' memory."""
     with toy_axes.registered():
         shard = shard_of(layouts[0], world.rank)
         if stale and world.rank == 1:
@@ -130,7 +130,7 @@ def test_one_stale_slice_is_seen(ranks: Ranks) -> None:
 
 
 def save(state: Bare, checkpoints: Checkpoints) -> ShardReceipt:
-    """As a keeper does: out of the slot that the member has copied its shard to."""
+    """Saves as a keeper does, out of the slot to which the member has copied its shard."""
     world = state.world
     plan = replace(plan_of(world.layout, [], "init"), copy_every=1)
     lies = frame(TENSORS, state.shard.cell)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import queue
 import select
@@ -28,8 +30,8 @@ from elastic.protocol.events import SaveFailed, ShardSaved
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
-from elastic.state.uploader import GivenUp, Part, name_of, upload
-from elastic.state.uploads import Uploads
+from elastic.state.uploader import GivenUp, Part, Uploader, name_of, upload
+from elastic.state.uploads import RETRY_S, Uploads
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
 from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, outcome, shard_of, truth
@@ -58,7 +60,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 class Told:
-    """What a keeper reports to the coordinator."""
+    """This queue collects what a keeper reports to the coordinator."""
 
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[tuple[ShardSaved | SaveFailed, ShardReceipt | None]] = queue.SimpleQueue()
@@ -146,16 +148,24 @@ def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path,
     assert checkpoints(tmp_path).verify(SAVED).good
 
 
-def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
+TORN = "import os, sys; sys.stdin.readline(); print('{\"number\": 1, \"rec', end='', flush=True); os.kill(os.getpid(), 9)"
+"""Program of an uploader that dies in the middle of its answer."""
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["silent", "in the middle of its answer"])
+def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path, torn: bool) -> None:
     """It has the part in hand when it is killed (SIGKILL); a worker that could begin again is dead."""
     with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.command = [sys.executable, "-c", TORN] if torn else uploads.command
         uploads.start()
         assert uploads._process is not None
-        first = uploads._process
-        os.kill(first.pid, signal.SIGSTOP)
+        first, uploads.command = uploads._process, command(tmp_path)
+        if not torn:
+            os.kill(first.pid, signal.SIGSTOP)
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
-        until(lambda: any(task.number for task in uploads._tasks.values()))
-        os.kill(first.pid, signal.SIGKILL)
+        until(lambda: any(task.number for task in uploads._tasks.values()) or uploads._process is not first)
+        if not torn:
+            os.kill(first.pid, signal.SIGKILL)
         event, receipt = told.next()
         assert first.wait(PATIENCE_S) == -signal.SIGKILL and uploads._process.pid != first.pid
     assert isinstance(event, ShardSaved) and receipt is not None
@@ -170,6 +180,55 @@ def test_a_part_that_kills_uploaders_is_given_up(tmp_path: Path) -> None:
         event, _ = told.next()
         uploads.close()
     assert isinstance(event, SaveFailed) and "3 uploaders died" in event.reason
+
+
+def test_an_uploader_that_hangs_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP: it neither dies nor answers."""
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.start()
+        first = uploads._process
+        assert first is not None
+        os.kill(first.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patched:
+            patched.setattr("elastic.state.uploads.HUNG_S", 1.0)
+            uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+            assert first.wait(20) == -signal.SIGKILL
+        assert isinstance(told.next()[0], ShardSaved)
+
+
+def test_an_uploader_that_goes_on_is_not_taken_for_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole part takes longer than a hung uploader is borne with; it says that it goes on."""
+    monkeypatch.setattr("elastic.state.uploads.HUNG_S", 3.0)
+    slow = "import sys, time; n = sys.stdin.readline()\nwhile 1: print('{\"number\": 1}', flush=True); time.sleep(0.1)"
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.command = [sys.executable, "-S", "-c", slow]
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        until(lambda: uploads._process is not None)
+        assert uploads._process is not None
+        with pytest.raises(subprocess.TimeoutExpired):
+            uploads._process.wait(6.0)
+        assert told.events.empty()
+
+
+def test_an_uploader_says_that_a_part_goes_on(tmp_path: Path) -> None:
+    with copied() as (_, snapshots):
+        out = io.StringIO()
+        Uploader(checkpoints(tmp_path), out)._write(part(snapshots.region))
+    words = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert words[0] == {"number": 1} and words[-1].keys() == {"number", "receipt"} and len(words) == 2
+
+
+def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_path: Path) -> None:
+    """The keeper looks for copies fifty times a second, and says the reason as often as it tries."""
+    said: list[str] = []
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.say, uploads.command = said.append, [str(tmp_path / "missing")]
+        began = time.monotonic()
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        until(lambda: len(said) >= 2)
+        assert time.monotonic() - began >= RETRY_S and "no uploader can be started" in said[0]
+        uploads.command = command(tmp_path)
+        assert isinstance(told.next()[0], ShardSaved)
 
 
 def test_an_uploader_ends_with_its_keeper(tmp_path: Path) -> None:
@@ -296,7 +355,7 @@ def test_where_nothing_else_is_copied_the_last_save_waits_for_the_one_before(tmp
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_what_a_dead_worker_left_is_freed_once_its_save_is_over(tmp_path: Path, slots: int) -> None:
-    """Where nothing but saves is copied.  Else it is worth something until there are newer copies, and is released by the coordinator."""
+    """The keeper frees it if only saves are copied; otherwise the coordinator releases it when newer copies exist."""
     with copied(slots, copy_every=int(slots > 1)) as (node, snapshots):
         snapshots.committed(replace(outcome(6, copied=4), saves=True), shard_of(Version(6, 2), 1, 0))
         snapshots.settle()

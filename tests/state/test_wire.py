@@ -1,4 +1,4 @@
-"""Who does not know the run's secret is refused and named; what is sent arrives whole or not at all."""
+"""A peer that does not know the run's secret is refused and named; a message arrives whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every object store must do: one suite, inherited by a test class for each implementation, with a ``store`` fixture."""
+"""This suite says what every object store must do; a test class for each implementation inherits it and gives a ``store`` fixture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from storage.objects import ObjectStore
 
 class Conformance:
     races = 20
-    """How often many threads create one object: fewer for a store that is a network away."""
+    """Number of times that many threads create one object; a store that is a network away uses fewer."""
 
     def test_what_was_put_is_got(self, store: ObjectStore) -> None:
         store.put("run/a", b"abc")

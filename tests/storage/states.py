@@ -44,7 +44,7 @@ def part_of(state: State, tensor: Tensor, part: Slice) -> Part:
 
 
 def save(checkpoints: Checkpoints, version: Version, state: State, shards: int, **about: object) -> str:
-    """By ``shards`` writers, split along dim 0; the manifest's digest."""
+    """Saves with ``shards`` writers, split along dim 0, and returns the manifest's digest."""
     return checkpoints.commit(version, write(checkpoints, version, state, shards), about)
 
 

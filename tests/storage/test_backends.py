@@ -186,7 +186,7 @@ def test_a_writer_whose_answer_is_lost_is_not_told_that_it_won(toy: Fsspec) -> N
 
 
 class LooksFirst(Toy):
-    """As fsspec's own default does: it checks, and then writes, a network's round trip later."""
+    """This store acts like fsspec's own default: it checks, and writes only a network's round trip later."""
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         if mode == "create":

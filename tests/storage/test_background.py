@@ -1,4 +1,4 @@
-"""What runs on a thread says how it ended, and keeps nothing alive."""
+"""A call that runs on a thread says how it ended, and keeps nothing alive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.patience import PATIENCE_S
 
 
 class Big:
-    """What a call hangs on to."""
+    """An object that a call refers to."""
 
 
 def fail(big: Big) -> None:

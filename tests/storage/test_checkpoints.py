@@ -146,7 +146,7 @@ def test_neighbours_are_fetched_together(checkpoints: Checkpoints) -> None:
 
 
 def test_every_slice_is_aligned_as_its_type_wants(checkpoints: Checkpoints) -> None:
-    """So that a mapped file can be used in place."""
+    """Aligned slices let a mapped file be used in place."""
     save(checkpoints, V, state_of(TENSORS, seed=1), 2)
     for row in checkpoints.open(V).rows:
         assert row.first % ITEM_BYTES[row.tensor.dtype] == 0, row
@@ -273,7 +273,7 @@ def test_two_committers(checkpoints: Checkpoints) -> None:
 
 
 def test_an_attempt_that_came_to_nothing_is_not_in_the_way(checkpoints: Checkpoints) -> None:
-    """The same names with other bytes, left by a world of as many members in another layout: neither is overwritten."""
+    """A world with as many members in another layout left the same names with other bytes; neither is overwritten."""
     old, new = state_of(TENSORS, seed=1), state_of(TENSORS, seed=2)
     write(checkpoints, V, old, 2)
     checkpoints.store.put(f"{checkpoints.folder(V)}/index.parquet", b"left behind")

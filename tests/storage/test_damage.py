@@ -53,7 +53,7 @@ def test_undamaged(checkpoints: Checkpoints) -> None:
 
 @pytest.mark.parametrize("index", range(len(TENSORS)))
 def test_a_flipped_bit_in_a_header_is_noticed_by_whoever_reads_from_that_file(checkpoints: Checkpoints, index: int) -> None:
-    """Also where the slice that is read does not follow on the header; a file that is not read is not judged."""
+    """The damage is noticed even if the slice read does not follow the header; a file that is not read is not judged."""
     wanted, file = TENSORS[index].whole(), OBJECTS[2]
     key = f"{checkpoints.folder(V)}/{file}"
     bad = bytearray(checkpoints.store.get(key))
@@ -95,7 +95,7 @@ def test_an_object_with_something_added(checkpoints: Checkpoints, name: str) -> 
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_a_missing_object(checkpoints: Checkpoints, name: str) -> None:
-    """Also a manifest without one of its files."""
+    """A manifest that lacks one of its files is damaged too."""
     checkpoints.store.delete(f"{checkpoints.folder(V)}/{name}")
     noticed(checkpoints, name)
 

@@ -127,7 +127,7 @@ def test_every_tensor_by_itself_is_what_was_saved(checkpoints: Checkpoints) -> N
 
 @pytest.mark.fast
 def test_blocks_are_all_bytes_of_the_index_and_any_damage_to_them_is_noticed(checkpoints: Checkpoints) -> None:
-    """Whoever needs the block says so; who does not is right."""
+    """A reader that needs the damaged block says so; a reader that does not need it returns right data."""
     manifest, key = checkpoints.manifest(V), f"{checkpoints.folder(V)}/{INDEX}"
     assert [block.first for block in manifest.blocks] == [0, *(block.last for block in manifest.blocks[:-1])]
     assert manifest.blocks[-1].last == manifest.index.size
@@ -176,7 +176,7 @@ def test_a_small_index_has_no_blocks() -> None:
 @pytest.mark.fast
 @given(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=30), st.integers(1, 4), st.sets(st.sampled_from("`abcdefgh")))
 def test_the_groups_of_a_name_are_all_that_hold_it(rows: list[str], size: int, names: set[str]) -> None:
-    """Beside the dumb way: look into every group.  At most one group more is read for a name."""
+    """The simple way looks into every group; the product reads at most one group more for a name."""
     rows.sort()
     groups = [rows[first : first + size] for first in range(0, len(rows), size)]
     blocks = [Block(0, 0, "", group[0]) for group in groups] + [Block(0, 0, "", "")]

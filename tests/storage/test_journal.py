@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import Damaged, Deposed, Exists, Unavailable
-from storage.journal import SEGMENT_RECORDS, Journal, claim_owner, newest, owners, read, records
+from storage.journal import CONTINUATIONS, SEGMENT_RECORDS, Journal, claim_owner, newest, owners, parse, read, records
 from storage.objects import Data, ObjectStore
 from tests.support.stores import Forwarding
 
@@ -25,6 +25,7 @@ class Moody(Forwarding):
     def __init__(self, url: str) -> None:
         super().__init__(ObjectStore.open(url))
         self.up, self.answers, self.asked = threading.Event(), True, threading.Event()
+        self.read = list[str]()
         self.up.set()
 
     def put_if_absent(self, key: str, data: Data) -> None:
@@ -35,6 +36,10 @@ class Moody(Forwarding):
         if not self.answers:
             self.answers = True
             raise Unavailable(self.full_name(key), "connection reset")
+
+    def get(self, key: str) -> bytes:
+        self.read.append(key)
+        return super().get(key)
 
 
 @pytest.fixture
@@ -130,8 +135,108 @@ def test_a_segment_ends_when_its_records_are_as_long_as_its_snapshot(store: Mood
     assert snapshots < 40 * len(json.dumps(known)) / 5
 
 
+KNOWN = "w" * 100_000
+"""A snapshot is long because it holds this text of 100,000 characters."""
+
+
+def objects(journal: Journal, count: int, length: int = 10) -> None:
+    """Ships ``count`` objects of one record each, as if time ended them; a snapshot says how many records came before."""
+    for _ in range(count):
+        n = journal.next
+        journal.append({"n": n, "said": "x" * length}, lambda n=n: {"run": n + 1, "known": KNOWN}, durable=False)  # type: ignore[misc]
+        assert journal.ship(10.0)
+
+
+def lengths(store: Moody) -> list[int]:
+    return [len(store.get(key)) for key in store.list("run/journal/")]
+
+
+def test_objects_that_end_by_time_do_not_repeat_a_snapshot_longer_than_their_records(store: Moody, start: Callable[..., Journal]) -> None:
+    """Were each of the 200 to begin with one, 95 % of the journal were snapshots."""
+    journal = start()
+    objects(journal, 200, length=5_000)
+    recorded = sum(len(json.dumps(record)) for record in records(store, "run"))
+    snapshots = sum(length for length in lengths(store) if length > len(KNOWN))
+    assert recorded > 1e6 and 5 < sum(length > len(KNOWN) for length in lengths(store)) < 12
+    assert sum(lengths(store)) < 2.2 * recorded and snapshots < 1.3 * recorded
+    segments = read(store, "run")
+    assert [snapshot["run"] for snapshot, _ in segments[1:]] == [found[0]["n"] for _, found in segments[1:]], "each is what was known there"
+    assert newest(store, "run") == segments[-1]
+    journal.close()
+
+
+@pytest.mark.parametrize("length", [10, 5_000, 250_000])
+def test_a_takeover_reads_a_snapshot_and_records_of_its_length_in_a_bounded_number_of_objects(
+    store: Moody, start: Callable[..., Journal], length: int
+) -> None:
+    journal, most = start(), 0
+    for n in range(1, 3 * CONTINUATIONS):
+        objects(journal, 1, length)
+        store.read.clear()
+        segment = newest(store, "run")
+        assert segment is not None and segment[1][-1]["n"] == n - 1
+        read_bytes = sum(len(store.get(key)) for key in set(store.read))
+        assert len(store.read) <= 2 * (1 + CONTINUATIONS) and read_bytes <= 2 * len(KNOWN) + length + 100 * (1 + CONTINUATIONS)
+        most = max(most, len(set(store.read)))
+    assert most == {10: 1 + CONTINUATIONS, 5_000: 20, 250_000: 1}[length]
+    journal.close()
+
+
+@pytest.fixture
+def continued(store: Moody, start: Callable[..., Journal]) -> list[str]:
+    """Two snapshots with continuations.  Returns the keys of the second one and of what continues it, with a record each."""
+    journal = start()
+    objects(journal, 2 + CONTINUATIONS + 4)
+    journal.close()
+    keys = store.list("run/journal/")
+    assert [index for index, length in enumerate(lengths(store)) if length > len(KNOWN)] == [1, 2 + CONTINUATIONS]
+    return keys[2 + CONTINUATIONS :]
+
+
+def test_a_continuation_without_its_snapshot_is_damage(store: Moody, continued: list[str]) -> None:
+    snapshot = store.get(continued[0])
+    store.put(continued[0], snapshot[:-1])
+    with pytest.raises(Damaged, match=r"000000000034.jsonl .* a segment that ends with its digest"):
+        newest(store, "run")
+    for gone in continued[:2]:
+        held = store.get(gone) if gone != continued[0] else snapshot
+        store.delete(gone)
+        with pytest.raises(Damaged, match="expected"):
+            newest(store, "run")
+        with pytest.raises(Damaged, match="expected records from"):
+            read(store, "run")
+        store.put(gone, held)
+    assert newest(store, "run") == read(store, "run")[-1]
+
+
+def test_where_the_oldest_objects_are_gone_the_journal_begins_with_the_first_snapshot_there_is(store: Moody, continued: list[str]) -> None:
+    whole = read(store, "run")
+    for key in store.list("run/journal/")[:5]:
+        store.delete(key)
+    assert read(store, "run") == whole[-1:] and newest(store, "run") == whole[-1]
+
+
+def test_copies_of_objects_are_joined_as_the_bucket_joins_them(store: Moody, continued: list[str]) -> None:
+    copies = [store.get(key) for key in continued]
+    assert parse(b"".join(copies)) == read(store, "run")[-1:]
+    with pytest.raises(Damaged, match=r"line 1 .* the object of record 34 before it, which it continues"):
+        parse(copies[1])
+    with pytest.raises(Damaged, match=r"the object of record 34 before it, which it continues.* the snapshot is that of record 1"):
+        parse(store.get("run/journal/000000000001.jsonl") + copies[1])
+
+
+def test_who_loses_the_create_of_a_continuation_is_deposed(store: Moody, start: Callable[..., Journal]) -> None:
+    old, new = start(), start(first=3, snapshot=3)
+    objects(old, 3)
+    write(new, 1)
+    assert new.ship(10.0)
+    with pytest.raises(Deposed, match=r"000000000003.jsonl was written by another coordinator"):
+        objects(old, 1)
+    assert newest(store, "run") == ({"sum": 3}, [{"n": 3}])
+
+
 def test_a_journal_that_is_opened_again_goes_on_where_it_ended(store: Moody, tmp_path: Path) -> None:
-    """What a copy of it holds is at the same place as before."""
+    """The records that a copy of the journal holds keep their positions."""
     store.up.clear()
     journal = Journal(store, "run", tmp_path, 0, {"sum": 0}, segment_s=3600.0, retry_s=0.001)
     write(journal, 3)
@@ -145,7 +250,7 @@ def test_a_journal_that_is_opened_again_goes_on_where_it_ended(store: Moody, tmp
 
 
 def test_a_store_that_is_down_delays_nothing(store: Moody, start: Callable[..., Journal]) -> None:
-    """And its memory is the local file: what is queued is where, not what."""
+    """The queue holds positions in the local file, not the records themselves."""
     store.up.clear()
     journal = start()
     write(journal, SEGMENT_RECORDS * 3)
@@ -295,7 +400,7 @@ def test_a_damaged_claim_is_named_and_stays_claimed(store: Moody) -> None:
 
 
 def test_what_was_appended_is_shipped_at_once_where_that_is_asked_for(store: Moody, start: Callable[..., Journal]) -> None:
-    """Not in an hour, when the segment would be full of age."""
+    """Shipping does not wait an hour for the segment to become old enough."""
     journal = start()
     assert journal.ship(0.0), "there is nothing yet"
     write(journal, 3)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def seen(folder: Path) -> bool:
-    """Is the second checkpoint there?  Whatever is seen must be whole."""
+    """Returns whether the second checkpoint is there; any checkpoint that is there must be whole."""
     checkpoints = Checkpoints(ObjectStore.open(str(folder)), "run")
     assert checkpoints.verify(BEFORE).good
     there = checkpoints.store.exists(f"{checkpoints.folder(DURING)}/{MANIFEST}")

@@ -68,7 +68,7 @@ def test_of_many_processes_one_creates(tmp_path: Path) -> None:
 
 
 class _RivalAfterTheCheck(LocalFileSystem):  # type: ignore[misc]
-    """fsspec's own ``file://``, with a rival between its check and its write."""
+    """This is fsspec's own ``file://`` with a rival that writes between its check and its write."""
 
     cachable = False
 

@@ -36,14 +36,14 @@ def numbers(found: list[Segment]) -> list[int]:
 
 
 def furthest_of(end: int, tails: list[Written]) -> list[Segment]:
-    """As a follower reads them: of those by the first coordinator, after which nobody else wrote."""
+    """Returns the records that a follower reads from the tails of the first coordinator, after which nobody else wrote."""
     parsed = [(by, segments_of(data)) for by, data in tails]
     found = furthest(end, 1, [Found(by, first_of(each), last_of(each), each) for by, each in parsed if each])
     return found.records if found is not None else []
 
 
 def test_a_writer_s_tail_goes_on_where_its_bucket_ends(tmp_path: Path) -> None:
-    """What a keeper holds, with what is in the bucket, is every record; with and without what was shipped meanwhile."""
+    """A keeper's copy and the bucket together hold every record, whether or not some were shipped meanwhile."""
     store = ObjectStore.open(f"memory://tails-{next(_numbers)}")
     journal = Journal(store, "run", tmp_path / "journal-000001", 0, {"run": 0}, segment_s=3600.0)
     replica, held = Replica(), 0

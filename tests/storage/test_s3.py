@@ -72,7 +72,7 @@ FAULTS = {
 
 @pytest.fixture
 def store(moto_bucket: S3) -> S3:
-    """On the server that misbehaves, with one object."""
+    """Returns a store with one object on the server that misbehaves."""
     store = below(moto_bucket, policy=QUICK)
     store.put("a", b"0123456789")
     return store
@@ -180,7 +180,7 @@ class TestACreateWhoseAnswerIsLost:
 
     @pytest.mark.parametrize("theirs", [b"theirs", b"mine"])
     def test_by_another(self, unruly: Unruly, store: S3, single: int | None, theirs: bytes) -> None:
-        """Of two writers with the same bytes, too, one is told that it won."""
+        """Only one of two writers is told that it won, even if both write the same bytes."""
         store.single_bytes = store.single_bytes if single is None else single
         rival = S3(store.filesystem, store.root, QUICK)
 

@@ -81,7 +81,7 @@ def expected() -> dict[object, bytes]:
 
 @pytest.fixture
 def unsafe(moto_bucket: S3) -> Checkpoints:
-    """On the server that misbehaves, with one good checkpoint."""
+    """Returns checkpoints with one good save on the server that misbehaves."""
     found = Checkpoints(below(moto_bucket, policy=QUICK), "run")
     save(found, BEFORE, STATE, 2)
     return found
@@ -266,7 +266,7 @@ WRONG = {
 def test_wrong_settings_are_named_with_the_fix(
     swift: Swift, swift_bucket: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
 ) -> None:
-    """And no message holds a secret, the wrong one neither."""
+    """No message holds a secret, not even a wrong one."""
     enter(monkeypatch, swift)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -284,7 +284,7 @@ def test_wrong_settings_are_named_with_the_fix(
 
 
 def test_a_wrong_region_is_followed_to_the_right_one(swift: Swift, swift_bucket: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the store says which it is.  (Where it does not: AuthorizationHeaderMalformed, with the setting to change.)"""
+    """The store names the right region; a store that does not answers AuthorizationHeaderMalformed, with the setting to change."""
     enter(monkeypatch, swift)
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
     store = S3.connect(below(swift_bucket).url, QUICK)

@@ -1,4 +1,4 @@
-"""What is a folder, what a URL, and what only looks like one."""
+"""A place is a folder or a URL, and some texts only look like a URL."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_folder_is_one_and_a_url_is_none(place: str, folder: str | None) -> No
     ],
 )
 def test_what_only_looks_like_a_url_is_refused(place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever is given it: a store too would take it for a folder, and write."""
+    """Both the parser and the store refuse it; otherwise a store would take it for a folder and write there."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as caught:
         folder_of(place)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +32,7 @@ from elastic.protocol.commit_record import (
     Copied,
     Outcome,
     conclude,
+    torn_records,
 )
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.faults import Faults
@@ -196,6 +200,49 @@ def test_a_save_waits_for_who_has_no_room_and_the_last_one_for_nobody() -> None:
 def test_of_copies_the_slowest_member_decides() -> None:
     outcome = conclude(SHAPE, 7, gathered(7, copied=(Copied(5, 3, 1, 10), Copied(4, 3, 2, 0), Copied(5, -1, 0, 12))))
     assert (outcome.copied_through, outcome.buddied_through, outcome.copy_every, outcome.buddy_every) == (4, -1, 2, 12)
+
+
+def torn_one_by_one(gathered: bytes, world: int, fields: int) -> list[int]:
+    """The same as the product's, word by word."""
+    found = []
+    for rank in range(world):
+        *words, told = struct.unpack_from(f"<{fields}Q", gathered, rank * fields * 8)
+        if sum((2 * i + 1) * (word ^ word >> 32) for i, word in enumerate(words)) % 2**64 != told:
+            found.append(rank)
+    return found
+
+
+words = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from((0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1)))
+
+
+@given(st.integers(1, 5), st.lists(words, min_size=1, max_size=6), st.sets(st.integers(0, 4)), st.data())
+def test_checksums_of_all_members_at_once_are_those_of_one_after_the_other(
+    world: int, first: list[int], bent: set[int], data: st.DataObject
+) -> None:
+    records, fields = b"", len(first) + 1
+    for rank in range(world):
+        row = data.draw(st.lists(words, min_size=len(first), max_size=len(first)))
+        right = sum((2 * i + 1) * (word ^ word >> 32) for i, word in enumerate(row)) % 2**64
+        records += struct.pack(f"<{fields}Q", *row, right ^ (1 << data.draw(st.integers(0, 63))) if rank in bent else right)
+    assert torn_records(records, world, fields) == torn_one_by_one(records, world, fields) == sorted(bent & set(range(world)))
+
+
+def test_what_a_checksum_costs_does_not_grow_with_the_members() -> None:
+    """In Python functions called.  Word by word it does: the control."""
+
+    def calls(check: Callable[[bytes, int, int], list[int]], world: int) -> int:
+        counted: list[str] = []
+        before, records = sys.getprofile(), bytes(8 * 21 * world)
+        sys.setprofile(lambda _frame, event, _argument: counted.append(event))
+        try:
+            torn = check(records, world, 21)
+        finally:
+            sys.setprofile(before)
+        assert torn == []
+        return len(counted)
+
+    assert calls(torn_records, 1024) == calls(torn_records, 4)
+    assert calls(torn_one_by_one, 1024) > 100 * calls(torn_one_by_one, 4)
 
 
 @example(0, 6, 8)  # 1.0 and -1.0: their difference is the highest bit alone

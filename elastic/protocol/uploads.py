@@ -1,0 +1,41 @@
+"""The rules by which a keeper uploads saves: when a save is over, and when a part of one can never be uploaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elastic.ids import Version, WorkerId
+from elastic.protocol.actions import Save
+
+
+@dataclass(frozen=True)
+class Told:
+    """The newest list from the coordinator: the saves under way, and the version of the run that it knew then.
+
+    ``number`` grows with the coordinator's incarnation and with each of its calls, because calls may overtake each other.
+    """
+
+    number: tuple[int, int] = (0, 0)
+    saves: Sequence[Save] = ()
+    generation: int = 0
+    version: Version = field(default_factory=lambda: Version(0, 0))
+
+    def is_over(self, worker: WorkerId, version: Version) -> bool:
+        """Returns whether the save of ``version`` that ``worker`` has begun is in the bucket or given up."""
+        if any(save.version == version and worker in save.members for save in self.saves):
+            return False
+        return version.generation < self.generation or version <= self.version
+
+
+def hopeless(save: Save, generation: int, *, ended: bool, failed: bool = False) -> str:
+    """Returns why a worker's copy for ``save``, which is not complete, never will be; "" while it may be.
+
+    ``generation`` is the latest world that the worker has entered.  ``ended`` must have been true before the copy was looked for: it may
+    have become complete just before the end.  ``failed`` says that the worker has tried to make this copy in vain.
+    """
+    if ended:
+        return "it ended before its copy was complete"
+    if generation > save.by:
+        return "it went on without a copy"
+    return "the copy failed" if failed else ""

@@ -1,0 +1,45 @@
+"""Two rules decide when a save is over for the worker that copied it, and when a part of a save can never be uploaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.protocol.actions import Save
+from elastic.protocol.uploads import Told, hopeless
+
+pytestmark = pytest.mark.fast
+W1, W2 = WorkerId("w1"), WorkerId("w2")
+SAVE = Save(Version(6, 2), 2, Layout(1, 1), (W1,), (NodeId("n1"),))
+
+
+@pytest.mark.parametrize(
+    ("saves", "generation", "version", "over"),
+    [
+        ((SAVE,), 2, Version(6, 2), False),  # it is under way
+        ((SAVE,), 3, Version(9, 3), False),  # also while a later world trains
+        ((), 2, Version(5, 2), False),  # whoever says so does not know of it yet
+        ((), 2, Version(6, 2), True),
+        ((), 3, Version(5, 2), True),  # its step was given up
+    ],
+)
+def test_a_save_is_over_once_it_is_not_named_by_who_knows_its_commit(
+    saves: tuple[Save, ...], generation: int, version: Version, over: bool
+) -> None:
+    assert Told((1, 1), saves, generation, version).is_over(W1, Version(6, 2)) is over
+    assert Told((1, 1), saves, generation, version).is_over(W2, Version(6, 2)) is (over or bool(saves)), "of whom no part is wanted"
+
+
+@pytest.mark.parametrize(
+    ("generation", "ended", "failed", "why"),
+    [
+        (2, False, False, ""),
+        (1, False, False, ""),  # it has not entered the world of the save yet
+        (2, True, False, "it ended before its copy was complete"),
+        (3, False, False, "it went on without a copy"),
+        (2, False, True, "the copy failed"),
+    ],
+)
+def test_a_part_is_hopeless_once_its_copy_can_never_be_complete(generation: int, ended: bool, failed: bool, why: str) -> None:
+    assert hopeless(SAVE, generation, ended=ended, failed=failed) == why

@@ -20,7 +20,7 @@ RESULTS = "elastic/results"
 
 
 def rows(path: Path = TESTS / "capabilities.tsv") -> dict[str, str]:
-    """id -> what the platform must be able to do."""
+    """Maps each capability id to what the platform must be able to do."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:]
     return {name: text for name, text in (line.split("\t") for line in lines)}
 
@@ -32,7 +32,7 @@ def carried(name: str, docstring: str, ids: Sequence[str]) -> list[str]:
 
 
 def carriers(source: str, file: str, ids: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(id, node id of a test) for all tests of one file."""
+    """Yields (id, node id of a test) for all tests of one file."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             for inner in node.body:
@@ -47,7 +47,7 @@ def _tests(node: ast.stmt, prefix: str, about: str, ids: Sequence[str]) -> Itera
 
 
 def scan(folder: Path, ids: Sequence[str]) -> dict[str, list[str]]:
-    """id -> its tests, all files of ``folder``."""
+    """Maps each id to its tests in all files of ``folder``."""
     found: dict[str, list[str]] = {name: [] for name in ids}
     for path in sorted(folder.rglob("test_*.py")):
         for name, test in carriers(path.read_text(encoding="utf-8"), path.relative_to(folder.parent).as_posix(), ids):
@@ -56,7 +56,8 @@ def scan(folder: Path, ids: Sequence[str]) -> dict[str, list[str]]:
 
 
 def result(test: str, outcomes: Mapping[str, str]) -> str:
-    """Of all parameters of one test together: failed if any failed, passed only if one passed."""
+    """Combines the outcomes of all parameters of one test: failed if any failed, else passed if any passed, else skipped if any was
+    skipped, else never run."""
     seen = {outcome for node, outcome in outcomes.items() if node.partition("[")[0] == test}
     return next((outcome for outcome in ("failed", "passed", "skipped") if outcome in seen), "never run")
 

@@ -1,4 +1,4 @@
-"""Of every run of the tests: results are remembered for ``tests/capabilities.py``, and what CI must show cannot be skipped."""
+"""This file keeps the results of every test run for ``tests/capabilities.py``, and makes sure that CI skips nothing that it must show."""
 
 from __future__ import annotations
 

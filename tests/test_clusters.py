@@ -34,7 +34,7 @@ def test_a_ray_that_is_too_old_is_not_installed() -> None:
 
 
 def test_ray_accepts_the_cluster_on_aws() -> None:
-    """And the control: a word that Ray does not know."""
+    """The control: Ray refuses a word that it does not know."""
     validate_config(prepare_config(copy.deepcopy(AWS)))
     with pytest.raises(jsonschema.ValidationError, match="min_worker"):
         validate_config(prepare_config({**copy.deepcopy(AWS), "min_worker": 4}))

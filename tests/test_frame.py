@@ -1,4 +1,4 @@
-"""What the tests themselves promise: no silent skip in CI, and a table of capabilities that cannot flatter."""
+"""The test suite keeps its own promises: no silent skip in CI, and a table of capabilities that cannot flatter."""
 
 from __future__ import annotations
 

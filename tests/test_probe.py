@@ -1,4 +1,4 @@
-"""Is the bucket the same place for everybody (U11)?"""
+"""The probe finds out whether all processes see the same bucket (U11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read back of a run whose coordinator has died: from its own disk, the keepers, the bucket, whichever reaches furthest."""
+"""A run whose coordinator has died is read back from its own disk, the keepers or the bucket, whichever reaches furthest."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def end_as(life: Life, state: State) -> None:
 
 
 def recovered(life: Life, sources: list[replicas.Written]) -> RunState | None:
-    """What the next one of the same life knows, and that its journal goes on from there."""
+    """Returns what the next coordinator of the same life knows, and checks that its journal continues from there."""
     (first, *_) = life.run.claims("one")
     incarnation = life.run.claim("here", "one")
     assert life.run.read(first, sources) == life.run.read(first, reversed(sources)), "in whatever order they are found"
@@ -101,7 +101,7 @@ def life(tmp_path: Path) -> Life:
 
 
 def test_who_looks_begins_nothing() -> None:
-    """Also at a run of a job that cannot work after all; the first that trains decides whose the folder is."""
+    """Looking writes nothing, even for a job that cannot work; the first job that trains decides whose the folder is."""
     job = a_run().job.replace(name="looked-at")
     run = Run.look(job)
     assert run.newest() is None and run.owner() is None and run.records() == []
@@ -115,7 +115,7 @@ def test_who_looks_begins_nothing() -> None:
 
 
 def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_valid() -> None:
-    """What was valid when it was begun is not looked at again, unless it defines the trajectory."""
+    """A setting that was valid when the run began is not checked again, unless it defines the trajectory."""
     run = a_run()
     stored = json.loads(run.store.get("toy/job.json"))
     stored["job"] |= {"deadlines": {"lease_s": -1}, "workers": "many", "copies": {"copy_every": 1, "price_per_gb": 0.01}}  # one is retired
@@ -194,7 +194,7 @@ def test_again_and_again(life: Life) -> None:
 
 
 def test_nothing_was_recorded_in_this_life(tmp_path: Path) -> None:
-    """What an earlier life left is no standing of this one: its workers are gone, only the bucket counts."""
+    """Records of an earlier life do not count in this one: its workers are gone, so only the bucket counts."""
     before = Life(a_run(), tmp_path / "before", stepping(2), life="zero")
     before.step(1)
     before.journal.close()
@@ -237,7 +237,7 @@ def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:
 
 
 def test_a_run_has_ended_as_its_last_owner_recorded(life: Life) -> None:
-    """Who claims it after that may have gone on, and nobody says how far."""
+    """A coordinator that claims the run afterwards may have continued it, and nobody knows how far."""
     assert life.run.end() is None, "nothing is in the bucket yet"
     assert life.journal.ship(10.0)
     assert life.run.end() is None, "it was left in the middle"

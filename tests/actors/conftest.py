@@ -34,13 +34,13 @@ def local_cluster(no_cluster_is_left: None, aws_config: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def script_reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the scripts of ``tests/support/kills.py`` must end with."""
+    """The result that every script of ``tests/support/kills.py`` must end with."""
     return undisturbed(tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="session")
 def sixty(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What ``toy_job`` ends with after sixty steps, an epoch, each sample in exactly one step; ``job``: the undisturbed one."""
+    """The result of ``toy_job`` after sixty steps (one epoch, each sample in exactly one step); ``job`` is the undisturbed job."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * 60}}
     job = toy_job(tmp_path_factory.mktemp("sixty"), name="local", steps=60, data=data)
     return SimpleNamespace(job=job, **vars(alone(job)))

@@ -1,4 +1,4 @@
-"""Who may be a member (R22, U8, U11): nodes that differ are real, with mounts of their own, and are refused by name.
+"""Admission of workers (R22, U8, U11): the nodes are real, differ in mounts of their own, and are refused by name.
 
 The head has room for one worker and every other node for one, so all are asked.
 """
@@ -25,7 +25,7 @@ from tests.support.commands import ROOT, user_job, user_package
 from tests.support.nodes import Node, joined
 
 CPUS = 5
-"""Of a worker: the head has 8."""
+"""CPUs of one worker; the head has 8, so it has room for one."""
 CODE = "admitted"
 BROKEN = """
 import threading

@@ -30,12 +30,12 @@ def written(folder: Path, name: str = "toy", **changes: object) -> str:
 
 
 def sentence(shown: Shown) -> str:
-    """The one line that a failed command prints."""
+    """Returns the one line that a failed command prints."""
     return told(shown)[0]
 
 
 def told(shown: Shown) -> tuple[str, str]:
-    """That, and what is said before of copies in host memory: of every job that is in order itself."""
+    """Returns that line, and the line about copies in host memory, which every job that is itself in order gets before it."""
     lines = [line for line in shown.readouterr().out.splitlines() if not line.startswith("note:")]
     copies = [line for line in lines if "copies in host memory" in line]
     lines = [line for line in lines if line not in copies]

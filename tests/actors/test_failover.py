@@ -80,7 +80,7 @@ class Killer:
     disks_lost: tuple[int, ...] = ()
     ends: list[Ended] = field(default_factory=list)
     committed: int = 0
-    """By the worker that committed least, between the last kill and the next coordinator's first moment."""
+    """Steps committed between the last kill and the next coordinator's first moment, by the worker that committed least."""
     claimed: int = 0
     """Coordinators that had claimed the run by then."""
     _last: int = 0
@@ -115,12 +115,12 @@ class Killer:
 
     @staticmethod
     def steps(witness: Witness) -> dict[str, int]:
-        """What each worker's own counters say."""
+        """Returns the step that each worker's own counters show."""
         return {worker: seen.counters["step"] for worker, seen in witness.seen.items() if seen.ended is None}
 
 
 class Raylet:
-    """Of the node where ``coordinator`` runs: what makes it again."""
+    """The raylet of the node where ``coordinator`` runs; it starts the coordinator again."""
 
     def __init__(self, coordinator: int) -> None:
         parent = psutil.Process(coordinator).parent()
@@ -163,7 +163,7 @@ def in_state(state: str, generation: int) -> When:
 
 @pytest.fixture
 def undisturbed(script_reference: Any) -> Any:
-    """The same job, but for gates and deadlines."""
+    """The result of the same job; only gates and deadlines differ."""
     return script_reference
 
 
@@ -175,7 +175,8 @@ def take_overs(job: Job) -> list[str]:
 
 
 def assert_taken_over(chaos: Trial, killer: Killer, states: Sequence[str]) -> None:
-    """As many coordinators as were killed, each by SIGKILL, each found the run in the state in which its predecessor died."""
+    """Checks that every kill was a SIGKILL and led to one more coordinator, which found the run in the state in which its predecessor
+    died."""
     assert [end.signal for end in killer.ends] == [signal.SIGKILL] * len(states)
     assert take_overs(chaos.job) == list(states)
     claims = owners(Run.open(chaos.job).store, chaos.job.name)

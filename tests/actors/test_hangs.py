@@ -42,7 +42,7 @@ def job_of(bucket: Path, name: str, workers: int, **changes: Any) -> Job:
 
 @pytest.fixture
 def undisturbed(sixty: Any) -> Any:
-    """The same job, but for deadlines and pace."""
+    """The result of the same job; only deadlines and pace differ."""
     return sixty
 
 

@@ -103,7 +103,7 @@ def test_the_head_restarts_and_the_coordinator_dies_meanwhile(tmp_path: Path, un
 
 
 class PowerCut:
-    """Of the node where the coordinator is; then opens the gate once another one has taken over."""
+    """Cuts the power of the coordinator's node, and opens the gate once another coordinator has taken over."""
 
     def __init__(self, bucket: Path, nodes: Joined) -> None:
         self.bucket, self.nodes, self.ends = bucket, nodes, list[Ended]()
@@ -142,7 +142,7 @@ def test_the_node_of_the_coordinator_dies(tmp_path: Path, undisturbed: Any, monk
 
 
 class FrozenKeeper:
-    """Of a node without workers, until the second world runs."""
+    """Freezes the keeper of a node without workers until the second world runs."""
 
     def __init__(self, bucket: Path) -> None:
         self.bucket, self.pid = bucket, 0

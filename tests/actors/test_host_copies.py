@@ -43,7 +43,7 @@ def bend(region: Region) -> int:
 
 @pytest.mark.must_run_in_ci
 def test_strangers_are_refused_and_the_story_says_so(tmp_path: Path, script_reference: Any) -> None:
-    """Who calls a keeper without the run's secret, or speaks another language, is told nothing; the run goes on as if nobody had."""
+    """A keeper tells nothing to a client that lacks the run's secret or speaks another protocol; the run goes on undisturbed."""
     script, refused = Script("shard", 1), list[WireError]()
 
     def act(witness: Witness, view: View) -> bool:
@@ -71,8 +71,8 @@ def test_strangers_are_refused_and_the_story_says_so(tmp_path: Path, script_refe
 @pytest.mark.full
 @pytest.mark.parametrize("bent", [True, False], ids=["bent", "whole"])
 def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: Any, bent: bool) -> None:
-    """Of three shards one is left only in the keeper's memory, where a bit has changed: who reads it notices, the keeper forgets it, and
-    the next world begins from the bucket, with the right bits.  The control is the same without the bit."""
+    """One of three shards is left only in the keeper's memory, where a bit has changed: the reader notices, the keeper drops the copy, and
+    the next world begins from the bucket with the right bits.  The control does the same without the changed bit."""
     script, room, found = Script("shard", 3), Room(), list[int]()
 
     def act(witness: Witness, view: View) -> bool:
@@ -106,7 +106,8 @@ def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: An
 
 @pytest.mark.full  # tests/plan/test_copy_budget.py and tests/train/test_limits.py have the sentence, without a run
 def test_copies_for_which_there_is_no_memory_end_the_run_before_it_begins(tmp_path: Path) -> None:
-    """Of a model that no machine could hold, and of which nothing is made: both say how much is missing, and which setting gives it."""
+    """The model is too large for any machine, and nothing of it is built: the result and the story both say how much memory is missing and
+    which setting gives it."""
     vast = {"vocab": 29, "dim": 2**20, "layers": 4, "heads": 2}
     lines = list[Line]()
     result = launch(toy_job(tmp_path, name="vast", model_args=vast, workers={"max": 1}), show=lines.append)

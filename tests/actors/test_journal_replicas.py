@@ -1,4 +1,5 @@
-"""What must not be forgotten: on a majority of the keepers, or in the bucket, before it is acted on; by whom nobody has followed."""
+"""The coordinator acts on nothing that must not be forgotten before a majority of the keepers or the bucket has it, and only while nobody
+has followed it."""
 
 from __future__ import annotations
 
@@ -137,7 +138,7 @@ def test_whose_answer_to_an_earlier_question_is_just_there_is_asked_again(
 
 
 def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
-    """Of any list of keepers since the last time: whoever was given up may be heard by another coordinator."""
+    """A majority is needed of every list of keepers since the last time: another coordinator may still hear keepers that were given up."""
     desk = Desk(tmp_path)
     desk.lose("b", "c")
     assert desk.decide()[-1:] == [IN_BUCKET] and desk.shipped == 1

@@ -131,7 +131,7 @@ def test_what_was_printed_is_kept_whoever_has_removed_the_file(tmp_path: Path, m
 
 
 def test_nobody_waits_for_a_slow_bucket(tmp_path: Path) -> None:
-    """Who watches processes goes on at once; all is kept when the keeper closes."""
+    """The thread that watches processes continues at once; all logs are in the bucket when the keeper has closed."""
     asked, slow = threading.Event(), threading.Event()
 
     class Slow(Forwarding):

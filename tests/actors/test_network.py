@@ -95,10 +95,11 @@ def assert_same(chaos: Trial, reference: str) -> None:
 
 
 class Cut:
-    """What a trial calls at every look: cuts at step 12, mends when ``enough`` says so, takes the hosts back, lets it run."""
+    """A trial calls this at every look: it cuts the network at step 12, mends it when ``enough`` says so, takes the hosts back, and then
+    lets the run go on."""
 
     with_coordinator = False
-    """Whether the host is cut off that the coordinator is on, or another one."""
+    """True if the coordinator's host is cut off, False if another host is."""
     coordinator = 0
     """Its process when the network was cut."""
 
@@ -114,9 +115,9 @@ class Cut:
         """The counters of each worker, and so again just before the cut was mended."""
         self.before_mending: dict[str, dict[str, int]] = {}
         self.alive: set[str] = set()
-        """Whose processes lived at that moment, by the word of the kernel."""
+        """Workers whose processes lived at that moment, according to the kernel."""
         self.clocks: set[str] = set()
-        """Of the workers, and of this process."""
+        """Time namespaces of the workers and of this process."""
 
     def __call__(self, witness: Witness, view: View) -> bool:
         getattr(self, self.phase)(witness, view)

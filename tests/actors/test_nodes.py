@@ -27,7 +27,7 @@ from tests.support.processes import Ended
 from tests.support.room import Room
 
 CPUS = 5
-"""Of a worker: the head has 8."""
+"""CPUs of one worker; the head has 8, so it has room for one."""
 BUDDY_EVERY = 2
 LONG = pytest.mark.full
 
@@ -46,7 +46,7 @@ def local_cluster() -> Iterator[None]:
 
 
 class PowerCuts:
-    """At each of ``steps`` the node with two workers loses its power; once the world that is left runs, another one joins."""
+    """Cuts the power of the node with two workers at each of ``steps``; once the remaining world runs, another node joins."""
 
     def __init__(self, folder: Path, script: Script, steps: Sequence[int], stack: ExitStack) -> None:
         self.folder, self.steps, self.stack = folder, list(steps), stack

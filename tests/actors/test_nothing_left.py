@@ -50,7 +50,7 @@ def process(title: str, code: str) -> Iterator[str]:
 
 @contextmanager
 def orphan(log: Path) -> Iterator[str]:
-    """Whoever started it has died, and its log is open, as those of all processes of a cluster are."""
+    """A process whose parent has died and whose log is open, as the logs of all processes of a cluster are."""
     with subprocess.Popen([sys.executable, "-c", ORPHAN, log], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())

@@ -1,4 +1,4 @@
-"""How the coordinator learns that an actor is gone: by Ray's word, and where that is "perhaps" by its next one."""
+"""The coordinator learns from Ray that an actor is gone; if Ray's answer is uncertain, the next answer decides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODE = ray.exceptions.RayActorError(error_msg="The actor's node has died")
 
 
 class Call:
-    """What ``remote()`` returns, with its end."""
+    """The result of ``remote()``, whose future ends with ``error``."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.end: Future[Any] = Future()

@@ -147,7 +147,7 @@ def test_from_a_machine_that_is_no_node_it_is_said_what_to_do(tmp_path: Path) ->
 
 
 def test_nothing_of_another_run_is_removed() -> None:
-    """Of a run whose name begins the same, and of one whose process lives."""
+    """Nothing is removed of a run whose name begins the same, or of a run whose process lives."""
     other, ours = segment("nobodys-2-0001-abcdef", "w1"), segment("nobodys-0001-abcdef", "w1")
     counters = [Counters(path, create=True) for path in (other, ours)]
     try:

@@ -21,7 +21,7 @@ from tests.support.toys import toy_job
 STEPS, BEGIN, LAST = 40, 4, 30
 STALL_S, LATE_S, HELD_S = 10.0, 2.0, 3.0
 THREADS = 3
-"""Of the keeper's four; the fourth answers the test."""
+"""Number of the keeper's four threads that are kept busy; the fourth answers the test."""
 
 
 class Load:

@@ -151,7 +151,7 @@ def test_a_keeper_that_is_killed_takes_the_save_with_it_and_the_next_one_is_made
 
 
 def copied(seen: Seen, step: int) -> bool:
-    """Is the worker's copy of ``step`` complete, in the memory that its keeper has open too?"""
+    """Returns True if the worker's copy of ``step`` is complete, in the memory that its keeper has open too."""
     region = Region.of_process(seen.process.pid, seen.counters["copies"])
     return any(copy is not None and copy.version.step == step for copy in region.all_held())
 

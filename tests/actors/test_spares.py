@@ -45,7 +45,7 @@ def struck(folder: Path, spares: int, layout: str = "replicate", tier: str = "li
 
 
 def waited_for(chaos: Trial, generation: int = 2) -> list[str]:
-    """What was started, and who joined, from the first loss until ``generation`` ran."""
+    """Returns the starts and the joins of workers between the first loss and the ``Go`` of ``generation``."""
     records = list(Run.open(chaos.job).records())
     begin = next(n for n, each in enumerate(records) if each["event"]["$"] == "Lost")
     end = next(n for n, each in enumerate(records) if any(did["$"] == "Go" and did["generation"] == generation for did in each["actions"]))

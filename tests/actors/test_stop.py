@@ -36,7 +36,7 @@ def job_of(folder: Path, name: str, read_s: float = 0.04, steps: int = STEPS, **
 
 @pytest.fixture
 def undisturbed_hash(sixty: Any) -> str:
-    """Of the same job, on a disk that is not slow."""
+    """The hash of the same job on a disk that is not slow."""
     return str(sixty.hash)
 
 

@@ -124,18 +124,18 @@ def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
 
 
 def reference(job: Job, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What one process without Ray makes of the job."""
+    """Returns the result of the job in one process without Ray."""
     monkeypatch.syspath_prepend(folder / "project")
     return alone(job.replace(name="local", data={"dataset": job.data.dataset}))
 
 
 def where(folder: Path) -> list[dict[str, Any]]:
-    """What the user's loss says of each process that it ran in."""
+    """Returns what the user's loss recorded about each process in which it ran."""
     return [json.loads(file.read_text()) for file in sorted((folder / "project" / "seen").glob("where-*"))]
 
 
 def microbatches(folder: Path, *, ours: bool = False) -> list[str]:
-    """What the user's loss wrote down of each microbatch, in other processes than this one, or in this one."""
+    """Returns what the user's loss recorded of each microbatch: in this process if ``ours``, else in all other processes."""
     files = [file for file in (folder / "project" / "seen").iterdir() if file.name.isdigit()]
     return [line for file in files if (file.name == str(os.getpid())) == ours for line in file.read_text().splitlines()]
 
@@ -153,8 +153,8 @@ def test_the_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
 
 
 class StopThenKillThenGrow:
-    """At step 1 its Ray job is stopped; at step 3 one of two workers is killed; once the world is whole again a third node is started; once
-    that has joined, ``hurry`` lets the user's dataset be as fast as it can."""
+    """Stops the Ray job at step 1, kills one of two workers at step 3, and starts a third node once the world is whole again; once that
+    node has joined, ``hurry`` lets the user's dataset be as fast as it can."""
 
     def __init__(self, nodes: Nodes, hurry: Path) -> None:
         self.hurry = hurry

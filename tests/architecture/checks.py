@@ -24,7 +24,7 @@ def row_of(module: str) -> Row | None:
 
 
 def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported anywhere in ``source``, also inside functions."""
+    """Yields (line, dotted name) of every import anywhere in ``source``, also inside functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

@@ -55,7 +55,7 @@ THREADS = {
 
 @dataclass
 class Strike:
-    """When what happened, in monotonic seconds, and to whom."""
+    """The times of one strike, in monotonic seconds, and the workers that it concerns."""
 
     quiet_at: float = 0.0
     sent_at: float = 0.0
@@ -77,7 +77,7 @@ class Passed:
     threads: Mapping[str, str]
     """The thread that first ran each function, in order of first use."""
     own: tuple[str, ...]
-    """Those that do not run in the steady state."""
+    """Functions that do not run in the steady state."""
     steady: bool
     """The steady state touches the file."""
 
@@ -93,7 +93,7 @@ class Striker:
     def __init__(self) -> None:
         self.strike = Strike()
         self.polls: list[tuple[float, int, int]] = []
-        """(when, generation, step) of each answer of the coordinator after the kill."""
+        """Each answer of the coordinator after the kill, as (time, generation, step)."""
         self.whole = self.first = 0
         """The generation of the first step of a world of all workers; the first step committed by the world after the kill."""
 
@@ -144,7 +144,7 @@ def _stop(name: str) -> None:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one strike showed.  ``processes``: by name, the files in order of first use."""
+    """The result of one strike; ``processes`` maps the name of a process to its files in order of first use."""
 
     strike: Strike
     processes: Mapping[str, Sequence[Passed]]

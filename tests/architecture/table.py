@@ -1,4 +1,4 @@
-"""Who may import what, and a few more things that are so everywhere: the architecture as data.
+"""The architecture as data: which module may import what, and a few more rules that hold everywhere.
 
 The rows follow the README's tree: ``examples → actors → elastic → storage``; Ray only in ``actors``; torch and numpy not
 where decisions are made.  A module takes the row of the longest name that it begins with; ``pkg.*`` means the whole package.
@@ -101,7 +101,7 @@ IMPORTS = {
 }
 
 NO_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
-"""What can run code when it is read is never imported; nor are torch's own forms of it called."""
+"""Modules that can run code while they read data; they are never imported, and torch's own forms of them are never called."""
 NO_CALLS = ("torch.save", "torch.load")
 
 GROUPS = frozenset(
@@ -111,7 +111,7 @@ GROUPS = frozenset(
         *("init_device_mesh", "DeviceMesh", "device_mesh", "ProcessGroupNCCL", "ProcessGroupGloo"),
     }
 )
-"""By which process groups and meshes are made and left: only ``World`` does (``elastic/engine/world.py``)."""
+"""Names that make or leave process groups and meshes; only ``World`` uses them (``elastic/engine/world.py``)."""
 SEAM = "elastic/engine/world.py"
 
 ENVIRONMENT = {
@@ -133,7 +133,7 @@ BOUNDARIES = {
     "storage/background.py": "whatever ends a thread is raised where its result is waited for",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
-"""Where everything may be caught, and why."""
+"""Places that may catch every exception, and why."""
 
 MAX_FILE_LINES = 500  # a reminder: such a file holds one idea
 MAX_FUNCTION_LINES = 60

@@ -1,4 +1,4 @@
-"""How many files a recovery passes; and that the recorder which counts them sees what it should."""
+"""A recovery passes few files, and the recorder that counts them sees what it should."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def recorded_run(folder: Path, *, with_seam: bool) -> Mapping[int, list[Call]]:
 
 
 def test_each_function_is_recorded_where_it_runs(tmp_path: Path) -> None:
-    """Also a lambda, a function within one, one that a thread runs of which ``threading`` does not know, and an instance that is made."""
+    """The recorder also sees a lambda, a nested function, a function in a thread that ``threading`` does not know, and the making of an
+    instance."""
     (calls,) = recorded_run(tmp_path, with_seam=True).values()
     assert {call.file for call in calls} == {"storage/things.py"}
     main = calls[0].thread

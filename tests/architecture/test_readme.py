@@ -1,4 +1,4 @@
-"""What the README and the guide say of the code is so: the states and their edges, the rooms, and every file that they name."""
+"""The README and the guide are right about the code: the states and their edges, the rooms, and every file that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What copies and saves cost a step, on one GPU: one worker, the same job without copies, with copies, and with saves to the bucket.
+"""Measures what copies and saves cost a step on one GPU: one worker runs a job without copies, with copies, and with saves to the bucket.
 
     python -m tests.benchmarks.gpu_saves [--size medium] [--steps 36] [--save-every 6] [uncopied copied saved only-saved]
 
@@ -110,7 +110,7 @@ def deleting_old_saves(bucket: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """1 where the runs do not end with the same bits."""
+    """Returns 1 if the runs do not all end with the same bits, else 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", default=list(CHANGES))
     parser.add_argument("--size", choices=SIZES, default="medium")

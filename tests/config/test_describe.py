@@ -93,7 +93,7 @@ def choices(setting: str) -> set[Any]:
 
 
 def test_the_choices_of_a_setting_are_the_rows_of_its_table() -> None:
-    """Who adds a row adds its word to the setting, or is told here."""
+    """A new row of a table needs its word among the choices of the setting; this test fails if it is missing."""
     assert choices("optim.kind") == set(RULES)
     assert choices("precision") == set(PRECISIONS)
     assert choices("parallel.use") == set(USES)

@@ -1,4 +1,4 @@
-"""Which samples make up a step."""
+"""The cursor decides which samples make up a step."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ids_are_for_ever() -> None:
 
 
 def chi_square(found: Counter[object], cells: int) -> float:
-    """How far the counts are from equal, in standard deviations of a chi-square of ``cells`` - 1 degrees of freedom."""
+    """Returns how far the counts are from equal, in standard deviations of a chi-square of ``cells`` - 1 degrees of freedom."""
     expected = sum(found.values()) / cells
     value = sum((count - expected) ** 2 / expected for count in found.values()) + expected * (cells - len(found))
     return (value - (cells - 1)) / (2 * (cells - 1)) ** 0.5
@@ -114,7 +114,7 @@ def test_neighbours_come_from_everywhere() -> None:
 
 
 def test_with_replacement_draws_evenly_and_repeats() -> None:
-    """A2"""
+    """A2: drawing with replacement gives every sample evenly, and repeats some early."""
     ids = [sample for step in range(1, 101) for sample in Cursor(50, 40, 0, "with_replacement").ids(step)]
     assert chi_square(Counter[object](ids), 50) < 4
     assert len(set(ids[:50])) < 45, "a permutation would show all 50 first"

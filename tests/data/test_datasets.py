@@ -203,7 +203,7 @@ def test_one_flipped_bit_is_found_in_its_block_and_nowhere_else(store: ObjectSto
 
 
 def test_a_damaged_dataset_is_an_error_of_the_data_and_not_of_a_checkpoint(store: ObjectStore) -> None:
-    """In the loop, Damaged would mean the checkpoint that the world was healed from, and put that away."""
+    """The loop would take ``Damaged`` to mean the checkpoint that the world was healed from, and would put that checkpoint away."""
     write_dataset(store, [("a", tokenize(b"x" * 999))], BYTES)
     store.put("tokens-00000.bin", bytes(2000))
     loader = Loader(TokenDataset(store.url, 9), Cursor(111, 4, seed=0), microbatch=2)

@@ -126,7 +126,7 @@ def test_nothing_is_read_twice_when_steps_follow_each_other() -> None:
 
 
 def test_without_prefetch_there_is_no_thread() -> None:
-    """What `--local` promises: breakpoints in the dataset work."""
+    """``--local`` promises that breakpoints in the dataset work, so the calling thread reads."""
     dataset = Numbers()
     with loading(dataset, cursor(), prefetch=0) as loader:
         list(loader.microbatches(1, 0, 1))
@@ -146,7 +146,7 @@ def test_a_world_that_breaks_in_the_middle_of_a_step_is_followed_by_any_other() 
 
 
 def test_a_step_that_is_taken_up_again_goes_on_where_it_was() -> None:
-    """Also the step after it, of which a seek into the middle must not skip anything."""
+    """The step after it is complete too: a seek into the middle of a step must not skip anything of the next one."""
     dataset, where = Numbers(), cursor()
     with loading(dataset, where) as loader:
         first = loader.microbatches(1, 0, 2)
@@ -213,7 +213,7 @@ def test_a_failure_ahead_of_what_is_used_is_nobodys_trouble() -> None:
 
 
 def test_idle_ranks_read_nothing_ahead_but_what_they_are_asked_for() -> None:
-    """2 microbatches for 5 ranks: rank 4 always idles, and runs along with microbatch 0."""
+    """Rank 4 always idles, because there are 2 microbatches for 5 ranks; it runs along with microbatch 0."""
     dataset, where = Numbers(), cursor(global_batch=4)
     with loading(dataset, where) as loader:
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""From text, JSON lines and parquet to samples: every token comes back, and what cannot work is one sentence."""
+"""Text, JSON lines and parquet become samples: every token comes back, and each input that cannot work gives one sentence."""
 
 from __future__ import annotations
 

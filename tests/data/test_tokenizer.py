@@ -58,7 +58,7 @@ PIECES = st.characters(exclude_categories=["Cs"]) | st.sampled_from([END, " ", "
 
 @given(st.lists(st.lists(PIECES).map("".join), max_size=5))
 def test_any_text_is_itself_again_after_bpe(texts: list[str]) -> None:
-    """Also what says that a document ends, and is only text."""
+    """A document may contain the text of the end-of-document mark; it stays plain text."""
     rows = encoded(BPE, *(text.encode() for text in texts))
     assert [BPE.decode(np.array(row, np.uint16)).decode() for row in rows] == texts
     end = BPE.coding.end_of_document
@@ -85,7 +85,7 @@ print(hashlib.sha256(train_bpe(documents(text_files([sys.argv[1]])), 400)).hexdi
 
 
 def test_training_twice_gives_the_same_file(tmp_path: Path) -> None:
-    """In this process and in others, with one thread and with many."""
+    """Training gives equal files twice in this process, and in two other processes, with one thread and with four."""
     write_texts(tmp_path, {"a.txt": TEXT, "b.txt": TEXT[:999]})
     digests = {
         subprocess.run(

@@ -23,7 +23,7 @@ from tests.support.toys import Sums, toy_job
 
 LAYOUT, STEPS = Layout(1, 2), 4
 PLAIN = {"model_args": {"vocab": 29, "dim": 32, "layers": 4, "heads": 2, "dropout": 0.0}}
-"""Without dropout, what a sample contributes does not depend on its place: a swap is seen in the order of a sum only."""
+"""The model has no dropout, so a sample's contribution does not depend on its place, and a swap changes only the order of a sum."""
 
 
 class Swapped(Sums):
@@ -64,7 +64,7 @@ def dataset(name: str, **args: object) -> dict[str, object]:
 
 
 def test_two_samples_of_a_step_swapped_between_microbatches(ranks: Ranks, honest: Trained, tmp_path: Path) -> None:
-    """The same samples in the same step, two of them in each other's microbatch: only roundings differ, and the hash sees them."""
+    """Two samples of one step change places between their microbatches: only roundings differ, and the hash sees them."""
     ids = Cursor(64, 16, 0).ids(3)
     swapped = train(ranks, toy_job(tmp_path / "swapped", **PLAIN, **dataset("Swapped", pair=[ids[1], ids[4]])), LAYOUT, STEPS)
     assert swapped.hash != honest.hash

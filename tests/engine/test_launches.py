@@ -1,4 +1,4 @@
-"""How kernels are launched, and what may not end up inside of what is compiled."""
+"""These tests check how kernels are launched, and what must stay outside of compiled code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ asked.start(), asked.join()
     ("prepare", "answer"), [("prepare_process(toy_job('/nowhere'))", "False"), ("", "True")], ids=["worker", "control"]
 )
 def test_no_thread_launches_compiled_kernels_with_the_gil_held(prepare: str, answer: str) -> None:
-    """In threads that this process makes later too, for autograd's is one.  Where the control fails, torch has changed its default."""
+    """The setting also holds in threads that the process makes later, such as autograd's.  If the control fails, torch has changed its
+    default."""
     fresh = {name: value for name, value in os.environ.items() if name not in LAUNCHES}  # a local run of another test has set them here
     command = [sys.executable, "-c", ASK.format(prepare=prepare)]
     ran = subprocess.run(command, cwd=ROOT, env=fresh, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
@@ -96,13 +97,13 @@ def test_faults_lie_outside_of_what_is_compiled(point: str, by: str) -> None:
 
 
 class _Seat:
-    """All that a fault asks of a world."""
+    """A world reduced to what a fault asks of it."""
 
     rank, generation = 0, 1
 
 
 def test_the_streams_that_are_kept_are_all_that_fsdp_has(tmp_path: Path) -> None:
-    """By their private names, which a torch to come may change."""
+    """The streams are known by their private names, which a later torch may change."""
     job, world = toy_job(tmp_path), World.alone(torch.device("cpu"))
     try:
         wrapped = State(job, builder_of(job), rule_of(job), world, Version(0, 0)).model._get_fsdp_state()  # type: ignore[operator]

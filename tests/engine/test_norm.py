@@ -38,7 +38,7 @@ def tree_norm(world: World) -> float:
 
 
 def library_norm(world: World) -> float:
-    """What one would write first."""
+    """Computes the norm in the obvious way, whose bits depend on the layout."""
     total = torch.stack([shard.double().square().sum() for shard in shards(world)]).sum()
     dist.all_reduce(total, group=world.shard_group)
     return total.item()
@@ -81,7 +81,7 @@ def test_the_tree_is_what_it_says(values: list[float]) -> None:
 
 @given(st.integers(1, 9), st.integers(1, 300), st.integers(0, 9))
 def test_a_row_sums_alike_alone_and_among_others(rows: int, columns: int, seed: int) -> None:
-    """What a library's reduction does not promise: bits independent of how many rows there are."""
+    """The sum of a row has the same bits however many rows there are; a library's reduction does not promise that."""
     values = torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, columns)))
     together = tree_sum(values)
     assert all(torch.equal(tree_sum(values[row : row + 1].clone())[0], together[row]) for row in range(rows))

@@ -25,7 +25,7 @@ TOKENS = 48
 
 
 def outcome(step: int, norm: float, *, finite: bool = True) -> Outcome:
-    """Of a step whose mean gradient has ``norm``."""
+    """Returns the outcome of a step whose mean gradient has ``norm``."""
     return Outcome(step, 1, (norm * TOKENS) ** 2, (1.0,), (TOKENS,), ((0,),), finite)
 
 
@@ -46,7 +46,7 @@ def job(**optim: float) -> Job:
 
 
 def long(step: int, kind: str = "cosine", warmup: int = 2000) -> float:
-    """Of 10,000 steps, up to 3e-4."""
+    """Returns the learning rate in a run of 10,000 steps with a peak of 3e-4."""
     return learning_rate(step, steps=10_000, peak=3e-4, warmup=warmup, final=0.1, kind=kind)
 
 

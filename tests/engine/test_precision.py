@@ -1,4 +1,4 @@
-"""bf16: computed with in low precision, kept and updated in float32."""
+"""Training in bf16 computes in low precision, and keeps and updates the state in float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 4
 
 
 def dtypes(world: World, job: Job) -> dict[str, set[str]]:
-    """What one step computes with, and what it keeps: dtypes by where they were seen."""
+    """Returns the dtypes with which one step computes and those that it keeps, by where they were seen."""
     seen: dict[str, set[str]] = {}
 
     def note(where: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What data-parallel members share and what they do not: parameters from one broadcast, different samples, the same state ever after."""
+"""Data-parallel members get their parameters from one broadcast, read different samples, and hold the same state ever after."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Recorded(Sums):
 
 @dataclass
 class Reads:
-    """By step: what one member's dataset was asked for, and what the outcome says of all."""
+    """The reads of one member in each step, and what the outcomes say of all members."""
 
     mine: list[list[tuple[int, ...]]]
     outcomes: list[Outcome]

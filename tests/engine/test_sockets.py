@@ -19,7 +19,7 @@ NAMES = (f"\0tmp/nccl-socket-0-{os.getpid():x}".encode().ljust(108, b"\0"), f"\0
 
 @pytest.fixture
 def unix() -> Iterator[list[socket.socket]]:
-    """As NCCL makes it, and another one."""
+    """A socket as NCCL makes it, and another one."""
     made = []
     for name in NAMES:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -111,7 +111,7 @@ def test_a_process_without_a_descriptor_to_spare_wakes_nobody_and_goes_on(unix: 
 
 
 def test_what_is_no_socket_any_more_leaves_no_descriptor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the two looks at a descriptor somebody else may have got its number."""
+    """Another thread may get the descriptor's number between the two looks at it."""
     reading, writing = os.pipe()
     monkeypatch.setattr(os, "readlink", lambda path: "socket:[1]")
     before = len(os.listdir("/proc/self/fd"))

@@ -69,7 +69,7 @@ COLLECTIVES: dict[str, Callable[[World], object]] = {
 
 @dataclass
 class Freed:
-    """What a survivor saw."""
+    """The observations of one survivor."""
 
     stuck: bool
     """Before the abort the collective had not ended."""
@@ -82,9 +82,9 @@ class Freed:
     bystanders: bool
     store: bool
     hanging: list[str]
-    """What torch's flight recorder said was in flight before the abort, and in the next world."""
+    """Collectives that torch's flight recorder showed as in flight, before the abort and in the next world."""
     next_sum: float
-    """Of an all-reduce of ones in the next world of the same processes."""
+    """Result of an all-reduce of ones in the next world of the same processes."""
 
 
 def survive(world: World, collective: str, victim: int, how: str, port: int) -> Freed | None:
@@ -240,6 +240,7 @@ def meet_after_a_failure(world: World, first: int, second: int) -> float:
 
 
 def test_a_world_that_never_met_leaves_nothing_that_parts_its_members_from_newcomers(ranks: Ranks) -> None:
-    """torch numbers groups by attempts; a number that only some have counted, and the next world's members wait under different names."""
+    """PyTorch numbers groups by attempts: if only some members had counted an attempt, the next world's members would wait under different
+    names."""
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     assert ranks.run(Layout(2, 1), meet_after_a_failure, *(store.port for store in stores)) == [2.0, 2.0]

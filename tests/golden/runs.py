@@ -41,13 +41,13 @@ def undisturbed(folder: Path) -> Job:
 
 
 def killed(folder: Path) -> Job:
-    """2→1→2→1→2→1→2: SIGKILL in the backward pass, between commit and update, and in a save."""
+    """The world goes 2→1→2→1→2→1→2: SIGKILL in the backward pass, between commit and update, and in a save."""
     strikes = [("backward", "SIGKILL", 1), ("before_update", "SIGKILL", 1), ("save", "SIGKILL", 1)]
     return _survived(one_after_another("replicate", 2, strikes), folder, "killed")
 
 
 def shards(folder: Path) -> Job:
-    """3→2→3→2→3: what dies with a shard comes from the hosts' memory."""
+    """The world goes 3→2→3→2→3: a shard that dies with its worker is restored from the hosts' memory."""
     strikes = [("forward", "SIGKILL", 1), ("before_update", "SIGSEGV", 0), ("before_update", "exception", 1)]
     return _survived(one_after_another("shard", 3, strikes), folder, "shards")
 
@@ -70,7 +70,7 @@ def coordinator(folder: Path) -> Job:
 
 
 def stopped(folder: Path) -> Job:
-    """2×2, stopped near the middle; then another command goes on with three replicas."""
+    """A 2×2 run stops near the middle; then another command goes on with three replicas."""
     job, gate = _gated(folder, "stopped", 7, workers={"min": 4, "max": 4}, parallel={"dp_replicate": 2, "dp_shard": 2})
 
     def act(_: Any, view: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the simulator saw for a row of seeds, as a short line each: it holds through moves, renames and other wordings.
+"""Gives a short line for each of a row of seeds of the simulator; the line stays the same through moves, renames and other wordings.
 
 The digest of a seed covers every decision in order: when, by which event, in which state before and after, and which actions.  Of events
 and actions it takes the type, as a journal names it, and who, which generation, which step, which layout (:data:`TAKEN`).  It takes no

@@ -81,7 +81,7 @@ def test_another_input_has_other_bits(answer: Any, what: str) -> None:
 
 @pytest.mark.fast
 def test_no_two_jobs_have_the_same_bits() -> None:
-    """So each job's speciality (tied or not, clipped or not, …) did count."""
+    """Different bits show that each job's speciality (tied or not, clipped or not, …) counts."""
     for jobs in golden()["kinds"].values():
         assert len({entry["hash"] for entry in jobs.values()}) == len(jobs)
 

@@ -37,7 +37,7 @@ os._exit(0)
 
 
 def test_a_world_is_left_at_once() -> None:
-    """From the abort until nothing of the world is left, in the process whose peer was killed."""
+    """Measures the time from the abort until nothing of the world is left, in the process whose peer was killed."""
     out, errors = first_of_two(SCRIPT, environment=SOCKETS)
     assert "failure detected by watchdog" in errors, errors[-3000:]
     print(f"left in {out.strip()} s")

@@ -45,13 +45,13 @@ def copier_on(device: str) -> Snapshots:
 
 
 def at(step: int, device: str) -> Shard:
-    """As in a worker: the number of updates is on the host."""
+    """Returns a shard as a worker holds it: the number of updates on the host, all else on ``device``."""
     shard = shard_of(Version(step, AT.generation), 1, 0)
     return Shard(shard.version, cell(1, 0), {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()})
 
 
 def sleep_cycles() -> int:
-    """So many take ``SLEEP_S``."""
+    """Returns how many cycles of the device take ``SLEEP_S``."""
     cycles = int(1e8)
     torch.cuda._sleep(cycles)
     torch.cuda.synchronize()

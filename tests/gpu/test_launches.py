@@ -69,7 +69,7 @@ print(f"{blocked:.3f} {longest:.3f}")
 
 
 def stuck(call: str, environment: dict[str, str]) -> tuple[float, float]:
-    """(longest time that one call took, longest time that another thread did not run), seconds."""
+    """Returns (longest time that one call took, longest time that another thread did not run) in seconds."""
     command = [sys.executable, "-c", SCRIPT, call, str(STUCK_S)]
     ran = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -95,7 +95,7 @@ def test_the_static_launcher_would_stop_them() -> None:
 
 @pytest.mark.parametrize("lead", [LEAD, 10**6], ids=["as it is", "with any lead (negative control)"])
 def test_the_host_keeps_near_the_device(monkeypatch: pytest.MonkeyPatch, lead: int) -> None:
-    """So an abort has little to wait for."""
+    """A host that keeps near the device leaves an abort little to wait for."""
     monkeypatch.setattr("elastic.engine.world.LEAD", lead)
     world, blocks = World.alone(torch.device("cuda")), 4 * LEAD
     try:

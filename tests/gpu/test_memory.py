@@ -1,4 +1,4 @@
-"""What a world took of a device serves the next one: a dozen in a row take no more than the first ones."""
+"""Each world reuses the device memory that the one before it took: a dozen in a row take no more than the first ones."""
 
 from __future__ import annotations
 

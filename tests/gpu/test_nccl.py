@@ -1,4 +1,4 @@
-"""On GPUs, over NCCL: the same job as on CPUs over gloo, and the same bits in every layout."""
+"""GPUs over NCCL run the same job as CPUs over gloo, and give the same bits in every layout of GPUs."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ def test_the_library_sum_depends_on_the_layout(gpus: Ranks, tmp_path: Path) -> N
 
 
 MODEL = {"vocab": 29, "dim": 32, "layers": 4, "heads": 2}
-"""Without dropout: random numbers of CPUs and GPUs differ."""
+"""The model has no dropout, because random numbers of CPUs and GPUs differ."""

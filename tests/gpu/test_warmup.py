@@ -55,7 +55,7 @@ def join(world: World, job: Job, folder: str, warm: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_r4_nothing_is_compiled_after_a_newcomer_has_joined(tmp_path: Path, layout: Layout) -> None:
-    """And without it something is, or the count would prove nothing."""
+    """The control: without warming up, something is compiled after joining, so the count proves something."""
     pool = Ranks(layout.world, "cuda")
     job = toy_job(tmp_path, compile=True, precision="bf16", model_args=MODEL, workers={"max": GPUS})
     try:

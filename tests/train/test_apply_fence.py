@@ -43,7 +43,7 @@ def entered(found: ApplyFence, generation: int) -> bool:
 
 
 def stepping(*, prepared: bool = True, lease_s: float = 600.0) -> ApplyFence:
-    """Of a member that holds the step before."""
+    """Returns the fence of a member that holds the state of the step before."""
     found = ApplyFence(Member(WorkerId("w1"), lease_s))
     assert entered(found, GENERATION)
     with found as member:
@@ -83,7 +83,8 @@ def test_an_update_without_a_fence_is_applied() -> None:
 
 @pytest.mark.parametrize("fenced", [GENERATION, GENERATION + 2])
 def test_a_fence_before_the_commit_bars_it(fenced: int) -> None:
-    """That of a later generation does, too; its answer waits until this one is left, and is then about what is held."""
+    """A fence of a later generation bars it too; its answer waits until the member leaves this one, and then tells what the member
+    holds."""
     found, updates = stepping(), []
     with found as member:
         answer = member.fence(fenced)
@@ -121,7 +122,7 @@ def test_a_late_fence_of_an_older_generation_lifts_none() -> None:
 
 
 def test_a_fence_before_the_gradients_are_complete_leaves_nothing_to_settle() -> None:
-    """Whoever is fenced prepares nothing more, or others could commit what it said it cannot apply."""
+    """A fenced member prepares nothing more; otherwise others could commit a step that it said it cannot apply."""
     found = stepping(prepared=False)
     assert fence(found).prepared is None
     with pytest.raises(FencedOff), found as member:

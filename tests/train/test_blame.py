@@ -33,7 +33,7 @@ def lost() -> None:
 
 
 def raised(error: Exception) -> Exception:
-    """With a traceback that ends here, in what counts as the user's code."""
+    """Returns ``error`` with a traceback that ends here, in what counts as the user's code."""
     try:
         raise error
     except Exception as found:

@@ -1,4 +1,4 @@
-"""What a worker does to itself: asked by chaos, at the point that was named, and nothing waits behind what never comes."""
+"""A worker strikes itself when chaos asks for it, at the point that was named, and nothing waits for a point that never comes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pair(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """With blocks: of tensors, or (``pairs``) of tuples."""
+    """A model whose blocks return tensors, or tuples if ``pairs``."""
 
     def __init__(self, pairs: bool) -> None:
         super().__init__()

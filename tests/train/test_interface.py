@@ -1,4 +1,4 @@
-"""Which network interface the sockets of a worker use: the one that other nodes reach it by, or the one that the job names."""
+"""The sockets of a worker use the network interface by which other nodes reach it, or the one that the job names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = [name for _, name in socket.if_nameindex()]
 
 
 def address() -> tuple[str, str]:
-    """Of an interface that is not loopback, and its name."""
+    """Returns the address of an interface that is not loopback, and the name of that interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect(("192.0.2.1", 9))  # sends nothing: only the route is looked up
         found: str = asking.getsockname()[0]
@@ -27,7 +27,7 @@ def address() -> tuple[str, str]:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is set here is forgotten afterwards."""
+    """Clears the variables before each test and restores them after it."""
     for variable in SOCKETS:
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
@@ -67,7 +67,7 @@ def test_it_is_no_part_of_the_trajectory() -> None:
 
 
 def devices(folder: Path) -> None:
-    """As the kernel shows them: name, state, Mb/s, and whether it is hardware."""
+    """Writes network devices as the kernel shows them: name, state, Mb/s, and whether they are hardware."""
     for name, state, speed, hardware in (
         ("eth0", "up", "10000", True),
         ("ib0", "up", "200000", True),
@@ -83,7 +83,7 @@ def devices(folder: Path) -> None:
 
 
 def test_a_quicker_interface_that_is_up_is_named(tmp_path: Path) -> None:
-    """And none that is down, is no hardware, does not say how quick it is, or is quicker by a little."""
+    """An interface is not named if it is down, is no hardware, does not tell its speed, or is only slightly faster."""
     devices(tmp_path)
     assert faster_than("eth0", tmp_path) == "ib0 runs at 200000 Mb/s, eth0 at 10000"
     assert faster_than("ib0", tmp_path) == faster_than("silent", tmp_path) == faster_than("", tmp_path) == ""

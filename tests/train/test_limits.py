@@ -1,4 +1,4 @@
-"""How much memory may still be taken, read from the files in which the kernel says so."""
+"""The memory that a process may still take is read from the files in which the kernel says so."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ pytestmark = pytest.mark.fast
 
 
 def test_the_limit_that_is_met_first_counts(tmp_path: Path) -> None:
-    """Of a container without the file cache, which the kernel gives back; of a node where there is no container, or none with a limit."""
+    """A container's limit counts, without the file cache, which the kernel gives back; without a container or a limit, the node's free
+    memory counts."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  2000 kB\nMemAvailable:  1000 kB\n")
     assert free_memory(meminfo, tmp_path / "none") == (1_024_000, "the node (MemAvailable)")
@@ -48,7 +49,7 @@ def test_the_limit_that_is_met_first_counts(tmp_path: Path) -> None:
 
 
 def test_a_group_within_a_group_counts(tmp_path: Path) -> None:
-    """Of both versions: the limit may be this process's own group's, or one's above it."""
+    """The limit may be that of the process's own control group or of a group above it, in both versions of control groups."""
     meminfo, own = tmp_path / "meminfo", tmp_path / "own"
     meminfo.write_text("MemAvailable:  1000 kB\n")
     for line, inner, names in (
@@ -156,7 +157,7 @@ except OSError as error:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a /dev/shm of its own")
 def test_a_full_one_is_an_error_and_no_signal() -> None:
-    """With room for the counters of one worker."""
+    """The mount has room for the counters of one worker."""
     mount = f'mount -t tmpfs -o size={SEGMENT} none /dev/shm && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", FULL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

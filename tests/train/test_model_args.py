@@ -1,4 +1,4 @@
-"""What the user's model makes of its arguments: whatever it raises is a sentence that names setting, value and place."""
+"""Each error that the user's model raises about its arguments becomes a sentence that names setting, value and place."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_code_that_is_not_there_is_named_with_its_setting() -> None:
 
 
 def test_a_new_world_loads_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a recovery builds is of the code that was there when the process began, also if its files are gone by now."""
+    """A recovery builds from the code that was there when the process began, even if its files are gone by now."""
     (tmp_path / "vanishing.py").write_text(
         "from dataclasses import replace\n"
         "from elastic.engine.optim.adamw import ADAMW\n"

@@ -1,4 +1,4 @@
-"""What is found out about a job's data before any worker starts, and what a run remembers of it."""
+"""The preflight checks a job's data before any worker starts, and a run remembers which data it was begun on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_code_of_a_users_optimizer_is_part_of_the_build(tmp_path: Path, text
 
 
 def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text: Path) -> None:
-    """8 B took 94 s in ``init_weights``.  What the sentence tells to set silences it."""
+    """A model of 8 B parameters took 94 s in ``init_weights``.  The value that the sentence recommends silences it."""
     prepare(text, str(tmp_path / "data"))
     large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
 
@@ -97,7 +97,7 @@ def test_data_that_was_moved_is_the_same_run_with_the_same_bits(tmp_path: Path, 
 
 
 def test_other_samples_are_refused_with_both_fingerprints(tmp_path: Path, text: Path) -> None:
-    """Of other text at the same path, and of the same text cut otherwise; by the command and by a worker alike."""
+    """The command and a worker both refuse other text at the same path, and the same text cut otherwise."""
     prepare(text, str(tmp_path / "data"))
     begun = job_on(tmp_path, tmp_path / "data")
     Run.open(begun).trains_on(preflight(begun).build.data)

@@ -150,7 +150,8 @@ def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("left", [True, False])
 def test_one_that_has_left_says_what_it_was_in_last(tmp_path: Path, left: bool) -> None:
-    """To a coordinator that may know nothing of that generation.  The control is still in it, at the boundary."""
+    """The coordinator that asks may know nothing of that generation.  In the control, the worker is still in the generation, at the
+    boundary."""
     events: list[Any] = []
 
     def report(event: Any) -> None:
@@ -176,7 +177,7 @@ def test_one_that_has_left_says_what_it_was_in_last(tmp_path: Path, left: bool) 
 
 
 def test_an_answer_to_the_next_coordinator_waits_for_a_settlement_under_way(tmp_path: Path) -> None:
-    """Of what was prepared some may still be applied: only what is held after that is certain."""
+    """Prepared steps may still be applied during a settlement, so only what is held after it is certain."""
     events: list[Any] = []
     while_leaving: list[Any] = []
 

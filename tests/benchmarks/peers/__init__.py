@@ -1,1 +1,1 @@
-"""The same toy job under Elastic, Ray Train elastic and torchft, and one driver that strikes all three in the same way."""
+"""Elastic, Ray Train elastic and torchft run one toy job, and one driver strikes all three in the same way."""

@@ -1,10 +1,12 @@
 """Strikes a training system again and again, always in the same way, and measures from its own steps what that cost.
 
-kill -> next commit     from the SIGKILL to the first step committed by the next world
-first microbatch        from the SIGKILL to the beginning of that step
-lost steps              committed before, done again after
-growth: pause           the longest time between two commits, from the last one of the smaller world to the first one of the whole world
-growth: joined          from the coming of the worker's process or node to the first commit of the whole world
+The measures are:
+
+    kill -> next commit     from the SIGKILL to the first step committed by the next world
+    first microbatch        from the SIGKILL to the beginning of that step
+    lost steps              committed before, done again after
+    growth: pause           the longest time between two commits, from the last one of the smaller world to the first one of the whole world
+    growth: joined          from the coming of the worker's process or node to the first commit of the whole world
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ T = TypeVar("T")
 
 
 class System(Protocol):
-    """What is measured.  A node is a raylet with all its processes, or a launcher with its."""
+    """A system that is measured.  A node is a raylet or a launcher, with all its processes."""
 
     settings: str
 
@@ -69,7 +71,7 @@ def settled(system: System, workers: int, draw: Random) -> int:
 
 
 def change(system: System, epoch: int, moment: float) -> dict[str, float]:
-    """Of the world ``epoch`` into the next one, after something that happened at ``moment``."""
+    """Measures the change from the world ``epoch`` to the next one, after an event at ``moment``."""
     after = until(lambda: next((mark for mark in commits(system) if mark.epoch > epoch and mark.at > moment), None), "the next commit")
     load = os.getloadavg()[0]
     marks = system.marks()

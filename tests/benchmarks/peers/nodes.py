@@ -64,14 +64,14 @@ class Nodes:
         self.still.append(node)
 
     def bury(self) -> None:
-        """Whoever stood still has ended."""
+        """Ends the nodes that stood still."""
         for node in self.still:
             end(node)
             self.cluster.worker_nodes.discard(node)
         self.still.clear()
 
     def close(self) -> None:
-        """Without asking: a driver of Ray Train that still waits for its run does not survive an orderly shutdown.  The head comes last."""
+        """Kills all nodes, the head last: a driver of Ray Train that still waits for its run does not survive an orderly shutdown."""
         self.bury()
         for node in [*self.nodes.values(), self.cluster.head_node]:
             end(node)

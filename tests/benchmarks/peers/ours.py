@@ -32,7 +32,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "node, silent": {"deadlines": {"grow_debounce_s": 1, "silence_s": 2}},
     "hang": {"deadlines": {"grow_debounce_s": 1, "stall_s": 4}},
 }
-"""What happens, and the settings for it.  Two replicas heal from each other; of shards a keeper has a copy, the dead worker's own or a
+"""Settings for each event.  Two replicas heal from each other; a shard is restored from a copy in a keeper, the dead worker's own or a
 buddy's; a spare waits on a third node."""
 PHASES = ("decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s")
 
@@ -115,7 +115,7 @@ class Ours:
         self.nodes.add()
 
     def phases(self, killed_at: float) -> dict[str, Any]:
-        """From the journal."""
+        """Reads the phases of the recovery from the journal."""
 
         def look() -> Recovery | None:
             changes = recoveries(Run.open(self.job).records())

@@ -29,7 +29,7 @@ RESIZE_S = 1.0  # default 60
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """As in Ray's guide: prepare, restore, step, report a checkpoint."""
+    """The loop follows Ray's guide: prepare, restore, step, report a checkpoint."""
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     log = StepLog(config["folder"], rank, ray.get_runtime_context().get_node_id())
@@ -102,7 +102,7 @@ class RayTrain:
         return toy.read_marks(self.folder)
 
     def last(self, rank: int) -> Mark:
-        """What the present worker of that rank wrote last."""
+        """Returns the last mark that the present worker of that rank wrote."""
         return [mark for mark in self.marks() if mark.rank == rank][-1]
 
     def kill_process(self) -> None:

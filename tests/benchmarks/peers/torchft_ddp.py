@@ -1,4 +1,5 @@
-"""torchft 0.2: two replica groups of one rank each, gloo, DDP; a lighthouse, and one torchrun a replica as its guide starts them."""
+"""Runs torchft 0.2: two replica groups of one rank each, with gloo and DDP, a lighthouse, and one torchrun per replica as its guide starts
+them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class Torchft:
         return toy.read_marks(self.folder)
 
     def kill_process(self) -> None:
-        """Of the last replica; its torchrun starts it again."""
+        """Kills the process of the last replica; its torchrun starts it again."""
         kill([mark.pid for mark in self.marks() if mark.rank == toy.WORKERS - 1][-1])
 
     def kill_node(self) -> None:
@@ -73,7 +74,7 @@ class Torchft:
         self.launch(toy.WORKERS - 1)
 
     def phases(self, killed_at: float) -> dict[str, float]:
-        """When the survivor dropped the step that the kill broke."""
+        """Returns how long after the kill the survivor dropped the broken step, in seconds."""
         dropped = [mark.at for mark in self.marks() if mark.what == "dropped" and mark.at > killed_at]
         return {"dropped_s": dropped[0] - killed_at} if dropped else {}
 

@@ -72,7 +72,7 @@ class StepLog:
 
 
 def read_marks(folder: str | Path) -> list[Mark]:
-    """Of all processes, in the order of time."""
+    """Returns the marks of all processes, ordered by time."""
     found = []
     for path in Path(folder).glob("*.steps"):
         whole, _, _ = path.read_text().rpartition("\n")

@@ -156,7 +156,7 @@ def test_a_keeper_goes_on_where_the_bucket_ends(life: Life) -> None:
 
 @pytest.fixture
 def continued(tmp_path: Path) -> Life:
-    """What it has not brought to the bucket yet, and its keeper holds, is a continuation of what it has."""
+    """A life whose keeper and disk hold a continuation of the journal that is in the bucket."""
     life = Life(a_run(), tmp_path, stepping(6))
     for step in range(1, 8):
         life.step(step)
@@ -169,7 +169,7 @@ def continued(tmp_path: Path) -> Life:
 
 @pytest.mark.parametrize("source", ["keeper", "disk"])
 def test_a_continuation_is_read_after_the_snapshot_in_the_bucket(continued: Life, source: str) -> None:
-    """Also by a third coordinator, where the second has brought a part of it to the bucket in objects of its own."""
+    """A third coordinator reads it too, after the second has brought a part of it to the bucket in objects of its own."""
     sources = replicas.local(continued.folder) if source == "disk" else [(continued.keeper.by, bytes(continued.keeper.data))]
     assert recovered(continued, sources) == continued.play.run
     assert recovered(continued, sources) == continued.play.run

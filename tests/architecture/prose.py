@@ -1,4 +1,4 @@
-"""The prose of the product as data: every docstring begins and ends like a whole sentence.
+"""The prose of the repository as data: every docstring begins and ends like a whole sentence.
 
 A docstring is the text below a module, class, function, constant or field.  The check reads form, not meaning: a capital letter or a
 code word first, a full stop last, and no opening that only continues a sentence which the name began ("Of one copy.").

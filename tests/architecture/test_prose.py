@@ -1,4 +1,4 @@
-"""Every docstring of the product begins and ends like a whole sentence."""
+"""Every docstring of the product, its tests and its examples begins and ends like a whole sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from tests.architecture import prose
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [
-    file.relative_to(ROOT).as_posix() for package in ("elastic", "actors", "storage") for file in sorted((ROOT / package).rglob("*.py"))
+    file.relative_to(ROOT).as_posix()
+    for package in ("elastic", "actors", "storage", "tests", "examples")
+    for file in sorted((ROOT / package).rglob("*.py"))
 ]
 
 pytestmark = pytest.mark.fast

@@ -227,7 +227,7 @@ def test_of_copies_the_slowest_member_decides() -> None:
 
 
 def torn_one_by_one(gathered: bytes, world: int, fields: int) -> list[int]:
-    """The same as the product's, word by word."""
+    """Finds the torn records as the product does, but word by word."""
     found = []
     for rank in range(world):
         *words, told = struct.unpack_from(f"<{fields}Q", gathered, rank * fields * 8)
@@ -252,7 +252,7 @@ def test_checksums_of_all_members_at_once_are_those_of_one_after_the_other(
 
 
 def test_what_a_checksum_costs_does_not_grow_with_the_members() -> None:
-    """In Python functions called.  Word by word it does: the control."""
+    """The cost is counted in calls of Python functions.  The control: word by word, it grows."""
 
     def calls(check: Callable[[bytes, int, int], list[int]], world: int) -> int:
         counted: list[str] = []

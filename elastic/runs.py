@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import elastic
+from elastic.config.values import Change, change_at
 from elastic.control import codec
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
@@ -278,13 +279,18 @@ class Run:
 
 
 def _other_job(job: Job, found: Job) -> str:
-    """Returns the sentence that names the settings in which two jobs differ."""
+    """Returns the sentence that names the settings in which two jobs differ, why the run cannot go on with them, and what to do."""
     ours, theirs = flat(job.trajectory()), flat(found.trajectory())
     changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
     shown = ", ".join(f"{key} = {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in changed[:4])
+    refused = [key for key in changed if change_at(Job, key) is Change.REFUSED]
+    if refused:
+        why = f"the state of that run does not fit another value of {', '.join(refused[:4])}"
+    else:
+        why = "another value would change the weights from here on"
     return (
-        f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({shown}); "
-        f"give this one another name, or the settings of the other to go on with it"
+        f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({shown}); {why}; "
+        f"give this one another name to begin at step 0, or the settings of the other to go on with it"
     )
 
 

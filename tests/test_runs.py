@@ -114,6 +114,20 @@ def test_who_looks_begins_nothing() -> None:
         Run.look(job.replace(seed=7)).check_data("theirs")
 
 
+def test_another_job_is_told_why_it_cannot_go_on() -> None:
+    """The class of the changed setting decides: another value changes the weights (branch), or the state does not fit it (refused)."""
+    job = a_run().job.replace(name="told", model_args={"dim": 8})
+    Run.open(job)
+    to_do = "; give this one another name to begin at step 0, or the settings of the other to go on with it"
+    with pytest.raises(JobError) as caught:
+        Run.look(job.replace(seed=3))
+    assert str(caught.value).endswith("(seed = 0 there and 3 here); another value would change the weights from here on" + to_do)
+    with pytest.raises(JobError) as caught:
+        Run.look(job.replace(seed=3, model_args={"dim": 9}))
+    does_not_fit = "the state of that run does not fit another value of model_args.dim"
+    assert str(caught.value).endswith(f"(model_args.dim = 8 there and 9 here, seed = 0 there and 3 here); {does_not_fit}{to_do}")
+
+
 def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_valid() -> None:
     """A setting that was valid when the run began is not checked again, unless it defines the trajectory."""
     run = a_run()

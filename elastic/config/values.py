@@ -30,7 +30,7 @@ class Change(StrEnum):
     FREE = "free"
     """The run goes on: the setting does not define its trajectory."""
     BRANCH = "branch"
-    """The setting defines the trajectory from here on: another value would begin a new branch."""
+    """The setting changes the weights from here on: another value belongs to a run of another name, which begins at step 0."""
     REFUSED = "refused"
     """The state of the run does not fit another value, or the value says which run it is."""
 
@@ -43,6 +43,17 @@ Refused = Annotated[T, Change.REFUSED]
 def change_of(field: FieldInfo) -> Change | None:
     """Returns the change class with which the setting was declared; None for a section, because each of its settings has one."""
     return next((each for each in field.metadata if isinstance(each, Change)), None)
+
+
+def change_at(model: type[BaseModel], setting: str) -> Change:
+    """Returns the change class of ``setting`` of ``model``.  Its name has dots, and may go on inside a table, as ``model_args.dim``."""
+    name, _, rest = setting.partition(".")
+    field = model.model_fields[name]
+    change = change_of(field)
+    if change is not None:
+        return change
+    assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel), f"{name} has neither a class nor settings"
+    return change_at(field.annotation, rest)
 
 
 def free_settings(model: type[BaseModel]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.config.describe import meaning_of, settings_page
 from elastic.config.settings import leaves
-from elastic.config.values import Change, Free, Positive, change_of, free_settings
+from elastic.config.values import Change, Free, Positive, change_at, change_of, free_settings
 from elastic.data.cursor import SAMPLINGS
 from elastic.engine.optim.base import RULES
 from elastic.engine.precision import PRECISIONS
@@ -52,6 +52,13 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         "model_args",
         "optim.kind",
     }
+
+
+def test_the_class_of_a_setting_is_found_by_its_name() -> None:
+    assert {name: change_at(Job, name) for name in leaves(Job) if "[" not in name} == {
+        name: change_of(field) for name, field in leaves(Job).items() if "[" not in name
+    }
+    assert (change_at(Job, "model_args.dim"), change_at(Job, "optim.args.x")) == (Change.REFUSED, Change.BRANCH)
 
 
 def test_a_section_is_wholly_free_only_if_each_of_its_settings_is() -> None:

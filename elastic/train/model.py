@@ -16,6 +16,7 @@ from elastic.engine.optim.base import Optimizer, Rule
 from elastic.engine.parallelize import parallelize
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
+from elastic.ids import Cell
 from elastic.imports import failure, load
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
@@ -89,8 +90,20 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local()
 
 
+def _existing(local: dict[str, torch.Tensor], tensor: Tensor, cell: Cell) -> torch.Tensor:
+    """Returns the parameter's part that is in this process.  Raises AssertionError if the wrapped model does not have the parameter."""
+    assert tensor.name in local, (
+        f"parameter {tensor.name!r}: the wrapped model of the member in cell {cell!r} does not have it; "
+        f"a member without one of the parameters is not possible yet"
+    )
+    return local[tensor.name]
+
+
 class State:
-    """The model and the optimizer of ``job``, wrapped for ``world``.  Their memory has no values until it is healed."""
+    """The model and the optimizer of ``job``, wrapped for ``world``.  Their memory has no values until it is healed.
+
+    Raises AssertionError if the wrapped model holds other parts of the tensors than ``plan/placement.py`` says.
+    """
 
     def __init__(self, job: Job, builder: Builder, rule: Rule, world: World, version: Version) -> None:
         blueprint = build_model(job, builder)
@@ -105,21 +118,26 @@ class State:
         parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
         boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
         self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed)
-        self.shard = Shard(version, cell, self._values(local))
+        self.shard = Shard(version, cell, self._values(local, cell))
 
-    def _values(self, local: dict[str, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    def _values(self, local: dict[str, torch.Tensor], cell: Cell) -> dict[Key, torch.Tensor]:
         buffers = dict(self.model.named_buffers())
         values = {}
         for tensor in self.tensors:
             match tensor.kind:
                 case "parameter":
-                    value = local[tensor.name]
+                    value = _existing(local, tensor, cell)
                 case kind if kind in BUFFERS:
                     value = buffers[tensor.name]
                 case "scalar":
                     value = self.optimizer.updates if tensor == UPDATES else self.optimizer.scalars[tensor.name]
                 case moment:
                     value = self.optimizer.parts[tensor.name].moments[moment.removeprefix("moment.")]
+            expected, found = held(tensor, cell).shape, tuple(value.shape)
+            assert found == expected, (
+                f"{tensor.kind} {tensor.name!r}: the member in cell {cell!r} has memory of shape {found}, and placement says {expected}; "
+                f"the axes of engine/parallelize.py must cut the model as the rows of plan/axes.py do"
+            )
             values[tensor.kind, tensor.name] = value.detach()
         return values
 

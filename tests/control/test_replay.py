@@ -13,7 +13,7 @@ import pytest
 from actors.cli import main
 from elastic.control import codec
 from elastic.control.rules import Rules
-from elastic.report.replay import differences, tell
+from elastic.report.replay import action_line, differences, tell
 from storage.journal import parse
 
 KEPT = sorted((Path(__file__).parent / "journals").glob("*.jsonl.gz"))
@@ -55,6 +55,13 @@ def test_the_telling(kills: Any) -> None:
     assert "do Fence w2,w3 generation=1" in text
     assert "do Settle generation 1 for w2,w3: nothing more was committed" in text
     assert "do Form generation 2 of w2,w3 as 2×1 at step 7@g1 from live" in text
+
+
+def test_a_layout_is_told_with_all_its_axes(kills: Any) -> None:
+    form = next(action for _, records in kills for record in records for action in record["actions"] if action["$"] == "Form")
+    form = copy.deepcopy(form)
+    form["plan"]["layout"] |= {"dp_replicate": 2, "dp_shard": 3, "more": [["columns", 4]]}
+    assert " as 2×3×4 columns at step " in action_line(form)
 
 
 def test_a_decision_that_was_changed_is_found(kills: Any) -> None:

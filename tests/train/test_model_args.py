@@ -14,14 +14,19 @@ import torch
 from torch import nn
 
 from elastic.engine.optim.adamw import ADAMW
+from elastic.engine.optim.base import rule_of
+from elastic.engine.parallelize import parallelize
+from elastic.engine.sync.base import Scheme
 from elastic.engine.world import World
 from elastic.errors import CodeError, ModelError
 from elastic.ids import Version
+from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train.counters import Counters
 from elastic.train.model import State, build_model, builder_of
 from elastic.train.session import make_session
 from storage.errors import Unavailable
+from tests.support.toy_axes import registered
 from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.fast
@@ -104,3 +109,38 @@ def test_a_new_world_loads_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert type(state.model.get_submodule("")).__name__.endswith("Own") and state.optimizer.rule is session.rule is not ADAMW
     with pytest.raises(CodeError, match="vanishing"):  # the control: whoever loads it now fails
         builder_of(job)
+
+
+def state_in(layout: Layout, folder: Path) -> State:
+    """Returns the state of world rank 0 of ``layout``."""
+    job = toy_job(folder / "bucket", model="tests.support.toys:own", model_args={})
+    world = World.imagined(layout, torch.device("cpu"))
+    try:
+        return State(job, builder_of(job), rule_of(job), world, Version(0, 0))
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_a_model_that_is_cut_as_its_layout_says_is_accepted(rows: int, tmp_path: Path) -> None:
+    """The control of the two tests below.  With 40 members some parameters have fewer rows than there are members."""
+    assert state_in(Layout(1, rows), tmp_path).shard.values
+
+
+@pytest.mark.parametrize("axis", ["columns", "stages", "opt"])
+def test_a_model_that_is_not_cut_as_its_layout_says_is_refused(axis: str, tmp_path: Path) -> None:
+    """The toy axes cut the state, and nothing cuts the model along them."""
+    with registered(), pytest.raises(AssertionError, match=r"has memory of shape \(.+, and placement says \(.+; the axes of"):
+        state_in(Layout(1, 1, ((axis, 2),)), tmp_path)
+
+
+def test_a_model_without_one_of_its_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An axis module that leaves a parameter out of the wrapped model, as a pipeline would, is not possible yet."""
+
+    def without_mix(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Scheme]:
+        del blueprint.mix
+        return parallelize(blueprint, world, job)
+
+    monkeypatch.setattr("elastic.train.model.parallelize", without_mix)
+    with pytest.raises(AssertionError, match=r"parameter 'mix.weight': the wrapped model of the member in cell '' does not have it"):
+        state_in(Layout(1, 1), tmp_path)

@@ -116,9 +116,11 @@ class Workers(Part):
     cpus: Free[Annotated[Number, Field(ge=0)]] = 1
     """CPUs that a worker takes from its node."""
     gpus: Free[Annotated[Whole, Field(ge=0, le=1)]] = 0
-    """GPUs that a worker takes from its node.  With 0 it trains on the CPU."""
+    """GPUs that a worker takes from its node.  With 0 it trains on the CPU.  A run resumed with another value may end with other bits."""
     threads: Free[Positive] = 1
-    """Number of threads for the kernels of a worker on the CPU.  Workers with different numbers are of different kinds."""
+    """Number of threads for the kernels of a worker on the CPU.  Workers with different numbers are of different kinds.  A run resumed with
+    another value may end with other bits.
+    """
 
 
 class Checkpoint(Part):

@@ -21,7 +21,8 @@ PAGE = """\
 Every setting of a job: in `job.toml`, as an option after the file (`--workers.max 8`), or as an argument of `Job`.  This page is what
 `elastic settings` prints.  The last column says what happens when a run that has begun is started again with another value:
 
-- **free**: the run goes on.  The setting does not change the weights that the run ends with.
+- **free**: the run goes on.  The setting does not change the weights that the run ends with, except for the two whose rows say so:
+  another number of threads or GPUs makes workers of another kind, which may add in another order.
 - **branch**: the setting changes the weights from here on.  The run does not go on with another value.  A run of another
   name may have it, and begins at step 0.
 - **refused**: the state of the run does not fit another value, or the value says which run it is."""

@@ -130,10 +130,10 @@ def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
     snapshots.enter(PLAN, WorkerId("w0"), at(AT.step, "cuda"))
     snapshots.settle()
     torch.cuda.synchronize()
-    with closing(KeeperStore(NodeId("n"), "127.0.0.1", SECRET)) as stock:
-        stock.adopt(WorkerId("w0"), os.getpid(), snapshots.region.descriptor)
-        places = {"nodes": (NodeId(node),), "hosts": ((NodeId("n"), stock.address),)}
-        plan = replace(PLAN, generation=3, members=(WorkerId(worker),), tier="host", holders=tuple(stock.held()), **places)
+    with closing(KeeperStore(NodeId("n"), "127.0.0.1", SECRET)) as keeper_store:
+        keeper_store.adopt(WorkerId("w0"), os.getpid(), snapshots.region.descriptor)
+        places = {"nodes": (NodeId(node),), "hosts": ((NodeId("n"), keeper_store.address),)}
+        plan = replace(PLAN, generation=3, members=(WorkerId(worker),), tier="host", holders=tuple(keeper_store.held()), **places)
         todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
         access = Access(WorkerId(worker), SECRET, snapshots.region)
         shard = at(AT.step + 1, "cuda")

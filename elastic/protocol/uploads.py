@@ -22,10 +22,15 @@ class Told:
     version: Version = field(default_factory=lambda: Version(0, 0))
 
     def is_over(self, worker: WorkerId, version: Version) -> bool:
-        """Returns whether the save of ``version`` that ``worker`` has begun is in the bucket or given up."""
+        """Returns whether the save of ``version`` that ``worker`` has begun is in the bucket or given up.
+
+        A version of a later generation than this list's is never over, even if the run had come further before it went back to a save.
+        """
         if any(save.version == version and worker in save.members for save in self.saves):
             return False
-        return version.generation < self.generation or version <= self.version
+        if version.generation != self.generation:
+            return version.generation < self.generation
+        return version.step <= self.version.step
 
 
 def hopeless(save: Save, generation: int, *, ended: bool, failed: bool = False) -> str:

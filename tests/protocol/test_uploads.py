@@ -22,6 +22,7 @@ SAVE = Save(Version(6, 2), 2, Layout(1, 1), (W1,), (NodeId("n1"),))
         ((), 2, Version(5, 2), False),  # whoever says so does not know of it yet
         ((), 2, Version(6, 2), True),
         ((), 3, Version(5, 2), True),  # its step was given up
+        ((), 1, Version(7, 1), False),  # the run had come further and went back; of generation 2 nobody has told yet
     ],
 )
 def test_a_save_is_over_once_it_is_not_named_by_who_knows_its_commit(

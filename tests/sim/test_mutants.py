@@ -397,11 +397,11 @@ def test_a_copy_of_the_authority_is_really_used() -> None:
 # ---- the keepers' uploads
 
 UNDER_WAY = "        if any(save.version == version and worker in save.members for save in self.saves):\n            return False\n"
-KNOWN = "version.generation < self.generation or version <= self.version"
+KNOWN = "return version.step <= self.version.step"
 WENT_ON = '    if generation > save.by:\n        return "it went on without a copy"\n'
 UPLOADS = {
     "a save is over although it is under way": ("drawn", "was overwritten before it was in the bucket", (UNDER_WAY, "")),
-    "a save is over although its commit is not known": ("isolation", "was overwritten before it was in the bucket", (KNOWN, "True")),
+    "a save is over although its commit is not known": ("isolation", "was overwritten before it was in the bucket", (KNOWN, "return True")),
     "a copy that a later world went on without is waited for": ("forgetting", "no end after", (WENT_ON, "")),
 }
 """Each broken rule has a scenario, the text of the violation, and the edit."""

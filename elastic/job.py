@@ -21,6 +21,7 @@ from elastic.config.settings import Where, merge, read_toml, sentences
 from elastic.config.values import (
     Auto,
     Branch,
+    Change,
     Code,
     Flag,
     Fraction,
@@ -30,6 +31,7 @@ from elastic.config.values import (
     Refused,
     Seconds,
     Whole,
+    change_at,
     fault_word,
     folder_name,
     free_settings,
@@ -302,6 +304,11 @@ class Job(Part):
         for section, later in _LATER.items():
             settings[section] = {name: value for name, value in settings[section].items() if name not in later or value != later[name]}
         return settings
+
+    @classmethod
+    def refuses(cls, setting: str) -> bool:
+        """Returns whether the state of a run does not fit another value of ``setting``, as of ``model_args.dim``."""
+        return change_at(cls, setting) is Change.REFUSED
 
     def code(self) -> tuple[str, ...]:
         """Returns the code that the job names, as ``pkg.module:name``."""

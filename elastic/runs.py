@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import elastic
-from elastic.config.values import Change, change_at
 from elastic.control import codec
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
@@ -283,7 +282,7 @@ def _other_job(job: Job, found: Job) -> str:
     ours, theirs = flat(job.trajectory()), flat(found.trajectory())
     changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
     shown = ", ".join(f"{key} = {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in changed[:4])
-    refused = [key for key in changed if change_at(Job, key) is Change.REFUSED]
+    refused = [key for key in changed if Job.refuses(key)]
     if refused:
         why = f"the state of that run does not fit another value of {', '.join(refused[:4])}"
     else:

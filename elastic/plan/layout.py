@@ -61,7 +61,7 @@ class Layout:
 class LayoutRule:
     """A rule says which layouts are allowed.  A degree of None is chosen here.
 
-        With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over.  With "fit" it stays the
+    With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over.  With "fit" it stays the
     smallest, and those workers become spares.  Raises ValueError, which names the setting as the job file does, if no number of workers
     can meet the rule.
     """

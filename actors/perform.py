@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -204,9 +205,7 @@ class Group:
         def done(future: Future[Any]) -> None:
             error = future.exception()
             if isinstance(error, ray.exceptions.ActorUnavailableError) and again and not self._closing:
-                later = threading.Timer(REACH_S, lambda: self._when_done(actor.lives.remote(), actor, then, again - 1))
-                later.daemon = True
-                later.start()
+                _later(REACH_S, lambda: self._when_done(actor.lives.remote(), actor, then, again - 1))
             else:
                 then(error)
 
@@ -237,9 +236,7 @@ class Group:
                 self.tell(f"where {worker} stood is in {self.job.bucket}/{key}")
 
         keeper.examine.remote(self.incarnation, worker).future().add_done_callback(done)
-        late = threading.Timer(EXAMINE_S + 1, self._kill, (worker,))
-        late.daemon = True
-        late.start()
+        _later(EXAMINE_S + 1, partial(self._kill, worker))
 
     def _upload(self, node: NodeId, number: int, saves: tuple[Save, ...], generation: int, version: Version) -> None:
         """Tells the keeper of ``node`` its saves, again and again while it cannot be reached: no later call may ever say the same.
@@ -249,9 +246,7 @@ class Group:
 
         def done(future: Future[Any]) -> None:
             if isinstance(future.exception(), ray.exceptions.ActorUnavailableError) and not self._closing:
-                later = threading.Timer(REACH_S, self._upload, (node, number, saves, generation, version))
-                later.daemon = True
-                later.start()
+                _later(REACH_S, partial(self._upload, node, number, saves, generation, version))
 
         for keeper in self._those((node,)):
             keeper.upload.remote(self.incarnation, number, saves, generation, version).future().add_done_callback(done)
@@ -382,6 +377,13 @@ class Group:
         ray.wait(self._lives, num_returns=len(self._lives), timeout=grace_s) if self._lives else None
         with contextlib.suppress(StorageError):
             self.probe.remove_all()  # last, since a keeper that was being checked may have left its sign after it was closed
+
+
+def _later(seconds: float, call: Callable[[], None]) -> None:
+    """Calls ``call`` after so many seconds, on a thread that does not keep the process alive."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
 
 
 def _split(bucket: str, home: str, key: str) -> str:

@@ -97,11 +97,6 @@ def event_line(event: Json) -> str:
     return " ".join([event["$"], *(f"{name}={_short(value)}" for name, value in told.items())])
 
 
-def _layout(layout: Json) -> str:
-    more = tuple((name, degree) for name, degree in layout.get("more", ()))
-    return str(Layout(layout["dp_replicate"], layout["dp_shard"], more))
-
-
 def action_line(action: Json) -> str:
     """Returns an action as text, with the members that it is for."""
     match action["$"]:
@@ -109,7 +104,7 @@ def action_line(action: Json) -> str:
             plan = action["plan"]
             layout, version = plan["layout"], plan["version"]
             return (
-                f"Form generation {plan['generation']} of {_members(plan['members'])} as {_layout(layout)} "
+                f"Form generation {plan['generation']} of {_members(plan['members'])} as {codec.decode(Layout, layout)} "
                 f"at step {version['step']}@g{version['generation']} from {plan['tier']}"
             )
         case "Settle":

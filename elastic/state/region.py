@@ -5,9 +5,10 @@ nothing is left on the node when both are gone.  A slot is empty while it is wri
 of a slot has a digest, so that torn or corrupted bytes are never taken for state.
 
 The file is as long as the copies of the largest permitted shard, but that costs nothing: a slot takes memory when it is written, as much
-as its copy needs, and gives back what a larger copy once needed.  So the worker owns a slot's memory for as long as it lives, and its
-keeper after that.  A pool of the keeper's, lent out extent by extent, would spare a new worker the time to take memory anew (four gigabytes
-a second, beside the steps).  But it would hold memory for the largest shard on every node, need a list of extents wherever a copy is
+as its copy needs, and gives back what a larger copy once needed.  On CUDA a slot in use is pinned whole, for the largest permitted shard,
+and keeps that memory as long as the worker lives.  The worker owns a slot's memory for as long as it lives, and its keeper after that.  A
+pool of the keeper's, lent out extent by extent, would spare a new worker the time to take memory anew (four gigabytes a second, beside the
+steps).  But it would hold memory for the largest shard on every node, need a list of extents wherever a copy is
 read, and cut tensors at the borders of extents.
 
     header, a header for each slot | which tensors there are | digests of each slot | slots, page by page

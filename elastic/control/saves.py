@@ -5,7 +5,8 @@ lineage and the bucket has the parts of all members of the world that began the 
 and a manifest counts only if it was asked for.  A member may die meanwhile: its keeper says whether its copy was complete.  If a keeper is
 lost that still had a part to upload, the save can never be complete and is given up.
 
-Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).
+Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).  A save that is not in this list is over: its
+copies may be overwritten.  A save is therefore given up durably, or else the next coordinator would wait for parts that are gone.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def begin(decision: Decision, outcome: Outcome) -> None:
     keepers = frozenset(run.cluster.keepers)
     if lacking := tuple(node for node in dict.fromkeys(plan.nodes) if node not in keepers):
         decision.say(f"{version} is not saved: there is no keeper on node {', '.join(node[:8] for node in lacking)}")
+        decision.durable = True
     elif version not in run.history.saved:
         _put(decision, Saving(version, plan.members, layout=plan.layout, nodes=plan.nodes))
     tell(decision)
@@ -164,6 +166,7 @@ def _forget(decision: Decision, version: Version, why: str) -> None:
     decision.know(saves=decision.run.saves.without(version))
     if known is not None and known.nodes:
         tell(decision)
+        decision.durable = True
     decision.say(f"the checkpoint of {version} failed ({why})")
 
 

@@ -56,6 +56,7 @@ def test_keepers_are_told_which_saves_are_on_their_way() -> None:
     play.steps(7, 10)
     play.tell(ev.SaveFailed(Version(10, 1), "disk full"))
     assert play.did(Upload) == [Upload(keepers, (), 1, Version(10, 1))]
+    assert play.last.durable, "its copies may be overwritten from now on: the next coordinator must not wait for them"
 
 
 def test_without_all_keepers_nothing_is_saved_and_that_is_said() -> None:
@@ -64,6 +65,7 @@ def test_without_all_keepers_nothing_is_saved_and_that_is_said() -> None:
     play.steps(1, 4)
     assert "step 5 of generation 1 is not saved: there is no keeper on node n2" in play.step(5)
     assert play.run.saves.pending == () and play.did(Upload)[0].saves == (), "whoever copied it may overwrite it"
+    assert play.last.durable, "so the next coordinator must not begin it, even if a keeper is there again by then"
 
 
 def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:

@@ -253,6 +253,8 @@ class Coordinator:
             self.sim.oracle.granted(worker, asked_at)
             self.receive(Renewed(worker.name, generation))
         safe = self.journal.authority.safe
+        if self._decided is not None and safe is self._decided[2].run:
+            self.sim.oracle.hears(self._decided[1])  # recorded where the next coordinator finds it, although nothing is performed yet
         recorded_step = safe.history.recorded_step if safe.generation == generation else 0
         self._tell(worker, worker.renewed, generation, asked_at, granted, recorded_step)
 

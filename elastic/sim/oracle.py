@@ -68,7 +68,9 @@ class Oracle:
         self.answered: dict[int, set[WorkerId]] = defaultdict(set)
         self.evidence: dict[int, dict[int, Outcome]] = defaultdict(dict)
         self.told: set[tuple[int, int]] = set()
-        """The (step, generation) of each commit that was ever reported, late or in time, to any coordinator."""
+        """The (step, generation) of each commit that was ever reported, late or in time, to any coordinator that has a safe record of it or
+        acted on it.
+        """
         self.answered_at: dict[int, int] = defaultdict(int)
         """The latest step, by generation, that a worker had applied when it answered the fence."""
         self.leases: dict[WorkerId, float] = {}
@@ -137,16 +139,20 @@ class Oracle:
 
     # -- what the coordinator is told, and what it decides ------------------------------------------------------------
 
+    def hears(self, event: Event) -> None:
+        """Notes which commits a coordinator was told of by ``event``."""
+        if isinstance(event, StepDone):
+            self.told.add((event.outcome.step, event.generation))
+        elif isinstance(event, Fenced):
+            self.told.update((each.step, each.generation) for each in event.outcomes)
+
     def judge(self, before: RunState, event: Event, transition: Transition, by: Coordinator) -> None:
         """Judges one decision (a call of ``advance``) of the coordinator ``by``."""
         after = transition.run
         for worker in (worker for action in transition.actions if isinstance(action, StartWorkers) for worker in action.workers):
             if self.names.setdefault(worker, transition) is not transition:
                 raise Violation(f"the name {worker} is given twice")
-        if isinstance(event, StepDone):
-            self.told.add((event.outcome.step, event.generation))
-        elif isinstance(event, Fenced):
-            self.told.update((each.step, each.generation) for each in event.outcomes)
+        self.hears(event)
         if by is not self.sim.coordinators.acting:
             return self._judge_the_superseded(transition, by)
         if after.generation < before.generation or after.incarnation < before.incarnation:

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ NAMESPACE = "elastic"
 MARKET = "ray.io/market-type"
 ZONE = "ray.io/availability-zone"
 NODES_SHOWN = 8
+ROOM_S, ROOM_POLL_S = 5.0, 0.1
+"""The time in seconds for which a run waits for room before it is refused, and the time between two looks."""
 
 
 def connect(address: str | None) -> None:
@@ -234,31 +237,43 @@ def pid_of(actor: Any) -> int | None:
 
 def slots(workers: Workers, avoid: Container[str] = ()) -> int:
     """Returns how many more workers of this size the cluster could start now, without the nodes to ``avoid``."""
+    return _slots(workers, {node: free for node, free in _free_by_node().items() if node not in avoid})
+
+
+def _slots(workers: Workers, free_by_node: Mapping[str, Mapping[str, float]]) -> int:
     wanted = {"CPU": workers.cpus, "GPU": float(workers.gpus)}
     count = 0
-    for node, free in _free_by_node().items():
-        if node in avoid:
-            continue
+    for free in free_by_node.values():
         fits = [int(free.get(resource, 0.0) // amount) for resource, amount in wanted.items() if amount]
         count += min(fits) if fits else workers.max + workers.spares
     return count
 
 
 def check_room(workers: Workers) -> None:
-    """Raises :class:`PlatformGaveUp` if the cluster has no room for the smallest permitted world."""
-    room = slots(workers)
-    if room < workers.min:
-        wanted = ["CPU"] + ["GPU"] * bool(workers.gpus)
-        total = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        have = "; ".join(
-            f"{place(NodeId(node))}: "
-            + ", ".join(f"{free.get(r, 0):g} of {total.get(node, {}).get('Resources', {}).get(r, 0):g} {r}s free" for r in wanted)
-            for node, free in sorted(_free_by_node().items())[:NODES_SHOWN]
-        )
-        need = f"{workers.cpus:g} CPU" + (f" and {workers.gpus} GPU" if workers.gpus else "")
-        more = f"; and {len(total) - NODES_SHOWN} more nodes" if len(total) > NODES_SHOWN else ""
-        raise PlatformGaveUp(
-            f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; {have}{more}): "
-            f"wait for other jobs to end, add nodes, or lower workers.min{' or workers.cpus' if workers.cpus else ''}"
-            f"{'; workers.gpus = 0 trains without GPUs' if workers.gpus else ''}"
-        )
+    """Raises :class:`PlatformGaveUp` if the cluster has no room for the smallest permitted world.
+
+    The head hears of free resources only from its nodes' reports: those of a new node, and those of processes that have just ended, come a
+    moment later.  So this looks again and again for ``ROOM_S``.
+    """
+    deadline = time.monotonic() + ROOM_S
+    while (room := _slots(workers, free_by_node := _free_by_node())) < workers.min:
+        if time.monotonic() > deadline:
+            raise PlatformGaveUp(_no_room(workers, room, free_by_node))
+        time.sleep(ROOM_POLL_S)
+
+
+def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str, float]]) -> str:
+    wanted = ["CPU"] + ["GPU"] * bool(workers.gpus)
+    total = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    have = "; ".join(
+        f"{place(NodeId(node))}: "
+        + ", ".join(f"{free.get(r, 0):g} of {total.get(node, {}).get('Resources', {}).get(r, 0):g} {r}s free" for r in wanted)
+        for node, free in sorted(free_by_node.items())[:NODES_SHOWN]
+    )
+    need = f"{workers.cpus:g} CPU" + (f" and {workers.gpus} GPU" if workers.gpus else "")
+    more = f"; and {len(total) - NODES_SHOWN} more nodes" if len(total) > NODES_SHOWN else ""
+    return (
+        f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; {have or 'no node has reported'}{more}): "
+        f"wait for other jobs to end, add nodes, or lower workers.min{' or workers.cpus' if workers.cpus else ''}"
+        f"{'; workers.gpus = 0 trains without GPUs' if workers.gpus else ''}"
+    )

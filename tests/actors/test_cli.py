@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from actors import cluster
 from actors.cli import main
+from elastic.errors import PlatformGaveUp
 from elastic.job import Job, Workers
 from tests.support.commands import Command, assert_no_actor_left
 from tests.support.job_file import to_toml
@@ -216,18 +219,18 @@ def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.
 
 
 @pytest.fixture
-def full_cluster() -> Iterator[None]:
-    """Somebody else holds every CPU."""
+def full_cluster() -> Iterator[Any]:
+    """Somebody else, the actor that it yields, holds every CPU."""
 
     class Other:
         def there(self) -> bool:
             return True
 
-    other = ray.remote(Other).options(num_cpus=ray.available_resources()["CPU"]).remote()
+    other = ray.remote(Other).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
     assert ray.get(other.there.remote())
     while cluster.slots(Workers()):  # what Ray says is free trails by a moment
         time.sleep(0.01)
-    yield
+    yield other
     ray.kill(other)
 
 
@@ -246,6 +249,17 @@ def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPa
         r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+, \S+\): 0 of \d+ CPUs free\): ", said
     )
     assert_no_actor_left("toy")
+
+
+def test_room_that_another_job_has_just_left_is_waited_for(full_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's head hears of it a moment later: a run that began at once was refused, with all CPUs free."""
+    timer = threading.Timer(1.0, ray.kill, [full_cluster])
+    timer.start()
+    cluster.check_room(Workers())
+    timer.join()
+    monkeypatch.setattr(cluster, "ROOM_S", 0.0)
+    with pytest.raises(PlatformGaveUp, match=r"workers\.min = 99, but the cluster has room for"):
+        cluster.check_room(Workers(min=99, max=99))
 
 
 @pytest.mark.parametrize("package", ["storage", "actors"])

@@ -414,6 +414,14 @@ def test_a_rule_of_uploads_that_is_broken_is_noticed(name: str) -> None:
         assert noticed in first_violation(advance, scenario)
 
 
+def test_giving_up_a_save_before_that_is_durable_is_noticed() -> None:
+    """A coordinator that is cut off gives it up, its copies are overwritten, and the next coordinator waits for them."""
+    edit = Edit("saves", "        tell(decision)\n        decision.durable = True\n", "        tell(decision)\n")
+    seeds = range(2750, 2753)
+    assert "was overwritten before it was in the bucket" in killed_by("rash", edit, scenario="severed", seeds=seeds)
+    assert first_violation(advance, "severed", seeds=seeds) == ""
+
+
 EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")
 
 

@@ -303,7 +303,7 @@ def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_p
     job = job_of(tmp_path, "poison", data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": 0.04}})
     poisoned = trial(job, Poisoner(), hash_it=False)
     assert poisoned.result.state == "Failed" and poisoned.result.exit_code == 2, poisoned.result
-    assert "3 coordinators failed at the same event: StepDone: AttributeError at stepping.py:" in poisoned.result.reason
+    assert "3 coordinators failed at the same event: StepDone: AttributeError at commits.py:" in poisoned.result.reason
     newest = Run.open(job).newest()
     assert newest is not None and newest.step == poisoned.result.step < STEPS, "it was saved"
     assert len(owners(Run.open(job).store, job.name)) == MAX_DEATHS, "the third one does not die, but gives up"

@@ -189,7 +189,8 @@ def test_giving_a_name_twice_is_noticed() -> None:
 
 
 def test_a_checkpoint_that_counts_and_is_not_in_the_journal_is_noticed() -> None:
-    edit = Edit("saves", "    decision.durable = True\n", "")
+    said = '    decision.say(f"the checkpoint of {version} is in the bucket")'
+    edit = Edit("saves", f"    decision.durable = True\n{said}", said)
     rare = range(18, 23)
     assert "although every slice of it is held" in killed_by("forgetful_of_checkpoints", edit, scenario="forgetting", seeds=rare)
     assert first_violation(advance, "forgetting", seeds=rare) == ""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from elastic.control.machine import advance
 from elastic.plan.transfer import Holding, covered
 from elastic.protocol.events import Attached, Event, Fenced, Joined, Lost
-from elastic.sim import Coverage, Violation, run_many, simulate
+from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import STATES as STATES_WITH_FAULTS
 from elastic.sim.faults import Fault, Kind, Point, draw
@@ -55,9 +55,9 @@ OCCASIONS = (
 @pytest.fixture(scope="module")
 def seen() -> Coverage:
     """Every promise is judged on the way: one that is broken fails all that use this."""
-    coverage, broken = run_many(SEEDS)
+    coverage, broken = run_in_processes(SEEDS, os.cpu_count() or 1)
     assert broken is None, simulate(broken)
-    for seed in range(120):
+    for seed in range(60):
         for scenario in (storm(seed), edge(seed), barren(seed), interregnum(seed), replace(CALM, stop_at_s=8.0 + 0.1 * seed)):
             coverage.add(simulate(seed, scenario))
     print(coverage_table(coverage))

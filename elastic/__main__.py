@@ -1,4 +1,4 @@
-"""The entry of ``python -m elastic`` and of the command ``elastic``, which ``actors/cli.py`` is."""
+"""The entry of ``python -m elastic`` and of the command ``elastic``, which ``actors/cli.py`` implements."""
 
 from __future__ import annotations
 

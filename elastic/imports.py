@@ -1,4 +1,4 @@
-"""Loads code by name.  ``pkg.module:name`` is the same on every node, or fails there with a sentence that says why."""
+"""Loads code by name.  On every node ``pkg.module:name`` is found, or an error says in a sentence why it is not."""
 
 from __future__ import annotations
 

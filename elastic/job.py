@@ -280,7 +280,7 @@ class Job(Part):
     def begun_as(self, stored: dict[str, Any]) -> Job:
         """Returns the job of a run's ``job.json`` as this code reads it.
 
-        Sections with free settings only are left out, because their stored values may be invalid by now.
+        Free settings of the top level, and sections that have only free ones, are left out: their stored values may be invalid by now.
         """
         theirs = {name: value for name, value in stored.items() if _NOT_THE_TRAJECTORY.get(name) is not True}
         return Job(**theirs, name=self.name, bucket=self.bucket)

@@ -185,12 +185,12 @@ class Run:
         return last.state if isinstance(last.state, TERMINAL) else None
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
-        """Returns the journal, ready to be continued."""
+        """Returns the journal, ready to be continued.  ``snapshot``: what is known before its next record; ``local``: its local folder."""
         written = journal.newest(self.store, self.job.name)
         return Journal(self.store, self.job.name, local, written[1][-1]["n"] + 1 if written else 0, snapshot)
 
     def read(self, first: int, ends: Iterable[Written]) -> RunState | None:
-        """Returns the state that :meth:`recover` would find, without beginning anything."""
+        """Returns the state that :meth:`recover` would find, but begins no journal."""
         _, segments = self._left(ends)
         run = codec.fold(*segments[-1]) if segments else None
         return run if run is not None and run.incarnation >= first else None
@@ -209,7 +209,7 @@ class Run:
         return end, [codec.modern(*segment) for segment in left]
 
     def recover(self, first: int, local: Path, ends: Iterable[Written]) -> tuple[RunState, Journal] | None:
-        """Returns what a dead coordinator has left: the state by its journal, and the journal to continue.
+        """Returns what a dead coordinator has left: the state according to its journal, and the journal to continue.
 
         Returns None if no coordinator of this life has recorded anything.  ``first`` is the first incarnation of this life.  ``ends`` have
         what the bucket does not have yet: see :mod:`storage.journal.replicas`.
@@ -255,7 +255,7 @@ class Run:
         """Writes the manifest of ``version``, and returns its digest.
 
         An earlier coordinator may have written a manifest of the same version in the layout of another world, and died before it could say
-        so. Then that manifest counts.
+        so.  Then that manifest counts.  Any other manifest of this version raises :class:`Exists`.
         """
         about = self._about(lineage, layout)
         try:

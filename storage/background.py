@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def begin(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs ``call()`` on a thread of this name.  ``result()`` of the answer raises what the call raised."""
+    """Runs ``call()`` on a daemon thread of this name and returns a future, whose ``result()`` raises what the call raised."""
     future: Future[T] = Future()
     threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
     return future

@@ -20,7 +20,7 @@ DIGEST = "blake3"
 
 @dataclass(frozen=True, order=True)
 class File:
-    """An object of a checkpoint or dataset.  ``name`` is relative to its folder; ``blake3`` is what the program ``b3sum`` prints."""
+    """An object of a checkpoint or dataset.  ``name``: relative to its folder; ``size``: in bytes; ``blake3``: as ``b3sum`` prints it."""
 
     name: str
     size: int

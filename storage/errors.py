@@ -16,7 +16,7 @@ from __future__ import annotations
 
 
 class StorageError(Exception):
-    """The base of all; ``object`` is the full name of the object concerned."""
+    """The base of all errors of storage; ``object`` is the full name of the object concerned."""
 
     def __init__(self, object: str, *details: str) -> None:
         super().__init__(object, *details)

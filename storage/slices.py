@@ -1,8 +1,8 @@
 """Slices address state by what it is, never by who holds it.
 
-A :class:`Slice` is a box of one named tensor, in the tensor's own global coordinates; a :class:`Version` says of which
-moment.  Re-sharding is then interval arithmetic: the parts of a wanted slice that a held slice supplies are their
-intersection.  Pure, standard library only.
+A :class:`Slice` is a box of one named tensor, in the tensor's own global coordinates; a :class:`Version` says which moment
+of the run the state belongs to.  Re-sharding is then interval arithmetic: a held slice supplies its intersection with a
+wanted one.  This module is pure and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 
 WHOLE = ("buffer", "constant", "scalar")
-"""Kinds of tensors that are whole in every shard.  A constant is a buffer that its model does not save (``persistent=False``): whoever
-heals needs it all the same, and an export has none."""
+"""Kinds of tensors that are whole in every shard.  A constant is a buffer that its model does not save (``persistent=False``): a worker
+that heals needs it too, but an export leaves it out."""
 
 
 @dataclass(frozen=True, order=True)
@@ -32,7 +32,7 @@ class Version:
 
 @dataclass(frozen=True, order=True)
 class Tensor:
-    """A whole tensor of the state.  ``kind``: parameter, ``moment.<name>`` or one of :data:`WHOLE`; ``dtype``: safetensors' (``F32``)."""
+    """A whole tensor of the state.  ``kind``: parameter, ``moment.<name>`` or one of :data:`WHOLE`; ``dtype``: as safetensors names it."""
 
     name: str
     kind: str
@@ -63,7 +63,7 @@ class Slice:
         return math.prod(self.shape)
 
     def intersect(self, other: Slice) -> Slice | None:
-        """Returns the box that both contain, or None."""
+        """Returns the box of the elements that both contain, or None if there are none."""
         if (self.name, self.kind) != (other.name, other.kind):
             return None
         start = tuple(map(max, self.start, other.start))
@@ -74,6 +74,6 @@ class Slice:
 
 
 def nbytes(tensor: Tensor, part: Slice) -> int:
-    """Size of ``part``; dtypes are named after their bits (``F32``, ``BF16``, ``F8_E4M3``), but for BOOL."""
+    """Returns the size of ``part`` in bytes.  The number in a dtype's name is its bits (``F32``, ``F8_E4M3``); BOOL takes one byte."""
     bits = re.search(r"\d+", tensor.dtype)
     return part.count * (int(bits[0]) // 8 if bits else 1)

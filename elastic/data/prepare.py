@@ -1,4 +1,4 @@
-"""Makes a token dataset of text: every document of the sources in order, each followed by an end-of-document token.
+"""Makes a token dataset from text: every document of the sources in order, each followed by an end-of-document token.
 
 The same text, prepared with the same options, always gives the same bytes.
 """
@@ -47,8 +47,10 @@ def prepare(
 ) -> Summary:
     """Writes the text in ``source`` (folders, files or URLs) as a dataset at the URL or folder ``destination``.
 
-    The tokens are the bytes of the text by default.  ``tokenizer`` is the path of a tokenizer.json to use instead; ``bpe`` is the number
-    of entries of a BPE tokenizer to train on the text.  Preparing the same text again changes nothing and is no error.
+    The tokens are the bytes of the text by default.  ``tokenizer`` is the path of a tokenizer.json to use instead; ``bpe`` is the
+    largest number of entries of a BPE tokenizer to train on the text; ``end_of_document`` is the token that ends documents, if one of these
+    is used.  Preparing the same text again changes nothing and is no error.
+
     Raises :class:`DataError` if there is no text, if some of it cannot be read, or if another dataset is there already; then nothing
     new is left behind.
     """

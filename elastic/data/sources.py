@@ -1,8 +1,8 @@
 """Reads text from text files, JSON lines and parquet, in folders, single files or buckets, compressed or not.
 
 Documents come in the order of the sources as named, then of the paths, then of the rows; so the same text always gives the same dataset.
-Everything is read as a stream: one document, or a piece of one file, is in memory at a time.  An error names the file and the line or
-row, counted from 1.
+Everything is read as a stream: one document, a piece of one file, or a few rows are in memory at a time.  An error names the file and the
+line or row, counted from 1.
 """
 
 from __future__ import annotations

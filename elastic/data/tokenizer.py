@@ -4,7 +4,7 @@ A byte tokenizer needs no training and no file, and any text in any encoding sur
 BPE (Sennrich et al. 2016; Radford et al. 2019, section 2.2) needs about a quarter of the tokens; trained twice on the same text it gives
 the same file.  In both, a token that text cannot contain ends each document.
 
-The library ``tokenizers`` encodes a batch of a few megabytes on all cores, in order, so a dataset of any size fits in memory.
+The library ``tokenizers`` encodes a few megabytes at a time, in order and on all cores, so memory does not limit the size of a dataset.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Trained:
     """Encodes with a ``tokenizer.json``.
 
     ``place`` is its name in messages.  ``end`` is the token that ends documents; by default it is the first of ``ENDS`` that exists.
+    Raises :class:`DataError` if ``definition`` is no tokenizer.json or has no such token.
     """
 
     def __init__(self, definition: bytes, place: str, end: str | None = None) -> None:
@@ -97,7 +98,7 @@ def open_encoder(coding: Coding, place: str) -> Encoder:
 def train_bpe(documents: Iterable[Document], vocabulary: int) -> bytes:
     """Trains a byte-level BPE of at most ``vocabulary`` tokens and returns its tokenizer.json.
 
-    It has fewer tokens if the text has nothing more to merge.
+    It has fewer tokens if the text has nothing more to merge.  Raises :class:`DataError` if ``vocabulary`` is too small.
     """
     if vocabulary < SMALLEST:
         raise DataError(f"--train-bpe {vocabulary} is too small: the 256 bytes and the end of a document are {SMALLEST} tokens already")

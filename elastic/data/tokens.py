@@ -43,7 +43,7 @@ class TokenDataset:
         return self._samples
 
     def read(self, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Returns ``{"tokens": int64 [samples, seq_len + 1]}``."""
+        """Returns ``{"tokens": int64 [samples, seq_len + 1]}``.  Raises :class:`IndexError` if there is no such sample."""
         for sample in ids:
             if not 0 <= sample < self._samples:
                 raise IndexError(f"sample {sample} of a dataset of {self._samples}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the cross-entropy of each next token: (sum as float32 scalar, number of valid targets as int64 scalar).
 
-    ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked.
+    ``batch["tokens"]`` is int64 [batch, seq + 1]; a target of -1 is masked.
     """
     tokens = batch["tokens"]
     logits = model(tokens[:, :-1].clamp_min(0))

@@ -1,8 +1,8 @@
 """The norm of the whole gradient, with the same bits in every layout.
 
-Library reductions add in an order that depends on the number of rows and threads.  Here each row is summed by a fixed binary tree over
-its elements, and the rows of the whole tensor by another one: pad to a power of two, add the halves.  Members split tensors between rows
-and never inside a row, so both trees are the same for every distribution of the rows.
+Library reductions add in an order that depends on the number of rows and threads.  Here a fixed binary tree (pad to a power of two, add the
+halves) sums the elements of each row, another one the rows of each whole tensor, and a third one the tensors.  Members split tensors
+between rows and never inside a row, so the trees are the same for every distribution of the rows.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ def squared_norm(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> 
 
 
 def _row_sums(grad: Tensor, size: int) -> Tensor:
-    """Returns the squared sum of each row, added in float32 and given as float64, padded with zeros to [size]."""
+    """Returns the sum of squares of each row, added in float32 and given as float64, padded with zeros to [size]."""
     sums = tree_sum(grad.detach().float().square().reshape(grad.shape[0], -1) if grad.numel() else grad.new_zeros(0, 1))
     return torch.nn.functional.pad(sums.double(), (0, size - sums.numel()))

@@ -1,7 +1,7 @@
 """Applies all axes to a model, in their order, on one page.
 
-The process group of a wrapped model cannot be replaced, so nothing is repaired.  Each generation wraps a new blueprint that is made on
-the meta device, and its shards are filled from the members, keepers or checkpoints that hold them.
+The process group of a wrapped model cannot be replaced, so no generation uses the model of an earlier one.  Each wraps a new blueprint that
+is made on the meta device, and its shards are filled from the members, keepers or checkpoints that hold them.
 """
 
 from __future__ import annotations

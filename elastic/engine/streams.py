@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 POLL_S = 0.0002
-"""Seconds between two queries of an event.  It is short beside a step and long beside the query."""
+"""Seconds between two queries of an event.  It is short compared with a step and long compared with a query."""
 
 
 @cache

@@ -91,7 +91,9 @@ class World:
     """All groups.  The group of all members is the first."""
     staging: Staging = field(default_factory=lambda: Staging())
     ahead: deque[torch.cuda.Event] = field(default_factory=lambda: deque())
+    """Events of the last ``LEAD`` calls of ``keep_up``."""
     formed_ns: int = field(default_factory=time.time_ns)
+    """Wall-clock time in nanoseconds at which this world formed."""
 
     def __post_init__(self) -> None:
         everyone = dist.group.WORLD

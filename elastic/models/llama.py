@@ -97,7 +97,10 @@ class Llama(nn.Module):
             self.output.weight = self.embedding.weight
 
     def init_weights(self) -> None:
-        """Draws weights from Normal(0, 0.02), divided by sqrt(2 × layers) for projections into the residual stream (GPT-2, section 2.3)."""
+        """Sets the weights of norms to 1, and draws all others from a normal distribution with standard deviation 0.02.
+
+        For projections into the residual stream the deviation is divided by sqrt(2 × layers) (GPT-2, section 2.3).
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)

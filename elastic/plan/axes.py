@@ -6,7 +6,7 @@ The rule of an axis *cuts* what a member holds: it takes what the inner axes hav
 Everything else follows from the rows: the place of a world rank, the part of a tensor that a member holds (``placement.py``), the members
 that can send it (``transfer.py``), and the members that know the losses of a microbatch.
 
-A new axis of the state is a new row here.  What else an axis needs that also computes is in ``examples/guide/extending.md``.
+A new axis of the state is a new row here.  An axis that also changes the computation needs more: see ``examples/guide/extending.md``.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Axis:
     """One row of the table."""
 
     data: bool
-    """True where members along it run different microbatches."""
+    """True if members along it run different microbatches."""
     cut: Cut | None = None
     """The rule by which it cuts what a member holds, or None if all members along it hold the same."""
     key: Callable[[Tensor], Hashable] = _nothing
-    """Returns all that ``cut`` depends on in a tensor, beside the shape of ``held``: tensors with equal keys are cut alike."""
+    """Returns all that ``cut`` depends on in a tensor, besides the shape of ``held``: tensors with equal keys are cut alike."""
     reaches: Callable[[Tensor, Held, int, Slice], Iterable[int]] = _all
     """``reaches(tensor, held, degree, part)`` returns the indices whose share of ``held`` can have elements of ``part``.
 
@@ -101,7 +101,7 @@ def cut_rows(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
 
 
 def reaches_rows(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterable[int]:
-    """Returns the indices of :func:`cut_rows` that can have rows of ``part``, and perhaps more: all, where a tensor has several boxes."""
+    """Returns the indices of :func:`cut_rows` that can have rows of ``part``, and perhaps more: all, unless ``held`` is one box."""
     size = -(-held.shape[0] // degree) if is_cut(tensor) else 0
     if not size or len(held.boxes) != 1:
         return range(degree)
@@ -116,7 +116,7 @@ def rows_key(tensor: Tensor) -> Hashable:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Returns whether axes may cut the tensor: scalars and buffers are whole on every member."""
+    """Returns whether axes may cut the tensor: scalars, buffers and constants are whole on every member."""
     return bool(tensor.shape) and tensor.kind not in WHOLE
 
 

@@ -1,7 +1,8 @@
 """Computes how often the state is copied to host memory and on to buddies, and how much memory the copies take.
 
-A copy is made beside the next step and costs nothing if it is done before that step is.  So a copy is made every step, or as seldom as
-one copy takes.  Copies to buddies share the network with the training, so they are as often as their share of a node's link allows.
+A copy is made while the next step runs, and costs nothing if it is done before that step is.  So a copy is made every step, or, if a copy
+takes longer, every few steps.  Copies to buddies share the network with the training, so they are made as often as their share of a node's
+link allows.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Pace:
     def buddy_every(self, brought_s: float) -> int:
         """Returns the number of steps between copies to the buddy at which they take no more than their share of the link.
 
+        0 keeps the planned number.
+
         ``brought_s`` is the time for which one copy kept the node's link busy, 0 if it is not known yet.
         """
         if not self.rule.buddies:
@@ -75,8 +78,8 @@ class Pace:
 def slots_for(copy_every: int, buddy_every: int) -> int:
     """Returns the number of slots for a worker's own state: one for a save on its way to the bucket, and those for copies.
 
-    Copies need one slot for a version that is known to be complete and one for the next version.  With buddies they need another two for
-    the same at the buddy.
+    Copies need one slot for a version that is known to be complete and one for the next version.  With buddies they need two more: one
+    for the version that all buddies have, and one for the version on its way to them.
     """
     return SAVE_SLOTS + (4 if buddy_every else 2 if copy_every else 0)
 

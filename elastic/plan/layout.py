@@ -21,7 +21,7 @@ USES = ("all", "fit")
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout gives each axis its degree.  ``more`` has (axis, degree) of the axes beside the two data axes."""
+    """A layout gives each axis its degree.  ``more`` has (axis, degree) of the axes besides the two data axes."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -48,7 +48,7 @@ class Layout:
         return dict(reversed(found.items()))
 
     def ranks_along(self, axis: str, world_rank: int) -> range:
-        """Returns the members that differ from ``world_rank`` along ``axis`` alone, itself included."""
+        """Returns the world ranks that differ from ``world_rank`` along ``axis`` alone, and ``world_rank`` itself."""
         inner = math.prod(degree for _, degree in self.degrees[[name for name, _ in self.degrees].index(axis) + 1 :])
         first = world_rank - self.coordinates(world_rank)[axis] * inner
         return range(first, first + inner * dict(self.degrees)[axis], inner)
@@ -59,7 +59,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """A rule says which layouts are allowed.  A degree of None is chosen here.
+    """A rule says which layouts are allowed.  A degree of None is chosen by :func:`choose`.
 
     With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over.  With "fit" it stays the
     smallest, and those workers become spares.  Raises ValueError, which names the setting as the job file does, if no number of workers

@@ -150,7 +150,7 @@ def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def key_of(tensor: Tensor) -> Hashable:
-    """Returns the class of ``tensor``: all that the axes' cuts depend on, beside its shape."""
+    """Returns the class of ``tensor``: all that the axes' cuts depend on, besides its shape."""
     return tuple(axis.key(tensor) for axis in AXES.values())
 
 
@@ -211,7 +211,7 @@ def data_ranks(layout: Layout) -> int:
 
 @cache
 def reporters(layout: Layout) -> tuple[int, ...]:
-    """Return, by data rank, the world rank of the member of that model group that knows the losses."""
+    """Returns, by data rank, the world rank of the member that knows the losses of that model group."""
     found = {}
     for world_rank in range(layout.world):
         index = layout.coordinates(world_rank)

@@ -119,8 +119,8 @@ def moves(
     nearest holder, in this order: its own live memory, a copy on its own node, a live member there, a live member on another node, another
     node's keeper.  Nodes that are equally near take turns, and so do the holders on each node.  A large piece is shared out among them.
 
-    With ``partly`` the moves leave out what nobody holds, which :func:`missing` names; without it that raises ValueError.  With ``of`` the
-    result has only the moves to that member and from its live memory, in the same order.
+    With ``partly`` the moves leave out the slices that nobody holds, which :func:`missing` names; without it, such a slice raises
+    ValueError.  With ``of`` the result has only the moves to that member and from its live memory, in the same order.
     """
     transfer = _Transfer(list(holders), layout, members, nodes)
     own = transfer.own_cells(of)
@@ -204,7 +204,7 @@ class _Transfer:
     def destinations(self, tensor: Tensor, of: WorkerId | None, own: Collection[Cell]) -> Collection[int]:
         """Returns world ranks in order: all of them, or only that of ``of`` and those to which it may send a part of ``tensor``.
 
-        ``own``: the cells of ``of``.  Who already holds its cell takes nothing from others.
+        ``own``: the cells of ``of``.  A member that already holds its cell takes nothing from others.
         """
         if of is None:
             return range(len(self.members))
@@ -215,7 +215,7 @@ class _Transfer:
         return sorted(found)
 
     def into(self, rank: int, number: int, tensor: Tensor, *, partly: bool) -> Iterator[Move]:
-        """Yields all moves to the member at ``rank`` for ``tensor``, the ``number``-th."""
+        """Yields all moves to the member at ``rank`` for ``tensor``, which has this ``number`` among the tensors."""
         turn, member = number + rank, self.members[rank]
         for box in placement.held(tensor, self.cells[rank]).boxes:
             for piece in self.geometry.pieces(tensor, box.slice):

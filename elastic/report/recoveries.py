@@ -2,7 +2,7 @@
 
 Each phase begins when the one before it ends:
 
-    detect    from the fault until the coordinator knows of it (only the one who caused the fault knows its moment)
+    detect    from the fault until the coordinator knows of it (not in the journal: only a test that causes a fault knows its moment)
     decide    until all members are fenced and the outcome is decided
     abort     until every member has left its groups and has the next plan
     form      until the process groups of the next generation exist

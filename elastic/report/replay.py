@@ -1,6 +1,6 @@
 """Tells what happened and why, from the journal alone, and checks whether this version would decide the same.
 
-A journal is a row of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows the time, event, edge,
+A journal is a sequence of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows the time, event, edge,
 actions and reason of each record.  ``differences`` calls ``advance`` for each record with the state before it, the recorded time and the
 recorded rules.  States and actions must be the same, so a journal that is kept is a regression test of every decision in it.  Reasons
 are compared only if the same version wrote the journal, because another version may word them better.
@@ -135,10 +135,8 @@ def _short(value: Any) -> str:
 def differences(segments: Sequence[Segment], code: str, rules: Rules | None = None) -> Iterator[Difference]:
     """Yields each record for which this version, called ``code``, decides otherwise.
 
-    ``rules`` are for segments without rules of their own.
-
-    Raises :class:`ValueError` if there are no rules, and :class:`~elastic.control.codec.UnknownFormat` if this version cannot read
-    the journal.
+    ``rules`` are for segments without rules of their own.  Raises :class:`ValueError` if there are no rules, and
+    :class:`~elastic.control.codec.UnknownFormat` if this version cannot read the journal.
     """
     for snapshot, records in segments:
         unknown = NEW_ACTIONS if snapshot["format"] < codec.FORMAT else frozenset[str]()

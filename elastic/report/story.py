@@ -42,6 +42,7 @@ class Story:
         self._last_step_at: float | None = None
 
     def say(self, at: float, text: str) -> None:
+        """Adds a sentence.  An empty one is left out."""
         if text:
             self.lines.append(Sentence(at, text))
 
@@ -53,4 +54,5 @@ class Story:
         self.lines.append(StepLine(at, outcome.step, self.steps, outcome.loss, outcome.norm, lr, rate, world, outcome.generation))
 
     def since(self, seen: int) -> list[Line]:
+        """Returns all lines but the first ``seen``."""
         return self.lines[seen:]

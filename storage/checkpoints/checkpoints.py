@@ -6,8 +6,8 @@
     <run>/steps/<step>/g<generation>/DAMAGED.json         a note that the checkpoint is damaged; nothing is deleted
 
 Objects are only created, never replaced.  So a writer that was believed dead cannot change what a manifest lists.  A writer that finds
-its own bytes in place has succeeded.  If it finds other bytes, which an unfinished attempt left, a shard or an index takes a name with its
-digest in it, and a manifest raises :class:`Exists`.
+its own bytes in place has succeeded.  If an unfinished attempt has left other bytes there, a shard or an index is written under a name with
+its digest in it; writing a manifest raises :class:`Exists`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Checkpoints:
     ) -> ShardReceipt:
         """Writes one writer's slices as ``<name>.safetensors``.  Calls ``hook`` before each slice.
 
-        ``state``: every tensor of the whole state.  With it, :meth:`commit` also refuses a state that lacks a whole tensor.
+        ``state``: every tensor of the whole state.  With it, :meth:`commit` also refuses a state that lacks a whole tensor.  Raises
+        :class:`ValueError` if the bytes of a part do not have the size of its slice.
         """
         ordered = sorted(((entry_of(tensor, part), (tensor, part, data)) for tensor, part, data in parts), key=_alignment)
         for entry, (_, _, data) in ordered:
@@ -104,7 +105,8 @@ class Checkpoints:
     def commit(self, version: Version, receipts: Iterable[ShardReceipt], about: Mapping[str, Any]) -> str:
         """Writes index and manifest; returns the manifest's digest.  ``about``: see :class:`Manifest`.
 
-        Raises :class:`Incomplete` if the receipts do not make up the whole state, and :class:`Exists` if there is another manifest.
+        Raises :class:`Incomplete` if the receipts do not make up the whole state, :class:`Exists` if there is another manifest, and
+        :class:`ValueError` if ``about`` has an unknown key.
         """
         if unknown := about.keys() - ABOUT:
             raise ValueError(f"a manifest says nothing about {', '.join(sorted(unknown))}; it knows {', '.join(sorted(ABOUT))}")
@@ -131,7 +133,7 @@ class Checkpoints:
     # ---- reading
 
     def versions(self) -> list[Listed]:
-        """Returns every checkpoint that was ever begun, oldest first."""
+        """Returns every checkpoint that was ever begun, oldest first.  Raises :class:`BadFormat` if a newer release wrote one of them."""
         found: dict[Version, set[str]] = {}
         for key in self.store.list(f"{self.run}/steps/"):
             if place := re.fullmatch(r"(\d+)/g(\d+)/([^/]+)", key.removeprefix(f"{self.run}/steps/")):
@@ -139,7 +141,7 @@ class Checkpoints:
         return [self._listed(version, names) for version, names in sorted(found.items())]
 
     def latest_good(self) -> Version | None:
-        """Returns the greatest version that has a manifest and no note of damage, or None."""
+        """Returns the greatest version that has a manifest and no note of damage, or None.  Raises as :meth:`versions` does."""
         return max((version for version, manifest, damaged in self.versions() if manifest is not None and not damaged), default=None)
 
     def manifest(self, version: Version) -> Manifest:
@@ -166,7 +168,7 @@ class Checkpoints:
         """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``; returns their paths."""
         return export(self.open(version), destination)
 
-    # ---- how
+    # ---- implementation
 
     def _create(self, version: Version, file: File, chunks: Callable[[], Iterable[Piece]]) -> File:
         """Creates the object under the name of ``file``, or under a name with its digest if other bytes are there; returns where it is."""

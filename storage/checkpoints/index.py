@@ -1,7 +1,7 @@
 """The index of a checkpoint: a parquet table with one row for each stored slice, which any tool can query.
 
 Rows are sorted by tensor and stored in row groups of ``GROUP_ROWS``.  A large index is also described by *blocks*, one for each row group
-and one for the footer, which together are all of its bytes.  The manifest holds their digests and the name of each block's first tensor.
+and one for the footer, which together hold all of its bytes.  The manifest has their digests and the name of each block's first tensor.
 So a reader that wants a few tensors fetches, checks and parses only the footer and the blocks with these tensors.
 """
 

@@ -47,7 +47,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: the shards and the index.  ``blocks``: those of the index, if it is large (see :mod:`storage.checkpoints.index`).
+    """The content of ``MANIFEST.json``.
+
+    ``files``: the shards and the index.  ``blocks``: those of the index, if it is large (see :mod:`storage.checkpoints.index`).
 
     ``about``: what the writer says of the run, all of it optional:
 
@@ -80,7 +82,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, object: str, version: Version) -> Manifest:
-        """Returns the manifest in ``raw``.  Raises :class:`BadFormat`, or :class:`Damaged`, also if it is not that of ``version``."""
+        """Returns the manifest in ``raw``.  Raises :class:`BadFormat`, or :class:`Damaged`, also if it belongs to another version."""
         content = unseal(raw, object, FORMAT)
         found = Version(content["step"], content["generation"])
         if found != version:

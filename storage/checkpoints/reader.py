@@ -1,8 +1,8 @@
 """The reader of a checkpoint fetches only the bytes that are wanted, and hands out none that it has not checked.
 
-A digest covers a stored slice, so the reader fetches a stored slice whole even if only a part of it is wanted.  That is at most one slice
-too many at each edge, and none if the layout is the one that was saved.  Slices that are neighbours in a file come in one request of up to
-``FETCH_BYTES``.  Several requests are under way while the caller uses the bytes of earlier ones.
+A digest covers a stored slice, so the reader fetches a stored slice whole even if only a part of it is wanted.  With tensors cut along one
+dimension, that is at most one slice too many at each edge, and none if the layout is the one that was saved.  Slices that are neighbours in
+a file come in one request of up to ``FETCH_BYTES``.  Several requests are under way while the caller uses the bytes of earlier ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from storage.slices import Slice, Tensor, Version
 
 FETCH_BYTES = 16 * 2**20
 AHEAD_BYTES = 2**29
-"""Bytes of all requests under way together.  One connection to an object store is slower than the device that waits for it."""
+"""Largest number of bytes of all requests under way.  Several are needed: one connection is slower than the device that waits for it."""
 
 
 class Reader:
@@ -46,7 +46,7 @@ class Reader:
         """The rows of each file in order of their bytes.  Filled when the whole index is read; from then on headers are checked too."""
         self._sizes = {file.name: file.size for file in manifest.files}
         self._begun: set[str] = set()
-        """The files whose header has been checked."""
+        """The files whose header has been checked or is being checked."""
         if manifest.blocks:
             self._footer = self._index_bytes(manifest.blocks[-1:])
         else:
@@ -66,7 +66,7 @@ class Reader:
         return sorted({row.tensor for row in self.rows})
 
     def read(self, wanted: Iterable[Slice]) -> Iterator[tuple[Slice, bytearray | memoryview]]:
-        """Yields each wanted slice with its bytes, which are read-only, in the order in which they lie in the files.
+        """Yields each wanted slice with its bytes, which the caller must not change, in the order in which they lie in the files.
 
         Raises :class:`Incomplete`, before it fetches any slice, if the checkpoint lacks a part of one.
         """
@@ -129,7 +129,7 @@ class Reader:
             self._held[row.tensor.name, row.tensor.kind][row.slice] = row
 
     def _index_bytes(self, blocks: Sequence[Block]) -> bytes:
-        """Returns neighbouring blocks of the index, each checked.  At its end it asks for one byte more, and so notices added bytes."""
+        """Returns neighbouring blocks of the index, each checked.  At the end of the index it asks for one more, to notice added bytes."""
         index, first, last = self.manifest.index, blocks[0].first, blocks[-1].last
         name = self.name_of(index.name)
         try:
@@ -174,7 +174,7 @@ class Reader:
         return data
 
     def _get(self, file: str, first: int, last: int) -> bytes:
-        """Returns these bytes of a file.  At the end of the file it asks for one more, and so notices bytes that were added."""
+        """Returns these bytes of a file.  At the end of the file it asks for one more, to notice added bytes."""
         size = self._sizes.get(file, last)
         try:
             data = self.store.get(f"{self.folder}/{file}", first, last + (last == size))
@@ -221,7 +221,7 @@ def runs(numbers: Iterable[int]) -> Iterator[list[int]]:
 
 
 def check_digest(object: str, data: bytes | memoryview, expected: str) -> None:
-    """Raises :class:`Damaged`, naming ``object``, if ``data`` has another digest."""
+    """Raises :class:`Damaged`, naming ``object``, if ``data`` has another digest than ``expected``."""
     found = digest_of(data)
     if found != expected:
         raise Damaged(object, f"blake3 {expected[:16]}…", f"{found[:16]}… over {len(data)} bytes")

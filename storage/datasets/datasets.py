@@ -104,7 +104,7 @@ class Description:
 
     @property
     def fingerprint(self) -> str:
-        """The digest of what training sees: the tokens and their meaning.  Places and names of documents do not change it."""
+        """The digest of the tokens, their meaning and their cut into files.  Names and places of documents do not change it."""
         seen: list[Any] = [self.tokenizer, self.vocabulary, [asdict(file) for file in self.files]]
         if self.definition is not None:
             seen.append(self.definition.blake3)
@@ -250,7 +250,7 @@ def _index(dtype: np.dtype[np.unsignedinteger[Any]]) -> Iterator[_Index]:
 
 
 def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[bytes]:
-    """Yields the same row of tokens, cut into shards.  Holds one shard in memory."""
+    """Yields the tokens of ``parts``, in order, as the bytes of shards.  Holds one shard in memory."""
     shard: list[Tokens] = []
     room = shard_tokens
     for part in parts:

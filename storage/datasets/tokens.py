@@ -31,7 +31,7 @@ DIGEST_BYTES = 32
 
 
 class TokenFiles:
-    """The tokens of a prepared dataset, by position.  For one thread at a time.  Raises :class:`Missing` if there is no dataset."""
+    """The tokens of a prepared dataset, by position.  Only one thread may use it at a time.  Raises :class:`Missing` if there is none."""
 
     def __init__(self, store: ObjectStore, cache_bytes: int = CACHE_BYTES) -> None:
         self.store, self.description = store, read_description(store)

@@ -1,20 +1,20 @@
 """The journal of a run, and the claims on it.
 
-Object stores cannot append.  So the journal is a row of create-only objects, ``<run>/journal/<first record>.jsonl``.  An object has a head,
-the records of at most five seconds, and the digest of both.  The head is a snapshot of all that was known before, or a reference to the
-object with the last snapshot.  An object with a reference is a continuation.  A snapshot and its continuations are one segment.
+Object stores cannot append.  So the journal is a sequence of create-only objects, ``<run>/journal/<first record>.jsonl``.  An object has a
+head, the records of at most five seconds, and the digest of both.  The head is a snapshot of all that was known before, or a reference to
+the object with the last snapshot.  An object with a reference is a continuation.  A snapshot and its continuations are one segment.
 
-A new snapshot is written once the records since the last one are as long as that one, or after :data:`CONTINUATIONS` objects.  The first
-rule keeps snapshots at half of the journal at most, however much is known.  The second one lets a run that records little write a snapshot
-every few minutes.  A reader needs the last segment only: at most ``1 + CONTINUATIONS`` objects, a snapshot and records of its length, and
-what its last object has beyond that.  An object also ends after 256 records, once a snapshot is due.
+A new snapshot is written once the records since the last snapshot have as many bytes as that snapshot, or after :data:`CONTINUATIONS`
+objects.  The first rule keeps snapshots at half of the journal at most, however long they are.  The second rule gives a run that records
+little a snapshot every few minutes.  A reader needs only the last segment: at most ``1 + CONTINUATIONS`` objects.  Without the last object,
+their records have no more bytes than the snapshot.  An object with 256 or more records ends before its time once a snapshot is due.
 
-Records are numbered without gaps, by one writer; a writer that finds its next object written by somebody else has been deposed.
+Records are numbered without gaps, by one writer; a writer that finds its next object written by another one has been deposed.
 
-A record is in a local file before ``append`` returns, and on the disk when it must be durable.  The local folder has a file an object.
-These files are also the queue to the bucket, which a thread of its own works off: a store that is slow or down delays nothing and costs no
-memory.  When a file begins, those that are in the bucket are removed: the disk holds what the bucket lacks, and little more.  Whoever reads
-a continuation there finds its snapshot in the bucket (:func:`rejoined`): objects reach the bucket in order.
+A record is in a local file before ``append`` returns, and on the disk if it must be durable.  The local folder has one file per object.  A
+thread copies these files to the bucket, in order: a store that is slow or down delays nothing and costs no memory.  When a file begins,
+the files that are in the bucket already are removed, so the disk holds what the bucket lacks, and little more.  A reader of these files
+that finds a continuation first takes its snapshot from the bucket (:func:`rejoined`), which got it earlier.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from storage.objects import ObjectStore
 SEGMENT_RECORDS = 256
 """Number of records after which an object may end before its time is over."""
 CONTINUATIONS = 32
-"""Largest number of continuations of a snapshot: a takeover reads so many objects more.  With 5 s each, a snapshot is due every 165 s."""
+"""Largest number of continuations of a snapshot: a takeover reads them all.  With 5 s each, a snapshot is due after 165 s at the latest."""
 READS = 8
 """Number of objects that are read at a time."""
 CONTINUED = 4
-"""The format that a reference states.  Versions that know no continuations read formats up to 3, and refuse it by this number."""
+"""The format that a reference states.  Releases that know no continuations read formats up to 3, and refuse this one by its number."""
 CLOSE_S = 10.0
 """Seconds for the bucket to take what is left when the journal is closed."""
 
@@ -70,16 +70,17 @@ class _Part:
     records: int = 0
 
     def read(self, at: int) -> bytes:
-        """Returns the bytes from ``at`` on, or from the beginning."""
+        """Returns the bytes from ``at`` on, or all if the file begins later."""
         with open(self.path, "rb") as file:
             file.seek(max(at - self.begin, 0))
             return file.read(self.end - max(at, self.begin))
 
 
 class Journal:
-    """One process writes it, from any thread, to the bucket and to the folder ``local``.
+    """The writer of a journal.  One process writes, from any thread, to the bucket and to the folder ``local``.
 
-    ``first`` is the number of its first record; ``snapshot`` is what was known before.
+    ``first`` is the number of its first record; ``snapshot`` is what was known before.  An object ends ``segment_s`` seconds after it
+    began.  ``retry_s`` is the pause in seconds before the bucket is tried again.
     """
 
     def __init__(
@@ -107,7 +108,11 @@ class Journal:
         self._thread.start()
 
     def append(self, record: Json, after: Callable[[], Json], *, durable: bool) -> None:
-        """Add ``record``, whose "n" is :attr:`next`; ``after`` makes the snapshot that holds then.  Raises :class:`Deposed`."""
+        """Adds ``record``, whose "n" must be :attr:`next`.  With ``durable`` it is on the disk when this returns.
+
+        ``after()`` returns the snapshot of what is known after this record.  It is called only if a snapshot has to be written there.
+        Raises :class:`Deposed` if another writer has taken over, and :class:`ValueError` for another "n".
+        """
         with self._changed:
             if self.deposed:
                 raise Deposed(self.deposed)
@@ -127,8 +132,10 @@ class Journal:
             self._changed.notify_all()
 
     def ship(self, timeout_s: float) -> bool:
-        """Have all that was appended in the bucket now, not in a while.  False where it was not within ``timeout_s``.  Raises
-        :class:`Deposed`."""
+        """Copies all that was appended to the bucket without delay, and waits for it at most ``timeout_s`` seconds.
+
+        Returns whether the bucket has all of it.  Raises :class:`Deposed`.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             if self._open is not None:
@@ -147,7 +154,11 @@ class Journal:
         return self._size
 
     def tail(self, at: int) -> tuple[int, int, bytes]:
-        """Returns where that begins what the bucket does not have yet, and the bytes from ``at`` on, or from there, with their place."""
+        """Returns what was written from the byte ``at`` on, but only what the bucket does not have yet.
+
+        The result is (first byte that the bucket lacks, first byte returned, the bytes).  Bytes are counted as in :attr:`end`.  Raises
+        :class:`Deposed`.
+        """
         with self._changed:
             if self.deposed:
                 raise Deposed(self.deposed)
@@ -158,7 +169,10 @@ class Journal:
             return begin, at, b"".join(each.read(at) for each in there if each.end > at)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is left to the bucket and end; after ``timeout_s`` it stays in the local files, and :attr:`behind` says why."""
+        """Copies what is left to the bucket, and ends.
+
+        What the bucket does not take within ``timeout_s`` seconds stays in the local files, and :attr:`behind` says why.
+        """
         with self._changed:
             self._closed_s = time.monotonic() + timeout_s
             self._changed.notify_all()
@@ -179,7 +193,7 @@ class Journal:
         return part
 
     def _write_head(self) -> None:
-        """Writes a reference to the last snapshot, or, where one is due, a new one."""
+        """Writes a reference to the last snapshot, or a new snapshot if one is due."""
         if (last := self._snapshot) is not None and last.continued < CONTINUATIONS:
             reference = _line({"format": CONTINUED, "continues": last.first})
             if not self._snapshot_is_due(len(reference)):
@@ -224,7 +238,7 @@ class Journal:
             self._changed.notify_all()
 
     def _oldest(self) -> _Part | None:
-        """The file to be copied next, once there is one; None when the journal is closed and all is copied."""
+        """Waits for the next file to copy and returns it, or None when the journal is closed and all is copied."""
         with self._changed:
             while not self._queue:
                 closed, left_s = self._closed_s != float("inf"), None
@@ -239,13 +253,13 @@ class Journal:
             return self._queue[0]
 
     def _ship(self, part: _Part) -> bool:
-        """Create the object; False when the store cannot, or has another in its place."""
+        """Creates the object.  Returns False if the store cannot, or has another object in its place (then :attr:`deposed` is set)."""
         key = _key(self.run, part.first)
         data = _sealed(part.read(part.begin))
         try:
             try:
                 self.store.put_if_absent(key, data)
-            except Exists:  # ours, when the answer to an earlier try was lost
+            except Exists:  # it may be ours: then the answer to an earlier try was lost
                 if self.store.get(key) != data:
                     self.deposed = self.store.full_name(key)
                     return False
@@ -256,13 +270,13 @@ class Journal:
         return True
 
     def _retry(self) -> bool:
-        """Give the store a moment; False when there is no time left for another try."""
+        """Pauses, and returns whether there is time left for another try."""
         time.sleep(max(0.0, min(self._retry_s, self._closed_s - time.monotonic())))
         return time.monotonic() < self._closed_s
 
 
 def _sync_folder(folder: Path) -> None:
-    """The name of a new file must be on the disk too."""
+    """Puts the names of new files in ``folder`` on the disk too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -275,17 +289,17 @@ Segment = tuple[Json, list[Json]]
 
 
 def read(store: ObjectStore, run: str) -> list[Segment]:
-    """Returns every segment in the bucket, oldest first.  Raises :class:`Damaged` on a gap or a record twice.
+    """Returns every segment in the bucket, oldest first.  Raises :class:`Damaged` if a record is missing or is there twice.
 
-    The oldest objects may be gone.  Then it begins with the first snapshot that is there.
+    If the oldest objects are gone, it begins with the first snapshot that is there.
     """
     return _segments(store, store.list(f"{run}/journal/"))
 
 
 def newest(store: ObjectStore, run: str) -> Segment | None:
-    """Returns the last segment in the bucket: who takes over is not to read days of them.
+    """Returns the last segment in the bucket, or None.  A coordinator that takes over must not have to read days of segments.
 
-    Raises :class:`Damaged` where its snapshot is gone.
+    Raises :class:`Damaged` if its snapshot is gone.
     """
     keys = store.list(f"{run}/journal/")
     return _rejoined(store, keys, [_object(store, keys[-1])])[0] if keys else None
@@ -294,7 +308,7 @@ def newest(store: ObjectStore, run: str) -> Segment | None:
 def rejoined(store: ObjectStore, run: str, segments: Sequence[Segment]) -> list[Segment]:
     """Returns ``segments``, the first of which may be a continuation, with the snapshot and the records that it continues.
 
-    These are in the bucket: a writer's objects reach it in order.  Raises :class:`Damaged` where they are not.
+    These must be in the bucket, since a writer's objects reach it in order.  Raises :class:`Damaged` if they are not.
     """
     continued = segments and "continues" in segments[0][0]
     return _rejoined(store, store.list(f"{run}/journal/"), segments) if continued else list(segments)
@@ -315,7 +329,7 @@ def _rejoined(store: ObjectStore, keys: Sequence[str], segments: Sequence[Segmen
 
 
 def _segments(store: ObjectStore, keys: Sequence[str]) -> list[Segment]:
-    """Returns the segments that the objects ``keys`` are, from the first snapshot on."""
+    """Returns the segments that the objects ``keys`` make up, from the first snapshot on."""
     segments: list[Segment] = []
     expected: int | None = None
     with ThreadPoolExecutor(READS, "journal-read") as pool:
@@ -329,7 +343,7 @@ def _segments(store: ObjectStore, keys: Sequence[str]) -> list[Segment]:
 
 
 def _join(segments: list[Segment], head: Json, records: list[Json], where: str) -> None:
-    """Adds an object to ``segments``: as a new one, or to the last one.  Raises :class:`Damaged` where it continues another."""
+    """Adds an object to ``segments``: as a new one, or to the last one.  Raises :class:`Damaged` if it continues another."""
     if "continues" not in head:
         return segments.append((head, records))
     base = _base(*segments[-1]) if segments else None
@@ -361,7 +375,7 @@ def records(store: ObjectStore, run: str) -> list[Json]:
 
 
 def parse(lines: bytes, *, tail: bool = False) -> list[Segment]:
-    """Returns the segments in a file: a coordinator's local one, a copy of an object, or several of either one after the other.
+    """Returns the segments in ``lines``: a coordinator's local file, a copy of an object, or several of them in a row.
 
     ``tail``: the first may be a continuation (:func:`rejoined`).  Raises :class:`Damaged`.
     """

@@ -1,8 +1,8 @@
 """Replicas of the end of a journal: other nodes hold what the bucket does not have yet, and give it back when its writer has died.
 
 A tail is a part of the writer's local files.  It consists of segments: a snapshot and the records after it, one line each.  The first one
-may be a continuation, whose snapshot is in the bucket (:func:`storage.journal.rejoined`).  The
-module ``elastic/protocol/authority.py`` says what a keeper accepts of it, and which tail a new coordinator takes.
+may be a continuation, whose snapshot is in the bucket (:func:`storage.journal.rejoined`).  The module ``elastic/protocol/authority.py``
+says what a keeper accepts of a tail, and which tail a new coordinator takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WRITER = "journal-"
 
 
 def segments_of(tail: bytes) -> list[Segment]:
-    """Returns the segments of a tail.  Ignores a last line that was cut off."""
+    """Returns the segments of a tail that have records.  Ignores a last line that was cut off."""
     return [(snapshot, records) for snapshot, records in parse(tail[: tail.rfind(b"\n") + 1], tail=True) if records]
 
 
@@ -25,7 +25,7 @@ Written = tuple[int, bytes]
 
 
 def folder_of(folder: Path, incarnation: int) -> Path:
-    """Returns the folder in which a coordinator writes on its node, a file a segment."""
+    """Returns the folder in which a coordinator writes on its node, with one file for each object of the journal."""
     return folder / f"{WRITER}{incarnation:06d}"
 
 

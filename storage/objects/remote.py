@@ -25,7 +25,7 @@ class Transient(Exception):
 
 @dataclass(frozen=True)
 class RemotePolicy:
-    """The limits of a call.  They are generous: background saves, the journal's copy and idle workers are all that wait for a bucket."""
+    """The limits of a call.  They are generous, since only background saves, the journal's thread and idle workers wait for a bucket."""
 
     attempts: int = 10
     attempt_s: float = 20.0

@@ -46,7 +46,7 @@ MARK = "elastic-write"
 
 CLIENT = {
     # botocore frames a body with a checksum behind it by default; a store that does not know that saves the frame in the object.
-    # Bodies are still protected: signed by their sha256, and ours are under digests taken before.
+    # Bodies are still protected: requests are signed over the body's sha256, and manifests have digests that were taken before.
     "request_checksum_calculation": "when_required",
     # attempts are counted in one place: by RemotePolicy
     "retries": {"total_max_attempts": 1},
@@ -108,7 +108,7 @@ class S3(ObjectStore):
         shared_s = self.policy.transfer_s(self.at_once * (stop - first)) if stop is not None else 0.0  # concurrent requests share the link
         try:
             answer = self._call(key, "get_object", ranged, shared_s)
-        except Refused:  # 416: the object ends before
+        except Refused:  # 416: the object ends before ``first``
             return b""
         if ranged and not str(answer.get("ContentRange", "")).startswith(f"bytes {first}-"):
             raise Unavailable(self.full_name(key), "the store answers a range with other bytes; use one that honours Range")
@@ -195,7 +195,7 @@ class S3(ObjectStore):
         return tuple(parts)
 
     def _mark(self, key: str) -> str:
-        """Returns the mark of the writer of the object, or "" if there is none."""
+        """Returns the mark of the object's writer: "unknown" if the object has none, and "" if there is no object."""
         try:
             return str(self._call(key, "head_object").get("Metadata", {}).get(MARK, "unknown"))
         except Missing:

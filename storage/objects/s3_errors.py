@@ -93,11 +93,11 @@ def _answered(error: boto.ClientError) -> Transient | Refused:
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     code = str(said.get("Code", status))
     text = f"{status} {'' if code == str(status) else code}".strip() + f": {said.get('Message', 'no reason given')}"
-    if code in ("PreconditionFailed", "412"):  # a completion is answered 200 before it is decided, and the no comes in the body
+    if code in ("PreconditionFailed", "412"):  # a completion is answered 200 before it is decided, and the refusal comes in the body
         return Refused(412, code, text)
     if code in _MEANING:
         return Refused(status, code, text)
-    # 409: writers met; the next attempt tells who won
+    # 409: several writers collided; the next attempt shows which of them won
     if code in _TRANSIENT_CODES or status >= 500 or status in (408, 409, 429):
         return Transient(text)
     region = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region", "")

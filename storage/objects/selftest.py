@@ -1,4 +1,4 @@
-"""The self-test of a bucket: about thirty small requests before a run begins.  A store that breaks a promise would fail a month later.
+"""The self-test of a bucket: about thirty small requests before a run begins.  Otherwise a broken promise would show only a month later.
 
 It checks what checkpoints, the journal and claims rely on.  A create-only write is refused if there is an object, both as one PUT and as
 an upload in parts, which stores implement separately.  Of several such writes at the same time, one wins.  Bytes come back as they were
@@ -54,7 +54,7 @@ def _check(store: ObjectStore, key: str, what: str) -> None:
 
 
 def _race(store: ObjectStore, key: str) -> None:
-    """Finds a store that looks first and writes then: it overwrites whoever comes between, and tells nobody."""
+    """Finds a store that looks first and writes then: it overwrites an object that was written in between, and tells nobody."""
     with ThreadPoolExecutor(RIVALS) as pool:
         winners = sum(pool.map(lambda _: _created(store, key), range(RIVALS)))
     if winners != 1:

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter 2019), by torch's own function.
 
 ``foreach`` computes elementwise, and its result does not depend on how a tensor is cut.  The fused CPU kernel treats the last few
-elements of a differently, so its result depends on it.
+elements of a tensor differently, so its result does depend on the cut.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Hyper:
-    """The values that an update gets beside the slices.  They are the same on every member."""
+    """The values that an update gets besides the slices.  They are the same on every member."""
 
     settings: Optim
     lr: float
@@ -105,7 +105,10 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self, grads: Mapping[str, Tensor], outcome: Outcome) -> float:
-        """Applies the update of ``outcome.step`` from summed gradients, which are scaled in place.  Returns the learning rate used."""
+        """Applies the update of ``outcome.step`` from summed gradients, which are scaled in place.  Returns the learning rate of the step.
+
+        If the gradient is not finite, nothing changes.
+        """
         job = self.job
         lr = learning_rate_of(job, outcome.step)
         if not outcome.finite:

@@ -175,7 +175,7 @@ class Deadlines(Part):
     wait_s: Free[Seconds] = 600
     """Time to wait for enough workers until the run gives up.  It can be resumed."""
     stop_s: Free[Seconds] = 60
-    """Time in which no part of the last save arrives until the run stops without it."""
+    """Longest time without a new part of the last save; then the run stops without that save."""
     driver_s: Free[Seconds] = 20
     """Time without a question of the driver until the run stops.  With ``on_driver_exit = "detach"`` the run does not stop."""
     grow_debounce_s: Free[Seconds] = 2
@@ -409,7 +409,7 @@ def _disagreements(job: Job) -> Iterator[str]:
 def _deadlines(deadlines: Deadlines) -> Iterator[str]:
     """Yields a sentence for each deadline that is so short that healthy processes would miss it."""
     rhythm = {
-        "lease_s": (1, "a member renews its lease four times in it, and would leave"),
+        "lease_s": (1, "a member renews its lease four times in this time, and a healthy one would stop"),
         "stall_s": (1, "keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed"),
         "silence_s": (2, "a node beats each 0.5 s, and a healthy one would be taken for silent"),
         "driver_s": (1, "a driver asks ten times a second, and a healthy one would be taken for gone"),

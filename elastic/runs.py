@@ -289,7 +289,7 @@ def _other_job(job: Job, found: Job) -> str:
         why = "another value would change the weights from here on"
     return (
         f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({shown}); {why}; "
-        f"give this one another name to begin at step 0, or the settings of the other to go on with it"
+        f"to begin at step 0 choose another name; to continue that run use its settings"
     )
 
 

@@ -20,7 +20,7 @@ def begin(call: Callable[[], T], name: str) -> Future[T]:
 def _run(call: Callable[[], T], future: Future[T]) -> None:
     try:
         future.set_result(call())
-    except Exception as error:  # the end of a thread: result() raises it
+    except BaseException as error:  # a panic in Rust code is no Exception; result() raises whatever it was
         future.set_exception(error)
     finally:
         del call, future  # the error refers to this frame, which would keep these alive until the garbage collector runs

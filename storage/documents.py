@@ -47,11 +47,12 @@ def unseal(raw: bytes, object: str, newest_known: int) -> dict[str, Any]:
         found = content.pop(DIGEST)
         intact = seal(content) == raw
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise Damaged(object, "a sealed JSON document", f"{len(raw)} bytes that are none") from None
+        raise Damaged(object, "a sealed JSON document", f"{len(raw)} bytes that are not one") from None
     if not intact:
         raise Damaged(object, f"content with blake3 {found}", digest_of(_text(content)))
     if not 1 <= content["format"] <= newest_known:
-        raise BadFormat(f"{object} has format {content['format']}, and this release reads up to {newest_known}: upgrade")
+        found = content["format"]
+        raise BadFormat(f"{object} has format {found}, but this release reads formats up to {newest_known}: install a newer release")
     return dict(content)
 
 

@@ -118,7 +118,7 @@ def test_another_job_is_told_why_it_cannot_go_on() -> None:
     """The class of the changed setting decides: another value changes the weights (branch), or the state does not fit it (refused)."""
     job = a_run().job.replace(name="told", model_args={"dim": 8})
     Run.open(job)
-    to_do = "; give this one another name to begin at step 0, or the settings of the other to go on with it"
+    to_do = "; to begin at step 0 choose another name; to continue that run use its settings"
     with pytest.raises(JobError) as caught:
         Run.look(job.replace(seed=3))
     assert str(caught.value).endswith("(seed = 0 there and 3 here); another value would change the weights from here on" + to_do)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the cross-entropy of each next token: (sum as float32 scalar, number of valid targets as int64 scalar).
 
-    ``batch["tokens"]`` is int64 [batch, seq + 1]; a target of -1 is masked.
+    ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked, and negative inputs read as token 0.
     """
     tokens = batch["tokens"]
     logits = model(tokens[:, :-1].clamp_min(0))
-    targets = tokens[:, 1:].flatten()
+    targets = tokens[:, 1:].flatten().clamp_min(-1)
     loss = F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=-1, reduction="sum")
     return loss, torch.count_nonzero(targets >= 0)

@@ -94,7 +94,7 @@ class LayoutRule:
         fixes += [f"workers.min = {max(worlds)}"] if worlds else []
         fixes += ["smaller degrees"] if not worlds else []
         raise ValueError(
-            f"{self} makes no world of {min_workers} or more members with workers.min = {min_workers} and "
+            f"{self} allows no world of {min_workers} or more members with workers.min = {min_workers} and "
             f"workers.max = {max_workers}; set {' or '.join(fixes)}"
         )
 

@@ -109,7 +109,7 @@ class Checkpoints:
         :class:`ValueError` if ``about`` has an unknown key.
         """
         if unknown := about.keys() - ABOUT:
-            raise ValueError(f"a manifest says nothing about {', '.join(sorted(unknown))}; it knows {', '.join(sorted(ABOUT))}")
+            raise ValueError(f"a manifest has no entry {', '.join(sorted(unknown))}; its entries are {', '.join(sorted(ABOUT))}")
         receipts = sorted(receipts, key=lambda receipt: receipt.file)
         rows = self._complete(version, receipts)
         index, blocks = to_parquet(rows)
@@ -154,7 +154,7 @@ class Checkpoints:
         try:
             manifest = self.manifest(version)
         except Missing as error:
-            raise Damaged(error.object, "a manifest", "nothing: the checkpoint was never complete, or lost it") from None
+            raise Damaged(error.object, "a manifest", "none: the checkpoint was never complete, or its manifest was deleted") from None
         return Reader(self.store, self.folder(version), manifest)
 
     def verify(self, version: Version) -> Verified:
@@ -223,7 +223,7 @@ class Checkpoints:
         try:
             return str(unseal(self.store.get(key), key, 1)["reason"]) or "no reason was given"
         except Damaged:
-            return "the note that says how is damaged itself"
+            return "it is marked as damaged, and the note that says why is damaged too"
 
 
 def _chunks(header: bytes, parts: Iterable[Part], hook: Callable[[], None] | None) -> Iterator[Piece]:

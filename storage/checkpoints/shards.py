@@ -85,4 +85,4 @@ def check_header(raw: bytes | memoryview, rows: Iterable[Stored], version: Versi
         raise Damaged(object, "a safetensors header", "something else") from None
     entries = {entry.key: entry for entry in (entry_of(row.tensor, row.slice) for row in rows)}
     if metadata != metadata_of(version) or entries.keys() != header.keys() or header_of([entries[key] for key in order], metadata) != raw:
-        raise Damaged(object, "a header that lists what the index lists", "another")
+        raise Damaged(object, "a header that lists what the index lists", "another header")

@@ -85,7 +85,8 @@ class Description:
             value = json.loads(raw)
             number = value.pop("format")
             if number not in READABLE:
-                raise BadFormat(f"{name} is of format {number}, not {' or '.join(map(str, READABLE))}; use a newer version")
+                readable = " and ".join(map(str, READABLE))
+                raise BadFormat(f"{name} has format {number}, but this release reads {readable}: install a newer release")
             dtype = value.pop("dtype", "uint16")
             value["files"] = tuple(File(**file) for file in value["files"])
             for each in ("index", "blocks", "definition"):

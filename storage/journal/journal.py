@@ -457,5 +457,5 @@ def _sealed(lines: bytes) -> bytes:
 def _unsealed(raw: bytes, object: str) -> bytes:
     lines = raw[: -len(_sealed(b""))]
     if _sealed(lines) != raw:
-        raise Damaged(object, "a segment that ends with its digest", f"{len(raw)} bytes that do not")
+        raise Damaged(object, "an object that ends with its digest", f"{len(raw)} bytes that do not")
     return lines

@@ -63,7 +63,7 @@ class Folder(ObjectStore):
     def list(self, prefix: str = "") -> list[str]:
         found = []
         for folder, _, files in os.walk(f"{self.root}/{prefix.rpartition('/')[0]}"):
-            relative = os.path.relpath(folder, self.root)
+            relative = os.path.relpath(folder, self.root or "/")
             found += [str(PurePosixPath(relative, file)) for file in files if not file.startswith(PARTIAL)]
         return sorted(key for key in found if key.startswith(prefix))
 

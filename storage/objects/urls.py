@@ -61,4 +61,4 @@ def _check_known(scheme: str, rest: str) -> None:
     if scheme not in known:
         near = difflib.get_close_matches(scheme.lower(), [*BACKENDS, *sorted(known)], 1, 0.5)
         hint = f"did you mean '{near[0]}://{rest}'?" if near else "use a folder, or a URL such as s3://bucket/prefix"
-        raise ValueError(f"must have a scheme that is known; {hint}")
+        raise ValueError(f"has an unknown scheme; {hint}")

@@ -237,9 +237,9 @@ def test_a_format_of_the_future_is_refused_by_number(store: ObjectStore) -> None
     write_dataset(store, [("a", tokenize(b"x" * 99))], BYTES)
     value = json.loads(store.get(DESCRIPTION))
     store.put(DESCRIPTION, json.dumps({**value, "format": 3}).encode())
-    with pytest.raises(BadFormat, match=r"dataset\.json is of format 3, not 1 or 2; use a newer version"):
+    with pytest.raises(BadFormat, match=r"dataset\.json has format 3, but this release reads 1 and 2: install a newer release"):
         TokenFiles(store)
-    with pytest.raises(DataError, match=r"^data\.args\.path = .*is of format 3"):
+    with pytest.raises(DataError, match=r"^data\.args\.path = .*has format 3"):
         TokenDataset(store.url, 8)
 
 

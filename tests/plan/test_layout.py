@@ -109,6 +109,6 @@ def test_an_impossible_rule_is_refused_by_name(settings: dict[str, int], sentenc
 def test_check_says_what_is_missing() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^parallel \(dp_replicate = 2, dp_shard = 2\) makes no world .*; set workers\.max = 4 or smaller degrees$",
+        match=r"^parallel \(dp_replicate = 2, dp_shard = 2\) allows no world .*; set workers\.max = 4 or smaller degrees$",
     ):
         LayoutRule(2, 2).check(1, 3)

@@ -42,3 +42,17 @@ def test_a_call_that_failed_is_forgotten_with_its_future() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+class Panic(BaseException):
+    """What a panic in Rust code becomes: no :class:`Exception`."""
+
+
+def test_a_panic_reaches_whoever_waits() -> None:
+    future = begin(panic, "panics")
+    with pytest.raises(Panic):
+        future.result(PATIENCE_S)
+
+
+def panic() -> None:
+    raise Panic

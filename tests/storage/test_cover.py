@@ -75,7 +75,7 @@ def test_what_is_wrong_is_named() -> None:
     low, high = Slice("w", "parameter", (0, 0), (2, 2)), Slice("w", "parameter", (2, 0), (4, 2))
     for pieces, problem in [
         ([(tensor, low)], "4 of 8 elements"),
-        ([(tensor, low), (tensor, high), (tensor, low)], "w@0,0-2,2 is there twice"),
+        ([(tensor, low), (tensor, high), (tensor, low)], "w@0,0-2,2 is stored twice"),
         ([(tensor, low), (Tensor("w", "parameter", "F32", (4, 3)), high)], "disagree"),
         ([(tensor, low), (Tensor("w", "parameter", "BF16", (4, 2)), high)], "disagree"),
         ([(tensor, Slice("w", "parameter", (0, 0), (5, 2)))], "outside"),

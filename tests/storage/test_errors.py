@@ -15,7 +15,7 @@ EXAMPLES = [
     Exists("k", "s3://b"),
     Damaged("s3://b/k", "12 bytes", "11 bytes"),
     Incomplete("s3://b/k", "3 of 4 elements are there"),
-    BadFormat("s3://b/k has format 2, and this release reads up to 1: upgrade"),
+    BadFormat("s3://b/k has format 2, but this release reads formats up to 1: install a newer release"),
     Deposed("s3://b/k"),
     Unavailable("s3://b/k", "503"),
 ]

@@ -196,7 +196,7 @@ def continued(store: Moody, start: Callable[..., Journal]) -> list[str]:
 def test_a_continuation_without_its_snapshot_is_damage(store: Moody, continued: list[str]) -> None:
     snapshot = store.get(continued[0])
     store.put(continued[0], snapshot[:-1])
-    with pytest.raises(Damaged, match=r"000000000034.jsonl .* a segment that ends with its digest"):
+    with pytest.raises(Damaged, match=r"000000000034.jsonl .* an object that ends with its digest"):
         newest(store, "run")
     for gone in continued[:2]:
         held = store.get(gone) if gone != continued[0] else snapshot

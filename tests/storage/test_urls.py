@@ -40,9 +40,9 @@ def test_a_folder_is_one_and_a_url_is_none(place: str, folder: str | None) -> No
         ("file:/data", "write 'file:///data'"),
         ("C:/data", "write 's3://bucket/prefix', or './C:/data'"),
         ("file://data", "must name its folder by an absolute path: 'file:///data'"),
-        ("s4://bucket", "must have a scheme that is known; did you mean 's3://bucket'"),
+        ("s4://bucket", "has an unknown scheme; did you mean 's3://bucket'"),
         ("S3://bucket", "did you mean 's3://bucket'"),
-        ("zzzz://bucket", "must have a scheme that is known; use a folder, or a URL such as s3://bucket/prefix"),
+        ("zzzz://bucket", "has an unknown scheme; use a folder, or a URL such as s3://bucket/prefix"),
     ],
 )
 def test_what_only_looks_like_a_url_is_refused(place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

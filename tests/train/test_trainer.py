@@ -88,7 +88,7 @@ def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) ->
 def test_a_plan_that_was_not_entered_is_void_for_the_next_coordinator(
     tmp_path: Path, taken_over: bool, said_again: bool, entered: list[int]
 ) -> None:
-    """It may not know the plan, and its own would wait behind it; if it knows it, it sends it again.  The control: no takeover."""
+    """It may not know the plan, and its own would wait behind it; if it does, it sends the plan again.  The control: no takeover."""
     events: list[Any] = []
 
     def report(event: Any) -> None:
@@ -113,7 +113,7 @@ def test_a_plan_that_was_not_entered_is_void_for_the_next_coordinator(
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_process_in_which_an_abort_does_not_end_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: bool) -> None:
-    """The process says so, long before the forming deadline, and is replaced.  The control: the abort ends while the next world is built."""
+    """The process says so, long before the forming deadline, and is replaced.  The control: the abort ends while the next world forms."""
     monkeypatch.setattr("elastic.train.loop.ABORT_S", 0.2 if not ends else PATIENCE_S)
     events: list[Any] = []
     stuck = Event()
@@ -130,7 +130,7 @@ def test_a_process_in_which_an_abort_does_not_end_is_of_no_use(monkeypatch: pyte
 
 
 def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None:
-    """Another member died while this one was between the boundary's commit and its report: fence and settlement come before the pause."""
+    """Another member died between this one's boundary commit and its report: the fence and the settlement come before the pause."""
     events: list[Any] = []
 
     def report(event: Any) -> None:

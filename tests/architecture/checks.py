@@ -65,7 +65,7 @@ def wrong_imports(file: Path, source: str, modules: frozenset[str]) -> Iterator[
 
 
 def wrong_calls(file: Path, source: str) -> Iterator[str]:
-    """Yields a sentence for each wrong use of environment variables, pickling by torch, and handler that catches everything."""
+    """Yields a sentence for each wrong use of the environment, each pickling by torch, and each wrong handler that catches everything."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv" | "putenv" | "environb" as name):

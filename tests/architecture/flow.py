@@ -79,11 +79,11 @@ class Passed:
     own: tuple[str, ...]
     """Functions that do not run in the steady state."""
     steady: bool
-    """Whether the steady state touches the file."""
+    """True if the steady state touches the file."""
 
     @property
     def types(self) -> bool:
-        """Whether only instances are made of what is in the file."""
+        """True if only instances are made of what is in the file."""
         return all(each.endswith(" made") for each in self.threads)
 
 

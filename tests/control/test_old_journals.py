@@ -68,7 +68,7 @@ def test_all_fields_of_format_2_are_looked_at() -> None:
 
 
 def test_the_answers_to_a_fence_say_what_each_had_seen() -> None:
-    """In format 2 each answer repeats its commits; today it names the newest commit that its member had seen."""
+    """Answers of format 2 repeat their commits; today each answer names the newest commit that its member had seen."""
     found = 0
     for snapshot, records in read("simulated_2"):
         for number, record in enumerate(records, 1):

@@ -151,7 +151,7 @@ def test_an_interrupted_preparation_takes_away_what_it_wrote(store: ObjectStore)
 
 
 def test_whoever_describes_a_dataset_first_wins(store: ObjectStore) -> None:
-    """Of two writers at the same time the later one is told; it neither replaces the description nor takes files away."""
+    """The later of two writers is told; it neither replaces the description nor takes files away."""
 
     def overtaken() -> Iterator[tuple[str, Tokens]]:
         yield "a", tokenize(b"slow")

@@ -301,7 +301,7 @@ class Actor:
     records: list[str]
     whole: bool
     cut: bool = False
-    """Whether it reaches neither the head nor the bucket."""
+    """True if it reaches neither the head nor the bucket."""
     in_bucket: int = 0
     acted_to: int = 0
     calls: list[tuple[NodeId, Any, tuple[int, int, list[str]]]] = field(default_factory=list)

@@ -123,7 +123,7 @@ def test_the_disk_holds_what_the_bucket_lacks_and_little_more(store: Moody, tmp_
 
 
 def test_a_segment_ends_when_its_records_are_as_long_as_its_snapshot(store: Moody, start: Callable[..., Journal]) -> None:
-    """At most half of the journal is snapshots, however long these are; one every 256 records would be most of the journal."""
+    """Snapshots are at most half of the journal, however long they are; one every 256 records would be most of the journal."""
     journal, known = start(), {"sum": 0, "workers": "w" * 100_000}
     for n in range(SEGMENT_RECORDS * 40):
         journal.append({"n": n, "said": "x" * 10}, lambda: known, durable=False)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.fast
 
 
 class Clock:
-    """A clock that only ``sleep`` moves; ``pauses`` lists the seconds of each sleep."""
+    """A clock that ``sleep`` and the store move; ``pauses`` lists the seconds of each sleep."""
 
     def __init__(self) -> None:
         self.now, self.pauses = 1000.0, list[float]()

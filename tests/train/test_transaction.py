@@ -89,7 +89,7 @@ class FenceAt(Faults):
 
 @dataclass
 class Settled:
-    """What one member says of step 2."""
+    """The report of one member about step 2."""
 
     barred: bool
     untouched: bool

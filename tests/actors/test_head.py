@@ -33,8 +33,6 @@ from tests.support.processes import Ended, Watched
 __all__ = ["undisturbed"]
 pytestmark = pytest.mark.full
 DOWN_STEPS = 5
-STARTER = ThreadPoolExecutor(1)
-"""Ray's processes die with the *thread* that started them (PR_SET_PDEATHSIG): this one stays, a witness does not."""
 AHEAD = """
 import time
 wall, wall_ns = time.time, time.time_ns

@@ -18,7 +18,7 @@ def module_name(file: Path) -> str:
 
 
 def row_of(module: str) -> Row | None:
-    """The row of the longest name that ``module`` begins with; "elastic" itself is only the package's own file."""
+    """Returns the row of the longest name that ``module`` begins with; "elastic" itself is only the package's own file."""
     names = [name for name in table.IMPORTS if module == name or (name != "elastic" and module.startswith(f"{name}."))]
     return table.IMPORTS[max(names, key=len)] if names else None
 
@@ -35,7 +35,7 @@ def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
 
 
 def _home(name: str, modules: frozenset[str]) -> str:
-    """The module of ours that ``name`` lies in."""
+    """Returns the module of ours that ``name`` lies in."""
     while name not in modules and "." in name:
         name = name.rpartition(".")[0]
     return name
@@ -46,7 +46,7 @@ def _allows(row: Row, module: str) -> bool:
 
 
 def wrong_imports(file: Path, source: str, modules: frozenset[str]) -> Iterator[str]:
-    """Imports that the table does not allow."""
+    """Yields a sentence for each import that the table does not allow."""
     module = module_name(file)
     row = row_of(module)
     if row is None:
@@ -65,7 +65,7 @@ def wrong_imports(file: Path, source: str, modules: frozenset[str]) -> Iterator[
 
 
 def wrong_calls(file: Path, source: str) -> Iterator[str]:
-    """Environment variables outside the listed files, pickling by torch, and everything caught outside the boundaries."""
+    """Yields a sentence for each wrong use of the environment, each pickling by torch, and each wrong handler that catches everything."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv" | "putenv" | "environb" as name):
@@ -79,7 +79,7 @@ def wrong_calls(file: Path, source: str) -> Iterator[str]:
 
 
 def groups_made(file: Path, source: str) -> Iterator[str]:
-    """Process groups that are made or left anywhere but in ``World``."""
+    """Yields a sentence for each process group that is made or left anywhere but in ``World``."""
     if file.as_posix() == table.SEAM:
         return
     for node in ast.walk(ast.parse(source)):
@@ -97,7 +97,7 @@ def groups_made(file: Path, source: str) -> Iterator[str]:
 
 
 def too_long(file: Path, source: str) -> Iterator[str]:
-    """Files and functions in which something has no name yet."""
+    """Yields a sentence for each file and function that is too long: something in it has no name yet."""
     lines = source.count("\n")
     if lines > table.MAX_FILE_LINES and file.as_posix() not in table.LONG_FILES:
         yield f"{file}: {lines} lines, more than {table.MAX_FILE_LINES}"

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 3
 QUIET_S = 6.0
 LEASE_S = 20
-"""Four renewals a lease: at least one in the quiet seconds."""
+"""Seconds of a lease, which is renewed four times: at least once in the quiet seconds."""
 THREADS = {
     "Worker.train": "training",
     "Worker.obey": "control",
@@ -50,7 +50,7 @@ THREADS = {
     "Keeper._beat": "beat",
     "Keeper._watch": "watch",
 }
-"""A thread is called after one of these that it has run; else after the first function that it ran."""
+"""Names of threads: a thread that has run one of these functions has its name, another that of the first function that it ran."""
 
 
 @dataclass
@@ -79,11 +79,11 @@ class Passed:
     own: tuple[str, ...]
     """Functions that do not run in the steady state."""
     steady: bool
-    """The steady state touches the file."""
+    """True if the steady state touches the file."""
 
     @property
     def types(self) -> bool:
-        """Only instances are made."""
+        """True if only instances are made of what is in the file."""
         return all(each.endswith(" made") for each in self.threads)
 
 
@@ -236,7 +236,7 @@ def _job(folder: Path, shards: bool) -> Any:
 
 
 def flow_of(strike: Strike, notes: Mapping[int, Sequence[Call]], workers: Mapping[int, str]) -> Flow:
-    """``workers``: the name of each worker's process."""
+    """Returns the flow of ``strike`` from the calls of each process; ``workers`` maps process ids to names."""
     processes, quiet, counted = {}, {}, {"coordinator", "keeper", *strike.survivors}
     for pid, calls in notes.items():
         if (name := name_of(calls, workers, pid)) in counted and (files := passed(calls, strike)):

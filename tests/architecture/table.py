@@ -13,7 +13,7 @@ PACKAGES = ("storage", "elastic", "actors", "examples")
 
 @dataclass(frozen=True)
 class Row:
-    """``ours``: modules of this repository; ``others``: top-level names of installed packages.  The standard library always."""
+    """``ours``: modules of this repository; ``others``: top-level names of installed packages.  The standard library is always allowed."""
 
     ours: tuple[str, ...] = ()
     others: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ def source(file: Path) -> str:
 
 
 def none(found: Iterable[str]) -> None:
-    """Fail with all of them, each on its line."""
+    """Fails with all sentences in ``found``, each on its line."""
     lines = list(found)
     assert not lines, "\n" + "\n".join(lines)
 
@@ -38,7 +38,7 @@ def test_nothing_pickles_reads_the_environment_or_catches_everything() -> None:
 
 
 def test_only_the_world_makes_and_leaves_process_groups() -> None:
-    """The seam for torch's own reconfigure: nothing else would have to change."""
+    """If torch's own reconfigure is used one day, only that file has to change."""
     none(wrong for file in OURS for wrong in checks.groups_made(file, source(file)))
     assert list(checks.groups_made(Path("elsewhere.py"), source(Path(table.SEAM)))), "the control: where they are made they are found"
 
@@ -149,7 +149,7 @@ def run_blocked(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_decides_and_plans_imports_nothing_installed() -> None:
-    """Decisions run where torch, Ray, pydantic and numpy are not."""
+    """Decisions run where torch, Ray, pydantic and numpy are not installed."""
     for module in ("elastic.control.machine", "elastic.control.codec", "elastic.plan.transfer", "elastic.sim", "storage.slices"):
         done = run_blocked(f"import {module}, elastic; dir(elastic)")
         assert done.returncode == 0, f"{module}: {done.stderr}"

@@ -77,7 +77,7 @@ def test_without_the_seam_nothing_is_recorded(tmp_path: Path) -> None:
 
 
 def test_what_counts_as_passed() -> None:
-    """Only what runs in the window; a file is own by one function that the steady state does not run, and new by none that it runs."""
+    """Only what runs in the window counts; a file is own if the steady state lacks one of its functions, and new if it lacks all."""
     strike = Strike(quiet_at=10, sent_at=20, dead_at=20, committed_at=30)
     script = [
         (1, "actors/keeper.py", "Keeper.__init__"),
@@ -106,7 +106,7 @@ now, and are to be 25; it is never to be raised.  A function that runs seldom ma
 
 @pytest.mark.full
 def test_a_recovery_passes_few_files() -> None:
-    """The program, with a real kill.  What it must have seen are the steps that every recovery takes, in each process and in its thread."""
+    """The program kills for real, and must have seen the steps that every recovery takes, each in its process and thread."""
     flow = measure()
     assert len(flow.strike.survivors) == WORKERS - 1
     assert set(flow.processes) == {"coordinator", "keeper", *flow.strike.survivors}

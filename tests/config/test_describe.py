@@ -40,7 +40,7 @@ def test_every_setting_has_a_meaning_and_a_change_class() -> None:
 
 
 def test_the_trajectory_is_what_is_not_free() -> None:
-    """All but the name, which says which run it is.  A run's folder may be moved, so its bucket is free."""
+    """The name is an exception: it says which run it is.  A run's folder may be moved, so its bucket is free."""
     optim = {"kind": "a.b:c", "args": {"x": 1}}
     job = Job(name="run", bucket="/b", model_args={"dim": 1}, optim=optim)
     fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE}
@@ -94,7 +94,7 @@ def test_the_guide_has_the_page_that_the_command_prints() -> None:
 
 
 def choices(setting: str) -> set[Any]:
-    """The words that a setting accepts by name."""
+    """Returns the words that a setting accepts by name."""
     annotation = leaves(Job)[setting].annotation
     return {word for each in (annotation, *get_args(annotation)) if str(each).startswith("typing.Literal") for word in get_args(each)}
 

@@ -39,7 +39,7 @@ A = TypeVar("A", bound=Action)
 
 
 def rules(**changes: Any) -> Rules:
-    """The usual ones, but."""
+    """Returns the usual rules with ``changes``."""
     return replace(RULES, **changes)
 
 
@@ -49,12 +49,12 @@ def but(run: RunState, part: str, **changes: Any) -> RunState:
 
 
 def outcome(step: int, generation: int, boundary: int = GO_ON) -> Outcome:
-    """A commit that begins no save."""
+    """Returns the record of a commit that begins no save."""
     return Outcome(step, generation, 1.5, (0.1 * step,), (4,), ((step,),), True, boundary, saves=False)
 
 
 class Play:
-    """``run`` is where the story stands; each method is told by somebody and returns the reason."""
+    """A story: ``run`` is its present state, ``now`` the time in seconds, ``last`` the last decision, whose reason most methods return."""
 
     def __init__(self, rules: Rules = RULES, run: RunState | None = None) -> None:
         self.rules, self.now = rules, 0.0
@@ -71,14 +71,14 @@ class Play:
         return self.last.reason
 
     def later(self, seconds: float) -> str:
-        """Time goes by."""
+        """Lets ``seconds`` go by, and tells a tick."""
         self.now += seconds
         return self.tell(ev.Tick())
 
-    # ---- who tells what
+    # ---- events
 
     def join(self, *workers: str, kind: str = "cpu") -> str:
-        """The keeper of the node is up first; the workers come as they were asked for."""
+        """Each worker joins on a node of its own (n1, n2, …), whose keeper is up first."""
         reason = ""
         for number, worker in enumerate(workers, 1):
             self.tell(ev.KeeperUp(NodeId(f"n{number}")))
@@ -121,12 +121,12 @@ class Play:
         return self.tell(ev.Beat(NodeId(node), tuple(ev.Progress(WorkerId(w), self.generation, *done) for w, *done in progress)))
 
     def save(self, version: Version, *workers: str, by: int = 0) -> str:
-        """Their parts arrive; then the manifest."""
+        """The parts of ``workers`` arrive, then the manifest; ``by`` is the generation whose members wrote them (0: the version's)."""
         for worker in workers:
             self.tell(ev.ShardSaved(WorkerId(worker), version, by))
         return self.tell(ev.Saved(version, "digest"))
 
-    # ---- what is so
+    # ---- the present state
 
     @property
     def plan(self) -> Plan:
@@ -143,7 +143,7 @@ class Play:
         return self.run.generation
 
     def shard(self, worker: str, version: Version) -> Holding:
-        """Its shard in the layout of the present generation."""
+        """Returns the shard of ``worker`` in the layout of the present generation."""
         index = self.plan.layout.coordinates(self.plan.world_rank(WorkerId(worker)))["dp_shard"]
         return Holding(WorkerId(worker), version, cell(self.plan.layout.dp_shard, index))
 
@@ -153,7 +153,7 @@ class Play:
 
     @property
     def deeds(self) -> list[str]:
-        """Names of all actions that the last event brought, in order; but for ``Upload``, which goes with every change of saves."""
+        """Names of all actions that the last event brought, in order, except ``Upload``, which every change of saves brings."""
         return [type(action).__name__ for action in self.last.actions if not isinstance(action, Upload)]
 
 
@@ -166,7 +166,7 @@ def started(workers: int = 2, **changes: Any) -> Play:
 
 
 def stepping(workers: int = 2, **changes: Any) -> Play:
-    """Generation 1 of so many workers runs, from step 0."""
+    """Returns a run whose generation 1 of ``workers`` workers runs at step 0."""
     play = started(workers, **changes)
     members = [f"w{number}" for number in range(1, workers + 1)]
     play.here(*members)
@@ -175,7 +175,7 @@ def stepping(workers: int = 2, **changes: Any) -> Play:
 
 
 def reformed(play: Play) -> Play:
-    """The generation that is being formed gets ready."""
+    """All members of the generation that is being formed take the plan and get ready."""
     play.here(*play.plan.members)
     play.ready(*play.plan.members)
     return play

@@ -1,4 +1,4 @@
-"""Buddies are nodes that hold copies for each other: never for themselves, evenly, and unchanged unless there is a reason."""
+"""A buddy is a node that holds another node's copies: never its own, evenly spread, and unchanged unless there is a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal says exactly what was: bit for bit, and nothing that it does not know."""
+"""The journal gives back each value bit for bit, and refuses what it does not know."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.fast
 
 
 def strategy(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a dataclass of ours, by its declared types; floats include infinity, but no NaN, which equals nothing."""
+    """Draws any value of the type ``kind``; floats include infinity, but not NaN, which equals nothing."""
     return st.from_type(kind)
 
 
@@ -89,7 +89,7 @@ def test_what_a_later_version_wrote_is_refused_by_name() -> None:
 
 
 def test_a_field_with_a_default_may_be_missing() -> None:
-    """A journal from before it existed."""
+    """A journal that is older than the field lacks it."""
     assert decode_event({"$": "Ready", "worker": "w1", "generation": 3}).form_s == 0.0
 
 

@@ -1,4 +1,4 @@
-"""The outcome rule, over all small worlds: each member at s-1, prepared, or applied; evidence or none; alive or not."""
+"""The outcome rule is tested over all small worlds: each member at s-1, prepared or applied; evidence or none; answering or silent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def answer(plan: Plan, rank: int, situation: str) -> Fenced | None:
 
 
 def twin(situations: tuple[str, ...], reported: bool) -> tuple[bool, list[Version | None]]:
-    """Dumb: is the step committed for those who can say so, and where does each one stand afterwards?"""
+    """A simple second implementation: returns whether the step is committed, and the version of each member afterwards, if any."""
     committed = reported or any(each in ("seen", "applied", "harmed") for each in situations)
     stands: list[Version | None] = []
     for each in situations:
@@ -81,7 +81,7 @@ def test_evidence_of_another_generation_is_none() -> None:
 
 
 def test_nobody_applies_to_another_base() -> None:
-    """Prepared s, but what it holds is not s-1: it keeps what it has."""
+    """A member that prepared step s but does not hold s-1 keeps what it has."""
     world = plan(Layout(1, 1))
     worker = world.members[0]
     for held in ((), (Holding(worker, Version(3, 2), cell(1, 0)),), (Holding(worker, BEFORE, cell(2, 0)),)):

@@ -34,7 +34,7 @@ def stepped(to: int = 5) -> Play:
 
 
 def kept(play: Play, number: int, *steps: int, generation: int = 1) -> str:
-    """The keeper of node ``number`` tells of the copies of its worker."""
+    """The keeper of node ``number`` reports its worker's copies of the states at ``steps``."""
     node, worker = NodeId(f"n{number}"), WorkerId(f"w{number}")
     held = tuple(Holding(worker, Version(step, generation), cell(3, number - 1), node) for step in steps)
     return play.tell(ev.Kept(node, play.run.copies.asked, held))
@@ -111,7 +111,7 @@ def test_without_copies_for_long_it_is_said_and_shown() -> None:
 
 
 def test_without_copies_on_other_nodes_for_long_it_is_said_and_shown() -> None:
-    """They are complete here, and none arrives there: the loss of a node would cost more than anybody thinks."""
+    """Copies are complete in their own node's memory, and none reaches a buddy: the loss of a node would cost more than anybody thinks."""
     play = stepping(3, layout=SHARDS, copy_every=1, buddy_every=2)
     for number in (1, 2, 3):
         play.tell(ev.KeeperUp(NodeId(f"n{number}"), f"n{number}:7"))
@@ -145,7 +145,7 @@ def test_of_copies_that_are_seldom_the_rhythm_counts_that_members_agreed_on() ->
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_keeper_that_comes_back_and_those_beside_it_hear_who_their_buddies_are(number: int) -> None:
-    """Its address is another one, and it knows nothing; that the pairs are as before is no reason to be silent."""
+    """The keeper has a new address and knows nothing, so the pairs are told again even if they are as before."""
     play = stepping(3, layout=SHARDS, copy_every=1, buddy_every=1)
     node = NodeId(f"n{number}")
     play.tell(ev.KeeperLost(node, "its process died"))

@@ -27,7 +27,7 @@ NAMES = st.lists(st.sampled_from("abcde"), unique=True).flatmap(
 
 
 def between(before: Any, after: Any) -> Any:
-    """The delta, having been a line of a file."""
+    """Returns the delta after it was written as JSON and parsed again."""
     change = delta(before, after, encode)
     return SAME if change is SAME else json.loads(json.dumps(change))
 
@@ -55,7 +55,7 @@ def test_any_dictionary_becomes_any_other(before: dict[str, int], after: dict[st
 
 
 def test_what_is_patched_stays_as_it_is() -> None:
-    """Negative control of sharing: the value before is still there to be patched by another delta."""
+    """Negative control of sharing: patching leaves the old value unchanged, so another delta can be applied to it."""
     before = {"a": [1, 2], "b": {"x": 1}}
     kept = json.loads(json.dumps(before))
     assert patched(before, {"~": {"a": {"at": 0, "cut": 1, "put": [7, 8]}, "b": {"~": {"x": 2}}}}) == {"a": [7, 8, 2], "b": {"x": 2}}

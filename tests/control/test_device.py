@@ -1,4 +1,4 @@
-"""A worker that has lost its device is replaced; the same loss at the same step on a second one is the job's own error (R1, R20)."""
+"""A worker that has lost its device is replaced; the same loss at the same step on a second worker is the job's own error (R1, R20)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_r1_a_device_lost_while_the_world_forms_or_stops() -> None:
 
 @pytest.mark.parametrize(("step", "signature"), [(1, LOST), (2, LOST), (1, "CUDA error: uncorrectable ECC error encountered")])
 def test_r20_the_same_device_error_at_the_same_step_on_a_second_worker_is_the_jobs(step: int, signature: str) -> None:
-    """The first case; the others are its controls: another step, another error."""
+    """The first case ends the run; the others are the controls: another step, another error."""
     play = stepping(2)
     play.broken("w2", "device", ERROR, LOST)
     play.answer("w2", Version(0, 0))

@@ -112,7 +112,7 @@ def target_before_the_boundary() -> Play:
 
 
 def journal_too_short() -> Play:
-    """Folded from a journal that ends before the world that its workers are in."""
+    """The run is read from a journal that ends before the generation that its workers are in."""
     play = started(1)
     plan, play.run = play.plan, replace(play.run, state=Waiting(0.0), generation=0)
     play.tell(ev.Attached(plan.members[0], plan, stepping=True))

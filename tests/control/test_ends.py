@@ -224,7 +224,7 @@ def test_r20_a_single_worker_tries_twice() -> None:
 
 
 def test_r20_the_same_worker_again_is_not_the_jobs_own_while_there_are_others() -> None:
-    """It may be the worker that is bad: only another one's word convicts the job."""
+    """The worker itself may be bad: only the same error on another worker convicts the job."""
     play = stepping(2)
     for _ in range(2):
         play.broken("w2", "job", ERROR, "ValueError at user.py:7")

@@ -1,4 +1,4 @@
-"""Fence first, abort second: when a world may be left, and what becomes of the step that broke."""
+"""Fence first, abort second: these tests check when a world may be left, and what becomes of the step that broke."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_silent_are_expelled_and_their_word_counts_no_more() -> None:
 
 
 def test_an_expelled_member_is_not_heard_while_others_are_still_asked() -> None:
-    """Found by its counters, killed at once; whether the kill came true nobody knows."""
+    """The hanging member is found by its counters and killed at once; nobody knows whether the kill took effect."""
     play = stepping(3)
     play.steps(1, 4)
     for _ in range(4):
@@ -123,7 +123,7 @@ def test_when_nobody_answers_the_leases_are_waited_for() -> None:
 
 
 def test_a_node_that_is_only_taken_for_dead_is_no_certain_end() -> None:
-    """R10: behind a cut its members may step on; where nobody else can be asked, their leases are waited for."""
+    """R10: members behind a network cut may go on stepping; if nobody else can be asked, the coordinator waits for their leases to end."""
     play = stepping(2, lease_s=60.0)
     play.steps(1, 4)
     for worker in ("w1", "w2"):
@@ -137,7 +137,7 @@ def test_a_node_that_is_only_taken_for_dead_is_no_certain_end() -> None:
 
 
 def test_a_node_that_is_taken_for_dead_delays_nobody_who_can_be_asked() -> None:
-    """A commit needs all members: the answer of one is enough."""
+    """A commit needs all members, so the answer of one is enough."""
     play = stepping(2, lease_s=60.0)
     play.steps(1, 4)
     play.tell(Lost(WorkerId("w1"), "its node died", certain=False))
@@ -157,7 +157,7 @@ def test_one_certain_end_is_enough_for_the_next_generation() -> None:
 
 
 def test_a_single_member_that_is_killed_must_be_seen_dead() -> None:
-    """Otherwise its world, which is itself, could go on committing beside the next one."""
+    """Otherwise its world, of which it is the only member, could go on committing beside the next one."""
     play = stepping(1)
     play.steps(1, 4)
     for _ in range(4):
@@ -170,7 +170,7 @@ def test_a_single_member_that_is_killed_must_be_seen_dead() -> None:
 
 @pytest.mark.parametrize("known", ["lost", "answered"])
 def test_nothing_waits_once_everybody_is_accounted_for(known: str) -> None:
-    """Promise 5: no timeout to learn what somebody knows."""
+    """Promise 5: no timeout is spent on learning what some process already knows."""
     play = stepping(2)
     play.steps(1, 4)
     play.lose("w1")
@@ -222,7 +222,7 @@ def test_a_step_done_again_is_another_version() -> None:
 
 
 def test_words_of_older_generations_change_nothing() -> None:
-    """Promise 3: what carries an older number is refused by whoever receives it."""
+    """Promise 3: whoever receives a message of another generation refuses it."""
     play = stepping(3)
     play.steps(1, 4)
     play.lose("w2")
@@ -257,7 +257,7 @@ def test_a_fenced_member_ends_the_generation_whoever_fenced_it() -> None:
 
 
 def test_no_lease_is_granted_on_a_generation_that_is_being_stopped_but_a_granted_one_counts() -> None:
-    """The grant may be on its way while the fence is decided: the member goes on by it, so the coordinator waits for it."""
+    """The grant may be on its way while the fence is decided: the member may act on this lease, so the coordinator waits for its end."""
     play = stepping(2, lease_s=60.0)
     play.now = 10.0
     assert play.run.grants_lease(1) and not play.run.grants_lease(2)

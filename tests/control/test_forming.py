@@ -179,7 +179,7 @@ def test_who_is_left_out_never_takes_the_last_copy_with_it() -> None:
 
 
 def test_a_worker_nobody_asked_for_is_sent_away() -> None:
-    """A late one of an earlier life, or one that took too long: its id is not in use, and it never will be again."""
+    """An earlier coordinator asked for the worker, or it took too long: its id is not in use, and never will be again."""
     play = stepping(2)
     play.lose("w2")
     before = play.run
@@ -189,7 +189,7 @@ def test_a_worker_nobody_asked_for_is_sent_away() -> None:
 
 
 def test_a_worker_that_another_coordinator_asked_for_keeps_its_name() -> None:
-    """R9: one that is superseded and does not know it has started a process; the next one to be started is another."""
+    """R9: a superseded coordinator that does not know it has started w9; the next worker to be started gets a later id."""
     play = stepping(1)
     assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", CLASSES)).startswith("nobody waits for w9")
     assert play.last.actions == (Kill((WorkerId("w9"),), "nobody waits for it"),)
@@ -271,7 +271,7 @@ def test_generations_without_a_commit_are_counted_and_a_commit_forgives() -> Non
 
 
 def test_doing_again_what_was_given_up_forgives_nothing() -> None:
-    """The data of step 6 never comes for the only worker there is: each replaces the one before, and gets as far."""
+    """The data of step 6 never comes for the only worker; each worker replaces the one before, and gets no further."""
     play = stepping(1, max_fruitless=2, save_every=4)
     play.steps(1, 4)
     play.save(Version(4, 1), "w1")
@@ -289,7 +289,7 @@ def test_doing_again_what_was_given_up_forgives_nothing() -> None:
 
 
 def test_a_generation_that_ends_on_the_way_to_where_another_was_is_not_counted() -> None:
-    """A run with many failures falls back to its checkpoint and ends at an earlier step; this is no sign that it never gets on."""
+    """A generation that begins from the checkpoint may break before the furthest step; this is no sign that the run never gets on."""
     play = stepping(1, max_fruitless=0, save_every=4)
     play.steps(1, 4)
     play.save(Version(4, 1), "w1")

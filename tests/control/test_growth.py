@@ -27,7 +27,7 @@ def joins(play: Play, worker: str, node: str, host: str) -> str:
 
 
 def comes_and_goes(play: Play, times: int, stay_s: float) -> list[str]:
-    """The machine "shaky" joins as one node after the other; what was said of each newcomer."""
+    """The machine "shaky" comes ``times`` times, each time as a new node; returns the reason given at each joining."""
     said = []
     for each in range(times):
         play.later(1.0)
@@ -60,7 +60,7 @@ def one_steady_worker() -> Play:
 
 
 def after_a_shaky_machine() -> tuple[Play, WorkerId]:
-    """One has come and gone twelve times; there is room again, and a worker is being started."""
+    """The machine "shaky" has come and gone twelve times; there is room again, and a worker is being started."""
     play = one_steady_worker()
     comes_and_goes(play, times=12, stay_s=6.0)
     play.later(1.0)
@@ -82,7 +82,7 @@ def test_a_machine_that_comes_and_goes_is_no_longer_taken_in() -> None:
 
 
 def test_a_steady_machine_is_taken_in_beside_a_shaky_one() -> None:
-    """The control: what one machine did is not held against another, though it is against all a little."""
+    """The control: what one machine did counts against it, and only a little against others."""
     play, worker = after_a_shaky_machine()
     assert "grow from 1×1 to 2×1" in joins(play, worker, "y", "steady")
 
@@ -126,7 +126,7 @@ def test_a_longer_pause_asks_for_a_longer_stay() -> None:
 
 
 def test_a_stranger_is_expected_to_stay_as_others_do() -> None:
-    """One shaky host among many steady ones says little of a new one, and much where most are."""
+    """One shaky host among many steady ones says little about a new host; many shaky hosts say much."""
     calm = world_of({"s1": 9.0}, *(f"h{n}" for n in range(20)), "new", reform_s=20.0)
     wild = world_of({f"s{n}": 9.0 for n in range(20)}, "h0", "new", reform_s=20.0)
     for run, welcome in ((calm, True), (wild, False)):
@@ -146,8 +146,8 @@ def test_the_host_that_left_last_is_remembered_best() -> None:
 
 
 def test_a_node_has_left_once_nothing_of_it_is_left() -> None:
-    """A keeper that dies alone, or a worker, is no node that left; where all its processes die one by one, Ray may not call it a node's
-    death."""
+    """If a keeper or a worker dies alone, no node has left; if all processes of a node die one by one, it has, though Ray may not report
+    it as dead."""
     play = stepping(2)
     play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
     play.lose("w1")
@@ -179,7 +179,7 @@ def with_a_spare() -> Play:
 
 
 def test_a_spare_is_no_member_and_takes_a_dead_workers_seat() -> None:
-    """R13: one plan, at once, of processes that were there; another spare is started when there is room."""
+    """R13: one plan is made at once, of processes that are there; another spare is started when there is room."""
     play = with_a_spare()
     assert play.join("w3") == "w3 joined on node n1" and isinstance(play.run.state, Running)
     play.later(10.0)

@@ -1,4 +1,4 @@
-"""The journal of a recovery costs each member the same number of bytes, however many members there are.
+"""The journal of a recovery takes the same number of bytes per member, however many members there are.
 
 In format 2, each answer to a fence repeated all answers before it with the commits that they had brought: 128 workers with
 1,024 samples a step and two commits that were not acknowledged made 150 MB.
@@ -89,7 +89,7 @@ def recovery(workers: int, samples: int = 64, record: Record = codec.record) -> 
 def unread(workers: int, record: Record = codec.record, early: int = 0) -> Recorded:
     """A coordinator takes over that has not read of the latest generation; each member that answers it brings that generation's plan.
 
-    ``early`` workers were left out of it, and bring the plan of the one before.
+    ``early`` workers were left out of that generation, and bring the plan of the one before.
     """
     play = Recorded(stepping(workers, layout=REPLICAS), record)
     members = play.plan.members
@@ -100,7 +100,7 @@ def unread(workers: int, record: Record = codec.record, early: int = 0) -> Recor
         play.tell(ev.Attached(worker, replace(later, generation=1, members=members) if worker in left else later))
     for worker in later.members:
         play.tell(ev.Fenced(worker, 2, (), 0, ()))
-    for worker in members:  # the same once more: whoever had answered is asked again
+    for worker in members:  # once more: workers that had answered are asked again
         play.tell(ev.Attached(worker, replace(later, generation=1, members=members) if worker in left else later))
     assert isinstance(play.run.state, Stopping) and play.run.generation == 2
     return play

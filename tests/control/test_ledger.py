@@ -18,7 +18,7 @@ pytestmark = pytest.mark.fast
 
 
 class Journalled(Play):
-    """Keeps the records of its story."""
+    """A story that keeps the records of its journal."""
 
     def __init__(self, play: Play) -> None:
         super().__init__(play.rules, play.run)
@@ -53,7 +53,7 @@ def test_r14_each_step_counts_once() -> None:
 
 
 def test_r14_a_dead_world_rank_0_leaves_no_hole() -> None:
-    """Its last report came late, after its generation: refused, and still a fact; the one before is only in an answer."""
+    """Its report of step 4 comes after its generation has ended: refused, but still a fact.  Step 5 is told only in an answer."""
     play = Journalled(stepping(2))
     play.steps(1, 3)
     play.lose("w1")
@@ -63,7 +63,7 @@ def test_r14_a_dead_world_rank_0_leaves_no_hole() -> None:
 
 
 def test_r14_a_dropped_step_is_no_entry() -> None:
-    """A zombie saw its commit; nobody who counts did."""
+    """Only a worker that was already lost saw the commit, and said so after the step was dropped."""
     play = Journalled(stepping(2))
     play.steps(1, 3)
     play.lose("w1")
@@ -82,7 +82,7 @@ def test_a_resumed_journal_begins_with_the_lineage_of_its_snapshot() -> None:
 
 
 def test_what_only_a_dead_coordinator_was_told_is_asked_for_before_the_end() -> None:
-    """R6: world rank 0 is heard, and does not hear that there is another to whom it should say again what it said."""
+    """R6: world rank 0 is heard, but does not hear that there is a new coordinator to which it must repeat its reports."""
     play = stepping(2, target_step=4, save_every=4)
     play.step(1)
     play.step(4)

@@ -1,4 +1,4 @@
-"""These tests find the member that holds up the others: a late one is not dead, and one that waits for another is not to blame."""
+"""These tests find the member that holds up the others: a late member is not dead, and one that waits for another is not to blame."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_among_equals_the_one_that_has_stood_still_longest() -> None:
 
 
 def at(operations: dict[WorkerId, str]) -> Watch:
-    """All have completed the same, and wait or are waited for; heard twice."""
+    """All members have completed the same and were heard twice; ``operations`` says what each one does."""
     watch = Watch()
     for now in (1.0, 9.0):
         watch = observe(watch, [Progress(worker, 1, 5, 2, 0, operation) for worker, operation in operations.items()], now)
@@ -47,7 +47,7 @@ def at(operations: dict[WorkerId, str]) -> Watch:
 
 @pytest.mark.parametrize("operation", ["is stopped", "reads data"])
 def test_r3_among_equals_the_one_that_waits_for_nobody(operation: str) -> None:
-    """R3: whoever is stopped, or stopped in data loading, is told from those that wait for it inside their backward pass."""
+    """R3: a member that is stopped, or reads data, is told apart from those that wait for it inside their backward pass."""
     stalled = stall(at({W1: "computes", W2: operation, W3: "computes"}), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit == W2
     assert stalled.sentence.endswith(f"w2 has completed least (step 5, microbatch 2, collective 0); it {operation}")
@@ -59,7 +59,7 @@ def test_r3_a_stopped_process_tells_more_than_one_that_reads() -> None:
 
 
 def test_r3_two_that_read_data_are_not_told_apart() -> None:
-    """A store that is slow for several is nobody's fault; and one that reads, but has done more, waits for nobody who did less."""
+    """A store that is slow for several members is nobody's fault; and a member that reads, but has completed more, is not to blame."""
     stalled = stall(at({W1: "reads data", W2: "reads data", W3: "computes"}), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit is None
     ahead = [Progress(W1, 1, 5, 2, 0, "computes"), Progress(W2, 1, 5, 3, 0, "reads data"), Progress(W3, 1, 5, 3, 0, "computes")]
@@ -68,7 +68,7 @@ def test_r3_two_that_read_data_are_not_told_apart() -> None:
 
 
 def test_two_beats_that_are_half_a_second_apart_prove_nothing() -> None:
-    """Keepers of different nodes: who was read first is not who stood still first."""
+    """Keepers of different nodes beat at different times: the member that was read first need not be the one that stood still first."""
     watch = observe(Watch(), [Progress(W1, 1, 5, 2, 0)], 1.0)
     for now in (1.5, 9.0):
         watch = observe(watch, [Progress(worker, 1, 5, 2, 0) for worker in ALL], now)
@@ -92,7 +92,7 @@ def test_nobody_is_blamed_while_a_node_is_silent(last_heard: dict[WorkerId, tupl
 
 
 def test_late_is_not_stuck() -> None:
-    """Steps of 30 s: three of them without a sign of life are a stall, one and a half are not."""
+    """Steps of 30 s: three of them without a sign of life are a stall, two are not."""
     watch = Watch(moved_at=0.0, stepped_at=0.0)
     for number in range(1, 6):
         watch = stepped(watch, 30.0 * number)

@@ -51,7 +51,7 @@ def joins(play: Play, worker: str, node: str, kind: str = NEW, build: Build = TH
     ],
 )
 def test_whoever_is_made_of_something_else_is_named(other: dict[str, str], said: str) -> None:
-    """U8, U11: node, what differs, both values and the fix; killed before any world, and not started there again."""
+    """U8, U11: the sentence names the node, what differs, both values and the fix; the worker is killed before any world forms."""
     play = begun()
     joins(play, "w1", "n1")
     reason = joins(play, "w2", "n2", build=replace(THERE, **other))
@@ -68,7 +68,7 @@ def test_what_nobody_names_is_not_compared() -> None:
 
 
 def test_a_refused_node_gets_no_worker_again() -> None:
-    """Bounded: one start, one sentence; the next worker is asked for elsewhere, and one that was on its way there goes too."""
+    """It costs one start and one sentence; the next worker is asked for elsewhere, and one that was on its way there is killed."""
     play = begun(min_workers=1)
     joins(play, "w1", "n1")
     joins(play, "w2", "n2", build=replace(THERE, code="mine 23"))
@@ -98,7 +98,7 @@ def test_starts_avoid_refused_nodes() -> None:
 
 
 def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
-    """U8: with nothing to come, the run does not wait ten minutes to say so; but it gives others a moment."""
+    """U8: if no other worker can come, the run fails after 10 s, which gives others a moment, and not after ``wait_s``."""
     play = begun(min_workers=2)
     joins(play, "w1", "n1")
     joins(play, "w2", "n2", build=replace(THERE, ray="2.59.0"))
@@ -110,7 +110,7 @@ def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
 
 
 def test_a_run_that_has_begun_waits_for_better_nodes() -> None:
-    """The fleet is empty for a while, and one node in it is no good: that is no reason to end."""
+    """There is no room for a while, and one node is refused: that is no reason to end the run."""
     play = begun(min_workers=1, slots=1)
     joins(play, "w1", "n1")
     reformed(play)
@@ -142,7 +142,7 @@ def test_room_that_is_there_is_used_before_a_run_fails() -> None:
 
 
 def test_a_bucket_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
-    """U11: whatever the number of workers that could go on without it."""
+    """U11: the run ends even if enough workers could go on without that node."""
     play = begun(min_workers=1)
     joins(play, "w1", "n1")
     reason = play.tell(ev.NodeRefused(NodeId("n2"), "node n2 (b) does not see bucket = '/runs' as node n1 (a)", shared=True))
@@ -171,7 +171,7 @@ def test_a_node_that_joins_later_is_refused_and_the_run_goes_on() -> None:
 
 
 def test_the_first_world_waits_until_every_node_was_looked_at() -> None:
-    """Else it would depend on who is quicker whether a bucket that is not shared is found before anything runs."""
+    """Otherwise it would depend on timing whether a bucket that is not shared is found before anything runs."""
     play = Play(rules(max_workers=1))
     for node in ("n1", "n2"):
         play.tell(ev.NodeFound(NodeId(node)))
@@ -206,7 +206,7 @@ def test_nobody_is_a_member_before_its_node_was_looked_at() -> None:
 
 
 def test_a_worker_that_came_before_its_node_was_refused_goes_with_it() -> None:
-    """Else it would keep the place of another for ever."""
+    """Otherwise it would keep the place of another worker for ever."""
     play = stepping(1)
     play.rules = rules(max_workers=2)
     play.tell(ev.NodeFound(NodeId("n3")))
@@ -238,7 +238,7 @@ def test_a_worker_that_could_not_start_does_not_stay() -> None:
 
 
 def test_another_kind_is_refused_by_a_reproducible_run() -> None:
-    """R22: not even when it is the only one left, for the bits would change."""
+    """R22: it is refused even when it is the only kind left, because the bits would change."""
     play = begun()
     joins(play, "w1", "n1")
     play.later(2.0)
@@ -275,7 +275,7 @@ def test_two_kinds_and_too_few_of_each_fail_by_name() -> None:
 
 
 def test_without_reproducible_any_kind_may_sit_and_the_steps_are_marked() -> None:
-    """R22: the journal says of which generations the bits are nobody else's."""
+    """R22: the journal says which generations had mixed kinds, whose bits no other run can give."""
     play = begun(reproducible=False)
     before = play.run
     joins(play, "w1", "n1")
@@ -307,7 +307,7 @@ def test_what_is_known_of_nodes_is_in_the_journal() -> None:
 
 
 def test_room_is_free_for_nobody_twice() -> None:
-    """A worker that was asked for and is not placed yet will take its room; looks that came before it was asked for do not know of it."""
+    """A worker that was asked for and is not placed yet will take room; a report of free room that is older does not count it."""
     play = Play(rules(max_workers=4))
     play.tell(ev.Capacity(2, ()))
     assert [action.workers for action in play.did(StartWorkers)] == [("w1", "w2")]

@@ -1,4 +1,4 @@
-"""Journals of formats 1 and 2 say today what they said then: each flat field is where it belongs now."""
+"""Journals of formats 1 and 2 are still read: each of their flat fields is found in the part of the run to which it belongs now."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(name: str) -> Any:
 
 
 def left(snapshot: Any, records: Any) -> Any:
-    """The flat fields as the last record leaves them: in these formats each that changed is written whole."""
+    """Returns the flat fields as the last record leaves them: in these formats each changed field is written whole."""
     known = dict(snapshot["run"])
     for record in records:
         known |= {**record.get("meanwhile", {}), **record["changed"]}
@@ -68,7 +68,7 @@ def test_all_fields_of_format_2_are_looked_at() -> None:
 
 
 def test_the_answers_to_a_fence_say_what_each_had_seen() -> None:
-    """Their commits were repeated in each; in the history they still count."""
+    """Answers of format 2 repeat their commits; today each answer names the newest commit that its member had seen."""
     found = 0
     for snapshot, records in read("simulated_2"):
         for number, record in enumerate(records, 1):

@@ -1,4 +1,4 @@
-"""Some promises hold after any event: random senders say random things, sensible or not, and each promise is checked after each."""
+"""Some promises hold after any event: random senders say random things, sensible or not, and each promise is checked after each event."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Word = tuple[RunState, ev.Event, float, Transition]
 
 
 def any_event(rng: Random, run: RunState) -> ev.Event:
-    """Mostly what could be said now, sometimes nonsense, often of somebody who should be silent."""
+    """Returns an event: mostly one that could be told now, sometimes nonsense, often from a sender that should be silent."""
     plan = run.plan
     names = [*run.workers, *run.members.starting, WorkerId("w99")]
     worker = rng.choice(names)
@@ -81,7 +81,7 @@ def any_event(rng: Random, run: RunState) -> ev.Event:
 
 
 def told(seed: int, words: int = 150) -> list[Word]:
-    """A run to which anything is said."""
+    """Returns the story of a run that is told ``words`` random events."""
     rng, run, now, story = Random(seed), RunState.begin(1, 0.0), 0.0, []
     for _ in range(words):
         now += rng.choice((0.0, 0.1, 0.1, 1.0, 6.0))
@@ -187,7 +187,7 @@ def test_only_what_is_on_the_line_gets_a_manifest() -> None:
 
 
 def test_states_follow_the_table_also_within_one_event() -> None:
-    """``Decision.to`` asserts each edge; from outside, at most three in a row."""
+    """``edges.enter`` asserts each edge; from outside, one event takes at most three in a row."""
 
     def reachable(start: type, hops: int) -> set[type]:
         return {start} if not hops else {start}.union(*(reachable(each, hops - 1) for each in ALLOWED[start]))
@@ -215,7 +215,7 @@ def test_what_must_be_durable_begins_starts_or_settles_a_generation_names_worker
 
 
 def test_any_story_survives_the_journal() -> None:
-    """Deciding again from the events alone, read back, gives the same records; and folding them the same run."""
+    """Deciding again from the recorded events alone gives the same records, and folding these gives the same run."""
     for story in STORIES[:25]:
         start = codec.snapshot(story[0][0])
         records = [

@@ -1,4 +1,4 @@
-"""Journals of real runs, kept: this version tells them, and decides as they were decided.  One that was tampered with is found out."""
+"""This version tells the kept journals of real runs, and decides as was decided then.  A journal that was tampered with is found out."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def read(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def kills() -> Any:
-    """Eight worlds: kills in backward, growth, an exception."""
+    """Returns the journal of a run of eight worlds: kills in backward, growth, an exception."""
     return read(Path(__file__).parent / "journals" / "kills.jsonl.gz")
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name.partition(".")[0])
 def test_kept_journals_are_decided_as_they_were(path: Path) -> None:
-    """States and actions; sentences may be worded better meanwhile."""
+    """States and actions are compared; sentences may be worded better by now."""
     segments = read(path)
     assert sum(len(records) for _, records in segments) > 100
     assert not [each for each in differences(segments, "another version") if each.what != "reason"]
@@ -65,7 +65,7 @@ def test_a_layout_is_told_with_all_its_axes(kills: Any) -> None:
 
 
 def test_a_decision_that_was_changed_is_found(kills: Any) -> None:
-    """Negative controls: a state, an action, an event, a rule."""
+    """Negative controls: another state, a missing action, another event."""
     number, record = next((n, r) for n, (_, records) in enumerate(kills) for r in records if r["event"]["$"] == "Lost" and r["actions"])
 
     def changed(**changes: Any) -> list[tuple[int, str]]:

@@ -41,7 +41,7 @@ def test_no_save_begins_while_the_one_before_is_on_its_way() -> None:
 
 
 def test_keepers_are_told_which_saves_are_on_their_way() -> None:
-    """Each change of them, with how far the run is known: what is not named and began by then is over."""
+    """Each change is told, with the version up to which the run is known: a save that began by then and is not named is over."""
     play = stepping(2, save_every=5)
     play.steps(1, 4)
     assert not play.did(Upload)
@@ -81,7 +81,7 @@ def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
 
 
 def by_an_older_version(play: Play, step: int) -> str:
-    """The commit of ``step`` as the journals of versions have it whose members uploaded their parts themselves."""
+    """Tells the commit of ``step`` as in journals of versions in which members uploaded their parts themselves."""
     return play.tell(ev.StepDone(W1, 1, replace(play.commit(step), saves=None)))
 
 
@@ -122,7 +122,7 @@ def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize("older", [False, True])
 def test_a_worker_that_dies_does_not_end_a_save(older: bool) -> None:
-    """Its keeper has the copy, or says that it has not.  In an older journal the worker wrote its part itself: its save is forgotten."""
+    """Its keeper has the copy, or says that it lacks it.  In an older journal the worker wrote its part itself: the save is given up."""
     play = stepping(2, save_every=5)
     play.steps(1, 4)
     by_an_older_version(play, 5) if older else play.step(5)
@@ -155,7 +155,7 @@ def test_a_keeper_that_dies_ends_the_saves_that_it_had_to_upload(written: bool) 
 
 
 def test_a_save_that_the_run_went_back_behind_is_given_up() -> None:
-    """Nobody waits for it: else every later save would."""
+    """Nobody waits for it: otherwise every later save would have to wait."""
     play = stepping(2, layout=LayoutRule(1, None, 1, "all"), save_every=5)
     play.steps(1, 5)
     play.lose("w2")
@@ -191,7 +191,7 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
 
 
 def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for_in_an_older_journal() -> None:
-    """The writer's word may come before that of world rank 0, also after another writer's."""
+    """A writer may report its failure before world rank 0 reports the commit, and after another writer has reported its part."""
     play = stepping(2, save_every=5, target_step=10)
     play.steps(1, 4)
     play.tell(ev.ShardSaved(W1, Version(5, 1)))

@@ -49,7 +49,7 @@ ROWS = [tensor.shape[0] for tensor in CLASSES]
 
 
 def newest_of(run: RunState, members: tuple[WorkerId, ...]) -> Version | None:
-    """Row by row: the newest version off which nobody was cut, that these workers hold whole."""
+    """Returns the newest version on the lineage of which ``members`` together hold every row, or None."""
     for version in (Version(5, 2), Version(4, 2), Version(3, 1)):
         held = [each for member in members for each in run.workers[member].holdings if each.version == version]
         intervals = [(length, shard_interval(length, *shard_of(each.cell))) for each in held for length in ROWS]
@@ -91,7 +91,7 @@ def test_the_plan_keeps_seats_and_gives_nothing_up(run: RunState, rules: Rules) 
 
 @given(runs(), RULES)
 def test_who_is_left_out_is_not_missed_where_one_may_choose(run: RunState, rules: Rules) -> None:
-    """Leaving out one after the other is greedy: it finds a choice that keeps the newest version whenever one worker has to go."""
+    """The product leaves out one worker after the other; if only one has to go, its choice keeps the newest version where one can."""
     plan = make_plan(run, rules)
     fit = tuple(worker for worker, known in run.workers.items() if not known.unfit)
     if plan is None or len(fit) - len(plan.members) > 1:

@@ -1,4 +1,4 @@
-"""A node of which nothing is heard: dead, or behind a cut; nobody can tell.  Found by what its keeper does not say, not by a long wait."""
+"""A silent node is dead or behind a network cut; nobody can tell which.  The missing beats of its keeper show it, not a long wait."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_world_that_stands_still_while_one_node_is_silent_is_fenced_long_befor
 
 
 def test_who_is_silent_to_the_fence_too_is_not_waited_for() -> None:
-    """The usual time for an answer is over 15 s after the last beat at the earliest; it is waited for until 7.5 s after it."""
+    """``fence_s`` alone would end 15 s after the last beat at the earliest; a silent node is waited for until 7.5 s after it."""
     play = fenced_without_an_answer_of_w2()
     beats(play, 1.5, "n1", "n3")
     assert play.pending == (W2,)
@@ -94,7 +94,7 @@ def test_where_all_are_silent_it_may_be_us_who_hear_nothing() -> None:
     for _ in range(100):
         play.later(0.1)
     assert isinstance(play.run.state, Running)
-    play.beat("n1")  # the first of the words that waited
+    play.beat("n1")  # the first of the messages that waited
     assert isinstance(play.run.state, Running)
     beats(play, 4.5, "n1", "n3")
     assert isinstance(play.run.state, Running), "the others are heard for less than 5 s again"

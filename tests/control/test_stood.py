@@ -47,7 +47,7 @@ def test_who_could_not_be_asked_meanwhile_has_the_time_to_say_what_it_holds() ->
 
 
 def test_a_lease_that_was_granted_while_it_stood_still_is_waited_for() -> None:
-    """Its renewal lies behind the losses that were told meanwhile."""
+    """The message about the renewal waits behind those about losses that came meanwhile."""
     play = stepping(2)
     granted_until = play.run.watch.lease_until
     play.now = granted_until + 1.0

@@ -1,4 +1,4 @@
-"""R6: what coordinators die of.  Three deaths of one event, or before anything came of a start, and the run saves, stops and has failed."""
+"""R6: if three coordinators die of the same event, or before anything came of their start, the run saves, stops and fails."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def folded(play: Play) -> Play:
 
 
 def take_over(play: Play, *gone: str) -> Play:
-    """The coordinator dies; another one finds everybody but those ``gone``."""
+    """The coordinator dies; another one finds all workers except those ``gone``."""
     again = folded(play)
     again.now += 10.0
     alive = tuple(worker for worker in (*again.run.workers, *again.run.members.starting) if worker not in gone)
@@ -156,7 +156,7 @@ SCENES = {
 
 @pytest.mark.parametrize("name", SCENES)
 def test_fold_and_attach_equals_never_having_died(name: str) -> None:
-    """R6: whichever part of what was said is in the journal, in each state; all of it is said again."""
+    """R6: in each state, any part of what was said may be in the journal, because all of it is said again."""
     scene = SCENES[name]
     lived = scene.play()
     assert isinstance(lived.run.state, scene.state)
@@ -201,7 +201,7 @@ def test_whoever_does_not_answer_holds_nobody_up_for_ever(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["forming", "pausing", "fenced", "finishing"])
 def test_without_the_answers_the_run_is_not_the_same(name: str) -> None:
-    """The negative control: what was said to the dead one is lost unless it is said again."""
+    """The negative control: what was said to the dead coordinator is lost unless it is said again."""
     scene = SCENES[name]
     lived = scene.play()
     for event in scene.said(lived):
@@ -210,7 +210,7 @@ def test_without_the_answers_the_run_is_not_the_same(name: str) -> None:
 
 
 def test_what_was_decided_is_done_again() -> None:
-    """Form, Go, Pause, Fence: as the fold says; a member that has done it passes it over."""
+    """Form, Go, Pause and Fence are sent again as the journal says; a member that has obeyed an order already passes it over."""
     assert isinstance(take_over(started(2)).did(Form)[0].plan.members, tuple)
     assert take_over(at_step(3)).deeds == ["Go"]
     again = take_over(pausing())
@@ -231,7 +231,7 @@ def test_a_settlement_is_said_again_before_the_next_plan() -> None:
 
 
 def test_a_settlement_is_said_again_before_the_fence() -> None:
-    """A member of the new generation is gone: the others answer for what they hold once the old one is settled."""
+    """A member of the new generation is gone: the others answer what they hold once the old generation is settled."""
     again = take_over(forming_again(), "w2")
     assert again.deeds[:2] == ["Settle", "Fence"]
     assert again.did(Settle)[0].members == ("w1",) and again.did(Fence)[0].members == ("w1",)
@@ -252,7 +252,7 @@ def test_a_node_that_is_taken_for_dead_is_no_certain_end() -> None:
 
 
 def test_all_members_die_with_the_coordinator() -> None:
-    """Their nodes live: nobody's lease is waited for."""
+    """Their nodes live, so their deaths are certain and no lease is waited for."""
     again = take_over(at_step(10), "w1", "w2")
     assert isinstance(again.run.state, Waiting) and not again.run.workers
 
@@ -276,7 +276,7 @@ def test_workers_that_were_asked_for_and_are_not_there_are_replaced_under_other_
 
 
 def test_workers_of_whom_the_journal_does_not_know_are_ended() -> None:
-    """They were started by a decision that was not recorded, or sent away by one that was not performed.  Their names stay theirs."""
+    """A decision that was not recorded started them, or one that was not performed sent them away.  Their names are not used again."""
     again = folded(at_step(3))
     again.tell(ev.Recovered(2, (WorkerId("w1"), WorkerId("w2"), WorkerId("w7")), again.run.cluster.keepers))
     assert again.did(Kill)[0].workers == ("w7",)
@@ -297,7 +297,7 @@ def test_a_member_that_steps_proves_that_all_were_ready() -> None:
 
 @pytest.mark.parametrize("scene", ["waiting", "running", "pausing", "fenced", "finishing"])
 def test_a_member_of_a_later_generation_proves_that_the_journal_is_too_short(scene: str) -> None:
-    """The greatest generation seen anywhere counts: it is fenced, and what is held says where the run stands."""
+    """The greatest generation seen anywhere counts: it is fenced, and what its members hold says where the run stands."""
     again = take_over(SCENES[scene].play())
     plan = started(2).plan
     at = again.run.version
@@ -315,7 +315,7 @@ def test_a_member_of_a_later_generation_proves_that_the_journal_is_too_short(sce
 
 
 def test_a_journal_that_ends_before_the_members_joined() -> None:
-    """Each says that it has joined before it says where it is; one is heard before the other, and both answer the fence."""
+    """Each worker says that it has joined before it says where it stands; w2 is heard before w1, and both answer the fence."""
     play = Play(rules(max_workers=2))
     play.tell(ev.Capacity(2))
     play.tell(ev.KeeperUp(NodeId("n1")))
@@ -346,7 +346,7 @@ def test_deadlines_count_from_the_take_over() -> None:
 
 
 def test_leases_that_nobody_knows_of_are_waited_for() -> None:
-    """The previous coordinator may have granted leases up to its last moment; if it was cut off, it still acts for a while."""
+    """The previous coordinator may have granted leases up to its last moment; if it was only cut off, it still acts for a while."""
     again = take_over(at_step(3))
     assert again.run.watch.lease_until == again.now + again.rules.coordinator_lease_over_s + again.rules.lease_over_s
 

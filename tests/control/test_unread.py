@@ -1,6 +1,6 @@
-"""A coordinator takes over where the one before may have begun what it cannot read of: cut off with all its keepers, or dead with them.
+"""A coordinator takes over, and cannot read all that the one before recorded, which was cut off with all its keepers or died with them.
 
-Until the leases of whatever that is have run out nothing is begun or settled, and then under a number that it cannot have.
+It begins and settles nothing before the leases of unread generations have run out, and then uses a number that none of them can have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.fast
 
 
 def usurped(play: Play, *gone: str) -> Play:
-    """Another coordinator takes over on another node, and reads less than was written; it does not find those ``gone``."""
+    """Another coordinator takes over on another node, and reads less than was written; it does not find the workers ``gone``."""
     play.now += 10.0
     alive = tuple(worker for worker in (*play.run.workers, *play.run.members.starting) if worker not in gone)
     play.tell(ev.Recovered(play.run.incarnation + 1, alive, (NodeId("n1"),), whole=False))
@@ -33,7 +33,7 @@ def usurped(play: Play, *gone: str) -> Play:
 
 @pytest.mark.parametrize("play", [lambda: at_step(3), lambda: started(2), pausing, lambda: at_step(20, target_step=20)])
 def test_the_world_that_is_known_of_goes_on_no_more(play: Callable[[], Play]) -> None:
-    """Its members may be the ones that another world begins without."""
+    """Its members may be the ones that an unread generation was begun without."""
     again = usurped(play())
     assert isinstance(again.run.state, Stopping) and not again.run.state.planned
     (fence,) = again.did(Fence)
@@ -69,7 +69,7 @@ def test_a_run_that_waits_begins_nothing_either_and_does_not_fail_meanwhile() ->
 
 
 def test_two_that_could_read_nothing_begin_nothing_under_one_number() -> None:
-    """A process of the one before may still be reported lost, and an answer of its world be under way."""
+    """A process of the coordinator before may still be reported lost, and an answer of its world may be under way."""
     numbers = []
     for incarnation in (2, 3):
         play = waiting()
@@ -94,7 +94,7 @@ def test_waiting_counts_from_when_it_could_have_begun() -> None:
 
 
 def test_a_member_of_a_later_generation_says_so() -> None:
-    """It is in one that no record was found of: that one is fenced and waited for, and followed by one whose number is free."""
+    """Its generation is in no record that was read: it is fenced and waited for, and the next generation takes a number that is free."""
     play = stepping(2)
     plan = play.plan
     later = Plan(1, 3, plan.layout, plan.members, Version(5, 2), "live", (), plan.store_node, lineage=((1, 4), (2, 5)))
@@ -109,12 +109,12 @@ def test_a_member_of_a_later_generation_says_so() -> None:
 
 
 def behind(play: Play) -> Play:
-    """Another coordinator takes over, and what ``play`` comes to from here is nowhere to be read."""
+    """Another coordinator takes over, and cannot read what happens in ``play`` from here on."""
     return usurped(Play(play.rules, play.run))
 
 
 def test_which_generations_committed_the_steps_that_no_journal_has_is_in_the_plan() -> None:
-    """The journal ends at step 2 of the first; that committed two more, the second one, and only the third can be asked."""
+    """The journal ends at step 2 of generation 1, which committed two more steps; generation 2 one; only generation 3 can be asked."""
     play = at_step(2, workers=3)
     again = behind(play)
     play.steps(3, 4)
@@ -134,7 +134,7 @@ def test_which_generations_committed_the_steps_that_no_journal_has_is_in_the_pla
 
 
 def test_what_the_journal_has_and_a_later_generation_did_again_is_given_up() -> None:
-    """It ends at step 5; the second generation began from the checkpoint of step 2, and the third after the second's only step."""
+    """The journal ends at step 5; generation 2 began from the checkpoint of step 2 and made one step, after which generation 3 began."""
     play = at_step(5)
     play.run = but(play.run, "history", saved=(Version(2, 1),))
     again = behind(play)
@@ -155,7 +155,7 @@ def test_what_the_journal_has_and_a_later_generation_did_again_is_given_up() -> 
 
 
 def test_what_a_later_generation_gave_up_is_no_checkpoint_any_more() -> None:
-    """It began from step 0 although there was a checkpoint of step 2: that one was damaged, say, and only the one who is gone knew."""
+    """It began from step 0 despite a checkpoint of step 2, which was damaged, say, and only the coordinator that is gone knew that."""
     play = at_step(3)
     play.run = but(play.run, "history", saved=(Version(2, 1),))
     plan = play.plan
@@ -197,7 +197,7 @@ def test_one_that_has_read_everything_goes_on_at_once() -> None:
 
 @pytest.mark.parametrize("says", [True, False])
 def test_one_that_has_left_a_later_generation_and_waits_says_so(says: bool) -> None:
-    """The journal ends with its answer of the first; it has left the third since, and nobody else is there.  The control says nothing."""
+    """The journal ends with w2's answer of generation 1; since then w2 has left generation 3.  In the control it says nothing of that."""
     play = at_step(4, workers=3)
     play.lose("w1")
     play.answer("w2", Version(4, 1), saw=4)
@@ -222,7 +222,7 @@ def test_one_that_has_left_a_later_generation_and_waits_says_so(says: bool) -> N
 
 
 def test_what_one_holds_that_was_left_out_of_the_last_generation_counts() -> None:
-    """It was expelled by one that was cut off before it was killed; that one's last generation was begun without it."""
+    """A coordinator that was cut off expelled w3, could not kill it, and began its last generation without it."""
     play = at_step(4, workers=3)
     last = replace(play.plan, generation=3, members=(WorkerId("w2"),), version=Version(5, 2), lineage=((1, 4), (2, 5)))
     held = replace(play.shard("w3", Version(5, 2)), cell=Cell(""))
@@ -237,7 +237,7 @@ def test_what_one_holds_that_was_left_out_of_the_last_generation_counts() -> Non
 
 
 def test_what_was_applied_after_an_answer_is_asked_for() -> None:
-    """The journal ends with the answer of one that had step 4 prepared; its coordinator settled that it counts, and it was applied."""
+    """The journal ends with the answer of w2, which had prepared step 4; the coordinator then settled the step, and w2 applied it."""
     play = at_step(3, workers=3)
     play.lose("w1")
     play.answer("w2", Version(3, 1), prepared=4)

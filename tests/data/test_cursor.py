@@ -19,7 +19,7 @@ sizes = st.integers(1, 60)
 
 
 def dumb_stream(cursor: Cursor, positions: int) -> list[int]:
-    """Write out epoch after epoch."""
+    """Returns the samples at the first ``positions``, written out epoch after epoch."""
     epochs = -(-positions // cursor.samples)
     return [cursor.at(epoch * cursor.samples + slot) for epoch in range(epochs) for slot in range(cursor.samples)][:positions]
 
@@ -48,7 +48,7 @@ def test_n_epochs_consume_every_sample_exactly_n_times(samples: int, global_batc
 
 @given(sizes, sizes, st.sampled_from(SAMPLINGS), st.randoms(use_true_random=False))
 def test_ids_are_a_function_of_the_step(samples: int, global_batch: int, sampling: str, rng: random.Random) -> None:
-    """A2: asked in any order, by anybody, in whatever pieces, a step is the same samples: those of the stream written out."""
+    """A2: asked in any order, by anybody, in whatever pieces, a step has the same samples: those of the stream written out."""
     stream = dumb_stream(Cursor(samples, global_batch, 7, sampling), 5 * global_batch)
     for step in rng.sample(range(1, 6), 5):
         cursor = Cursor(samples, global_batch, 7, sampling)

@@ -1,4 +1,4 @@
-"""A dataset in a bucket: written there, read by ranges, and nothing of it believed that is not what was written."""
+"""A dataset in a bucket is written there and read by ranges; what is not as it was written is never believed."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_any_rows_of_any_dataset_equal_the_array(
     cache: int,
     data: st.DataObject,
 ) -> None:
-    """The dumb twin: documents, files and blocks are cut wherever they like, and a few or no blocks are kept."""
+    """Rows equal those of a plain array, wherever documents, files and blocks are cut, and however few blocks are kept."""
     coding = WIDE if wide else Coding("narrow", 2**16, 0)
     store = ObjectStore.open(str(tmp_path_factory.mktemp("x") / "dataset")) if local else memory()
     description = write_dataset(store, numbered(*texts), coding, shard, block * coding.dtype.itemsize)
@@ -87,7 +87,7 @@ def test_any_rows_of_any_dataset_equal_the_array(
 
 
 class Counting(Forwarding):
-    """Notes what is fetched, and can spoil it on the way."""
+    """A store that notes what is fetched, and can spoil it on the way."""
 
     def __init__(self, of: ObjectStore, spoiled: int = 0) -> None:
         super().__init__(of)
@@ -151,7 +151,7 @@ def test_an_interrupted_preparation_takes_away_what_it_wrote(store: ObjectStore)
 
 
 def test_whoever_describes_a_dataset_first_wins(store: ObjectStore) -> None:
-    """Two at the same time: the later one is told, and neither replaces the description nor takes files away."""
+    """The later of two writers is told; it neither replaces the description nor takes files away."""
 
     def overtaken() -> Iterator[tuple[str, Tokens]]:
         yield "a", tokenize(b"slow")
@@ -247,7 +247,7 @@ def test_a_format_of_the_future_is_refused_by_number(store: ObjectStore) -> None
 
 
 def test_format_1_is_read_for_ever_and_checked(tmp_path: Path) -> None:
-    """Written by the first version; a job that was begun on it goes on with it."""
+    """The dataset was written by the first version; a job that was begun on it goes on with it."""
     texts = ["Ä dataset of 2026.".encode(), b"read for ever"]
     row = [token for text in texts for token in (*text, END)]
     files = TokenFiles(ObjectStore.open(str(FORMAT_1)))

@@ -1,4 +1,4 @@
-"""The loader: the cursor's samples, ahead of time, wherever it is aimed."""
+"""The loader reads the cursor's samples ahead of time, wherever it is aimed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def cursor(samples: int = 1000, global_batch: int = 12) -> Cursor:
 
 @contextmanager
 def loading(dataset: Numbers, where: Cursor, microbatch: int = 2, prefetch: int = 2) -> Iterator[Loader]:
-    """A loader, and the assurance that it leaves no thread behind."""
+    """Yields a loader, and checks that it leaves no thread behind."""
     before = set(threading.enumerate())
     loader = Loader(dataset, where, microbatch, prefetch)
     try:
@@ -135,7 +135,7 @@ def test_without_prefetch_there_is_no_thread() -> None:
 
 
 def test_a_world_that_breaks_in_the_middle_of_a_step_is_followed_by_any_other() -> None:
-    """Left after two of three rounds, then the same step in a world of 3, then a step back, then the first place again."""
+    """The loader leaves a step after two of three rounds, reads it in a world of 3, then the step before, then the first place again."""
     dataset, where = Numbers(), cursor()
     with loading(dataset, where) as loader:
         broken = loader.microbatches(4, 0, 2)
@@ -196,7 +196,7 @@ def test_what_the_dataset_raises_names_the_samples_where_they_are_used(prefetch:
 
 
 def test_a_store_that_does_not_answer_is_no_error_of_the_jobs() -> None:
-    """The control is the test above: what the dataset raises by itself is the job's."""
+    """The control is the test above: what the dataset raises by itself is the job's error."""
     dataset = Numbers()
     dataset.down = True
     with loading(dataset, cursor()) as loader, pytest.raises(Unavailable) as failed:

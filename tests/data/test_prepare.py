@@ -121,7 +121,7 @@ def test_another_field_and_other_suffixes(tmp_path: Path) -> None:
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=8), st.integers(1, 3), st.integers(1, 9))
 def test_any_text_is_itself_from_any_format(tmp_path_factory: pytest.TempPathFactory, texts: list[str], rows: int, buffer: int) -> None:
-    """However small the pieces in which it is read."""
+    """The text is read in pieces as small as one byte or one row."""
     root = tmp_path_factory.mktemp("x")
     lines = jsonl(*({"text": text} for text in texts))
     put(root / "a.jsonl", lines)

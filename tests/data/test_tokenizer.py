@@ -1,4 +1,4 @@
-"""Text to tokens and back: nothing lost, nothing that depends on chance, and the ends of documents where they are."""
+"""Text becomes tokens and text again: nothing is lost, nothing depends on chance, and each document has one end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def encoded(encoder: Encoder, *texts: bytes) -> list[list[int]]:
 
 
 def words(*vocabulary: str, size: int = 0) -> Tokenizer:
-    """A tokenizer of whole words, with as many more that nobody says."""
+    """Returns a tokenizer of whole words, filled up with unused words to ``size``."""
     known = [*vocabulary, *(f"w{n}" for n in range(len(vocabulary), size))]
     made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(known)}, unk_token=known[0]))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -141,7 +141,7 @@ def test_a_large_vocabulary_takes_wide_tokens(tmp_path: Path, size: int, dtype: 
 
 
 def test_what_a_tokenizer_does_for_inference_is_not_done(tmp_path: Path) -> None:
-    """It may cut, pad, and add marks of its own; a dataset is the text and one end."""
+    """It may cut, pad, and add marks of its own; a dataset has only the text and one end for each document."""
     tokenizer = words("[UNK]", "<s>", "</s>", "a", "b")
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=9)

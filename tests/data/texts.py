@@ -1,4 +1,4 @@
-"""Texts, and the row of tokens that they are."""
+"""Texts, and the row of tokens that they become."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_texts(root: Path, texts: dict[str, str]) -> Path:
 
 
 def dumb_row(texts: dict[str, str]) -> list[int]:
-    """All tokens: the bytes of each text in the order of the paths, and a mark after each."""
+    """Returns all tokens: the bytes of each text in the order of the paths, and a mark after each text."""
     return [token for name in sorted(texts) for token in (*texts[name].encode(), END)]
 
 
@@ -36,7 +36,7 @@ def tokenize(text: bytes) -> Tokens:
 
 
 def numbered(*rows: list[int]) -> list[tuple[str, Tokens]]:
-    """Documents of these tokens, whatever they stand for."""
+    """Returns a document for each row of tokens, whatever they stand for."""
     return [(f"{n:03d}", np.array(row, np.uint32)) for n, row in enumerate(rows)]
 
 

@@ -1,4 +1,4 @@
-"""Promise 1: the same bits whatever the number of data ranks, replicas and shards; and an unsharded torch.optim as independent judge."""
+"""Promise 1: the same bits whatever the number of data ranks, replicas and shards; an unsharded torch.optim is the independent judge."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_the_library_sum_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> 
 
 
 def plain_training(job: Job, steps: int) -> tuple[dict[str, dict[str, torch.Tensor]], list[float]]:
-    """The job on one process with torch alone: plain module, plain loop, torch.optim.AdamW, torch's clipping.
+    """Trains the job on one process with torch alone: plain module, plain loop, torch.optim.AdamW, torch's clipping.
 
-    (Tensors by kind and name, losses).
+    Returns the tensors by kind and name, and the losses.
     """
     torch.manual_seed(job.seed)
     model = load(job.model)(**job.model_args)
@@ -104,7 +104,7 @@ def plain_training(job: Job, steps: int) -> tuple[dict[str, dict[str, torch.Tens
 
 
 def test_moments_slice_by_slice_through_reshapes_against_an_unsharded_adamw(ranks: Ranks, tmp_path: Path) -> None:
-    """A4 (AdamW): 1×3 → 1×2 → 2×2, from the bucket each time: stored parameters and both moments equal torch.optim's."""
+    """A4 (AdamW): 1×3 → 1×2 → 2×2, from the bucket each time: stored parameters and both moments are close to torch.optim's."""
     job = toy_job(tmp_path)
     version = Version(0, 0)
     for layout, last in ((Layout(1, 3), 3), (Layout(1, 2), 6), (Layout(2, 2), 9)):

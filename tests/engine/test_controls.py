@@ -38,7 +38,7 @@ class Swapped(Sums):
 
 
 class Marked(Sums):
-    """Weight 1 for every microbatch, but ``weight`` for the one that begins with the sample ``marked``."""
+    """Gives every microbatch the weight 1, except ``weight`` to the one that begins with the sample ``marked``."""
 
     def __init__(self, marked: int, weight: float, **args: Any) -> None:
         super().__init__(**args)
@@ -55,7 +55,7 @@ def weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
 
 @pytest.fixture(scope="module")
 def honest(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Four steps: one epoch, so that every sample is read once."""
+    """Returns four undisturbed steps: one epoch, so that every sample is read once."""
     return train(ranks, toy_job(tmp_path_factory.mktemp("honest"), **PLAIN), Layout(1, 1), STEPS)
 
 
@@ -87,7 +87,7 @@ def test_the_weight_of_one_microbatch_dropped(ranks: Ranks, honest: Trained, tmp
 
 
 def forged(job: Job, new: Version, old: Version, stale: Callable[[slices.Tensor, slices.Slice], bool], bucket: Path) -> Job:
-    """A run whose checkpoint says ``new``, but has the slices that are ``stale`` from ``old``."""
+    """Returns the job of a run whose checkpoint claims to be ``new``, but has the slices that are ``stale`` from ``old``."""
     readers = {version: Run.open(job).checkpoints.open(version) for version in (new, old)}
     copy = job.replace(bucket=str(bucket))
     parts = []
@@ -104,7 +104,7 @@ def one_moment_slice(tensor: slices.Tensor, part: slices.Slice) -> bool:
 
 
 def test_state_of_an_older_step_under_a_newer_name(ranks: Ranks, honest: Trained, tmp_path: Path) -> None:
-    """Resumed with one moment slice stale; healed from s-1 but claimed s.  A copy of the truth is the control of the forger."""
+    """Resuming with one stale moment slice, or with state s-1 that claims to be s, is noticed.  The control forges a true copy."""
     job = toy_job(tmp_path / "true", **PLAIN)
     old = train(ranks, job, LAYOUT, 2)
     new = train(ranks, job, LAYOUT, 3, old.version)

@@ -1,4 +1,4 @@
-"""The norm of the whole gradient from its shards: near torch's, and the same bits in every layout.  A7, first half."""
+"""The norm of the whole gradient, from its shards, is close to torch's and has the same bits in every layout.  A7, first half."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = [(29, 32), (32, 32), (7, 5, 3), (1, 19), (19,), (2,), (3, 1), (64, 96)]
 
 
 def gradient() -> list[torch.Tensor]:
-    """The whole gradient; magnitudes apart, so that the order of a sum shows."""
+    """Returns the whole gradient; its magnitudes differ, so that the order of a sum shows."""
     draw = torch.Generator().manual_seed(7)
     return [torch.randn(shape, generator=draw) * 10.0 ** ((index - 4) / 4) for index, shape in enumerate(SHAPES)]
 
@@ -64,7 +64,7 @@ def test_the_library_sum_of_shards_depends_on_the_layout(ranks: Ranks) -> None:
 
 
 def dumb_tree(values: list[float]) -> float:
-    """Halves onto each other, by recursion, a power of two long."""
+    """Adds one half of ``values`` to the other until one is left; their number is a power of two."""
     if len(values) == 1:
         return values[0]
     half = len(values) // 2
@@ -73,7 +73,7 @@ def dumb_tree(values: list[float]) -> float:
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=40))
 def test_the_tree_is_what_it_says(values: list[float]) -> None:
-    """Bitwise the recursion in plain Python."""
+    """The tree has the bits of the recursion in plain Python."""
     size = 1 << max(len(values) - 1, 0).bit_length()
     found = tree_sum(torch.tensor(values, dtype=torch.float64))
     assert float(found).hex() == dumb_tree(values + [0.0] * (size - len(values))).hex() or found.item() == 0.0

@@ -84,7 +84,7 @@ def test_the_cosine_is_torchs() -> None:
 
 @given(st.integers(1, 50), st.data())
 def test_a_job_without_room_for_a_cosine(steps: int, data: st.DataObject) -> None:
-    """Warmup to the very end, no warmup: defined everywhere, 0 ≤ lr ≤ max, and max at the end of warmup."""
+    """Warmup to the very end, or none: the rate is defined everywhere, 0 < lr ≤ max, and lr = max at the end of warmup."""
     warmup = data.draw(st.integers(0, steps))
     curve = [learning_rate(step, steps=steps, peak=1.0, warmup=warmup, final=0.1, kind="cosine") for step in range(1, steps + 1)]
     assert all(0.0 < rate <= 1.0 for rate in curve)
@@ -96,7 +96,7 @@ def test_a_job_without_room_for_a_cosine(steps: int, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("norm", [0.25, math.nextafter(1.0, 0.0), 1.0])
 def test_a_gradient_within_the_norm_is_untouched(norm: float) -> None:
-    """A7: up to clip_norm the gradient that is applied is bitwise the mean, and the update that of a job which never clips."""
+    """A7: up to clip_norm the gradient that is applied is bitwise the mean, and the update is that of a job that never clips."""
     grads, free = tensors(1), tensors(1)
     clipping, never = optimizer(job(clip_norm=1.0)), optimizer(job(clip_norm=1e30))
     clipping.apply(grads, outcome(1, norm))
@@ -107,7 +107,7 @@ def test_a_gradient_within_the_norm_is_untouched(norm: float) -> None:
 
 
 def test_a_gradient_above_the_norm_is_rescaled_to_it() -> None:
-    """A7: to clip_norm, in its own direction; torch's own clipping is the judge.  Negative control of the test above."""
+    """A7: it is rescaled to clip_norm, in its own direction; torch's own clipping is the judge.  Negative control of the test above."""
     grads, judged = tensors(1), [torch.nn.Parameter(torch.zeros_like(value)) for value in tensors(1).values()]
     for parameter, whole in zip(judged, tensors(1).values(), strict=True):
         parameter.grad = whole / TOKENS
@@ -136,7 +136,7 @@ def state(mine: Optimizer) -> list[torch.Tensor]:
 
 
 def trained(cuts: Sequence[int], steps: int = 3) -> list[torch.Tensor]:
-    """Three steps of a 1,003-element tensor cut at ``cuts``: parameter and moments, joined again."""
+    """Trains a tensor of 1,003 elements, cut at ``cuts``, and returns parameter and moments, joined again."""
     spans = list(pairwise((0, *cuts, 1003)))
     draw = torch.Generator().manual_seed(3)
     whole = torch.randn(1003, generator=draw)
@@ -154,12 +154,12 @@ def trained(cuts: Sequence[int], steps: int = 3) -> list[torch.Tensor]:
 @settings(max_examples=25)
 @given(st.sets(st.integers(1, 1002), max_size=6).map(sorted))
 def test_adamw_whole_or_in_pieces_of_odd_sizes(cuts: list[int]) -> None:
-    """Bitwise: parameter and both moments.  What a shard computes does not depend on where the shard begins or ends."""
+    """Parameter and both moments are equal bit for bit.  What a shard computes does not depend on where the shard begins or ends."""
     assert all(torch.equal(whole, pieces) for whole, pieces in zip(trained([]), trained(cuts), strict=True))
 
 
 def test_adamw_is_torchs() -> None:
-    """A4: three steps against torch.optim.AdamW, a tensor at a time, to 1e-7; one step fewer is another result."""
+    """A4: three steps against torch.optim.AdamW, a tensor at a time, to 1e-7; one step fewer gives another result."""
     settings_ = job().optim
     draw = torch.Generator().manual_seed(3)
     judge = torch.nn.Parameter(torch.randn(1003, generator=draw))

@@ -1,4 +1,4 @@
-"""The ordered reduction against one line of Python: pieces are added in the order of the microbatches, whoever ran them."""
+"""The ordered reduction is compared with a loop in Python: pieces are added in the order of the microbatches, whoever ran them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEEDS, MICROBATCHES = range(12), 7
 
 
 def gradients(seed: int, rows: int) -> list[torch.Tensor]:
-    """One a microbatch, flat: magnitudes that make every order another sum, and negative zeros, which survive only untouched."""
+    """Returns a flat gradient for each microbatch; magnitudes make every order another sum, and adding zero loses negative zeros."""
     draw = np.random.default_rng(seed)
     found = draw.normal(size=(MICROBATCHES, rows)) * 10.0 ** draw.integers(-4, 4, size=(MICROBATCHES, 1))
     found[:, draw.random(rows) < 0.2] = -0.0
@@ -26,7 +26,7 @@ def gradients(seed: int, rows: int) -> list[torch.Tensor]:
 
 
 def width(seed: int, layout: Layout) -> int:
-    """Elements of the whole: a multiple of the shards, as FSDP pads it, but not of the replicas."""
+    """Returns the number of elements of the whole: a multiple of the shards, as FSDP pads it, but not always of the replicas."""
     return layout.dp_shard * (seed + 1)
 
 
@@ -38,7 +38,7 @@ def dumb(seed: int, layout: Layout) -> torch.Tensor:
 
 
 def folded(world: World) -> list[torch.Tensor]:
-    """This member's shard of the sum, for each seed.  Who idles brings garbage."""
+    """Returns this member's shard of the sum for each seed.  An idle member brings NaN."""
     layout, round_ = world.layout, Round()
     reduction, found = OrderedReduction(world, round_), []
     for seed in SEEDS:
@@ -64,7 +64,7 @@ def test_the_fold_is_a_sum_in_the_order_of_the_microbatches(ranks: Ranks, layout
 
 
 def test_the_order_shows() -> None:
-    """Negative control: of these gradients another order makes another sum, and so does beginning with zeros."""
+    """Negative control: another order of these gradients gives another sum, and beginning with zeros would lose negative zeros."""
     layout = Layout(1, 4)
     backwards = [sum(gradients(seed, width(seed, layout))[::-1][1:], gradients(seed, width(seed, layout))[-1]) for seed in SEEDS]
     assert any(not torch.equal(torch.as_tensor(other), dumb(seed, layout)) for seed, other in zip(SEEDS, backwards, strict=True))

@@ -75,7 +75,7 @@ def test_without_the_fold_bf16_depends_on_the_layout(ranks: Ranks, tmp_path: Pat
 
 
 def small_updates(world: World, job: Job, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
-    """The norms' weights, all 1 at first, after so many steps: (as the job keeps them, as bf16 with the same optimizer, largest update)."""
+    """Returns the norms' weights, 1 at first, as the job keeps them and as pure bf16 with the same optimizer, and the largest update."""
     with member(world, job, Version(0, 0)) as me:
         norms = {name: value for name, value in me.state.trained.items() if "norm" in name}
         pure = {name: value.detach().bfloat16().requires_grad_() for name, value in norms.items()}
@@ -107,14 +107,14 @@ def test_e2_updates_too_small_for_bf16_move_the_masters(ranks: Ranks, tmp_path: 
 
 
 def losses(world: World, job: Job, steps: int) -> tuple[list[float], int]:
-    """The loss of every step; how many loss scalers there are in this process."""
+    """Returns the loss of every step, and the number of loss scalers in this process."""
     with member(world, job, Version(0, 0)) as me:
         found = [me.step().loss for _ in range(steps)]
         return found, sum(issubclass(type(each), torch.amp.GradScaler) for each in gc.get_objects())
 
 
 def test_e4_the_loss_in_bf16_is_that_of_fp32_without_a_scaler(ranks: Ranks, tmp_path: Path) -> None:
-    """E4: within 1 % after 200 steps (mean of the last ten), no loss scaler; fifty steps earlier it was another one."""
+    """E4: within 1 % after 200 steps (mean of the last ten), no loss scaler.  The control: fifty steps earlier it is not."""
     last, earlier = {}, 0.0
     for precision in ("bf16", "fp32"):
         job = toy_job(tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3})

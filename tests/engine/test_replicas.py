@@ -36,7 +36,7 @@ def test_replicas_are_identical_after_every_step(ranks: Ranks, tmp_path: Path, l
 
 
 def counted(world: World, job: Job) -> tuple[Calls, Calls]:
-    """Collectives of the start, and of two steps."""
+    """Returns the collectives of the start, and of two steps."""
     with counting() as start, member(world, job, Version(0, 0)) as me:
         with counting() as steps:
             me.step()
@@ -62,7 +62,7 @@ def test_the_counter_sees_an_all_reduce(ranks: Ranks, tmp_path: Path) -> None:
 
 
 class Recorded(Sums):
-    """Knows what was read from it."""
+    """A dataset that knows what was read from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Reads:
 
 
 def reads(world: World, job: Job) -> Reads:
-    """Read when asked, so that what a step read is known."""
+    """Returns the reads of three steps; nothing is read ahead, so that what each step read is known."""
     with member(world, job, Version(0, 0), prefetch=0) as me:
         log: list[tuple[int, ...]] = me.session.loader.dataset.log  # type: ignore[attr-defined]
         found = Reads([], [], [])
@@ -115,7 +115,7 @@ def test_each_sample_of_a_step_is_read_by_one_member(ranks: Ranks, tmp_path: Pat
 
 @pytest.mark.parametrize("stop", [1, 4])
 def test_everything_continues_unchanged_after_a_resume(ranks: Ranks, reference: Trained, tmp_path: Path, stop: int) -> None:
-    """A2, A5: stopped at an arbitrary step and resumed by another world: the samples, losses and learning rates of no interruption."""
+    """A2, A5: a run that is stopped and resumed by another world has the samples, losses and learning rates of an undisturbed one."""
     job = toy_job(tmp_path)
     first = train(ranks, job, Layout(1, 2), stop)
     second = train(ranks, job, Layout(3, 1), STEPS, first.version)

@@ -1,4 +1,4 @@
-"""NCCL's threads are spoken to in their order, and nobody else is; nothing of it blocks."""
+"""NCCL's threads are spoken to in their order, and nobody else is; speaking never blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = (f"\0tmp/nccl-socket-0-{os.getpid():x}".encode().ljust(108, b"\0"), f"\0
 
 @pytest.fixture
 def unix() -> Iterator[list[socket.socket]]:
-    """A socket as NCCL makes it, and another one."""
+    """Yields a socket that is named like one of NCCL's, and another one."""
     made = []
     for name in NAMES:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -82,7 +82,7 @@ def test_only_sockets_of_nccl_are_found_and_only_those_asked_for_are_spoken_to(u
 
 
 def test_whoever_does_not_listen_any_more_or_does_not_answer_holds_up_nobody(unix: list[socket.socket]) -> None:
-    """Nobody reads from the first, whose queue is full before the twentieth time."""
+    """Nobody reads from NCCL's socket, whose queue is full before the twentieth message."""
     began = time.monotonic()
     waking = Waking({NAMES[0]})
     for _ in range(20):

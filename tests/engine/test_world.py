@@ -1,4 +1,4 @@
-"""Worlds end by abort, not by timeout: who is stuck comes free, nothing else is touched, and the same processes go on at once."""
+"""Worlds end by abort, not by timeout: a stuck member comes free, nothing else is touched, and the same processes go on at once."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.processes import Watched, state
 from tests.support.ranks import Ranks
 
 FREED_S = 20.0
-"""Deadline of tests; the timeout of the collectives themselves is three times as long.  About 0.01 s on an idle machine."""
+"""Seconds in which an abort must free a member, which takes 0.01 s on an idle machine; the collectives' own timeout is 60 s."""
 
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[Ranks]:
-    """Processes of this module's own: it kills."""
+    """Yields processes for this module alone, because its tests kill some of them."""
     pool = Ranks(5)
     yield pool
     for process in pool.processes:
@@ -74,7 +74,7 @@ class Freed:
     stuck: bool
     """Before the abort the collective had not ended."""
     free: bool
-    """After it, it had."""
+    """After the abort it had ended."""
     took_s: float
     error: str
     shut: int
@@ -113,14 +113,14 @@ def survive(world: World, collective: str, victim: int, how: str, port: int) -> 
     one = torch.ones(())
     dist.all_reduce(one)
     found.next_sum, found.bystanders = one.item(), found.bystanders and bystanders.alive()
-    found.hanging += [each for each in following.in_flight() if "all_reduce" not in each]  # the last one may be written down a moment later
+    found.hanging += [each for each in following.in_flight() if "all_reduce" not in each]  # its end may be recorded a moment later
     following.close()
     bystanders.close()
     return found
 
 
 def suffer(how: str, port: int) -> None:
-    """Alive but elsewhere, stopped, or dead."""
+    """Makes this process absent (alive, but elsewhere), stopped, or dead."""
     match how:
         case "absent":
             store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -147,7 +147,7 @@ def assert_freed(found: Freed, *, stuck: bool = True) -> None:
 
 
 def wait_for_the_dead(world: World, port: int) -> tuple[float, str, bool] | None:
-    """World rank 1 dies when the next world is formed, and not connected yet: how long rank 0 waits, for what, and whether abort helps."""
+    """World rank 1 dies before the next world is connected; returns how long rank 0 waits, the cause, and whether abort helps."""
     world.close()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     formed = World.form(store, generation=world.generation + 1, layout=world.layout, rank=world.rank, device=world.device, form_s=FREED_S)
@@ -180,14 +180,14 @@ def test_who_waits_for_a_member_that_died_before_it_was_connected(own: Ranks) ->
     later.wait(["waits"], timedelta(seconds=PATIENCE_S))
     own.processes[4].join(PATIENCE_S)
     assert own.processes[4].exitcode == -signal.SIGKILL, "the fault happened"
-    time.sleep(2)  # not to wait for something: for so long it stands in the store
+    time.sleep(2)  # not a wait for an event: for so long world rank 0 waits in the store
     del later
     took_s, cause, aborted = own.answer(0)
     assert not aborted and 1.5 < took_s < 2 * FREED_S and cause == "peer"
 
 
 def test_a_member_that_never_comes(own: Ranks) -> None:
-    """Alive, and its sockets open: nothing but the abort frees the others."""
+    """It is alive and its sockets are open: nothing but the abort frees the others."""
     later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own.start(Layout(3, 1), [0, 1, 2], survive, "all_to_all", 2, "absent", later.port)
     found = [own.answer(0), own.answer(1)]
@@ -215,7 +215,7 @@ def test_a_stopped_member(own: Ranks) -> None:
 
 
 def test_a_killed_member(own: Ranks) -> None:
-    """SIGKILL: frees those connected to it by itself; the abort frees all."""
+    """SIGKILL by itself frees the members that are connected to the victim; the abort frees all."""
     later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own.start(Layout(3, 1), [0, 1, 3], survive, "all_reduce", 2, "killed", later.port)
     found = [own.answer(0), own.answer(1)]
@@ -226,7 +226,7 @@ def test_a_killed_member(own: Ranks) -> None:
 
 
 def meet_after_a_failure(world: World, first: int, second: int) -> float:
-    """World rank 0 has waited in vain for a world that never came to be; the next one, with a member that knows nothing of it."""
+    """World rank 0 waits in vain for a world that never forms; returns a sum of the next world, whose other member knows nothing of it."""
     world.close()
     if world.rank == 0:
         store = dist.TCPStore("127.0.0.1", first, is_master=False, wait_for_workers=False)

@@ -85,7 +85,7 @@ def test_a_block_that_does_what_it_says_passes(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_block_is_found(tmp_path: Path, was: str, becomes: str, said: str) -> None:
-    """The control: whatever is changed in a page that passes."""
+    """The control: each change in a page that passes is found."""
     assert was in GOOD
     with pytest.raises(Wrong, match=said):
         run(GOOD.replace(was, becomes), tmp_path)

@@ -20,7 +20,7 @@ STEPS = 40
 
 @pytest.mark.full
 def test_the_quickstart_ends_three_times_with_the_same_bits(tmp_path: Path) -> None:
-    """H1: its own word, and the hashes that an independent program finds."""
+    """H1: the quickstart says so itself, and an independent program finds equal hashes."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "quickstart.py")], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
     )
@@ -33,7 +33,7 @@ def test_the_quickstart_ends_three_times_with_the_same_bits(tmp_path: Path) -> N
 
 
 def own_job(bucket: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> Job:
-    """The README's job with another bucket, in few steps."""
+    """Returns the README's job with another bucket and few steps."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     sys.modules.pop("own_model", None)
     return Job.load(ROOT / "examples" / "own_model.toml").replace(bucket=str(bucket), steps=STEPS, **changes)

@@ -14,7 +14,7 @@ Deal = list[list[int | None]]
 
 
 def dumb_deal(microbatches: int, data_ranks: int) -> Deal:
-    """Hand one to each rank in turn until none are left; who gets none in the last round idles."""
+    """Hand one to each rank in turn until none are left; a rank that gets none in the last round idles."""
     cards, dealt = list(range(microbatches)), []
     while cards:
         dealt.append([cards.pop(0) if cards else None for _ in range(data_ranks)])

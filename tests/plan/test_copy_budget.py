@@ -1,4 +1,4 @@
-"""Copies are as often as what was measured allows, and what the user is told about memory adds up."""
+"""Copies are made as often as the measured times allow, and what the user is told about memory adds up."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_table_of_what_n_workers_become(rule: LayoutRule, becomes: str) -> None:
 
 
 def dumb_choose(workers: int, rule: LayoutRule) -> Layout | None:
-    """Every grid of so many workers or fewer, one after the other."""
+    """Tries every grid of at most ``workers`` workers, one after the other."""
     best = None
     for shards in range(1, workers + 1):
         for replicas in range(1, workers + 1):

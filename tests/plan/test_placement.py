@@ -1,4 +1,4 @@
-"""Placement against numpy: what a cell has of a tensor, and who has what, also along axes that only tests have."""
+"""Placement is compared with numpy: what a cell has of a tensor, and who has what, also along axes that only tests have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _toys() -> Iterator[None]:
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
-    """Every element has a number of its own."""
+    """Returns an array of the tensor's shape in which every element has a number of its own."""
     return np.arange(1, int(np.prod(tensor.shape)) + 1).reshape(tensor.shape)
 
 
@@ -40,7 +40,7 @@ def box(part: Slice) -> tuple[slice, ...]:
 
 
 def gathered(whole: np.ndarray, held: placement.Held) -> np.ndarray:
-    """A member's memory, filled box by box."""
+    """Returns a member's memory, filled box by box from ``whole``."""
     memory = np.zeros(held.shape, whole.dtype)
     for each in held.boxes:
         memory[tuple(slice(at, at + size) for at, size in zip(each.at, each.slice.shape, strict=True))] = whole[box(each.slice)]

@@ -1,4 +1,4 @@
-"""Coverage and moves against arrays: element by element, between any two worlds."""
+"""Coverage and moves are compared with arrays, element by element, between any two worlds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def holdings(versions: Sequence[Version] = (V1,)) -> st.SearchStrategy[list[Hold
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[Holding]:
-    """A complete world, and whatever else some of its members hold."""
+    """Draws a complete world, and whatever else some workers hold."""
     layout = draw(layouts.filter(lambda each: each.world <= len(WORKERS)))
     members = draw(st.permutations(WORKERS))[: layout.world]
     complete = [Holding(member, V1, cell(layout.dp_shard, layout.coordinates(rank)["dp_shard"])) for rank, member in enumerate(members)]
@@ -138,7 +138,7 @@ def test_missing_is_exactly_what_nobody_holds(state: list[Tensor], held: list[Ho
 
 
 def deliver(state: Sequence[Tensor], held: Sequence[Holding], layout: Layout, members: Sequence[WorkerId], todo: Iterable[Move]) -> None:
-    """Carry out the moves on arrays; fails unless each member ends with its shard of the whole, every element written once."""
+    """Carries out the moves on arrays; fails unless each member ends with its shard of the whole, every element written once."""
     whole = {(t.kind, t.name): np.arange(1, np.prod(t.shape, dtype=int) + 1).reshape(t.shape) for t in state}
     written = {member: {key: np.zeros_like(value) for key, value in whole.items()} for member in members}
     times = {member: {key: np.zeros_like(value) for key, value in whole.items()} for member in members}
@@ -189,7 +189,7 @@ def world(layout: Layout, workers: Sequence[WorkerId]) -> list[Holding]:
 
 
 def test_deliver_notices_each_kind_of_wrong_move() -> None:
-    """Negative control: the check above fails for a move left out, made twice, cut short, or from who does not hold it."""
+    """Negative control: the check above fails for a move left out, made twice, cut short, or from a worker that does not hold it."""
     held, layout, members = world(Layout(1, 3), WORKERS[:3]), Layout(2, 2), WORKERS[1:5]
     with_third = [*held, Holding(WORKERS[3], V1, cell(3, 0))]
     good = moves(STATE, with_third, layout, members)
@@ -260,7 +260,7 @@ def sources(held: list[Holding], layout: Layout, members: list[WorkerId], nodes:
 
 
 def test_what_is_nearest_is_taken() -> None:
-    """Own live memory, then a copy on the own node, then a live member, then another node's keeper."""
+    """Own live memory comes first, then a copy on the own node, then a live member, then another node's keeper."""
     w1, w2, w3 = WORKERS[:3]
     live, near, far = Holding(w2, V1, cell(1, 0)), copy_of(w3, NODES[0], 1), copy_of(w3, NODES[2], 1)
     own = Holding(w1, V1, cell(1, 0))
@@ -293,7 +293,7 @@ def test_links_of_equal_keepers_carry_equally_much() -> None:
 
 
 def test_a_node_has_one_link_however_many_replicas_it_has() -> None:
-    """Three replicas on one node and one on another: who is on neither takes half from each; who is beside some takes all from there."""
+    """Three replicas on one node, one on another: a newcomer on neither takes half from each node; one beside some takes all from those."""
     held = [Holding(worker, V1, cell(1, 0)) for worker in WORKERS[:4]]
     a, b, c = NODES
     state = [replace(TENSOR, name=f"t{n}") for n in range(12)]
@@ -312,7 +312,7 @@ def test_a_node_has_one_link_however_many_replicas_it_has() -> None:
 def test_any_mixture_of_live_and_kept_brings_each_element_once(
     held: list[Holding], some: list[tuple[Tensor, ...]], layout: Layout, rng: random.Random
 ) -> None:
-    """Some of the holders died and left copies; what is gone altogether is left to the bucket, each element once again."""
+    """Some of the holders died and left copies; what nobody holds is left to the bucket; each element comes once."""
     held = [replace(each, keeper=rng.choice([NodeId(""), *NODES])) for each in held]
     held = [each for each in held if rng.random() < 0.8]
     members, everything = WORKERS[: layout.world], list(some[0]) if some else [TENSOR]
@@ -352,7 +352,7 @@ def calls(what: Callable[[], object]) -> int:
 
 
 def world_of(layout: Layout, first: int) -> tuple[list[WorkerId], list[Holding]]:
-    """Members from ``first`` on, each of which holds its cell live."""
+    """Returns members from ``first`` on and their holdings: each holds its cell live."""
     members = [WorkerId(f"w{first + rank}") for rank in range(layout.world)]
     return members, [Holding(member, V1, cell_of(layout, rank)) for rank, member in enumerate(members)]
 
@@ -376,7 +376,7 @@ def test_a_member_that_stays_does_not_work_out_the_moves_of_all_others_that_stay
 
 
 def test_a_newcomer_is_still_sent_what_it_lacks() -> None:
-    """Negative control: of two replicas one has come new; its cells come from members that stay."""
+    """Negative control: one of two replicas is new; its cells come from members that stay."""
     layout, state = Layout(2, 4), [Tensor(f"t{number}", "parameter", "F32", (64,)) for number in range(5)]
     members, held = world_of(layout, 0)
     everything = moves(state, held[:4], layout, members)

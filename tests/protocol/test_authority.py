@@ -1,4 +1,4 @@
-"""The lease, the copies of keepers, followers and drivers decide which coordinator may act; in a simple world, never two at once."""
+"""The lease, the copies of keepers, followers and drivers decide which coordinator may act; in a simulated world, never two at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEASE_S = 10.0
 
 
 def first(keepers: tuple[NodeId, ...] = ALL, *, follows: bool = False, incarnation: int = 1) -> Authority[str]:
-    """A coordinator that claimed the run at 0 s."""
+    """Returns the authority of a coordinator that claimed the run at 0 s."""
     return Authority(incarnation, LEASE_S, 0.0, keepers, "nothing", follows=follows)
 
 
@@ -216,7 +216,7 @@ def test_the_copy_that_reaches_furthest_without_a_gap() -> None:
 
 
 def test_what_an_earlier_writer_has_written_on_its_own_is_nothing() -> None:
-    """It was cut off with some keepers: the next one has gone on from where both knew."""
+    """The earlier writer was cut off with some keepers; the next one has gone on from the last record that both know."""
     copies = [found(1, 4, 20), found(2, 4, 9), found(1, 4, 7)]
     assert furthest(5, 1, copies) == found(2, 4, 9)
     assert furthest(10, 2, copies) is None, "the bucket has all that the later one wrote, and takes no more from the earlier one"
@@ -225,7 +225,7 @@ def test_what_an_earlier_writer_has_written_on_its_own_is_nothing() -> None:
 
 @given(st.lists(st.sampled_from("abcdef"), unique=True), st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2)))
 def test_a_follower_has_read_all_when_no_majority_is_left_to_any_other(keepers: list[str], attached: dict[str, int]) -> None:
-    """The dumb twin tries every set of keepers in which it is not."""
+    """The simple second implementation tries every set of keepers that the follower has not reached."""
     others = [node for node in keepers if not attached.get(node)]
     sets = itertools.chain.from_iterable(itertools.combinations(others, n) for n in range(len(others) + 1))
     left = any(len(each) > len(keepers) - len(each) for each in sets)
@@ -287,21 +287,21 @@ def test_who_only_watches_keeps_nothing_alive_and_stops_nothing() -> None:
     assert audience.stops_with("second", 22), "a watcher is no other driver"
 
 
-# ---- a dumb world: whoever acts is compared with everybody who acted before it
+# ---- a simulated world: each coordinator that acts is compared with all that acted before it
 
 OVER_S = 1.05 * LEASE_S
 
 
 @dataclass
 class Actor:
-    """One coordinator, with its disk and what is under way."""
+    """One coordinator, with the records on its disk and its messages under way."""
 
     rules: Any
     first: int
     records: list[str]
     whole: bool
     cut: bool = False
-    """Off from the head and the bucket."""
+    """True if it reaches neither the head nor the bucket."""
     in_bucket: int = 0
     acted_to: int = 0
     calls: list[tuple[NodeId, Any, tuple[int, int, list[str]]]] = field(default_factory=list)
@@ -314,7 +314,7 @@ class Actor:
 
 
 class World:
-    """Coordinators, keepers and a bucket, each of which is reached or not as ``rng`` likes.  ``rules``: the module that decides."""
+    """Coordinators, keepers and a bucket; ``rng`` decides which messages arrive.  ``rules`` is the module under test."""
 
     def __init__(self, rng: random.Random, rules: ModuleType) -> None:
         self.rng, self.rules, self.now, self.claims = rng, rules, 0.0, 1
@@ -389,7 +389,7 @@ class World:
         actor.rules.in_bucket(actor.end, self.now, self.claims)
 
     def follow(self) -> None:
-        """Another coordinator claims the run, reads, waits where it must, and is there."""
+        """Another coordinator claims the run, reads, waits as long as it must, and then takes over."""
         if self.following is None:
             self.following, self.claims = self.now, self.claims + 1
             share = self.rng.choice((0.2, 0.5, 0.8))
@@ -414,7 +414,7 @@ class World:
         self.following = None
 
     def log(self, actor: Actor) -> list[str]:
-        """All records that it knows of, in order."""
+        """Returns all records that ``actor`` knows of, in order."""
         return [record for _, record in self.bucket[: actor.first]] + actor.records
 
     @staticmethod
@@ -422,12 +422,12 @@ class World:
         return any(record.startswith(f"{actor.rules.incarnation}-") for record in log)
 
     def forked(self, acting: Actor, actor: Actor, log: list[str]) -> bool:
-        """Did one after ``acting``, up to ``actor``, say in a record that there may be what it has not read?"""
+        """Returns whether a coordinator after ``acting``, up to ``actor``, has recorded that it may not have read everything."""
         since = [each for each in self.actors if acting.rules.incarnation < each.rules.incarnation <= actor.rules.incarnation]
         return any(not each.whole and (each is actor or self.wrote(each, log)) for each in since)
 
     def act(self, actor: Actor) -> None:
-        """The coordinator acts on what it appended last, if it may."""
+        """The coordinator acts on its last record, if it may."""
         if actor.acted_to == actor.end or not actor.rules.secured(actor.end, self.now):
             return
         acting, log = self.acting, self.log(actor)
@@ -443,7 +443,7 @@ class World:
 
 
 def conflict(seed: int, rules: ModuleType = product, moves: int = 200) -> str:
-    """Returns what went wrong in the world of ``seed``, or an empty text."""
+    """Returns the first error in the simulated world of ``seed``, or an empty text."""
     try:
         World(random.Random(seed), rules).play(moves)
     except AssertionError as error:
@@ -458,7 +458,7 @@ def test_no_two_coordinators_act_on_what_the_other_does_not_know(seed: int) -> N
 
 
 def test_in_the_dumb_world_coordinators_do_act() -> None:
-    """The control: in most worlds several of them do, one after the other, by their keepers and by the bucket."""
+    """The control: in most worlds several coordinators act, one after the other, some by their keepers and some by the bucket."""
     worlds = [World(random.Random(seed), product) for seed in range(50)]
     for world in worlds:
         world.play(200)

@@ -73,7 +73,7 @@ def test_what_was_complete_stays_protected_in_the_next_generation() -> None:
 
 
 def test_what_the_plan_knows_is_protected() -> None:
-    """This member has not seen the last commit, another, that died, had: and went on to overwrite step 5."""
+    """This member has not seen the last commit; another one, which died, had seen it, and had gone on to overwrite its copy of step 5."""
     before = replace(first(), copied=own(5), begun=own(6))
     copies = Copies.begin(replace(LATER, protected=Version(6, 1)), MEMBERS[1], before, [own(5), own(6)])
     assert copies.copied == own(6) and copies.slot([own(5), own(6)]) == 0
@@ -105,20 +105,20 @@ def test_the_oldest_that_is_not_protected_gives_way() -> None:
 
 @dataclass
 class Member:
-    """Copies and sends at a pace of its own.  ``slots``: copy, and whether it is complete; ``buddy``: those at the buddy."""
+    """Copies and sends at its own pace.  ``slots``: its copies, each with whether it is complete; ``buddy``: those at its buddy."""
 
     rng: random.Random
     copies: Copies
     slots: list[tuple[Copy, bool] | None]
     buddy: list[tuple[Copy, bool] | None] = field(default_factory=lambda: [None, None])
     saving: Copy | None = None
-    """The save that it has begun and that is not over, as far as it has heard."""
+    """The save that it has begun and of whose end it has not heard."""
 
     def through(self, slots: list[tuple[Copy, bool] | None]) -> int:
         return max((each[0].version.step for each in slots if each and each[1]), default=-1)
 
     def goes_on(self) -> None:
-        """A copy or a transfer that is on its way may end."""
+        """Each copy or transfer that is on its way may end now."""
         for slots in (self.slots, self.buddy):
             for n, each in enumerate(slots):
                 ready = slots is self.slots or (each is not None and (each[0], True) in self.slots)
@@ -126,7 +126,7 @@ class Member:
                     slots[n] = (each[0], True)
 
     def begins(self, before: Copies | None) -> None:
-        """The copies that are begun or sent now."""
+        """Begins the copy and the transfer that are due after the last commit."""
         copies = self.copies
         if copies.begun is not None and (before is None or before.begun != copies.begun):
             place = copies.slot([each[0] if each and each[1] else None for each in self.slots])
@@ -140,14 +140,14 @@ class Member:
 
 
 def everywhere(members: list[Member], where: Callable[[Member], list[tuple[Copy, bool] | None]]) -> set[Version]:
-    """The versions that are complete at every member."""
+    """Returns the versions that are complete at every member."""
     return set.intersection(*({each[0].version for each in where(member) if each and each[1]} for member in members))
 
 
 def lost(seed: int, slots: int, rule: Callable[[Copies, Outcome], Copies] = Copies.after) -> str:
-    """Sixty steps of members that copy at different paces; what was complete everywhere and no longer is, if anything.
+    """Runs sixty steps of members that copy at different paces; returns which promised copies are missing, or an empty text.
 
-    The same of what is on its way to the bucket, which takes its time and is overtaken by the last save.
+    A save on its way to the bucket counts too: it takes some steps, and the last save may overtake it.
     """
     rng = random.Random(seed)
     plan = replace(PLAN, copy_every=rng.randint(1, 3), buddy_every=rng.choice((1, 2, 5)))
@@ -199,12 +199,12 @@ def test_one_version_is_complete_everywhere_from_the_first_on() -> None:
 
 
 def test_with_one_slot_less_it_is_not() -> None:
-    """Control: the fifth slot is needed with buddies and saves."""
+    """Control: with buddies and saves, every slot is needed."""
     assert any(lost(seed, slots_for(1, 1) - 1) for seed in range(300))
 
 
 def test_a_save_that_nobody_protects_is_overwritten() -> None:
-    """Control."""
+    """Control: a rule that forgets the saves under way."""
 
     def careless(copies: Copies, seen: Outcome) -> Copies:
         return replace(Copies.after(copies, seen), saving=())
@@ -239,7 +239,7 @@ def test_where_nothing_else_is_copied_saves_are() -> None:
 
 
 def test_a_world_that_begins_with_the_last_step_saves_it() -> None:
-    """It was formed again for that: what another one had begun of it gives way, and what else is on its way does not."""
+    """The world was formed again for that save: a copy of it that an earlier world had begun gives way; other saves on their way do not."""
     before = replace(first(), saving=(own(4), own(6)))
     copies = Copies.begin(replace(LATER, copy_every=0, lineage=((1, 6),)), MEMBERS[1], before, rule=SaveRule(4, 6))
     assert copies.begun == own(6, index=0) and copies.saving == (own(4), own(6, index=0))
@@ -248,7 +248,7 @@ def test_a_world_that_begins_with_the_last_step_saves_it() -> None:
 
 
 def test_members_that_copy_whenever_they_can_lose_it() -> None:
-    """Control: the least of the members' newest copies may be a version that some never made."""
+    """Control: the oldest of the members' newest copies may be a version that some members never copied."""
     rng = random.Random(0)
 
     def alone(copies: Copies, seen: Outcome) -> Copies:

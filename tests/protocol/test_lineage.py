@@ -1,4 +1,4 @@
-"""The lineage against its dumb twin: a list with the generation of each step."""
+"""The lineage is compared with a simple second implementation: a list with the generation of each step."""
 
 from __future__ import annotations
 

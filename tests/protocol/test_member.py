@@ -103,7 +103,7 @@ def test_a_plan_that_was_fenced_meanwhile_is_not_entered() -> None:
 
 
 def test_a_plan_that_was_not_entered_is_void_for_another_coordinator() -> None:
-    """Its own would wait behind it.  The control: the same coordinator speaks again."""
+    """Otherwise the new coordinator's plan would wait behind it.  The control: the same coordinator speaks again."""
     for incarnation, enters in ((1, True), (2, False)):
         member, waiting = Member(ME), plan(1)
         assert member.heed(1) and member.form(waiting) and member.heed(incarnation)
@@ -210,7 +210,7 @@ def test_a_fenced_member_neither_heals_nor_prepares_nor_applies() -> None:
 
 
 def test_memory_that_is_lost_after_the_answer_ends_the_process() -> None:
-    """The coordinator counts on what was said; before that nothing is held, and the process lives to say so."""
+    """The coordinator counts on the answer.  Before the answer the process lives on, and says that it holds nothing."""
     before, after = stepping(), stepping()
     assert before.lose() and before.fence(1) == Fenced(ME, 1, (), None, ())
     after.fence(1)
@@ -246,7 +246,7 @@ def test_a_lease_counts_from_when_the_member_asked() -> None:
     member = stepping(ready_at=100.0)
     assert member.lease_until == 110.0
     member.renewed(1, 105.0, True, 0)
-    member.renewed(1, 103.0, True, 0)  # it was asked before, and answered after
+    member.renewed(1, 103.0, True, 0)  # asked earlier, answered later
     assert member.lease_until == 115.0
     step(member, 1, now=115.0)
     member.prepare(2)
@@ -299,7 +299,7 @@ def test_an_acknowledgement_of_an_older_generation_says_nothing_of_a_later_one()
 
 @dataclass
 class Dumb:
-    """This simple version applies the same rule commit by commit."""
+    """A simple second implementation applies the same rule commit by commit."""
 
     kept: list[Outcome] = field(default_factory=list)
 
@@ -361,7 +361,7 @@ ORDERS = st.sampled_from(("form", "go", "fence", "settle", "prepare", "apply", "
 
 @given(st.lists(st.tuples(ORDERS, st.integers(1, 4)), max_size=40))
 def test_in_any_order_what_was_answered_stays_true_until_the_settlement(words: list[tuple[str, int]]) -> None:
-    """The promise that all else stands on: after its answer a member holds what it said, or what the settlement made of it."""
+    """All else rests on this promise: after its answer a member holds what it said, or what the settlement made of it."""
     member, answer = Member(ME), None
     for word, number in words:
         found: Fenced | None = None

@@ -19,10 +19,10 @@ SAVE = Save(Version(6, 2), 2, Layout(1, 1), (W1,), (NodeId("n1"),))
     [
         ((SAVE,), 2, Version(6, 2), False),  # it is under way
         ((SAVE,), 3, Version(9, 3), False),  # also while a later world trains
-        ((), 2, Version(5, 2), False),  # whoever says so does not know of it yet
+        ((), 2, Version(5, 2), False),  # the coordinator does not know of the save yet
         ((), 2, Version(6, 2), True),
         ((), 3, Version(5, 2), True),  # its step was given up
-        ((), 1, Version(7, 1), False),  # the run had come further and went back; of generation 2 nobody has told yet
+        ((), 1, Version(7, 1), False),  # an older generation had come further; nothing of generation 2 is known yet
     ],
 )
 def test_a_save_is_over_once_it_is_not_named_by_who_knows_its_commit(
@@ -36,7 +36,7 @@ def test_a_save_is_over_once_it_is_not_named_by_who_knows_its_commit(
     ("generation", "ended", "failed", "why"),
     [
         (2, False, False, ""),
-        (1, False, False, ""),  # it has not entered the world of the save yet
+        (1, False, False, ""),  # the worker has not entered the world of the save yet
         (2, True, False, "it ended before its copy was complete"),
         (3, False, False, "it went on without a copy"),
         (2, False, True, "the copy failed"),

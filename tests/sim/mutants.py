@@ -23,7 +23,7 @@ from elastic.sim.coordinators import Advance
 
 PACKAGE = "elastic.control"
 SHARED = frozenset({"rules", "run"})
-"""Vocabulary, which the simulator speaks too: not copied."""
+"""Modules that are not copied: vocabulary that the simulator uses too."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Mutant:
     edits: tuple[Edit, ...]
 
     def advance(self) -> Advance:
-        """The mutated ``advance``.  Raises LookupError when the substitution no longer applies."""
+        """Returns the mutated ``advance``.  Raises :class:`LookupError` if a substitution no longer applies."""
         sys.modules[self._package] = ModuleType(self._package)
         advance: Advance = self._copied("machine").advance
         unread = [edit.module for edit in self.edits if f"{self._package}.{edit.module}" not in sys.modules]
@@ -62,7 +62,7 @@ class Mutant:
         return f"mutant_{self.name}"
 
     def _copied(self, name: str) -> ModuleType:
-        """A copy of the module ``name`` that imports copies, or the module itself where it is shared."""
+        """Returns a copy of the module ``name`` that imports copies, or the module itself if it is shared."""
         full_name = f"{self._package}.{name}"
         if name in SHARED:
             module = sys.modules[full_name] = importlib.import_module(f"{PACKAGE}.{name}")
@@ -86,7 +86,7 @@ class Mutant:
 
 
 def _imports(source: str) -> list[str]:
-    """Modules of elastic.control that ``source`` imports."""
+    """Returns the modules of elastic.control that ``source`` imports."""
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
     modules = [node.module.rpartition(".")[2] for node in found if node.module and node.module.startswith(f"{PACKAGE}.")]
     return modules + [alias.name for node in found if node.module == PACKAGE for alias in node.names]
@@ -96,9 +96,9 @@ def _imports(source: str) -> list[str]:
 
 
 def copied(module: ModuleType, *edits: tuple[str, str]) -> ModuleType:
-    """A copy of ``module`` in which each ``(old, new)`` of ``edits`` is substituted.
+    """Returns a copy of ``module`` in which each ``(old, new)`` of ``edits`` is substituted.
 
-    Raises LookupError when a substitution no longer applies.
+    Raises :class:`LookupError` if a substitution no longer applies.
     """
     source = inspect.getsource(module)
     for old, new in edits:

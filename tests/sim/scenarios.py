@@ -17,13 +17,13 @@ def drawn(seed: int) -> Scenario:
 
 
 def poor(seed: int) -> Scenario:
-    """Two generations in a row without a commit, and the run may fail."""
+    """The run may fail after two generations in a row without a commit."""
     scenario = Scenario.drawn(seed)
     return replace(scenario, rules=replace(scenario.rules, max_fruitless=1))
 
 
 def storm(seed: int) -> Scenario:
-    """Hard weather, kills and saves that often fail, and a user who asks for a stop."""
+    """Many faults, kills and saves that often fail, and a user who asks for a stop."""
     rng, scenario = random.Random(seed), Scenario.drawn(seed)
     hard = (Fault(0.0, Kind.KILL_LOST, duration_s=30.0, amount=0.8), Fault(0.0, Kind.BUCKET_DOWN, duration_s=30.0, amount=0.6))
     return replace(
@@ -65,7 +65,7 @@ def interregnum(seed: int) -> Scenario:
 
 
 def usurpers(seed: int) -> Scenario:
-    """Coordinators stand still while workers die, and go on as if nothing had been; the kills they ask for do not happen."""
+    """Coordinators stand still while workers die, and go on as if nothing had happened; the kills they ask for do not happen."""
     freezes = draw(seed, 5, 25.0, (Kind.COORDINATOR_FREEZE,), doubles=0.0)
     deaths = draw(seed, 10, 25.0, (Kind.SIGKILL,), doubles=0.0)
     return replace(interregnum(seed), faults=(Fault(0.0, Kind.KILL_LOST, duration_s=40.0, amount=1.0), *freezes, *deaths))
@@ -118,7 +118,7 @@ def abandoned(seed: int) -> Scenario:
 
 def forgetting(seed: int) -> Scenario:
     """Coordinators die with their disks, and all workers with them; often the keepers die once the next coordinator has read what they have
-    of the journal: what remains is what is in the bucket, and who knows of it."""
+    of the journal: only what is in the bucket remains."""
     rng = random.Random(seed)
     blows = [rng.uniform(5.0, 40.0) for _ in range(5)]
     disks = (Fault(at - 0.01, Kind.DISK_LOSS) for at in blows)
@@ -141,7 +141,7 @@ def unshipped(seed: int) -> Scenario:
 
 
 def expelled(seed: int) -> Scenario:
-    """Whom a coordinator expels lives on, for that one is cut off; the next has read of neither, after the bucket was down."""
+    """A coordinator is cut off, so members that it expels live on; as the bucket was down, the next one has not read of this."""
     rng = random.Random(seed)
     at = rng.uniform(11.0, 14.0)
     down = Fault(rng.uniform(4.0, 7.0), Kind.BUCKET_DOWN, duration_s=at - 2.0, amount=0.9)
@@ -165,7 +165,7 @@ def left_out(seed: int) -> Scenario:
 
 
 def relapsing(seed: int) -> Scenario:
-    """Members die between commit and update, and others once the next world is formed: it is fenced while some leave the last."""
+    """Members die between commit and update, and others once the next world forms, which is fenced while some still leave the last."""
     rng = random.Random(seed)
     times = [rng.uniform(4.0, 40.0) for _ in range(10)]
     deaths = (Fault(at, Kind.SIGKILL, point=Point.BEFORE_UPDATE) for at in times)
@@ -175,7 +175,7 @@ def relapsing(seed: int) -> Scenario:
 
 
 def laggard(seed: int) -> Scenario:
-    """Every message comes twice, and steps are done again while no coordinator hears of them: words of a generation that is over."""
+    """Every message comes twice, and steps are done again while no coordinator hears of them: reports of past generations arrive."""
     rng = random.Random(seed)
     twice = Fault(0.0, Kind.DUPLICATE, duration_s=80.0, amount=1.0)
     blows = [rng.uniform(5.0, 10.0) + 10.0 * n for n in range(7)]

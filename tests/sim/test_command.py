@@ -44,7 +44,7 @@ def test_what_is_recorded_goes_on_from_where_it_ended(monkeypatch: pytest.Monkey
 
 
 def test_a_violation_is_explained_by_as_few_faults_as_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases that the coordinator does not wait out: of a dozen faults, the cut is left, and that no kill arrives."""
+    """The coordinator does not wait until leases have run out; of the faults only cuts and lost kills are left."""
     monkeypatch.setattr(Rules, "lease_over_s", property(lambda rules: 0.5 * rules.lease_s))
     said: list[str] = []
     assert command.simulate_seeds(range(82, 90), 1, said.append) == 1
@@ -63,7 +63,7 @@ def test_a_script_is_performed_on_the_cluster_of_each_seed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("name", "pace", "nodes", "removals"), [("parcae_ll_10_11", 10.0, 18, 4), ("aws_g4dn_2020", 60.0, 1, 74)])
 def test_a_spot_trace_is_survived(name: str, pace: float, nodes: int, removals: int) -> None:
-    """Whole groups of machines come and go as they did."""
+    """Whole groups of machines come and go as recorded in the trace."""
     text = (TRACES / f"{name}.csv").read_text(encoding="utf-8")
     there, faults = from_trace(text, pace)
     assert (there, sum(fault.kind is Kind.NODE_KILL for fault in faults)) == (nodes, removals)

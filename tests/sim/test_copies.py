@@ -1,4 +1,4 @@
-"""Copies in host memory, simulated: each of their rules, broken, is noticed; and what they are for does happen."""
+"""Copies in host memory are simulated: each of their rules, if broken, is noticed; and what they are for does happen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_copies_are_for_does_happen() -> None:
 
 
 def shards(seed: int, *, copy_every: int, kind: Kind, buddy_every: int = 0) -> Scenario:
-    """Three nodes, a third of the state on each, hardly a save; three deaths, far enough apart."""
+    """Three workers with a third of the state each, and hardly a save; three deaths, far enough apart."""
     rules = small_rules(2, 3, LayoutRule(1, None, 2, "all"), target_step=24, save_every=50)
     faults = tuple(replace(fault, at=at) for at, fault in zip((9.0, 19.0, 29.0), draw(seed, 3, 1.0, (kind,), doubles=0.0), strict=True))
     return Scenario(rules=replace(rules, copy_every=copy_every, buddy_every=buddy_every), faults=faults, nodes=4, slots=3)
@@ -146,7 +146,7 @@ def test_mixing_versions_is_noticed() -> None:
 
 
 def test_taking_copies_from_a_keeper_that_is_lost_is_noticed() -> None:
-    """The rule is kept twice: its copies are forgotten with it, and only keepers that are there are looked at."""
+    """The rule is kept twice: a lost keeper's copies are forgotten, and only keepers that are there are looked at."""
     forgotten = Edit("membership", "hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node}", "")
     there = Edit("copy_inventory", "for node in run.cluster.keepers if node in copies.hosts and", "for node in copies.hosts if")
     assert "takes copies from" in killed_by("faithful", forgotten, there)
@@ -197,7 +197,7 @@ def test_ignoring_what_the_others_have_copied_is_noticed(monkeypatch: pytest.Mon
 
 
 def test_members_that_skip_copies_by_themselves_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of their newest copies may be one that some of them never made."""
+    """The oldest of the members' newest copies may be one that some members never made."""
     rng, after = random.Random(0), Copies.after
 
     def alone(copies: Copies, outcome: Outcome) -> Copies:
@@ -208,7 +208,7 @@ def test_members_that_skip_copies_by_themselves_are_noticed(monkeypatch: pytest.
 
 
 def test_overwriting_a_save_on_its_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its slot counts as any other's as soon as it is complete."""
+    """The mutant does not protect the slot of a save under way."""
     after = Copies.after
     monkeypatch.setattr(Copies, "after", lambda copies, outcome: replace(after(copies, outcome), saving=()))
     assert "was overwritten before it was in the bucket" in first_violation(advance, "drawn")

@@ -1,4 +1,4 @@
-"""The vocabulary: one schedule, whoever performs it, drawn or written."""
+"""The vocabulary of faults: a schedule, drawn or written, is the same whoever performs it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CODE = "this version"
 
 
 class Scribe:
-    """An ``advance`` that keeps the journal of each coordinator: it is known by the run that it left the last time."""
+    """An ``advance`` that keeps the journal of each coordinator, which it knows by the run that its last decision left."""
 
     def __init__(self, *, meanwhile: bool = True) -> None:
         self.meanwhile = meanwhile
@@ -44,7 +44,7 @@ class Scribe:
 
     def differences(self) -> list[Difference]:
         found = list[Difference]()
-        with contextlib.suppress(*(() if self.meanwhile else (Misfit,))):  # what was left out may be what a delta stands on
+        with contextlib.suppress(*(() if self.meanwhile else (Misfit,))):  # what was left out may be what a delta changes
             found.extend(differences(json.loads(json.dumps(self.journals)), CODE))
         return found
 
@@ -66,7 +66,7 @@ def test_every_decision_was_made_from_what_is_in_the_journal(scenario: str, seed
 
 
 def test_what_unrecorded_events_changed_is_needed() -> None:
-    """The control: room that was heard of in between is what workers are started from later.
+    """The control: an unrecorded event told of room, for which workers are started later.
 
     Seed 2 is not among these: without what changed in between, its journal cannot be read at all.
     """

@@ -24,7 +24,7 @@ from tests.sim.scenarios import ALL, flapping, left_out
 
 SEEDS, FEW = range(230), range(125)
 LONG = ("severed", "divided", "relapsed", "abandoned", "forgetting", "unshipped", "expelled")
-"""Scenarios of which few seeds are enough."""
+"""Scenarios of which the seeds ``FEW`` are enough."""
 TAKEN: dict[str, int] = {}
 """Number of seeds of each scenario that the mutants of this session needed, up to the one that broke a promise."""
 UNTAKEN = 25
@@ -34,8 +34,8 @@ UNTAKEN = 25
 def first_violation(decide: Advance, scenario: str, *, copies: bool = True, seeds: range | None = None) -> str:
     """Returns what is said of the first of ``seeds`` that breaks a promise, or "" if none does.
 
-    ``seeds``: those of the control, unless given: where the broken rule harms another promise first.  Without ``copies`` in host memory
-    worlds begin from the bucket's.
+    ``seeds`` are those of the control unless given; they are given if the control's meet the broken rule too late, or break another promise
+    first.  Without ``copies`` in host memory, worlds begin from the bucket.
     """
     for seed in seeds or (FEW if scenario in LONG else SEEDS):
         drawn = ALL[scenario](seed)
@@ -63,7 +63,7 @@ def test_dropping_a_step_in_spite_of_evidence_is_noticed() -> None:
 
 
 def test_applying_a_step_without_evidence_is_noticed() -> None:
-    """It takes the commit of the step before for that of the prepared one."""
+    """The mutant takes the commit of the step before for that of the prepared step."""
     old = "settle(plan, answers, newest((run.history.last,), plan.generation))"
     new = "settle(plan, answers, run.history.last and __import__('dataclasses').replace(run.history.last, step=run.history.last.step + 1))"
     assert "evidence" in killed_by("credulous", Edit("stopping", old, new))
@@ -137,7 +137,7 @@ def test_aborting_before_the_fence_is_noticed() -> None:
 
 
 def test_taking_a_node_that_is_cut_off_for_a_dead_one_is_noticed() -> None:
-    """The rule is kept where a loss is the first that is heard of, and where another has come before."""
+    """The rule is kept in two places: for the first loss that is heard of, and for later ones."""
     first = Edit("stopping", "expelled=() if certain else members", "expelled=()")
     second = Edit("stopping", "        if certain:\n", "        if True:\n")
     assert "nobody is out and a lease runs" in killed_by("credulous_of_nodes", first, second, scenario="isolation")
@@ -203,7 +203,7 @@ def test_beginning_anew_after_a_coordinators_death_is_noticed() -> None:
 
 
 def test_guessing_what_was_committed_before_a_plan_that_nobody_read_of_is_noticed() -> None:
-    """All steps since the journal ends, by the generation that committed the plan's version: there may have been others between."""
+    """The mutant takes all steps since the journal's end for those of the generation that committed the plan's version."""
     guess = "lineage.extended(run.history.lineage, plan.version) if plan.version > run.version else plan.lineage"
     edit = Edit("edges", "lineage=plan.lineage, saved=saved", f"lineage={guess}, saved=saved")
     assert "is not what happened" in killed_by("guessing", edit, scenario="unshipped")
@@ -218,7 +218,7 @@ def test_not_hearing_whom_the_last_generation_left_out_is_noticed() -> None:
 
 
 def test_not_fencing_whom_a_later_generation_left_out_is_noticed() -> None:
-    """It was expelled before the fence reached it, lives on, and is heard after a member of the later generation."""
+    """A member was expelled before the fence reached it, lives on, and is heard after a member of the later generation."""
     edit = Edit("takeover", "        elif event.worker not in run.state.plan.members:", "        elif False:")
     with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
         simulate(997, left_out(997), Mutant("trusting", (edit,)).advance())
@@ -374,7 +374,7 @@ RARE = {
     "a third of a list is enough for a follower": range(698, 702),
     "a follower does not wait for the lease before it": range(698, 702),
 }
-"""The seeds that meet what is broken, where those of the control do not: about one in 400 does."""
+"""Seeds that meet the broken rule if those of the control do not: about one in 400 does."""
 
 
 @pytest.mark.parametrize("name", list(AUTHORITY))
@@ -434,7 +434,7 @@ def worlds(decide: Advance, stay_s: float) -> tuple[int, float]:
 
 
 def test_taking_in_a_machine_that_comes_and_goes_each_time_is_noticed() -> None:
-    """R4: two worlds for each of its stays, though none pays, and all takes longer.  The control: stays that do pay are not declined."""
+    """R4: each stay costs two worlds and does not pay, so the runs take longer.  The control: stays that do pay are not declined."""
     eager = Mutant("eager", (EAGER,)).advance()
     (many, slow_s), (few, quick_s) = worlds(eager, 6.0), worlds(advance, 6.0)
     assert many > 2 * few and slow_s > 1.1 * quick_s

@@ -1,4 +1,4 @@
-"""Two thousand clusters in which everything goes wrong: promises 2 to 4 hold in each, and each run ends (R8, R14)."""
+"""About two thousand simulated clusters in which everything goes wrong: promises 2 to 4 hold in each, and each run ends (R8, R14)."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ OCCASIONS = (
     "shards are cut anew",
     "steps are abandoned",
 )
-"""Occasions that the seeds of the suite must meet; promises are judged on the way, so each is shown to be harmless."""
+"""Occasions that the seeds of the suite must meet; promises are judged on the way, so each occasion is shown to be harmless."""
 
 
 @pytest.fixture(scope="module")
 def seen() -> Coverage:
-    """Every promise is judged on the way: one that is broken fails all that use this."""
+    """Returns what the seeds met.  Promises are judged on the way: a broken one fails all tests that use this fixture."""
     coverage, broken = run_in_processes(SEEDS, os.cpu_count() or 1)
     assert broken is None, simulate(broken)
     for seed in range(60):
@@ -88,7 +88,7 @@ def test_the_tables_have_a_row_and_a_column_for_each(seen: Coverage) -> None:
 
 
 def test_a_pair_that_never_met_is_missing(seen: Coverage) -> None:
-    """The control: what is not there is said."""
+    """The control: pairs that are taken out are missing."""
     poorer = replace(seen, visited=seen.visited.copy(), struck=seen.struck.copy(), overlaps=seen.overlaps.copy())
     del poorer.visited["Running", "Fenced"], poorer.struck[Kind.NODE_KILL, "Forming"], poorer.overlaps[Kind.LOSS, Kind.SIGKILL]
     added = set(missing(poorer)) - set(missing(seen))
@@ -115,12 +115,12 @@ def test_an_error_that_is_the_jobs_own_fails_after_one_retry() -> None:
 
 
 def test_an_error_that_does_not_come_back_is_recovered_from() -> None:
-    """R20: a random one-off."""
+    """R20: the error comes only once."""
     assert simulate(1, replace(CALM, error_step=5, error_once=True)).end == "Finished"
 
 
 def test_data_that_never_comes_ends_the_run() -> None:
-    """Each worker is replaced by another, which comes as far from the checkpoint and no further."""
+    """Each worker is replaced by another, which begins from the checkpoint and gets no further."""
     rules = replace(CALM.rules, min_workers=1, max_workers=1, save_every=3, layout=replace(CALM.rules.layout, min_shard=1))
     for seed in range(5):
         report = simulate(seed, replace(CALM, rules=rules, dry_step=6))
@@ -137,7 +137,7 @@ def test_a_stop_that_is_asked_for_in_calm_weather_loses_nothing() -> None:
 
 
 def test_a_stopped_run_is_resumed_by_the_next_incarnation() -> None:
-    """H1, H2: from the bucket, with other workers, and nothing counts twice."""
+    """H1, H2: it goes on from the bucket, with other workers."""
     for seed in range(20):
         report = simulate(seed, replace(CALM, stop_at_s=6.0, resumes=True))
         assert report.end == "Finished"
@@ -146,7 +146,7 @@ def test_a_stopped_run_is_resumed_by_the_next_incarnation() -> None:
 
 @pytest.mark.parametrize("point", list(Point))
 def test_a_fault_at_every_point_is_survived(point: Point) -> None:
-    """R1: every kind of fault at one point only."""
+    """R1: kills, stops and exceptions strike at one point only."""
     kinds = (Kind.SIGKILL, Kind.SIGSTOP, Kind.EXCEPTION)
     struck: Counter[tuple[str, str]] = Counter()
     for seed in range(20):
@@ -159,7 +159,7 @@ def test_a_fault_at_every_point_is_survived(point: Point) -> None:
 
 @pytest.mark.parametrize("state", STATES_WITH_FAULTS)
 def test_a_second_fault_in_every_state_is_survived(state: str) -> None:
-    """R8: a fault, and every kind of fault while the run is in a given state because of it."""
+    """R8: a fault brings the run into a state, in which every kind of fault strikes."""
     saving, second = replace(CALM, rules=replace(CALM.rules, save_every=1)), Counter[str]()
     for number, kind in enumerate(Kind):
         first = [Fault(6.5 + 0.02 * number + 0.01 * i, Kind.SIGKILL) for i in range(3 if state == "Waiting" else 1)]
@@ -201,7 +201,7 @@ def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> Non
     rows=st.sampled_from(ROWS),
 )
 def test_the_oracle_and_the_product_agree_on_coverage(shards: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
-    """Interval arithmetic and its dumb twin."""
+    """The product's interval arithmetic agrees with the simple function of the oracle."""
     cells = [cell(*shard) for shard in shards]
     holdings = [Holding(f"w{i}", Version(1, 1), each) for i, each in enumerate(cells)]
     assert covered(holdings, classes(rows)) == covers(frozenset(cells), rows)
@@ -210,7 +210,7 @@ def test_the_oracle_and_the_product_agree_on_coverage(shards: list[tuple[int, in
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_twenty_thousand_seeds_cover_every_pair() -> None:
-    """R8: the long version, two kinds of fault of which one comes upon the other among them; and as many storms again."""
+    """R8: the long version covers all pairs, also of two faults of which one comes upon the other; 6,000 harder scenarios follow."""
     coverage, broken = run_in_processes(range(20_000), 2)
     assert broken is None
     print(coverage_table(coverage))
@@ -248,10 +248,10 @@ def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monk
 
 
 def test_a_step_that_only_a_followed_coordinator_heard_of_was_told() -> None:
-    """It and the keepers beside it had the record; who came after could not read it, and built upon the step all the same."""
+    """It and the keepers beside it had the record; its follower could not read the record, and built upon the step all the same."""
     assert simulate(423, unshipped(423)).end == "Finished"
 
 
 def test_a_member_whose_joining_nobody_read_of_may_be_on_a_silent_node() -> None:
-    """Its coordinator was cut off, and the next one only knew that it was to start: ``advance`` raised KeyError for its node."""
+    """Its coordinator was cut off, and the next one knew only that the member was to start: ``advance`` once raised KeyError."""
     assert simulate(193, severed(193)).end == "Finished"

@@ -1,4 +1,4 @@
-"""Keepers' stores and workers' snapshots in this process, over a state of a few tensors: for tests of what one has of the other."""
+"""Keepers' stores and workers' snapshots in one process, over a state of a few tensors, for tests of the copies between them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AT = Version(4, 2)
 
 
 def truth(version: Version) -> dict[Tensor, torch.Tensor]:
-    """The whole state at ``version``: other bits for each."""
+    """Returns the whole state at ``version``; each version has other bits."""
     generator = torch.Generator().manual_seed(version.step * 1000 + version.generation)
     return {
         tensor: torch.randint(0, 10_000, tensor.shape, generator=generator).to(DTYPES[tensor.dtype]) / (1 if tensor.dtype == "I64" else 7)
@@ -79,7 +79,7 @@ class Node:
 
 @contextmanager
 def cluster(layout: Layout, per_node: int, slots: int = 2) -> Iterator[tuple[Plan, list[Node]]]:
-    """Workers w0 … with their regions, so many a node, all at the state AT."""
+    """Yields the plan of a world that begins at AT, and its nodes: ``per_node`` workers on each, whose regions its keeper holds."""
     members = tuple(WorkerId(f"w{rank}") for rank in range(layout.world))
     nodes = [NodeId(f"node{rank // per_node}") for rank in range(layout.world)]
     plan = Plan(1, AT.generation, layout, members, AT, "init", (), nodes[0], tuple(nodes), copy_every=1)
@@ -106,7 +106,7 @@ def enter(plan: Plan, nodes: Sequence[Node]) -> None:
 
 
 def pair(nodes: Sequence[Node]) -> None:
-    """Each of two is the other's buddy."""
+    """Makes the first two nodes each other's buddies."""
     for one, other in ((0, 1), (1, 0)):
         nodes[one].store.pair(nodes[other].store.address)
 

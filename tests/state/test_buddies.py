@@ -1,4 +1,4 @@
-"""A keeper's buddy has what it is said to have, whichever it is; and how often it is brought that."""
+"""A buddy has what members say that it has, also after the pairs change; and members say how often they can send it a copy."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_buddy_has_what_its_node_lost() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1)], ids=str)
 def test_another_buddy_is_brought_what_the_one_before_had(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
-    """The node that kept copies for the first is lost.  The new world begins at the version that was there, cut otherwise or not: nobody
-    says that a buddy has it before the new one has."""
+    """The node that kept copies for node 0 is lost.  The new world begins at the version that was there, in the same cut or another:
+    nobody says that a buddy has it before the new buddy has it."""
     gate, begun, take = threading.Event(), threading.Event(), KeeperStore._take
     gate.set()
 
@@ -89,7 +89,7 @@ def test_another_buddy_is_brought_what_the_one_before_had(monkeypatch: pytest.Mo
 
 
 def test_members_say_how_often_they_can_copy_by_what_they_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy takes 60 ms at least, here and at the buddy; of two workers of a node both are brought."""
+    """Each copy takes at least 60 ms, here and at the buddy; a node sends the copies of both its workers."""
     copied = Region.finish
 
     def slowly(*arguments: Any) -> None:
@@ -116,7 +116,7 @@ def test_members_say_how_often_they_can_copy_by_what_they_measured(monkeypatch: 
 
 
 def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
-    """Half of it is there when older versions are released, and when the keeper ends."""
+    """Half of the copy has arrived when older versions are released, and when the keeper ends."""
     where, data = Copy(Version(5, 2), cell(2, 1)), bytes(range(200)) * 5
     head = {"ask": "bring", "bytes": len(data), "blocks": 1, "slot_bytes": 4096, "slot_blocks": 1, "safe": None}
     store = KeeperStore(NodeId("n"), "127.0.0.1", SECRET)

@@ -1,4 +1,4 @@
-"""A shard's way: from the device into a slot, to a buddy, and into the shards of a world of another size; nothing that is bent is taken."""
+"""A shard's way: from the device into a slot, to a buddy, and into the shards of a world of another size; no damaged copy is used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("before, turn, streams", [(2, TURN, 2), (2, TURN, 1), (1, BLOCK, 2), (1, TURN, 2)])
 def test_as_many_read_at_once_as_there_are_streams(monkeypatch: pytest.MonkeyPatch, before: int, turn: int, streams: int) -> None:
-    """Two of a healing's threads meet, each at a copy or both at one of several turns; one alone waits in vain."""
+    """Two threads of a healing meet if there are two copies, or one copy of several turns; a single reader waits in vain."""
     monkeypatch.setattr(hosts, "TURN", turn)
     meets = streams == 2 and (before == 2 or turn < TURN)
     together = threading.Barrier(2)
@@ -80,7 +80,7 @@ def test_as_many_read_at_once_as_there_are_streams(monkeypatch: pytest.MonkeyPat
 def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(
     monkeypatch: pytest.MonkeyPatch, error: Exception, which: int
 ) -> None:
-    """The other one is in the middle of a copy of many pieces then."""
+    """The other thread is then in the middle of a copy of many pieces."""
     monkeypatch.setattr(hosts, "STAGE", BLOCK)
     together, calls, ended = threading.Barrier(2), Counter[int](), threading.Event()
 
@@ -102,7 +102,7 @@ def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(
 
 
 def test_of_two_failures_the_lost_copy_is_told() -> None:
-    """The next plan must not take it; that the generation was fenced is known."""
+    """The next plan must not use the lost copy; that the generation was fenced is known anyway."""
     together, met = threading.Barrier(2), threading.local()
 
     def hook() -> None:
@@ -142,7 +142,7 @@ def test_each_copy_is_asked_for_once_a_turn_by_whoever_reads_any(monkeypatch: py
 
 
 def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads what is left of the world before; and how long it took says nothing of the next one."""
+    """The copy still reads the old world's state; the time it takes does not count as a copy of the next world."""
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         (snapshots,) = nodes[0].workers.values()
@@ -161,7 +161,7 @@ def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_aft
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_copy_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failures: int) -> None:
-    """The retry matters: else this world would begin no other copy, and state that only one member holds would be unprotected."""
+    """The retry matters: otherwise this world would begin no other copy, and state that only one member holds would be unprotected."""
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         (snapshots,) = nodes[0].workers.values()
@@ -194,7 +194,7 @@ def test_two_versions_are_there_and_the_older_one_is_read_when_it_is_wanted() ->
 
 
 def test_a_copy_that_is_not_complete_everywhere_is_never_the_only_one() -> None:
-    """The next version is begun only when all have the one before: so of two slots one is always that."""
+    """The next copy is begun only when all members have the one before, which one of the two slots therefore always holds."""
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         snapshots, region = nodes[0].workers[WorkerId("w0")], nodes[0].workers[WorkerId("w0")].region
@@ -269,7 +269,7 @@ def test_digests_are_of_blocks_and_see_every_byte() -> None:
 
 
 def test_a_copy_that_no_keeper_holds_is_none() -> None:
-    """It would die with its worker: nobody is told that it is there."""
+    """The copy would die with its worker, so nobody is told that it is there."""
     region = Region.create(2, frame(TENSORS, cell(1, 0)).bytes, frame(TENSORS, cell(1, 0)).blocks)
     snapshots = Snapshots(region, TENSORS, torch.device("cpu"), AUTO)
     plan = Plan(1, 2, Layout(), (WorkerId("w0"),), AT, "init", (), NodeId("n"), copy_every=1)

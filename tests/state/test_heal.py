@@ -35,14 +35,14 @@ BROKE_AT = 2
 
 
 def first_world(ranks: Ranks, job: Job, layout: Layout) -> Version:
-    """Two steps in ``layout``; the state stays where it is, and in the bucket for comparison."""
+    """Makes two steps in ``layout`` and returns the version; the members keep the state, and the bucket has it for comparison."""
     begun: list[Begun] = ranks.run(layout, begin, job, BROKE_AT)
     finish(job, layout, [each.receipt for each in begun], begun[0].version)
     return begun[0].version
 
 
 def ended(job: Job, layout: Layout, members: list[Healed]) -> str:
-    """The hash of the state at the end."""
+    """Returns the hash of the state at the end."""
     receipts = [each.receipt for each in members if each.receipt is not None]
     return finish(job, layout, receipts, members[0].version)
 
@@ -72,7 +72,7 @@ def assert_healed(members: list[Healed]) -> None:
 def test_any_world_heals_from_any_other(
     ranks: Ranks, reference: Trained, tmp_path: Path, old: Layout, new: Layout, lost: list[int]
 ) -> None:
-    """Promise 4: every slice bitwise the old state's, exactly the bytes that a member did not hold, and the undisturbed hash."""
+    """Promise 4: every slice has the old state's bits, only the bytes that a member lacked are sent, and the hash is undisturbed."""
     job = toy_job(tmp_path)
     version = first_world(ranks, job, old)
     left = [i for i in range(min(old.world, new.world)) if i not in lost]
@@ -83,7 +83,7 @@ def test_any_world_heals_from_any_other(
 
 
 def test_a_buffer_that_the_model_does_not_save_is_state_too(ranks: Ranks, tmp_path: Path) -> None:
-    """Its memory holds nothing in a new world, whoever trains there; whether anybody's export has it is another matter."""
+    """Its memory holds nothing in a new world, so it must be filled; that no export contains it is another matter."""
     job = toy_job(tmp_path, model="tests.support.toys:own", model_args={})
     constants = [tensor.name for tensor in tensors_of(build_model(job, builder_of(job)), ADAMW) if tensor.kind == "constant"]
     assert constants == ["scale"]
@@ -101,7 +101,7 @@ def sharing() -> nn.Module:
 
 
 def test_a_buffer_of_several_modules_stays_one(tmp_path: Path) -> None:
-    """It has one name, and whoever fills it fills it for all."""
+    """The buffer has one name, and filling it fills it for all modules."""
     job = toy_job(tmp_path, model="tests.state.test_heal:sharing", model_args={})
     world = World.alone(torch.device("cpu"))
     try:
@@ -125,7 +125,7 @@ def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
 
 
 class Normalising(Own):
-    """Its running statistics are of whatever was computed here."""
+    """A model whose running statistics depend on the microbatches computed here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Normalising(Own):
 
 
 class Rebinding(Own):
-    """It has another buffer after each forward."""
+    """A model whose forward puts another tensor in the place of a buffer."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = super().forward(tokens)
@@ -150,7 +150,7 @@ class Rebinding(Own):
     ("model", "refused"), [("Normalising", "norm.running_mean|norm.num_batches_tracked"), ("Rebinding", "scale"), ("own", "")]
 )
 def test_a_buffer_that_forward_changes_is_refused(tmp_path: Path, model: str, refused: str) -> None:
-    """Another layout would give it another value."""
+    """Another layout would give the buffer another value.  The control, ``own``, changes none."""
     job = toy_job(tmp_path, model=f"tests.state.test_heal:{model}", model_args={})
     world = World.alone(torch.device("cpu"))
     try:
@@ -175,7 +175,7 @@ def half_healed(world: World) -> tuple[str, str] | None:
 
 
 def test_who_is_left_while_slices_are_exchanged_blames_its_peer(ranks: Ranks) -> None:
-    """R8, R20: not the job, which would have to answer for it the second time."""
+    """R8, R20: it does not blame the job, which would end at the second such error."""
     assert ranks.run(Layout(2, 1), half_healed) == [("peer", ""), None]
 
 
@@ -196,7 +196,7 @@ def test_many_messages_bring_what_one_does(ranks: Ranks, reference: Trained, tmp
 
 
 def test_half_way_comes_for_those_too_who_exchange_nothing() -> None:
-    """They may be struck, or fenced, there."""
+    """A fault or a fence may have to act on such a member at that point."""
     world, times = World.alone(torch.device("cpu")), list[int]()
     try:
         assert _exchange({}, {}, world, lambda: times.append(1)) == 0 and times == [1]
@@ -242,7 +242,7 @@ def small(world: World, function: Any) -> Any:
 
 
 def test_parts_of_several_widths_in_one_message(ranks: Ranks) -> None:
-    """An odd number of bytes before floats of eight."""
+    """A part of three bytes comes before parts of two-byte and eight-byte numbers."""
     assert ranks.run(Layout(2, 1), of_several_widths) == [True, True]
 
 

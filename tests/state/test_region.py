@@ -38,7 +38,7 @@ input()
 
 @pytest.mark.parametrize("how", ["whole", "torn"])
 def test_what_was_written_outlives_the_writer(how: str) -> None:
-    """Opened while it lived, read after its SIGKILL; a copy that was under way holds nothing."""
+    """The region is opened while its writer lives and read after the SIGKILL; a slot with a copy under way holds nothing."""
     writer = subprocess.Popen([sys.executable, "-c", WRITER, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     region = Region.of_process(writer.pid, int(writer.stdout.readline()))

@@ -47,7 +47,7 @@ SECRET = b"k" * 32
 
 
 def whole(tensor: Tensor) -> torch.Tensor:
-    """Every element is another number, exact in each dtype."""
+    """Returns ``tensor`` with the elements 1, 2, 3, …, which are exact in each dtype."""
     return torch.arange(1, int(np.prod(tensor.shape)) + 1).reshape(tensor.shape).to(DTYPES[tensor.dtype])
 
 
@@ -78,7 +78,7 @@ def check(shard: Shard, layout: Layout, rank: int) -> None:
 
 @dataclass
 class Bare:
-    """All of a ``State`` that healing and saving use: there is no model."""
+    """The part of a ``State`` that healing and saving use; it has no model."""
 
     tensors: tuple[Tensor, ...]
     shard: Shard
@@ -142,7 +142,7 @@ def save(state: Bare, checkpoints: Checkpoints) -> ShardReceipt:
 
 
 def save_and_resume(world: World, folder: str, before: Layout, after: Layout, lost: int | None) -> str | None:
-    """Save in one layout; begin again in another with what the members that are left hold, and the rest from the bucket."""
+    """Saves in one layout, and begins again in another with what the members that are left hold, and the rest from the bucket."""
     with toy_axes.registered():
         checkpoints = Checkpoints(ObjectStore.open(folder), "toys")
         shard = shard_of(before, world.rank)

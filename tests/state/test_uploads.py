@@ -1,4 +1,4 @@
-"""Saves: from a worker's slot to the bucket, by its keeper and the uploader process; whoever dies on the way (R1, R11, H1)."""
+"""A save goes from a worker's slot to the bucket, by its keeper and the uploader process, whoever dies on the way (R1, R11, H1)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def uploading(store: KeeperStore, bucket: Path) -> Iterator[tuple[Uploads, Told]
 
 @pytest.mark.parametrize("layout", [Layout(1, 3), Layout(2, 2), Layout(3, 1)], ids=str)
 def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layout: Layout) -> None:
-    """Over two nodes; the manifest is refused unless the parts are the whole state, each element once; read again it is what was copied."""
+    """The manifest would be refused unless the parts were the whole state, each element once; read again, the state is what was copied."""
     told = []
     with cluster(layout, 2) as (plan, nodes):
         enter(plan, nodes)
@@ -110,7 +110,7 @@ def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layou
 
 @contextmanager
 def saving(how: str) -> Iterator[tuple[subprocess.Popen[str], KeeperStore]]:
-    """A worker in a process of its own whose memory a keeper holds, and which begins to copy a save."""
+    """A worker in a process of its own copies a save, and is killed; yields its process and the keeper's store that holds its memory."""
     worker = subprocess.Popen(
         [sys.executable, "-m", "tests.state.saver", how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
     )
@@ -136,7 +136,7 @@ SAVE = Save(SAVED, SAVED.generation, PLAN.layout, PLAN.members, PLAN.nodes)
 
 @pytest.mark.parametrize("how", ["whole", "torn"])
 def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path, how: str) -> None:
-    """SIGKILL, for real, before a byte was uploaded.  The control: one that dies while it copies does, and its keeper says so at once."""
+    """It is killed (SIGKILL) before a byte was uploaded.  The control: a worker that dies while it copies ends the save at once."""
     with saving(how) as (_, store), uploading(store, tmp_path) as (uploads, told):
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         event, receipt = told.next()
@@ -154,7 +154,7 @@ TORN = "import os, sys; sys.stdin.readline(); print('{\"number\": 1, \"rec', end
 
 @pytest.mark.parametrize("torn", [False, True], ids=["silent", "in the middle of its answer"])
 def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path, torn: bool) -> None:
-    """It has the part in hand when it is killed (SIGKILL); a worker that could begin again is dead."""
+    """The uploader has the part in hand when it is killed (SIGKILL); the worker, which could copy again, is dead."""
     with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
         uploads.command = [sys.executable, "-c", TORN] if torn else uploads.command
         uploads.start()
@@ -197,7 +197,7 @@ def test_an_uploader_that_hangs_is_followed_by_another(tmp_path: Path, monkeypat
 
 
 def test_an_uploader_that_goes_on_is_not_taken_for_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole part takes longer than a hung uploader is borne with; it says that it goes on."""
+    """A whole part takes longer than ``HUNG_S``, but the uploader says again and again that it goes on."""
     monkeypatch.setattr("elastic.state.uploads.HUNG_S", 3.0)
     slow = "import sys, time; n = sys.stdin.readline()\nwhile 1: print('{\"number\": 1}', flush=True); time.sleep(0.1)"
     with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
@@ -219,7 +219,7 @@ def test_an_uploader_says_that_a_part_goes_on(tmp_path: Path) -> None:
 
 
 def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_path: Path) -> None:
-    """The keeper looks for copies fifty times a second, and says the reason as often as it tries."""
+    """The keeper looks for copies fifty times a second, but tries, and says the reason, only every ``RETRY_S`` seconds."""
     said: list[str] = []
     with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
         uploads.say, uploads.command = said.append, [str(tmp_path / "missing")]
@@ -268,7 +268,7 @@ def part(region: Region, version: Version = AT) -> Part:
 
 @pytest.mark.parametrize("bent", [True, False])
 def test_what_memory_has_bent_does_not_get_into_the_bucket(tmp_path: Path, bent: bool) -> None:
-    """One bit of one tensor.  The control: nothing is bent."""
+    """One bit of one tensor is flipped.  The control: none is."""
     with copied() as (_, snapshots):
         region = snapshots.region
         slot = region.find(Copy(AT, WHOLE))
@@ -322,7 +322,7 @@ def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_pa
 
 
 def test_a_save_that_was_waited_for_in_vain_is_waited_for_no_more() -> None:
-    """R11: a step is not to wait for the bucket, but once and for a little while."""
+    """R11: a step waits for the bucket only once, and only for a short time."""
     with copied() as (_, snapshots):
         snapshots.patience_s = 0.3
         for step in (5, 6):

@@ -45,7 +45,7 @@ def test_messages_and_bytes_come_back(listener: Listener) -> None:
 
 
 def test_what_takes_long_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second and more for one part, of which something goes all the time; the deadline is half a second without any of it."""
+    """One part takes more than a second, and some of it moves all the time; the deadline is half a second in which nothing moves."""
     monkeypatch.setattr(wire, "SILENCE_S", 0.5)
 
     def slowly(connection: Wire, head: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def test_a_stranger_is_refused_and_named(listener: Listener, capfd: pytest.Captu
 
 
 def test_what_is_no_message_ends_the_conversation_and_nothing_else(listener: Listener) -> None:
-    """A side that has lost count sends bytes where a head should be: a broken wire, not an error of whoever reads."""
+    """A side that has lost count sends bytes where a head should be: this is a broken wire, not an error in the reader's code."""
     no_message = wire.LENGTH.pack(4) + b"\xff{]x"
     with contextlib.closing(Wire.connect(listener.address, SECRET)) as lost:
         lost.send_raw([no_message])

@@ -129,7 +129,7 @@ class Conformance:
 
 
 def race(store: ObjectStore, key: str, contents: list[bytes]) -> list[bytes]:
-    """A thread for each of ``contents`` creates ``key``, all at once; those that were told they did."""
+    """One thread for each of ``contents`` creates ``key``, all at once; returns the contents of those that were told that they won."""
     barrier, winners = threading.Barrier(len(contents)), list[bytes]()
 
     def create(content: bytes) -> None:

@@ -32,7 +32,7 @@ def state_of(tensors: Sequence[Tensor], seed: int) -> State:
 
 
 def cut(state: State, tensor: Tensor, part: Slice) -> bytes:
-    """The dumb way: numpy on opaque elements, made whole first."""
+    """Returns the bytes of ``part`` the simple way: numpy slices the whole tensor, element by element."""
     raw, size = state[tensor], ITEM_BYTES[tensor.dtype]
     whole = np.array([raw[at : at + size] for at in range(0, len(raw), size)], dtype=object)
     chosen = whole.reshape(tensor.shape)[tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))]

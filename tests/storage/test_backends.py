@@ -69,7 +69,7 @@ class Shelf(Folder):
 
 
 def elastic(folder: Path, site: Path | None, *arguments: str) -> tuple[int, str]:
-    """The command's exit code and what it printed.  ``site``: a folder of installed packages, beside those of this Python."""
+    """Runs the command and returns its exit code and its output.  ``site``: a folder of packages, beside those of this Python."""
     path = os.pathsep.join([str(ROOT), *([str(site)] if site else [])])
     done = subprocess.run(
         [sys.executable, "-m", "elastic", *arguments],
@@ -84,7 +84,7 @@ def elastic(folder: Path, site: Path | None, *arguments: str) -> tuple[int, str]
 
 
 def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(tmp_path: Path) -> None:
-    """Killed before the commit of step 4, resumed from step 3 on the toy, and equal in every bit to the same job in a folder."""
+    """The job is killed before the commit of step 4, resumes from step 3, and equals the same job in a folder bit for bit."""
     install(tmp_path / "site")
     folder, bucket = f"{tmp_path}/bucket", f"toy://{tmp_path}/objects.db/bucket"
     killed = [{"point": "before_commit", "step": 4}]
@@ -115,7 +115,7 @@ def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(tmp
 
 
 class Disturbed(Toy):
-    """Runs ``before`` and ``after`` round every write and read."""
+    """Runs ``before`` ahead of every write and read, and ``after`` after every write."""
 
     def __init__(self, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def test_reading_in_the_saved_layout_reads_nothing_twice(checkpoints: Checkpoint
 def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch, room: int, together: int, comes: bool
 ) -> None:
-    """The store answers once so many ask: more than there is room for never do."""
+    """The store answers only once ``together`` requests have come, which never happens if there is room for fewer."""
     barrier = threading.Barrier(together)
 
     class Together(Forwarding):
@@ -164,7 +164,7 @@ def test_what_is_not_there_cannot_be_read(checkpoints: Checkpoints) -> None:
 
 
 def test_any_tool_reads_shards_index_and_exports(tmp_path: Path) -> None:
-    """The plain ``safetensors`` library and pyarrow, without our code."""
+    """The plain ``safetensors`` library and pyarrow read them, without our code."""
     checkpoints = Checkpoints(ObjectStore.open(str(tmp_path)), "run")
     state = state_of(TENSORS, seed=4)
     save(checkpoints, V, state, 3)

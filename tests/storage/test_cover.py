@@ -1,4 +1,4 @@
-"""Interval arithmetic on slices, next to twins that look at every element."""
+"""Interval arithmetic on slices is compared with simple functions that look at every element."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
 
 @st.composite
 def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
-    """The whole, cut in two here and there."""
+    """Draws the parts of a whole tensor that is cut in two up to six times."""
     parts = [Tensor("w", "parameter", "F32", shape).whole()]
     for _ in range(draw(st.integers(0, 6))):
         part = parts.pop(draw(st.integers(0, len(parts) - 1)))

@@ -102,7 +102,7 @@ def test_a_missing_object(checkpoints: Checkpoints, name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_the_object_of_another_checkpoint(checkpoints: Checkpoints, name: str) -> None:
-    """Intact, but not the one that was written here."""
+    """The object is intact, but not the one that was written here."""
     other = Version(5, 1)
     save(checkpoints, other, state_of(TENSORS, seed=8), 2)
     checkpoints.store.put(f"{checkpoints.folder(V)}/{name}", checkpoints.store.get(f"{checkpoints.folder(other)}/{name}"))

@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 
 class Counting(Forwarding):
-    """Notes how many bytes of which object were fetched."""
+    """A store that notes how many bytes of which object were fetched."""
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store)
@@ -48,7 +48,7 @@ def fresh() -> Checkpoints:
 
 
 def large() -> tuple[Checkpoints, dict[str, bytes]]:
-    """A checkpoint whose index has 160,000 rows, all different: the counting store, and what each tensor holds."""
+    """Returns a checkpoint whose index has 160,000 rows, all different, in a counting store; and what each tensor holds."""
     checkpoints, draw = fresh(), random.Random(1)
     tensors = [Tensor(f"layers.{n}.weight", "parameter", "F64", (WRITERS,)) for n in range(TENSORS_OF_LARGE)]
     values = {tensor.name: draw.randbytes(WRITERS * ITEM) for tensor in tensors}
@@ -155,7 +155,7 @@ def test_blocks_are_all_bytes_of_the_index_and_any_damage_to_them_is_noticed(che
 
 @pytest.mark.fast
 def test_a_manifest_without_blocks_is_read_as_before(checkpoints: Checkpoints) -> None:
-    """Every checkpoint that was written before blocks were, and every small one."""
+    """Every checkpoint that is older than blocks has such a manifest, and so has every small one."""
     key, manifest = f"{checkpoints.folder(V)}/{MANIFEST}", checkpoints.manifest(V)
     old = Manifest(manifest.version, manifest.files, manifest.about).to_bytes()
     assert b"blocks" not in old

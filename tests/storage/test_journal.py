@@ -57,14 +57,14 @@ def start(store: Moody, tmp_path: Path) -> Callable[..., Journal]:
 
 
 def write(journal: Journal, count: int, *, durable: bool = False) -> None:
-    """Records that say n, with a snapshot that sums them up."""
+    """Appends ``count`` records that hold their number n; a snapshot has the sum of the numbers."""
     for _ in range(count):
         n = journal.next
         journal.append({"n": n}, lambda n=n: {"sum": n * (n + 1) // 2}, durable=durable)  # type: ignore[misc]
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for what another thread brings about."""
+    """Waits until another thread has made ``holds`` true."""
     for _ in range(10_000):
         if holds():
             return
@@ -123,7 +123,7 @@ def test_the_disk_holds_what_the_bucket_lacks_and_little_more(store: Moody, tmp_
 
 
 def test_a_segment_ends_when_its_records_are_as_long_as_its_snapshot(store: Moody, start: Callable[..., Journal]) -> None:
-    """However much is known, at most half of the journal are snapshots; were one made every 256 records, it would be most of it."""
+    """Snapshots are at most half of the journal, however long they are; one every 256 records would be most of the journal."""
     journal, known = start(), {"sum": 0, "workers": "w" * 100_000}
     for n in range(SEGMENT_RECORDS * 40):
         journal.append({"n": n, "said": "x" * 10}, lambda: known, durable=False)
@@ -152,7 +152,7 @@ def lengths(store: Moody) -> list[int]:
 
 
 def test_objects_that_end_by_time_do_not_repeat_a_snapshot_longer_than_their_records(store: Moody, start: Callable[..., Journal]) -> None:
-    """Were each of the 200 to begin with one, 95 % of the journal were snapshots."""
+    """If each of the 200 objects began with a snapshot, 95 % of the journal would be snapshots."""
     journal = start()
     objects(journal, 200, length=5_000)
     recorded = sum(len(json.dumps(record)) for record in records(store, "run"))

@@ -41,7 +41,7 @@ def test_killed_at_every_boundary_of_a_save(tmp_path: Path) -> None:
     assert visible == sorted(visible)  # first not there, then there: nothing between
     assert visible[0] is False
     assert visible[-1] is True
-    for boundary, _ in killed[::5]:  # and the save can be done again by who comes after, in another layout
+    for boundary, _ in killed[::5]:  # and a later writer can do the save again, in another layout
         checkpoints = Checkpoints(ObjectStore.open(str(tmp_path / str(boundary))), "run")
         if not visible[boundary - 1]:
             save(checkpoints, DURING, state_of(TENSORS, seed=2), 3)

@@ -1,4 +1,4 @@
-"""The object stores there are, under the suite that all must pass; and what is special to a folder."""
+"""The folder and memory stores pass the suite that all stores must pass; some tests are about folders alone."""
 
 from __future__ import annotations
 

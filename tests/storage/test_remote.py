@@ -13,7 +13,7 @@ pytestmark = pytest.mark.fast
 
 
 class Clock:
-    """``sleep`` moves it; ``pauses``: how."""
+    """A clock that ``sleep`` and the store move; ``pauses`` lists the seconds of each sleep."""
 
     def __init__(self) -> None:
         self.now, self.pauses = 1000.0, list[float]()
@@ -35,7 +35,7 @@ def policy(clock: Clock) -> RemotePolicy:
 
 
 class Store:
-    """Fails as often as it is told, each time after ``lasting`` seconds."""
+    """Fails ``failures`` times; each answer takes ``lasting`` seconds."""
 
     def __init__(self, clock: Clock, failures: int, lasting: float = 0.0) -> None:
         self.clock, self.failures, self.lasting, self.given = clock, failures, lasting, list[float]()
@@ -65,7 +65,7 @@ def test_when_attempts_are_spent_it_says_everything(policy: RemotePolicy, clock:
 
 
 def test_the_deadline_is_of_the_whole_call(policy: RemotePolicy, clock: Clock) -> None:
-    """A store that answers nothing at all: attempts are cut, and so is the last of them, by what is left."""
+    """The store never answers: each attempt is cut at its own deadline, and the last one at that of the call."""
     silent = Store(clock, failures=99, lasting=1e9)
     with pytest.raises(Unavailable, match=r"gave up after 3 attempts in 25\.0 s"):
         replace(policy, call_s=25).call("s3://b/k", silent)

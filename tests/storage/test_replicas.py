@@ -18,7 +18,7 @@ _numbers = itertools.count()
 
 
 def lines(first: int, last: int) -> bytes:
-    """A segment: a snapshot, and records from ``first`` to ``last``."""
+    """Returns a segment: a snapshot, and records from ``first`` to ``last``."""
     values = [{"run": {"before": first}}, *({"n": n} for n in range(first, last + 1))]
     return b"".join(json.dumps(value).encode() + b"\n" for value in values)
 

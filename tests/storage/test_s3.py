@@ -164,7 +164,7 @@ def test_what_is_or_is_not_there_is_asked_once(unruly: Unruly, store: S3) -> Non
 
 @pytest.mark.parametrize("single", [None, 0], ids=["put", "parts"])
 class TestACreateWhoseAnswerIsLost:
-    """It is tried again, and then told whether it was oneself who won."""
+    """The create is tried again, and the writer is then told whether it won itself."""
 
     DECIDES = "PUT .*/k[?]$|POST .*/k[?]uploadId"
 
@@ -195,7 +195,7 @@ class TestACreateWhoseAnswerIsLost:
         assert uploads(store) == []
 
     def test_a_store_that_forgets_who_wrote_is_not_believed(self, unruly: Unruly, store: S3, single: int | None) -> None:
-        """The negative control: without the mark a first try that landed looks like a rival."""
+        """The negative control: without the mark, a writer's own first try looks like a rival's."""
         store.single_bytes = store.single_bytes if single is None else single
         unruly.when(self.DECIDES, lost_answer)
         unruly.when(self.DECIDES, says("412 PRECONDITION FAILED", "PreconditionFailed"))
@@ -279,7 +279,7 @@ def test_each_request_of_an_upload_is_tried_again(unruly: Unruly, moto_bucket: S
 
 
 def uploads(store: S3) -> list[str]:
-    """Uploads below ``store`` that were begun and neither completed nor aborted."""
+    """Returns the uploads below ``store`` that were begun and neither completed nor aborted."""
 
     async def ask() -> list[str]:
         client = await store.filesystem.set_session()

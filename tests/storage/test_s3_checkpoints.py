@@ -1,4 +1,4 @@
-"""H3, R11: checkpoints, journal, claims and datasets in a bucket: on a real server, through its death, and on one that misbehaves."""
+"""H3, R11: checkpoints, journal, claims and datasets in a bucket, on a real server, through its death, and on a server that misbehaves."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_save_survives_the_servers_death(swift: Swift, swift_bucket: S3) -> No
 
 
 def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_be_seen(swift: Swift, swift_bucket: S3) -> None:
-    """R11: SIGKILL with two parts in the store; who comes after writes the object."""
+    """R11: the writer gets SIGKILL in the middle of an upload in parts; a later writer can write the object."""
     store = below(swift_bucket, part_bytes=MIB5)
     script = (
         "import sys, threading; from storage.objects import ObjectStore; from storage.objects.s3 import S3\n"
@@ -228,7 +228,7 @@ def test_a_dataset_is_read_by_ranges(unruly: Unruly, moto_bucket: S3) -> None:
     unruly.behave()
     for first, last in [(0, 10), (500, 530), (4090, 4100), (9999, 10_000), (3, 7)]:
         assert np.array_equal(files.read(first, last), tokens[first:last])
-    assert unruly.asked("GET .*bin") == 5  # blocks 0 and 1, the last of one file and the first of the next, the end; one again, kept
+    assert unruly.asked("GET .*bin") == 5  # blocks 0 and 1, the last of one file, the first of the next, and the end
     assert unruly.asked("HEAD") == 0
     unruly.when("GET .*bin", truncated, times=2)
     assert np.array_equal(files.read(6000, 6010), tokens[6000:6010])
@@ -309,7 +309,7 @@ def test_what_is_no_bucket(url: str) -> None:
 
 
 def test_random_streams_come_back(swift_bucket: S3) -> None:
-    """Next to the clever cutting into parts, the dumb way: join."""
+    """However an object is cut into parts, what comes back is the joined pieces."""
     draw = random.Random(3)
     for number in range(6):
         store = below(swift_bucket, part_bytes=MIB5)

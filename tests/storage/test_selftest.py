@@ -58,7 +58,7 @@ def test_a_store_that_misbehaves_is_refused_by_name(unruly: Unruly, moto_bucket:
 
 
 def test_a_store_that_looks_first_and_writes_then_is_refused(tmp_path: Path) -> None:
-    """Swift as it comes: alone, a create-only write is refused where something is; of several at once all may win."""
+    """Unchanged Swift refuses a single create-only write of an object that exists; of several at the same time, all may win."""
     with Swift(tmp_path / "swift", once=False) as server:
         store = below(new_bucket(server))
         with pytest.raises(

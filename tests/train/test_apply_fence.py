@@ -1,4 +1,4 @@
-"""The lock between two threads: a fence is before an update or after it, never within; what a lease or a fence bars is not applied."""
+"""The lock between two threads: a fence comes before an update or after it, never within; what a lease or a fence bars is not applied."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_lease_that_is_over_bars_the_update() -> None:
 
 
 def test_what_the_coordinator_settled_is_applied_all_the_same() -> None:
-    """Fenced, and the lease is over: neither bars an outcome that is known to be the world's."""
+    """The member is fenced and its lease is over, but neither bars an outcome that is known to be the world's."""
     found = stepping(lease_s=-1.0)
     fence(found)
     with found.applying(OUTCOME, settled=True):
@@ -155,7 +155,7 @@ def test_what_the_coordinator_settled_is_applied_all_the_same() -> None:
 
 
 def test_an_update_that_fails_leaves_nothing_held() -> None:
-    """Half an update is no version; nor is it evidence of the commit that this member alone would vouch for."""
+    """Half an update is no version, so the member holds nothing."""
     found = stepping()
     with pytest.raises(ZeroDivisionError), found.applying(OUTCOME):
         raise ZeroDivisionError
@@ -205,7 +205,7 @@ def test_outcomes_are_kept_until_they_are_acknowledged_and_the_newest_always() -
             pass
     with found as member:
         member.renewed(GENERATION, 0.0, False, STEP - 1)
-        member.renewed(GENERATION - 1, 0.0, False, STEP + 1)  # late: those steps were given up since, and are these now
+        member.renewed(GENERATION - 1, 0.0, False, STEP + 1)  # late: about steps that have been given up since, and done again
     assert fence(found).outcomes == (OUTCOME, later)
     with found as member:
         member.renewed(GENERATION, 0.0, False, STEP + 1)
@@ -214,7 +214,7 @@ def test_outcomes_are_kept_until_they_are_acknowledged_and_the_newest_always() -
 
 @pytest.mark.parametrize("amount", [1.0, 0.02, -0.02])
 def test_a_clock_that_is_skewed_runs_so_much_too_fast(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
-    """The fault ``clock_skew``: against a clock that it does not touch, read before and after."""
+    """The fault ``clock_skew`` is compared with a clock that it does not touch, read before and after."""
     monkeypatch.setattr(time, "monotonic", time.monotonic)  # put back afterwards
     before = time.perf_counter()
     skew(amount)

@@ -1,4 +1,4 @@
-"""R1, R20: a device that this process has lost is told from a peer's death and from the user's error, whatever raised."""
+"""R1, R20: a device that this process has lost is told apart from a peer's death and from the user's error, whatever is raised."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_whatever_a_lost_device_makes_of_it(error: Exception) -> None:
 
 
 def test_the_same_errors_while_the_device_answers() -> None:
-    """The control.  Out of memory is the job's, also by another allocator than torch's; a peer that died may look like a device's error."""
+    """The control.  A lack of memory is the job's error, whichever allocator reports it; a peer's death may look like a device's error."""
     assert [classify(raised(error), fine)[0] for error in RAISED] == ["job", "job", "peer", "peer", "job", "job"]
     _, signature = classify(raised(torch.AcceleratorError("CUDA error: out of memory")), fine)
     assert signature.startswith("AcceleratorError at ") and signature.endswith(" in raised")
 
 
 def test_memory_that_is_lacking_before_a_step_begins() -> None:
-    """A new process may have it; if it lacks it too, the signature says that it is the same again.  The control: in a step, as above."""
+    """A new process may get the memory; if not, the equal signature shows it.  The control: any other error is the job's."""
     message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which {} GiB is free."
     errors = [torch.OutOfMemoryError(message.format(free)) for free in (1.25, 1.5)]
     first, second = (classify(raised(error), fine, forming=True) for error in errors)
@@ -62,8 +62,8 @@ def test_memory_that_is_lacking_before_a_step_begins() -> None:
 
 
 def test_an_abort_that_is_stuck() -> None:
-    """The device may answer: this process can be in no other world all the same.  Where it was raised is no part of the signature, and what
-    a lost device says comes first.  The control: any other world that broke is a peer's doing."""
+    """Even if the device answers, this process can be in no other world.  The signature does not say where the error was raised, and the
+    error of a lost device comes first.  The control: any other broken world is blamed on a peer."""
     stuck = "the abort of the world before has not ended within 15 s"
     assert classify(AbortStuck(stuck), fine) == classify(raised(AbortStuck(stuck)), fine) == ("device", stuck)
     assert classify(raised(AbortStuck(stuck)), fine, forming=True) == ("device", stuck)

@@ -20,7 +20,7 @@ SEAT = Seat(generation=2, rank=0)
 
 
 class Pair(torch.nn.Module):
-    """Returns what it was given too, as blocks do that hand something on."""
+    """A block that returns its input too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_what_a_worker_cannot_do_to_itself_is_said(kind: str) -> None:
 
 @pytest.fixture
 def worker() -> Any:
-    """One that has joined, without its process."""
+    """Returns a worker that has joined, without its process."""
     made = Worker.__new__(Worker)
     made.trainer = SimpleNamespace(session=SimpleNamespace(faults=Faults(())))  # type: ignore[assignment]
     return made

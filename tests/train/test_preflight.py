@@ -44,7 +44,7 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, text: Pa
 
 
 def test_the_code_of_a_users_optimizer_is_part_of_the_build(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else has imported it; and two nodes with different code of it are told apart."""
+    """No other code imports that module; nodes that have different code in it are told apart."""
     prepare(text, str(tmp_path / "data"))
     monkeypatch.syspath_prepend(tmp_path)
     for name, rate in (("first_rule", 0.1), ("second_rule", 0.2)):
@@ -78,7 +78,7 @@ def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text:
 
 
 def test_data_that_was_moved_is_the_same_run_with_the_same_bits(tmp_path: Path, text: Path) -> None:
-    """Stopped half way, the folder renamed: the run goes on and ends as if nothing had happened."""
+    """The run is stopped half way and the folder renamed: it goes on, and ends with the bits of an undisturbed run."""
     data, moved = tmp_path / "data", tmp_path / "moved"
     prepare(text, str(data))
     undisturbed = job_on(tmp_path, data, name="undisturbed", steps=6)

@@ -33,7 +33,7 @@ TRAINERS: list[Trainer] = []
 
 
 class Fencing(Own):
-    """The coordinator's fence reaches the worker in the middle of its healing: here, from its own initialisation."""
+    """The coordinator's fence reaches the worker in the middle of its healing; here, the model's initialisation sends it."""
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -47,7 +47,7 @@ def fencing() -> Fencing:
 
 @contextmanager
 def trainer_of(job: Job, report: Callable[[Any], None]) -> Iterator[Trainer]:
-    """A worker that has been told to form generation 1, alone."""
+    """Yields a worker that has been told to form generation 1, alone."""
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         worker, store = WorkerId("w1"), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -65,7 +65,7 @@ def trainer_of(job: Job, report: Callable[[Any], None]) -> Iterator[Trainer]:
 
 
 def run_to_its_end(trainer: Trainer, events: list[Any]) -> None:
-    """``events``: what it reported, shown if it never ends."""
+    """Runs ``trainer`` until it ends; if it does not, ``events``, what it reported, are shown."""
     running = Thread(target=trainer.run, daemon=True)
     running.start()
     running.join(PATIENCE_S)
@@ -74,7 +74,7 @@ def run_to_its_end(trainer: Trainer, events: list[Any]) -> None:
 
 @pytest.mark.parametrize("model", ["tests.train.test_trainer:fencing", "tests.support.toys:own"], ids=["fenced", "control"])
 def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) -> None:
-    """An aborted receive can look complete, over garbage.  The control, which is not fenced, holds its shard and says so."""
+    """An aborted receive can look complete although it left garbage.  The control, which is not fenced, holds its shard and says so."""
     events: list[Any] = []
     with trainer_of(toy_job(tmp_path, model=model, model_args={}), events.append) as trainer:
         trainer.exit()
@@ -88,7 +88,7 @@ def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) ->
 def test_a_plan_that_was_not_entered_is_void_for_the_next_coordinator(
     tmp_path: Path, taken_over: bool, said_again: bool, entered: list[int]
 ) -> None:
-    """It may know nothing of it, and its own would wait behind it; if it does, it says so.  The control: nobody has taken over."""
+    """It may not know the plan, and its own would wait behind it; if it does, it sends the plan again.  The control: no takeover."""
     events: list[Any] = []
 
     def report(event: Any) -> None:
@@ -113,7 +113,7 @@ def test_a_plan_that_was_not_entered_is_void_for_the_next_coordinator(
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_process_in_which_an_abort_does_not_end_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: bool) -> None:
-    """It says so, long before the forming deadline, and is replaced.  The control: the abort ends while the next world is built."""
+    """The process says so, long before the forming deadline, and is replaced.  The control: the abort ends while the next world forms."""
     monkeypatch.setattr("elastic.train.loop.ABORT_S", 0.2 if not ends else PATIENCE_S)
     events: list[Any] = []
     stuck = Event()
@@ -130,7 +130,7 @@ def test_a_process_in_which_an_abort_does_not_end_is_of_no_use(monkeypatch: pyte
 
 
 def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None:
-    """A member died while this one was between the boundary's commit and its own word of it: fenced, settled, then the pause."""
+    """Another member died between this one's boundary commit and its report: the fence and the settlement come before the pause."""
     events: list[Any] = []
 
     def report(event: Any) -> None:

@@ -57,7 +57,7 @@ def refuse() -> int:
 def test_a_member_that_fails_before_the_commit_leaves_all_untouched(
     ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, point: str
 ) -> None:
-    """Promise 2: parameters and moments of all members as before the step, and the next world goes on from there, to the same bits."""
+    """Promise 2: parameters and moments of all members are as before the step, and the next world goes on from there, to the same bits."""
     fault = {"point": point, "step": 2, "world_rank": 1, "kind": "exception", "generation": ranks.generation + 1}
     job = toy_job(tmp_path, faults=[] if point == "boundary" else [fault])
     members: list[Broken] = ranks.run(layout, broken, job, 1, refuse if point == "boundary" else None)
@@ -75,7 +75,7 @@ def test_a_member_that_fails_before_the_commit_leaves_all_untouched(
 
 
 class FenceAt(Faults):
-    """Fences this member at one point of one step: a control thread that is quicker than the training thread."""
+    """Fences this member at one point of one step, as a control thread does that is quicker than the training thread."""
 
     def __init__(self, fence: ApplyFence, point: str, step: int) -> None:
         super().__init__(())
@@ -89,7 +89,7 @@ class FenceAt(Faults):
 
 @dataclass
 class Settled:
-    """One member's word on step 2."""
+    """The report of one member about step 2."""
 
     barred: bool
     untouched: bool
@@ -99,7 +99,7 @@ class Settled:
 
 
 def fenced_in_the_commit(world: World, job: Job, slow: int) -> Settled:
-    """All see the commit of step 2, but ``slow`` is fenced before it applies it; then it is told the outcome by another."""
+    """All see the commit of step 2, but ``slow`` is fenced before it applies the step; then another member tells it the outcome."""
     with member(world, job, Version(0, 0)) as me:
         me.step()
         before, barred = shard_hash(me.state.shard), False
@@ -128,7 +128,7 @@ def undisturbed(world: World, job: Job) -> str:
 
 @pytest.mark.parametrize("layout", [Layout(3, 1), Layout(1, 3)], ids=str)
 def test_a_settled_outcome_is_applied_as_the_others_applied_it(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """Promise 2: fenced between prepare and commit nothing is applied; the outcome then gives the very bits of the others."""
+    """Promise 2: a member that is fenced before its update applies nothing; the settled outcome then gives it the undisturbed bits."""
     job = toy_job(tmp_path)
     members: list[Settled] = ranks.run(layout, fenced_in_the_commit, job, 1)
     assert [each.barred for each in members] == [False, True, False]
@@ -162,7 +162,7 @@ def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0), copied: tuple[Copied
 
 
 def never_another(garbage: bytes) -> None:
-    """Either no outcome, or the true one."""
+    """Asserts that ``garbage`` gives no outcome, or the true one."""
     try:
         found = conclude(SHAPE, 7, garbage)
     except BadRecord:
@@ -209,7 +209,7 @@ def test_what_one_member_asks_for_all_do() -> None:
 
 
 def test_a_save_waits_for_who_has_no_room_and_the_last_one_for_nobody() -> None:
-    """One who remembers that a save is due asks for all; all say the same of when."""
+    """If one member remembers that a save is due, all make it."""
 
     def said(*saves: tuple[int, int]) -> tuple[bool, bool | None]:
         found = conclude(SHAPE, 7, gathered(7, copied=tuple(Copied(save=save, behind=behind) for save, behind in saves)))
@@ -306,7 +306,7 @@ def test_records_in_others_places_are_bad(order: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [{"generation": 4}, {"incarnation": 1}])
 def test_records_of_another_world_are_bad(shape: dict[str, int]) -> None:
-    """Promise 3: what carries an older number is refused."""
+    """Promise 3: records that carry other numbers than the world's are refused."""
     with pytest.raises(BadRecord):
         conclude(
             CommitShape(**({"incarnation": 2, "generation": 5, "microbatches": 8, "microbatch": 2, "layout": Layout(3)} | shape)),

@@ -36,7 +36,7 @@ MESSAGE = 2**28
 
 
 def nothing() -> None:
-    """Does nothing: it stands where a hook is expected and none is wanted."""
+    """Stands where a hook is expected and none is wanted; it does nothing."""
 
 
 class Healing:
@@ -193,7 +193,7 @@ def _exchange_at_once(
     for work in under_way:
         try:
             work.wait()
-        except RuntimeError as error:  # gloo has no class of its own for a lost peer; only this place tells it apart
+        except RuntimeError as error:  # gloo raises this class for a lost peer; only this place tells that from an error of ours
             raise WorldBroken(f"a member was lost while slices were exchanged: {error}") from error
     world.finish()  # waits by polling: copies to the host synchronise, and would block behind a peer that died
     for rank, buffer in receives.items():

@@ -213,7 +213,7 @@ class Uploads:
             self._heard_at = time.monotonic()
             with self._lock:
                 task = next((each for each in self._tasks.values() if each.number == answer["number"]), None)
-            if task is None or task.told or answer.keys() == {"number"}:  # the last is a part that goes on
+            if task is None or task.told or answer.keys() == {"number"}:  # a number alone says that a part goes on
                 continue
             if "failed" in answer:
                 self._fail(task, answer["failed"])

@@ -162,7 +162,7 @@ class Listener:
     def close(self) -> None:
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would stay in ``accept``
+            self._socket.shutdown(socket.SHUT_RDWR)  # otherwise the thread would stay in ``accept``
         self._socket.close()
 
 

@@ -2,8 +2,8 @@
 
 The faults are those of ``elastic/sim/faults.py``.  An actor on every node, its *hand*, sends the signals.  A fault that must happen inside
 a process is performed by the worker on itself (``Worker.suffer``).  Each strike is recorded in ``chaos/`` of the run's folder: the fault,
-its victim, the time, the step and the state of the run.  Two nodes are never struck as a whole, the head node and the node of this process,
-because without Ray's own store there is no cluster to recover in.
+its victim, the time, the step and the state of the run.  Three nodes are never struck as a whole: the head node, because without Ray's own
+store there is no cluster to recover in, the node of this process, and the coordinator's node, because its death is a fault of its own.
 
 A fault at a ``point`` is sent to its worker, which performs it when it next comes to that point.  If it never comes there, nothing happens.
 """
@@ -36,8 +36,11 @@ from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore
 
 POLL_S = 0.005
+"""Seconds between two looks for a fault that is due."""
 CALL_S = 10.0
+"""Seconds that a hand, a keeper or the coordinator may take for an answer."""
 SUFFER_S = 2.0
+"""Seconds that a worker may take to accept a fault that it performs on itself."""
 BEAT_S = 0.05
 """Seconds of one period of a slowed process, which stands still for a part of it."""
 SIGNALS = (Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.SIGSTOP)

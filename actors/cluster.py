@@ -33,8 +33,8 @@ ROOM_S, ROOM_POLL_S = 5.0, 0.1
 def connect(address: str | None) -> None:
     """Joins the cluster at ``address``, or the one that this process was submitted to, or starts one here ("local").
 
-    The environment variables are Ray's own and must be set before it starts: no usage reports, no waiting for a drain when a local
-    cluster ends, and no token for a cluster that only this machine can reach.
+    The environment variables are Ray's own and must be set before it starts: no usage reports; for a local cluster also no token,
+    because only this machine can reach it, no waiting for a drain when it ends, and no monitor that kills processes to free memory.
     """
     if ray.is_initialized():
         return

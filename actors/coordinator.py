@@ -55,9 +55,13 @@ from storage.errors import Deposed, Unavailable
 from storage.journal import replicas
 
 TICK_S = 0.1
+"""Seconds without an event after which the loop handles a ``Tick``."""
 CLUSTER_S = 0.5
+"""Seconds between two looks at the nodes and their free room."""
 GRACE_S = 10.0
+"""Seconds that the keepers, and then the killed actors, may take to end when the run is over."""
 RETRY_S = 1.0
+"""Seconds between two attempts to take over while the bucket does not answer."""
 DEPOSED, STUMBLED = 4, 5
 """Exit codes of its process: 4 means that another coordinator acts for the run, 5 that it could not handle an event and the next one
 tries.
@@ -380,7 +384,7 @@ class Coordinator:
             with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the next round asks again
                 self.replicas.ask_head(self.group.coordinator)
                 self._keep(cluster.nodes())
-                before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # the free slots are known a moment later
+                before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # Ray lowers the free room a moment later
                 self.post_local(Capacity(cluster.slots(self.job.workers, self.state.cluster.refused), tuple(sorted(before & placed))))
             if not self.state.stop and self.audience.left_alone(time.monotonic()):
                 self.post_local(StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s"))

@@ -37,10 +37,13 @@ from storage.errors import Deposed, StorageError
 from storage.objects import ObjectStore
 
 BEAT_S = 0.5
+"""Seconds from one beat to the next."""
 CLOSE_S = 5.0
 """Seconds that all workers of the keeper together may take to end by themselves when the run is over."""
 REAPED_S = 0.5
+"""Seconds that the parent of an ended process may take to reap it."""
 SAID_S, SAID = 60.0, 10
+"""Time in seconds for which the run's story does not repeat a sentence of this keeper, and how many it takes in that time."""
 UPLOADER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import main; main(*sys.argv[2:])"
 """Program of the uploader process, which finds modules in the same places as the keeper."""
 SWITCH_S = 0.0005
@@ -48,6 +51,8 @@ SWITCH_S = 0.0005
 
 
 class Keeper:
+    """The keeper actor, made by ``actors/perform.py``."""
+
     def __init__(self, run: str, bucket: str, name: str, coordinator: Any, incarnation: int, silence_s: float, secret: bytes) -> None:
         """``incarnation`` is the coordinator that starts this keeper.
 
@@ -74,7 +79,7 @@ class Keeper:
         self._beats = coordinator.post.options(max_task_retries=0)  # the next coordinator has no use for an old beat
         self._closed = threading.Event()
         sys.setswitchinterval(SWITCH_S)
-        threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while worlds wait
+        threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while a world waits
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._watching.start()
@@ -179,7 +184,7 @@ class Keeper:
             self.workers[worker][0].kill()
 
     def examine(self, incarnation: int, worker: WorkerId) -> str:
-        """Finds out where a worker stands that does not move, then kills it.  Returns the key of its log; "" if the worker is not here."""
+        """Finds out where a worker that does not move stands, then kills it.  Returns the key of its log; "" if the worker is not here."""
         self._heed(incarnation)
         if worker not in self.workers:
             return ""
@@ -250,7 +255,7 @@ class Keeper:
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:
-        """Never returns, so the caller learns at once when the keeper dies.  Calls of dead coordinators wait in line behind it."""
+        """Never returns, so the caller learns at once when the keeper dies.  Later calls wait in line, and their callers learn it too."""
         threading.Event().wait()
 
 

@@ -21,6 +21,7 @@ from storage.errors import StorageError
 from storage.objects import ObjectStore
 
 LINES = 200
+"""Number of lines that are kept of a log, counted from its end."""
 MOST_BYTES = 2**18
 """Bytes that are kept of a log, counted from its end."""
 EXAMINE_S = 6.0

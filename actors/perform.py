@@ -50,11 +50,15 @@ from storage.documents import digest_of
 from storage.errors import StorageError, Unavailable
 
 STORE_DEADLINE_S = 20
+"""Seconds that a keeper may take to open a store, before it counts as lost."""
 SHIP_S = 10.0
+"""Seconds that the bucket may take for the journal, which comes before a manifest."""
 PROBE_DEADLINE_S = 60
+"""Seconds that a new keeper may take for each answer: whether it sees the bucket, and its address."""
 NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
 """Reasons that hold only in Ray's view: a process that is cut off may still live."""
 REACHES, REACH_S = 20, 0.5
+"""Number of times that an actor that cannot be reached is asked again before it counts as lost, and the seconds between two of them."""
 
 
 class Group:
@@ -239,7 +243,7 @@ class Group:
         _later(EXAMINE_S + 1, partial(self._kill, worker))
 
     def _upload(self, node: NodeId, number: int, saves: tuple[Save, ...], generation: int, version: Version) -> None:
-        """Tells the keeper of ``node`` its saves, again and again while it cannot be reached: no later call may ever say the same.
+        """Tells the keeper of ``node`` its saves, again and again while it cannot be reached: perhaps no later call says the same.
 
         A keeper ignores what is older than what it has heard, and one that stays out of reach is soon taken for lost.
         """
@@ -263,7 +267,7 @@ class Group:
         except (ray.exceptions.RayError, KeyError) as error:
             self.post(KeeperLost(plan.store_node, f"it opened no store for generation {plan.generation}: {_why(error)}"))
             for keeper in self._those((plan.store_node,)):
-                ray.kill(keeper, no_restart=True)  # otherwise there would never be another one
+                ray.kill(keeper, no_restart=True)  # otherwise the node would never get another keeper
             return
         self._send(plan.members, "form", plan, store)
 
@@ -346,7 +350,7 @@ class Group:
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
         keeper, why = self.keepers.pop(node, None), _why(error)
         if why == UNREACHED and keeper is not None:
-            ray.kill(keeper, no_restart=True)  # otherwise there could be no other one
+            ray.kill(keeper, no_restart=True)  # otherwise the node could get no other keeper
         self.post(KeeperLost(node, why, with_its_node=why == NODE_DIED))
 
     # ---- the bucket

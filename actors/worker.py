@@ -151,10 +151,10 @@ class Worker:
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:
-        """Never returns, so the caller learns at once when the worker dies.  Calls of dead coordinators wait in line behind it."""
+        """Never returns, so the caller learns at once when the worker dies.  Later calls wait in line, and their callers learn it too."""
         threading.Event().wait()
 
-    # ---- control thread: each is what ``elastic/train/loop.py`` says
+    # ---- control thread: the orders are methods of ``Trainer`` in ``elastic/train/loop.py``
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def obey(self, incarnation: int, order: str, *arguments: Any) -> None:

@@ -113,6 +113,8 @@ def place(url: str) -> str:
 
 
 def fault_word(vocabulary: Literal["OWN_KINDS", "Point"]) -> Callable[[str], str]:
+    """Returns a check that a word belongs to ``vocabulary`` of ``elastic/sim/faults.py``."""
+
     def check(word: str) -> str:
         from elastic.sim import faults  # only jobs with faults need the simulator's vocabulary
 

@@ -34,11 +34,11 @@ def step_done(decision: Decision, event: StepDone) -> None:
     committed(decision, event.outcome)
     state = decision.run.state
     if isinstance(state, Stopping) and state.planned and event.outcome.boundary == GO_ON:
-        decision.do(Pause(state.plan.generation, state.plan.members, state.save))  # it came too late for this commit, or not at all
+        decision.do(Pause(state.plan.generation, state.plan.members, state.save))  # the first request was too late for this commit, or lost
 
 
 def all_committed(decision: Decision, outcomes: Iterable[Outcome]) -> None:
-    """The commits that a fenced member remembers, oldest first."""
+    """Takes note of the commits that a fenced member remembers, oldest first."""
     for outcome in sorted(outcomes, key=lambda each: each.step):
         committed(decision, outcome)
 
@@ -68,7 +68,7 @@ def committed(decision: Decision, outcome: Outcome) -> None:
         saves.begin(decision, outcome)
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
         decision.say("the bucket does not keep up: steps go on, and saves are left out until the one before has been written")
-        saves.tell(decision)  # should a member wait for a save that nobody knows of any more
+        saves.tell(decision)  # in case a member waits for a save that nobody knows of any more
 
 
 # ---- the step in which a world broke: all members apply it, or none does

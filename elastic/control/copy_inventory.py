@@ -67,7 +67,7 @@ def kept(decision: Decision, event: Kept) -> None:
 
 
 def unreadable(decision: Decision, node: NodeId) -> None:
-    """A member could not read a copy there.  Whatever the keeper says, nothing is taken from it before another commit."""
+    """Notes that a member could not read a copy of this keeper: whatever it says, nothing is taken from it before another commit."""
     decision.know("copies", unreadable=(*decision.run.copies.unreadable, node))
 
 

@@ -123,7 +123,8 @@ def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
 def _expect_the_unread(decision: Decision) -> None:
     """Prepares for coordinators that went on out of reach: no world runs beside theirs, and none gets a number that they may have used."""
     run = decision.run
-    blind_until, skipped = decision.now + decision.rules.lease_over_s, UNREAD * run.incarnation  # earlier ones may have missed as much
+    # ``UNREAD`` ids for each coordinator, because earlier ones may have missed as many
+    blind_until, skipped = decision.now + decision.rules.lease_over_s, UNREAD * run.incarnation
     decision.know("takeover", blind_until=blind_until, unread=run.next_generation - 1 + skipped)
     decision.know("members", next_worker=run.members.next_worker + skipped)
     why = "what other coordinators began may be nowhere to be read"

@@ -33,7 +33,9 @@ NO_SAVE asks for no save, DUE for a save once there is room, LAST for a save wha
 """
 
 MAGIC = 20261124.0
+"""First field of every record."""
 LOWER = 2**32 - 1
+"""Mask of the lower half of a 64-bit word."""
 
 
 class Copied(NamedTuple):

@@ -172,6 +172,7 @@ class Progress:
 
 
 STOPPED = "is stopped"
+"""Operation of a process that a signal has stopped."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveFailed:
+    """A part or the manifest of the checkpoint of ``version`` was not written; ``reason`` says why."""
+
     version: Version
     reason: str
     by: int = 0

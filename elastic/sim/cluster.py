@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
 
 BEAT_S, CAPACITY_S = 0.8, 5.0
+"""Times in seconds from one beat of a keeper to the next, and from one report of free places to the next."""
 DECLARED_DEAD_S = 8.0
 """Time in seconds after which the cluster's health checks declare a silent node dead, together with its processes."""
 

@@ -49,6 +49,8 @@ ORIGIN = Version(0, 0)
 
 
 class Oracle:
+    """Follows one run, keeps the truth about it, and judges every decision of its coordinators."""
+
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self.copies = CopiesOracle(sim)
@@ -207,10 +209,10 @@ class Oracle:
                 self.startups += 1
                 self.headless.add(before.generation)
                 known = self.evidence[before.generation]
-                self.evidence[before.generation] = {step: known[step] for step in known if step <= before.step}  # rest: told again
+                self.evidence[before.generation] = {step: known[step] for step in known if step <= before.step}  # the rest is told again
                 self.here.clear()  # workers report to the new coordinator again, or their reports are lost
                 if before.plan is not None and before.generation not in self.settlements:
-                    self.settled.discard(before.generation)  # that it was left is forgotten
+                    self.settled.discard(before.generation)  # the new coordinator does not know that it was left
                 # The new coordinator may not know that damaged versions were put away.  It finds the damage again.
                 self.counting |= self.sim.cluster.bucket.damaged & set(before.history.saved)
                 if not event.whole:

@@ -71,8 +71,9 @@ class Scenario:
     def drawn(seed: int) -> Scenario:
         """Draws a scenario from a seed.
 
-        One seed in ten has no faults; the others have from a few to very many, and half of the seeds let a world form and step first.  Each
-        schedule with faults has a pair of which one comes shortly after the other, so that the seeds go through all pairs of kinds.
+        One seed in twenty gives a scenario of :meth:`isolation`.  Of the others, one in ten has no faults; the rest have from a few to very
+        many, and half of them let a world form and step first.  Each schedule with faults has a pair of which one comes shortly after the
+        other, so that the seeds go through all pairs of kinds.
         """
         rng = random.Random(f"scenario {seed}")
         if rng.random() < 0.05:

@@ -120,7 +120,7 @@ class Simulation:
         while clock.now < until_s:
             clock.step()
             if not coordinators.present.whole and coordinators.present is not present:
-                return self._until_the_end()  # an end that nobody could read of is none
+                return self._until_the_end()  # the next coordinator could not read of this end, so it does not count
             if coordinators.present.run.state != end:
                 raise Violation(f"{end} was not the end: {coordinators.present.run.state}")
 

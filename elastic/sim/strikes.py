@@ -135,7 +135,7 @@ class Strikes:
             self._note(fault, node.name)
             self._strike_node(fault, node)
         if fault.target < 0 and victims and fault.kind in CUTS:
-            cluster.add_node()  # so that there is somewhere to go on
+            cluster.add_node()  # the run needs a node on which it can go on
 
     def _strike_node(self, fault: Fault, node: Node) -> None:
         cluster, duration_s = self.sim.cluster, fault.duration_s or 0.0

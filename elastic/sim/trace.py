@@ -9,7 +9,7 @@ from elastic.sim.faults import Fault, Kind
 from elastic.sim.scenario import LAYOUTS, Scenario, small_rules
 
 STEPS_A_SECOND = 0.5
-"""Number of steps that a run makes in each second of its trace: half of what an undisturbed one makes, a step taking about a second."""
+"""Number of steps that a run makes in each second of its trace: half of what an undisturbed run makes, whose steps take a second."""
 
 
 def from_trace(text: str, pace: float = 1.0) -> tuple[int, tuple[Fault, ...]]:

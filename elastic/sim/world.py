@@ -65,7 +65,7 @@ class World:
         copied, buddied = min(each.copied_through for each in records), min(each.buddied_through for each in records)
         behind = any(each.behind for each in records)
         saves = is_saved(boundary, max(each.save for each in records), behind)
-        seldom = step // 7 % 4 if self.generation % 3 == 0 else 0  # as if copies took so many steps for a while
+        seldom = step // 7 % 4 if self.generation % 3 == 0 else 0  # for some steps, members ask for fewer copies
         self.outcomes[step] = Outcome(
             step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, copied, buddied, behind, seldom, seldom + 1, saves
         )

@@ -1,7 +1,7 @@
 """Brings every slice of a new shard to the plan's version, from the nearest place that holds it.
 
-All peers compute with the same pure function who sends what to whom, so there are no requests: each pair exchanges all its slices in few
-messages.  A member copies the slices that it already holds from its own memory.
+All peers compute with the same pure function who sends what to whom, so there are no requests: each pair exchanges all its slices in a
+few messages.  A member copies the slices that it already holds from its own memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MESSAGE = 2**28
 
 
 def nothing() -> None:
-    """Stands for a hook where none is wanted."""
+    """Stands where a hook is expected and none is wanted; it does nothing."""
 
 
 class Healing:
@@ -50,9 +50,8 @@ class Healing:
         if plan.tier != "init":
             self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket", of=worker)
         if reads_copies(self.moves, worker):
-            streams = [
-                StagingStream(state.world.device, i) for i in range(STREAMS)
-            ]  # before a collective behind which taking pinned memory would wait
+            # taken before any collective is launched: taking pinned memory would wait behind it
+            streams = [StagingStream(state.world.device, i) for i in range(STREAMS)]
             self._reading = begin(partial(self._read, streams), "copies")
 
     def _read(self, streams: list[StagingStream]) -> int:
@@ -67,6 +66,8 @@ class Healing:
         """Fills the rest of the shard.
 
         ``there`` has the shards that this worker still holds, of any version and layout.  ``hook`` is called several times on the way.
+        Raises :class:`WorldBroken` if a member is lost (:class:`CopyLost`: if a keeper's copy cannot be read), :class:`StateMissing`, and
+        the errors of the bucket.
         """
         state, plan, counters = self.state, self.plan, self.session.counters
         if plan.tier == "init":
@@ -84,7 +85,7 @@ class Healing:
 def initialise(state: State, builder: Builder, hook: Callable[[], None] = nothing) -> None:
     """Initialises the state: world rank 0 runs ``init_weights`` and broadcasts the result.
 
-    So all members begin alike, whatever source of randomness the user's initialisation uses.
+    So all members begin alike, whatever source of randomness the user's initialisation uses.  Moments and scalars become zero.
     """
     sources: dict[str, torch.Tensor] = {}
     if state.world.rank == 0:
@@ -99,7 +100,7 @@ def initialise(state: State, builder: Builder, hook: Callable[[], None] = nothin
             continue
         whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=state.world.device)
         if state.world.rank == 0:
-            state.world.finish()  # see _exchange
+            state.world.finish()  # the copy below synchronises: see _exchange_at_once
             whole.copy_(sources[tensor.name])
         dist.broadcast(whole, src=0)
         hook()
@@ -112,7 +113,11 @@ def initialise(state: State, builder: Builder, hook: Callable[[], None] = nothin
 def from_members(
     state: State, plan: Plan, worker: WorkerId, there: list[Shard], todo: Sequence[Move], hook: Callable[[], None] = nothing
 ) -> int:
-    """Exchanges with the other members the slices that ``todo`` takes from live memory; returns the bytes received."""
+    """Exchanges with the other members the slices that ``todo`` takes from live memory; returns the bytes received.
+
+    Slices that this worker itself holds are copied from ``there``.  Raises :class:`WorldBroken` if a member is lost, and
+    :class:`StateMissing` if this worker does not hold what the plan takes from it.
+    """
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     sources = [shard for shard in there if shard.version == plan.version]
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -158,9 +163,9 @@ def _exchange(
 
 
 def _messages(parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns ``parts``, in their order, as messages of at most ``MESSAGE`` bytes (or one row).
+    """Returns ``parts``, in their order, as messages of at most ``MESSAGE`` bytes, or of one row if a row is larger.
 
-    It depends on shapes alone, which both sides know.
+    The result depends on shapes alone, which both sides know.
     """
     messages: list[list[torch.Tensor]] = []
     room = 0
@@ -188,9 +193,9 @@ def _exchange_at_once(
     for work in under_way:
         try:
             work.wait()
-        except RuntimeError as error:  # gloo raises only this, in this very frame: nothing else tells it from an error of ours
+        except RuntimeError as error:  # gloo raises this class for a lost peer; only this place tells that from an error of ours
             raise WorldBroken(f"a member was lost while slices were exchanged: {error}") from error
-    world.finish()  # copies to the host synchronise, and must not do so behind a peer that died
+    world.finish()  # waits by polling: copies to the host synchronise, and would block behind a peer that died
     for rank, buffer in receives.items():
         for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):
             aligned = raw if raw.storage_offset() % part.element_size() == 0 and part.shape else raw.clone()
@@ -204,7 +209,11 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequence[Slice], hook: Callable[[], None] = nothing) -> int:
-    """Reads ``wanted`` parts of this member's shard from the checkpoint; returns the bytes read.  Raises ``Damaged`` naming the object."""
+    """Reads the slices ``wanted`` of this member's shard from the checkpoint of the plan's version; returns the bytes read.
+
+    Raises :class:`StateMissing` if the checkpoint has other tensors than the model, ``Damaged``, which names the object, and other errors
+    of the bucket.
+    """
     by_name = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     reader = checkpoints.open(plan.version)
     stored = {(tensor.kind, tensor.name): tensor for tensor in reader.tensors()}

@@ -24,7 +24,9 @@ from elastic.state.region import Region
 from elastic.state.wire import Listener, Wire
 
 POLL_S = 0.02
+"""Seconds between two looks for a copy that is due at the buddy."""
 RETRY_S = 1.0
+"""Seconds after a failed call to the buddy until the next one."""
 
 
 class KeeperStore:
@@ -40,7 +42,7 @@ class KeeperStore:
         self._own: dict[WorkerId, Region] = {}
         self._dead: set[WorkerId] = set()
         self._lacking: set[WorkerId] = set()
-        """Workers of which it was said that there is no memory for their copies."""
+        """Workers for whose copies this node has no memory, as the log already says."""
         self._sent_s: dict[WorkerId, float] = {}
         """Seconds that it takes to bring a copy of each living worker to the buddy: an average in which the last copy counts for half."""
         self._others: dict[WorkerId, Region] = {}
@@ -60,15 +62,15 @@ class KeeperStore:
         region["keeper"] = os.getpid()
         with self._lock:
             region["brought"] = 0  # an earlier keeper may have had another buddy
-            region["saves_over"] = region["saves"]  # the saves that it had still to upload are given up
+            region["saves_over"] = region["saves"]  # what that keeper had still to upload is given up
             self._own[worker] = region
             self._dead.discard(worker)
 
     def ended(self, worker: WorkerId) -> None:
-        """Gives back what no reader will want of the memory that ``worker``, which is dead, has left.
+        """Notes that ``worker`` is dead, and gives back the memory of those of its slots that no reader will want.
 
-        That is what its slots hold of torn copies, and of copies that another dead worker has left here too.  So deaths in a row do not
-        fill the node: each leaves at most what no other has left.
+        Such a slot holds a torn copy, or a copy that another dead worker has left here too and that is no save under way.  So deaths in a
+        row do not fill the node: each leaves at most what no other has left.
         """
         with self._lock:
             if worker not in self._own or worker in self._dead:
@@ -120,8 +122,9 @@ class KeeperStore:
     def release(self, copied: Version, buddied: Version) -> None:
         """Frees the regions that newer copies have made useless.
 
-        Versions up to ``copied`` are complete on all keepers of the present world; versions up to ``buddied`` are also complete at their
-        buddies.
+        The version ``copied`` is complete on all keepers of the present world; the version ``buddied`` is also complete at their buddies.
+        The region of a dead worker is freed if all its copies are older than both, that of a worker on another node if all are older than
+        ``buddied``.
         """
         with self._lock:
             for worker in sorted(self._dead):
@@ -167,7 +170,7 @@ class KeeperStore:
         wanted = _wanted(head)
         with self._lock:
             there = [regions[worker] for regions in (self._own, self._others) if worker in regions]
-            there += [self._own[other] for other in sorted(self._dead - {worker})]  # ``ended`` keeps equal copies once
+            there += [self._own[other] for other in sorted(self._dead - {worker})]  # of equal copies, ``ended`` keeps only one
         return next(((region, slot) for region in there if (slot := region.find(wanted)) is not None), None)
 
     def _read(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
@@ -296,5 +299,5 @@ def _outlived(region: Region, by: tuple[int, int]) -> bool:
 
 
 def _worth(copy: Copy | None, safe: Copy | None) -> tuple[bool, bool, tuple[int, int]]:
-    """Returns the rank of a slot: the slot with the lowest rank is overwritten first."""
+    """Returns the sort key of a slot: the slot with the least key is overwritten first."""
     return (copy is not None and copy == safe, copy is not None, copy.age if copy else (-1, -1))

@@ -24,7 +24,9 @@ OWN = Path("/proc/self/cgroup")
 FOLDER = Path("/dev/shm")
 """The folder whose lock :func:`alone` takes: all containers that share memory have it."""
 REGIONS = f"/memfd:{NAME}"
+"""Beginning of the link in ``/proc/<pid>/fd`` of a descriptor that is a region."""
 PATIENCE_S = 30.0
+"""Longest time in seconds that :func:`alone` waits; without an end, one process that hangs would stop the whole node."""
 SPARE = 2**27
 """Bytes that copies leave free, since training takes memory too, little by little, and nobody asks before it does."""
 VERSIONS = (
@@ -35,7 +37,7 @@ VERSIONS = (
 
 
 def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN) -> tuple[int, str]:
-    """Returns the bytes that may still be taken, and the limit that is reached first: the node's or that of a group of this process."""
+    """Returns the bytes that may still be taken, and the limit that is reached first: the node's or that of a cgroup of this process."""
     found = [(1024 * int(_table(meminfo)["MemAvailable:"]), "the node (MemAvailable)")]
     groups: dict[str, str] = {}
     with suppress(OSError):  # the kernel has no cgroups
@@ -53,7 +55,10 @@ def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Excludes other workers of this node, so that two do not count on the same free memory.  It waits at most ``PATIENCE_S`` seconds."""
+    """Excludes other workers and keepers of this node, so that two do not count on the same free memory.
+
+    After ``PATIENCE_S`` seconds it goes on without the lock.
+    """
     folder, until = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + PATIENCE_S
     try:
         while time.monotonic() < until:
@@ -69,9 +74,10 @@ def alone() -> Iterator[None]:
 
 
 def copies_here() -> tuple[int, int]:
-    """Returns two sizes of this node's copies, of any run: bytes still to be written, and bytes that only a keeper still holds.
+    """Returns two sizes of this node's copies, of any run: bytes still to be written, and written bytes that only a keeper still holds.
 
-    The second belong to workers of other nodes, or to dead workers; the latter are freed when the next world has newer copies.
+    The latter are copies of workers on other nodes and of dead workers.  Those of dead workers are freed once the next world has newer
+    copies.
     """
     sizes, holders = dict[int, tuple[int, int]](), defaultdict[int, set[str]](set)
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
@@ -85,7 +91,7 @@ def copies_here() -> tuple[int, int]:
 
 
 def reserve(region: Region, slot: int, size: int) -> str:
-    """Takes the memory that ``size`` bytes of the slot still lack.  Returns why there is no room for it; "" if it is taken."""
+    """Takes the memory that the first ``size`` bytes of the slot still lack.  Returns why there is no room for it; "" if it is taken."""
     if not region.lacks(slot, size):
         return ""
     with alone():

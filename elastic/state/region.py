@@ -1,15 +1,16 @@
 """The memory of one worker's copies: a few slots, each of which holds one complete version of its shard, or nothing.
 
 It is an anonymous file (memfd) that the worker makes and its keeper opens too, as ``/proc/<pid>/fd/<n>``: the bytes outlive the worker, and
-nothing is left on the node when both are gone.  A slot is empty while it is written: its header is marked first and last.  Each block
-of a slot has a digest, so that torn or corrupted bytes are never taken for state.
+nothing is left on the node when both are gone.  A slot counts as empty while it is written: its header says so before the first byte is
+written, and says "complete" after the last.  Each block of a slot has a digest, so that torn or corrupted bytes are never taken for state.
 
 The file is as long as the copies of the largest permitted shard, but that costs nothing: a slot takes memory when it is written, as much
 as its copy needs, and gives back what a larger copy once needed.  On CUDA a slot in use is pinned whole, for the largest permitted shard,
-and keeps that memory as long as the worker lives.  The worker owns a slot's memory for as long as it lives, and its keeper after that.  A
-pool of the keeper's, lent out extent by extent, would spare a new worker the time to take memory anew (four gigabytes a second, beside the
-steps).  But it would hold memory for the largest shard on every node, need a list of extents wherever a copy is
-read, and cut tensors at the borders of extents.
+and keeps that memory as long as the worker lives.  The worker owns a slot's memory for as long as it lives, and its keeper after that.
+
+The alternative is a pool that the keeper owns and lends out extent by extent.  A new worker would not have to take memory anew (four
+gigabytes a second, beside the steps).  But the pool would hold memory for the largest shard on every node, every reader of a copy would
+need a list of extents, and tensors would be cut at the borders of extents.
 
     header, a header for each slot | which tensors there are | digests of each slot | slots, page by page
 """
@@ -33,8 +34,10 @@ from storage.slices import Tensor, Version, nbytes
 NAME = "elastic-copies"
 """Name of the anonymous file."""
 MAGIC = 0x656C617374696335
+"""First word of every region of this version."""
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
+"""Bytes to whose multiples the place of each tensor in a slot is rounded up."""
 COPIES = ("send", "safe", "save")
 """``send`` is the copy that the keeper is to bring to its buddy.  ``safe`` is this worker's part of the version that is complete at every
 member's buddy.  ``save`` is the newest copy that this worker has begun and that is a save."""
@@ -62,17 +65,19 @@ HEADER = (
 )
 """``keeper`` is the process that has the region open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us`` is
 how long the node's link is busy when a copy of every worker there is brought to the buddy, in microseconds; 0: not measured yet.  ``asked``
-counts how often the worker has said what is to be sent; ``brought`` is the last of those that the keeper says its present buddy has.
-``generation`` is the world that the worker is in; it has ended every copy of earlier ones.  ``saves`` counts the saves that the worker has
-begun; ``saves_over`` is the last of those that the keeper says is in the bucket or given up.  ``save_failed`` is 1 where the worker could
-not copy the newest save.  ``lacking`` is the size of the copy for which the worker found no memory, 0 while there is room."""
+counts how often the worker has said what is to be sent; ``brought`` is the last of these numbers whose copy is at the present buddy, as the
+keeper says.  ``generation`` is the world that the worker is in; the worker has ended every copy of earlier worlds.  ``saves`` counts the
+saves that the worker has begun; ``saves_over`` is the last of these numbers whose save is in the bucket or given up, as the keeper says.
+``save_failed`` is 1 if the worker could not copy the newest save.  ``lacking`` is the size of the copy for which the worker found no
+memory, 0 while there is room."""
 TAKEN = 2**26
-"""Bytes that are taken from the system at once; for these 20 ms no other thread of this process can map or unmap memory."""
+"""Bytes that one call takes from the system.  A call takes 20 ms, and meanwhile no other thread of this process can map or unmap memory."""
 POPULATE_WRITE = 23
 """Advice for ``madvise`` that takes memory for writing, since Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
 REMOVE = mmap.MADV_REMOVE
 """Advice for ``madvise`` that gives memory of a file back: for every process that has it open, it is zero from then on."""
 SLOT = ("complete", "step", "generation", "bytes", *CELL)
+"""Words of a slot's header.  ``complete`` is 1 while the slot holds a whole copy, whose size is ``bytes``; otherwise it is 0."""
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -114,8 +119,8 @@ def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
 class Region:
     """Gives access to one worker's slots.
 
-    Every word has one writer, so nothing is locked; a reader of a slot reads its header before and after.  Several threads may use it:
-    memory and descriptor are freed with the last reference.
+    Nothing is locked, because every word has one writer, except that the keeper also empties a damaged slot of a living worker.  A reader
+    of a slot reads its header before and after.  Several threads may use it: memory and descriptor are freed with the last reference.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -137,7 +142,7 @@ class Region:
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = ()) -> Region:
-        """Makes slots of ``slot_bytes`` with ``slot_blocks`` digests each.  The system gives memory as it is written.
+        """Makes a region of ``slots`` slots, each of ``slot_bytes`` with ``slot_blocks`` digests.  Memory is given as it is written.
 
         The slots hold parts of ``tensors``, which are described here for readers that outlive the worker.
         """
@@ -161,7 +166,10 @@ class Region:
 
     @classmethod
     def of_process(cls, pid: int, descriptor: int) -> Region:
-        """Opens the region that process ``pid`` of this machine has open as ``descriptor``."""
+        """Opens the region that process ``pid`` of this machine has open as ``descriptor``.
+
+        Raises OSError if the process has no such descriptor, and :class:`StateMissing` if that is not a region's.
+        """
         return cls(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
     def __getitem__(self, field: str) -> int:
@@ -242,9 +250,9 @@ class Region:
         return self._digests_at + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
 
     def take(self, first: int, last: int) -> None:
-        """Takes the memory between these bytes from the system, which would else give it page by page as it is written.
+        """Takes the memory between these bytes from the system, which would otherwise give it page by page as it is written.
 
-        Its content stays.  A system that cannot do so does nothing.
+        Its content stays.  On a system that cannot do so, nothing happens.
         """
         start, first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), first - first % PAGE
         for at in range(first, last, TAKEN):
@@ -268,6 +276,7 @@ class Region:
         self._reserved[slot] = min(kept, self._reserved[slot])
 
     def data(self, slot: int) -> memoryview:
+        """Returns all bytes of the slot, [slot_bytes], of which a copy may fill only the first."""
         first = self.data_at(slot)
         return self.memory[first : first + self.slot_bytes]
 

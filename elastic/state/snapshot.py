@@ -1,7 +1,7 @@
 """Copies a worker's shard into a slot after an update, while the next step computes.
 
-A thread does it, on an accelerator over a stream of its own into pinned memory, and marks the slot complete at the end.  It launches the
-copy piece by piece, because an abort has to wait for everything that the device was told before.  When a world ends, a copy goes on while
+A thread makes the copy, and marks the slot complete at the end.  On an accelerator the bytes go over a stream of their own into pinned
+memory, piece by piece, because an abort has to wait for everything that was launched before it.  When a world ends, a copy goes on while
 the next world forms: it reads the shard that is left, and what it writes outlives this process (``state/region.py``).
 
 A save is such a copy.  Making it is all that a worker does for a save: the keeper uploads what the slot holds.
@@ -34,6 +34,7 @@ from storage.background import begin
 from storage.slices import Tensor
 
 NEVER = -1
+"""Step that a member reports while it has no copy of the present world."""
 PIECE = 2**28
 """Bytes after which a piece ends, rounded up to a tensor.  At most two pieces are in flight, so that an abort waits for little."""
 POLL_S = 0.005
@@ -195,7 +196,7 @@ class Snapshots:
             yield value, room, slice(place.first_block, place.first_block + place.blocks)
 
     def _wait(self) -> None:
-        """Returns once the copy under way has ended.  A copy that fails is made once more: without it nothing is copied in this world."""
+        """Returns once the copy under way has ended.  A copy that fails is made once more: without it no later one begins in this world."""
         if self._under_way is None:
             return
         (future, again), self._under_way = self._under_way, None
@@ -229,7 +230,7 @@ class Snapshots:
         self._wait()
         sent, asks = (self.copies.sent, self.copies.asks) if self.copies else (None, NO_SAVE)
         over = self._patiently() if asks != NO_SAVE else not self.region.saving
-        copied = self.copies is not None and bool(self.copies.plan.copy_every)  # where only saves are copied, none counts as a copy
+        copied = self.copies is not None and bool(self.copies.plan.copy_every)  # if only saves are copied, no save is reported as a copy
         lacking = copied and self.made is None and not self._has_room_again()
         brought = self.region["brought"]
         if sent and brought in (0, self.region["asked"]):
@@ -244,7 +245,7 @@ class Snapshots:
         )
 
     def _has_room_again(self) -> bool:
-        """Returns whether a copy for which there was no memory would find it now: the next save is then begun, and copies with it."""
+        """Returns whether a copy for which there was no memory would find it now.  Then the next save begins, and copies go on after it."""
         lacking = self.region["lacking"]
         return lacking > 0 and free_memory()[0] >= lacking + SPARE
 
@@ -297,7 +298,7 @@ class _Pinned:
         self._pinning.join()
 
     def pin(self, slots: int) -> None:
-        """Pins the first ``slots`` slots on a thread, each of them once: a system provides only four gigabytes of new memory a second."""
+        """Pins the first ``slots`` slots, each once.  A thread does it, as a system provides only four gigabytes of new memory a second."""
         if slots > self.slots:
             self._pinning = threading.Thread(target=self._pin, args=(self.slots, slots), name="pin", daemon=True)
             self.slots = slots

@@ -23,7 +23,7 @@ from storage.background import begin
 STAGE = 2**24
 """Bytes of one piece, and of the stage that holds it."""
 STAGES = 8
-"""Number of stages of one staging stream: so many pieces are being filled or are on their way to the device at once."""
+"""Number of stages of one staging stream, which limits how many pieces are being filled or are on their way to the device at once."""
 STREAMS = 2
 """Number of staging streams of one worker: with two, pinned memory arrives at bus speed while other memory is being staged or received."""
 
@@ -44,7 +44,7 @@ class Coming:
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole blocks on the host, ``raw``, and the memory that gets their bytes from ``skip`` on: ``room`` (uint8, flat)."""
+    """``raw`` is whole blocks on the host.  ``room`` (uint8, flat) is the memory that gets their bytes from ``skip`` on, as many as fit."""
 
     room: torch.Tensor
     raw: torch.Tensor | Coming
@@ -67,7 +67,7 @@ class _Stage:
         return raw.into(self.memory) if isinstance(raw, Coming) else self.memory[: len(raw)].copy_(raw)
 
     def pass_by(self, raw: torch.Tensor) -> torch.Tensor:
-        """Returns ``raw``, which is pinned already, once the stage is free: that keeps its turn."""
+        """Returns ``raw``, which is pinned already, once the stage is free, so that pinned pieces too are limited by the stages."""
         self.gone.synchronize()
         return raw
 
@@ -75,7 +75,7 @@ class _Stage:
 class StagingStream(AbstractContextManager["StagingStream"]):
     """Sends pieces to the device, for one thread.
 
-    It begins after all work on the present stream, which may use the memory that it fills until then.
+    It begins after all work on the present stream, because until then that work may use the memory that this stream fills.
     """
 
     def __init__(self, device: torch.device, number: int = 0) -> None:
@@ -91,10 +91,10 @@ class StagingStream(AbstractContextManager["StagingStream"]):
 
     @torch.no_grad()
     def send(self, piece: Piece) -> None:
-        """Begins to send ``piece``; it has arrived once ``arrived`` was called."""
+        """Begins to send ``piece``, which is in its place once ``arrived`` has returned."""
         raw = piece.raw
         if self._stream is None or not piece.room.is_cuda:
-            self._launch(0)  # digests are in the order of the pieces
+            self._launch(0)  # the waiting pieces first: digests are in the order of the pieces
             self._sums.append(piece.land(raw.into(self._host) if isinstance(raw, Coming) else raw))
             return
         stage = self._stages[0]
@@ -131,4 +131,4 @@ class StagingStream(AbstractContextManager["StagingStream"]):
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:
-            self._stream.synchronize()  # or bytes could arrive in memory that has another use by then
+            self._stream.synchronize()  # otherwise bytes could arrive in memory that has another use by then

@@ -4,8 +4,8 @@
 
 It is a process of its own so that hashing and sending never hold up the keeper's beats.  It maps the memory that the keeper has open, so
 no byte is copied, and a worker that dies does not matter.  Each block of a slot must have the digest that it got on the worker's device.
-That is checked after the hashes of the file were taken and before its first byte goes out, so a file with right hashes never holds bytes
-that memory has corrupted.  When the keeper ends, so does this process, because nobody waits for its reports any more.
+That is checked after the hashes of the file were taken and before a tensor's first byte goes out, so a file with right hashes never holds
+bytes that memory has corrupted.  When the keeper ends, so does this process, because nobody waits for its reports any more.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ AT_ONCE = 4
 """Parts that one node writes at the same time: a single stream fills neither a fast link nor a node's cores."""
 
 PROGRESS_S = 5.0
-"""Least number of seconds between two words that parts go on: the keeper kills an uploader from which it hears nothing for very long."""
+"""Least number of seconds between two reports that a part goes on: the keeper kills an uploader that reports nothing for very long."""
 NICE = 5
-"""Added to the niceness of the process: where cores are few the training on them comes first."""
+"""Added to the niceness of the process: where cores are few, the training comes first."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class GivenUp(Exception):
 
 
 def name_of(layout: Layout, rank: int) -> str:
-    """Returns the name of that member's file, without its ending."""
+    """Returns the name of the file that world rank ``rank`` of ``layout`` writes, without its ending."""
     return f"shard-{rank:05d}-of-{layout.world:05d}"
 
 
@@ -173,7 +173,7 @@ class Uploader:
 
 
 def main(bucket: str, run: str) -> None:
-    """Serves the keeper that started this process until that one ends."""
+    """Serves the keeper that started this process, until that keeper ends."""
     os.nice(NICE)
     out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)  # whatever a library prints goes to the keeper's log, not among the answers

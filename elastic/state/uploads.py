@@ -2,8 +2,8 @@
 
 The coordinator says which saves are under way; all others are over.  A thread looks for copies of them that have become complete, hands
 them to the uploader process (``state/uploader.py``) and reports its results.  A part fails once its copy can never be complete: its
-worker has ended, or is in a later world, without it.  An uploader that dies is followed by another, which begins the part again: what it
-writes is created, never replaced, so twice is as good as once.
+worker has ended, or is in a later world, without it.  An uploader that dies is followed by another, which begins the part again.  Objects
+are created and never replaced, so writing a part twice does no harm.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from elastic.state.uploader import Part, name_of
 from storage.checkpoints import ShardReceipt
 
 POLL_S = 0.02
+"""Seconds between two looks for copies that have become complete."""
 UNKNOWN_S = 10.0
 """Seconds that a part waits until its worker's memory is opened here: a keeper that has just started does not know its workers yet."""
 RETRY_S = 1.0
 """Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look."""
 HUNG_S = 900.0
-"""Seconds without a word of an uploader with parts in hand until it is killed: a store may take 740 s to join the pieces of an object."""
+"""Seconds after which an uploader that has parts and reports nothing is killed: a store may take 740 s to join the pieces of an object."""
 ATTEMPTS = 3
 """Number of uploaders that may die while they write a part before that part fails."""
 
@@ -81,7 +82,8 @@ class Uploads:
     def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
         """Takes ``saves`` for all saves under way; any other that had begun by ``version`` of ``generation`` is over.
 
-        Results that are already known are reported again, since the coordinator may be a new one.
+        Results that are already known are reported again, since the coordinator may be a new one.  A call is ignored unless its ``number``
+        is greater than that of the last one.
         """
         with self._lock:
             if number <= self._told.number:
@@ -100,7 +102,7 @@ class Uploads:
             self.tell(task.save, *task.told)
 
     def start(self) -> None:
-        """Starts the uploader, unless there is one: before the first save needs it, since its imports take a second."""
+        """Starts the uploader, unless there is one.  It is called before the first save needs it, since its imports take a second."""
         with self._lock:
             if self._process is None and not self._closed.is_set() and time.monotonic() >= self._start_at:
                 try:
@@ -211,7 +213,7 @@ class Uploads:
             self._heard_at = time.monotonic()
             with self._lock:
                 task = next((each for each in self._tasks.values() if each.number == answer["number"]), None)
-            if task is None or task.told or answer.keys() == {"number"}:  # the last is a part that goes on
+            if task is None or task.told or answer.keys() == {"number"}:  # a number alone says that a part goes on
                 continue
             if "failed" in answer:
                 self._fail(task, answer["failed"])

@@ -23,7 +23,9 @@ NONCE = 32
 SILENCE_S = 10.0
 """Seconds without a byte after which the other side counts as dead."""
 RETRY_S = 0.1
+"""Seconds after a failed ``accept`` until the next one."""
 HEAD_LIMIT = 2**26
+"""Largest head of a message in bytes: a larger number is garbage, and nobody takes so much memory for it."""
 LENGTH = struct.Struct("<I")
 
 Serve = Callable[["Wire", dict[str, Any]], None]
@@ -71,10 +73,12 @@ class Wire:
         return wire
 
     def send(self, head: dict[str, Any], parts: Iterable[bytes | memoryview] = ()) -> None:
+        """Sends a message: ``head``, then the bytes of ``parts``.  Raises :class:`WireError`."""
         text = json.dumps(head).encode()
         self.send_raw([LENGTH.pack(len(text)) + text, *parts])
 
     def send_raw(self, parts: Iterable[bytes | memoryview]) -> None:
+        """Sends the bytes of ``parts`` without a head.  Raises :class:`WireError`."""
         try:
             for part in parts:
                 left = memoryview(part).cast("B")
@@ -95,12 +99,13 @@ class Wire:
         return found
 
     def receive(self, size: int) -> bytearray:
+        """Returns the next ``size`` bytes.  Raises :class:`WireError`."""
         data = bytearray(size)
         self.receive_into(memoryview(data))
         return data
 
     def receive_into(self, data: memoryview) -> None:
-        """Receives exactly as many bytes as ``data`` has."""
+        """Receives exactly as many bytes as ``data`` has.  Raises :class:`WireError`."""
         done = 0
         try:
             while done < len(data):
@@ -157,7 +162,7 @@ class Listener:
     def close(self) -> None:
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would stay in ``accept``
+            self._socket.shutdown(socket.SHUT_RDWR)  # otherwise the thread would stay in ``accept``
         self._socket.close()
 
 

@@ -124,6 +124,7 @@ class Faults:
             middle._compiled_call_impl = call
 
     def strike(self, point: str, step: int, place: Place) -> None:
+        """Performs the fault that chaos has asked for at ``point``, if any, and then the one that the job sets here."""
         if self.asked and (asked := self._take(point)):
             perform(asked.kind, asked.duration_s, asked.amount)
         for fault in self.faults:

@@ -45,7 +45,10 @@ WORKER = WorkerId("local")
 
 
 def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
-    """Trains to the end in this process; returns (state, reason, step).  Ctrl-C stops after a save of the last complete step."""
+    """Trains to the end in this process; returns (state, reason, step).  Ctrl-C stops after a save of the last complete step.
+
+    Raises :class:`JobError`, and :class:`PlatformGaveUp` if a save fails.
+    """
     device = prepare_process(job)
     run = Run.open(job)
     start = run.standing(run.claim("local"), time.time())

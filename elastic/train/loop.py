@@ -44,6 +44,7 @@ SLOW_S = 5.0
 WITNESS_S = 0.05
 """Seconds that the flight recorder has to say what is in flight before the world is aborted."""
 SHOWN = 8
+"""Number of collectives in flight that are written to the log: the newest ones."""
 ABORT_S = 15.0
 """Seconds that an abort may take.  It takes one or two on a busy device; if it takes longer than this, something is stuck."""
 RUN_TIMEOUT_S = 24 * 3600.0
@@ -124,7 +125,7 @@ class Trainer:
         self._answer(answer)
 
     def settle(self, generation: int, outcome: Outcome | None) -> None:
-        """Takes the settlement of a generation and aborts its world: all members are fenced or expelled, and only now is that allowed."""
+        """Takes the settlement of a generation and aborts its world, which is allowed only now that all members are fenced or expelled."""
         with self.apply_fence as member:
             taken = member.settle(generation, outcome)
         if not taken:
@@ -158,6 +159,7 @@ class Trainer:
             print(f"{self.worker}: in flight: {'; '.join(hanging[-SHOWN:])}", flush=True)
 
     def exit(self) -> None:
+        """Orders the training thread to leave the run, once it has come to the orders given before."""
         self.orders.put(None)
 
     def attach(self) -> None:
@@ -256,7 +258,8 @@ class Trainer:
         if (abort := self._abort) is not None:
             abort.join(ABORT_S)
             if abort.is_alive():
-                where = f"the abort before generation {plan.generation} has not ended in {self.worker}"  # in no two the same: not the job's
+                # the text names the worker, so no two workers report the same error, and it does not count as the job's own
+                where = f"the abort before generation {plan.generation} has not ended in {self.worker}"
                 raise AbortStuck(f"{where} within {ABORT_S:g} s")
         alone = time.monotonic()
         healing = Healing(state, plan, self.worker, self.session, self._leave_if_fenced)
@@ -333,10 +336,15 @@ class Trainer:
             snapshots.make_room(lambda: not self.orders.empty())
 
     def _asked(self) -> int:
+        """Returns what this member asks for at the boundary after the step."""
         with self.apply_fence as member:
             return member.boundary
 
     def _tell(self, plan: Plan, error: Exception, *, forming: bool) -> None:
+        """Tells the coordinator of the error that stopped the generation here, unless it is only the fence.
+
+        Raises ``error`` itself if the device is lost and this process must end (``Member.lose``).
+        """
         if isinstance(error, FencedOff) and not error.lease:
             return
         cause, signature = classify(error, partial(touch, self.device), forming=forming)

@@ -1,6 +1,6 @@
 """The state of a job in one generation: the wrapped model, the optimizer, and every tensor of both by name.
 
-``State`` computes.  Its ``Shard`` is the same memory seen as slices; healing and saving know only that.
+``State`` computes.  Its ``Shard`` is the same memory seen as slices; healing and saving know only the shard.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from storage.errors import Unavailable
 from storage.slices import Tensor, Version, nbytes
 
 UPDATES = Tensor("updates", "scalar", "F32", ())
+"""Number of updates that were applied; a step that is skipped does not count."""
 
 BUFFERS = ("buffer", "constant")
 """Kinds of buffers: those that the model saves (persistent), and those that it does not."""

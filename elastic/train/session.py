@@ -42,7 +42,7 @@ NCCL = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # four times 15 s its watchdog sleeps once a peer's socket breaks; who ends the group waits
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # else its watchdog sleeps 4 × 15 s once a peer's socket breaks, and ending the group waits
     "NCCL_RAS_ENABLE": "0",  # its thread crashes processes whose peers come and go (NCCL issues 1996 and 2346)
     "NCCL_NVLS_ENABLE": "0",  # an abort crashes on memory that is registered for multicast
 }
@@ -71,7 +71,7 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
     if job.reproducible:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # nobody reads what nobody wrote
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # no memory is read before it is written
     if job.workers.gpus and not torch.cuda.is_available():
         raise JobError(
             f"workers.gpus = {job.workers.gpus}, and torch {torch.__version__} finds no GPU for this process; "
@@ -86,7 +86,7 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
 
 def kind_of(device: torch.device) -> str:
     """Returns the kind of a worker on ``device``: workers of one kind compute the same bits."""
-    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # its kernels add in another order
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # kernels of another capability add in another order
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
@@ -141,7 +141,7 @@ def _opened(job: Job) -> Dataset:
     kind = load(job.data.dataset, "data.dataset")
     try:
         dataset: Dataset = kind(**job.data.args)
-    except (ElasticError, Unavailable):  # the second passes: a store that does not answer is nobody's error
+    except (ElasticError, Unavailable):  # ``Unavailable`` passes: a store that does not answer is not the dataset's error
         raise
     except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
         raise DataError(f"{_failed(job, error)}; mend it, or data.args = {job.data.args}") from error
@@ -153,7 +153,7 @@ def _opened(job: Job) -> Dataset:
 def _fingerprint(job: Job, dataset: Dataset) -> str:
     try:
         return str(dataset.fingerprint())
-    except Exception as error:  # the user's too
+    except Exception as error:  # the user's code, which may raise anything
         raise DataError(f"{_failed(job, error)}; give it a fingerprint(): equal where the samples are, and only there") from error
 
 

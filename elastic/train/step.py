@@ -29,6 +29,7 @@ from elastic.train.faults import Faults
 from elastic.train.model import Builder, State
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+"""``loss(model, batch)`` returns a sum over the terms of the microbatch and their number, both scalars; never a mean."""
 
 
 @dataclass
@@ -64,7 +65,10 @@ class Share:
 
 
 def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, boundary: Callable[[], int]) -> Outcome:
-    """Runs step ``step`` from the first forward until it is applied.  ``boundary()`` returns what this member asks for after it."""
+    """Runs step ``step`` from the first forward until it is applied.  ``boundary()`` returns what this member asks for after it.
+
+    Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
+    """
     reserve(state.world, shape)
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
@@ -137,7 +141,7 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
 
 
 def prepare(session: Session, state: State, fence: ApplyFence, step: int) -> torch.Tensor:
-    """Reduces what the optimizer needs from the group, and returns the squared norm; then this member could apply on its own."""
+    """Reduces what the optimizer needs from the group, and returns the squared norm.  Afterwards this member can apply alone."""
     session.counters.at("commits")
     grads = state.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
@@ -149,7 +153,7 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int) -> tor
 
 
 def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share: Share, copied: Copied = NO_COPIES) -> torch.Tensor:
-    """This member's record, float64 [shape.fields], with all that the host knows; see ``protocol/commit_record.py``."""
+    """Returns this member's record, float64 [shape.fields], with all that the host knows; see ``protocol/commit_record.py``."""
     known: list[float] = [*head_of(shape, rank, step, boundary, copied)]
     for ids in share.samples:
         known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
@@ -157,7 +161,7 @@ def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share:
 
 
 def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch.Tensor:
-    """``record`` with what only the device knows, and the checksum.  Nothing here waits for the device."""
+    """Fills in what only the device knows, and the checksum, and returns ``record``.  Nothing here waits for the device."""
     record[FROM_DEVICE : FROM_DEVICE + 2] = torch.stack((torch.isfinite(norm).double(), norm))
     sums = [torch.stack((loss.double(), count.double())) for loss, count in zip(share.losses, share.counts, strict=True)]
     record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack(sums)
@@ -168,7 +172,10 @@ def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch
 
 
 def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor) -> Outcome:
-    """Performs the one all-gather, and returns the outcome.  Raises if it does not complete, or if a record is invalid."""
+    """Performs the one all-gather, and returns the outcome.
+
+    Raises :class:`WorldBroken` or the collective's own error if it does not complete, and :class:`BadRecord` if a record is invalid.
+    """
     raw = state.world.to_host(state.sync.gather(record), given_up=lambda: fence.member.barred)
     outcome = conclude(shape, step, raw.numpy().astype("<f8", copy=False).tobytes())
     session.counters["collective"] = 2

@@ -34,9 +34,8 @@ def warm_up(session: Session, device: torch.device) -> None:
         finally:
             world.close()
         if session.snapshots is not None:
-            for staging_stream in [
-                StagingStream(device, number) for number in range(STREAMS)
-            ]:  # torch keeps their pinned memory for those of a recovery
+            # torch keeps their pinned memory for the staging streams of a recovery
+            for staging_stream in [StagingStream(device, number) for number in range(STREAMS)]:
                 with staging_stream:
                     pass
     except Exception:  # a boundary: the user's code may raise anything

@@ -39,7 +39,7 @@ TURN = 2**30
 class Range:
     """The whole blocks of a slot that contain the memory of ``slice``.
 
-    The first element of the slice is ``skip`` bytes after the begin of these blocks; its first to its last element span ``span`` bytes.
+    The first element of the slice is ``skip`` bytes after the beginning of these blocks; its first to its last element span ``span`` bytes.
     ``memory`` is the shape of the tensor in the copy's memory.  If ``slice`` is not contiguous there, the bytes between its elements are
     read too.
     """
@@ -82,8 +82,8 @@ def read(
 ) -> int:
     """Fills the parts of ``shard`` that ``moves`` take from keepers, and returns the bytes used.
 
-    One thread for each of ``streams`` reads at a time.  The copies are read by turns of about ``TURN`` bytes.  ``hook`` is called before
-    each turn and between two pieces.  Raises :class:`CopyLost`; after any exception no thread writes to ``shard`` any more.
+    For each of ``streams`` there is one thread that reads.  The copies are read by turns of about ``TURN`` bytes.  ``hook`` is called
+    before each turn and between two pieces.  Raises :class:`CopyLost`; after any exception no thread writes to ``shard`` any more.
     """
     turns = iter(_turns(tensors, plan, access.worker, moves))
     failed = threading.Event()

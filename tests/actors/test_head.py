@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -72,6 +73,8 @@ class HeadDown:
         if view.state == "Running" and view.step >= 5:
             head: Any = ray._private.worker._global_node
             (gcs,) = head.all_processes["gcs_server"]
+            known = psutil.Process(gcs.process.pid)
+            command, environment = [*known.cmdline(), f"--gcs_server_port={head.gcs_address.rpartition(':')[2]}"], known.environ()
             with Watched(gcs.process.pid) as down, Watched(view.pid) as coordinator:
                 head.kill_gcs_server(check_alive=False)
                 self.ends.append(down.wait(10))
@@ -79,7 +82,9 @@ class HeadDown:
                 coordinator.kill()
                 self.ends.append(coordinator.wait(10))
                 self._let_them_step(witness)
-            STARTER.submit(head.start_gcs_server).result()
+            # not by Ray, which runs Python between fork and exec: with this process's threads that hung forever, in two series of twelve
+            again = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            head.all_processes["gcs_server"] = [gcs._replace(process=again)]  # so that Ray ends it
         return False
 
     def _let_them_step(self, witness: Witness) -> None:

@@ -1,6 +1,6 @@
 """While the device is stuck and its queue of launches is full, the rest of the process goes on.
 
-A hanging collective is stood in for by a kernel that sleeps, on the stream that everything waits for.  One thread launches until the
+A kernel that sleeps, on the stream that everything waits for, stands in for a hanging collective.  One thread launches until the
 queue is full and beyond; another one ticks, as the control thread must to answer a fence.
 """
 

@@ -97,7 +97,7 @@ def assert_said_where_it_stood(chaos: Trial, worker: str, where: str) -> None:
 
 @pytest.mark.full
 def test_nobody_is_blamed_where_nothing_happens(tmp_path: Path, undisturbed: Any) -> None:
-    """The control: with the same short deadlines."""
+    """The control: no fault, with the same short deadlines."""
     calm = trial(job_of(tmp_path, "calm", 2))
     assert_survived(calm, undisturbed, worlds=(2,), tiers=("init",))
 

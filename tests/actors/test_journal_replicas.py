@@ -138,7 +138,7 @@ def test_whose_answer_to_an_earlier_question_is_just_there_is_asked_again(
 
 
 def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
-    """A majority is needed of every list of keepers since the last time: another coordinator may still hear keepers that were given up."""
+    """A majority of every list of keepers since the newest safe record is needed: another coordinator may still hear keepers given up."""
     desk = Desk(tmp_path)
     desk.lose("b", "c")
     assert desk.decide()[-1:] == [IN_BUCKET] and desk.shipped == 1

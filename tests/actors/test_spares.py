@@ -71,7 +71,7 @@ def test_a_spare_takes_a_dead_workers_seat(tmp_path: Path, script_reference: Any
 
 @pytest.mark.full
 def test_without_a_spare_another_process_is_waited_for(tmp_path: Path, script_reference: Any) -> None:
-    """The control."""
+    """The control: the next world forms only after another process has been started and has joined."""
     script, chaos = struck(tmp_path, spares=0)
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
     assert len(chaos.witness.seen) == 3 and waited_for(chaos) == ["StartWorkers", "Joined"]

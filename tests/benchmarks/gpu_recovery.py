@@ -77,7 +77,7 @@ PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "first_
 def job_of(folder: Path, name: str, options: argparse.Namespace, changes: Mapping[str, Any]) -> Job:
     size, gpus = SIZES[options.size], int(options.device == "cuda")
     workers = {"min": 1, "max": options.world} | dict(changes.get("workers", {}))
-    copies = ({"buddy_every": 0} if options.nodes == 1 else {}) | dict(changes.get("copies", {}))  # else each has room for four more
+    copies = ({"buddy_every": 0} if options.nodes == 1 else {}) | dict(changes.get("copies", {}))  # else each takes four more slots
     values: dict[str, Any] = {
         "name": name,
         "bucket": str(folder / "bucket"),

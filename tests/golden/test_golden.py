@@ -75,7 +75,7 @@ def test_the_bits_are_the_golden_ones(answer: Any, request_: Request) -> None:
 
 @pytest.mark.parametrize("what", WITHOUT_ONE)
 def test_another_input_has_other_bits(answer: Any, what: str) -> None:
-    """Negative controls."""
+    """Negative controls: another seed, a learning rate of one bit more, other samples."""
     assert answer["hashes"][json.dumps(WITHOUT_ONE[what])] != entry_of("base", answer["kinds"])["hash"]
 
 

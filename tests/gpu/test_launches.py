@@ -87,7 +87,7 @@ def test_a_full_queue_of_launches_stops_no_other_thread(call: str) -> None:
 
 
 def test_the_static_launcher_would_stop_them() -> None:
-    """Negative control."""
+    """Negative control: with inductor's static launcher a full queue stops the other thread."""
     blocked, longest = stuck(CALLS["compiled"], {"TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "1"})
     assert blocked > 0.5 * STUCK_S
     assert longest > 0.5 * STUCK_S

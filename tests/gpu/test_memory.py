@@ -53,6 +53,6 @@ def test_a_dozen_worlds_take_no_more_than_the_first_ones(gpus: Ranks, tmp_path: 
 
 
 def test_with_streams_of_its_own_each_takes_more(gpus: Ranks, tmp_path: Path) -> None:
-    """Negative control."""
+    """Negative control: worlds that do not share their streams take more and more memory."""
     found = reserved(gpus, tmp_path, kept=False)
     assert max(found[SETTLED:]) > 1.2 * max(found[:SETTLED])

@@ -205,7 +205,7 @@ def how(ended: Ended | None) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class Formed:
-    """One generation, as the journal has it.  ``redone`` are the committed steps that it does again."""
+    """One generation, as the journal has it.  ``redone`` is the number of committed steps that it does again."""
 
     generation: int
     members: tuple[str, ...]
@@ -222,7 +222,7 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
         event = record["event"]
         seen = [event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ())
         latest = found[-1].generation if found else 1
-        reached = max([reached, *(each["step"] for each in seen if each["generation"] == latest)])  # earlier ones are counted already
+        reached = max([reached, *(each["step"] for each in seen if each["generation"] == latest)])  # those of earlier worlds are known
         for action in record["actions"]:
             plan = action.get("plan")
             if action["$"] == "Form" and plan["generation"] not in [each.generation for each in found]:  # a coordinator may say it again

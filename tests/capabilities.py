@@ -1,4 +1,4 @@
-"""``python tests/capabilities.py [id ...]``: capability -> the tests that carry its id -> their last result on this machine.
+"""``python tests/capabilities.py [id ...]`` prints each capability, the tests that carry its id, and their last result on this machine.
 
 A test carries an id in its name (``test_r14_each_sample_once``) or in the docstring of itself or its class (``R14: ...``).  A
 capability without a passing test is "not proven here": a skipped test proves nothing.  Results are those that
@@ -26,7 +26,7 @@ def rows(path: Path = TESTS / "capabilities.tsv") -> dict[str, str]:
 
 
 def carried(name: str, docstring: str, ids: Sequence[str]) -> list[str]:
-    """The ids that a test's name or docstring carries."""
+    """Returns the ids that a test's name or docstring carries."""
     words = {word.upper() for word in name.split("_")} | set(re.findall(r"\b[A-Z]\d+\b", docstring))
     return [known for known in ids if known in words]
 
@@ -63,7 +63,7 @@ def result(test: str, outcomes: Mapping[str, str]) -> str:
 
 
 def table(texts: Mapping[str, str], tests: Mapping[str, Sequence[str]], outcomes: Mapping[str, str]) -> Iterator[str]:
-    """The lines to print."""
+    """Yields the lines to print."""
     proven = 0
     for name, text in texts.items():
         results = {test: result(test, outcomes) for test in tests[name]}

@@ -51,7 +51,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _skipped_whole(config: pytest.Config) -> list[str]:
-    """Modules skipped before their tests and marks were known, but which speak of the mark."""
+    """Returns modules that were skipped before their tests and marks were known, but whose source names the mark."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     reports = reporter.stats.get("skipped", []) if reporter else []
     modules = [report.nodeid for report in reports if isinstance(report, pytest.CollectReport)]
@@ -77,9 +77,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave at once.  One whole run in three ended, all tests passed and told, with a segmentation fault: a thread that outlived the
-    interpreter (Ray, torch, botocore and the servers of the tests all leave some) jumped into memory that was gone.  Commands that the
-    tests start are processes of their own, whose exit codes are checked, and which end as they do for users.
+    """Leaves at once.  Otherwise one whole run in three ended with a segmentation fault, after all tests had passed and were reported: a
+    thread that outlived the interpreter (Ray, torch, botocore and the servers of the tests all leave some) jumped into freed memory.
+    Commands that the tests start are processes of their own: they end as they do for users, and their exit codes are checked.
     """
     if _status in config.stash:
         sys.stdout.flush()

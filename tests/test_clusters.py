@@ -1,4 +1,4 @@
-"""The clusters in ``examples/clusters``: what can be known of them without a cloud."""
+"""The clusters in ``examples/clusters`` are valid, as far as that can be checked without a cloud."""
 
 from __future__ import annotations
 

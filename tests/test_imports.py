@@ -1,4 +1,4 @@
-"""Code by name (U8): found, or a sentence that says why not; and nobody takes the place of our packages."""
+"""Code is found by its name (U8), or one sentence says why not; no folder may take the place of our packages."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_u8_a_working_folder_that_would_shadow_us_is_refused(tmp_path: Path, nam
 
 @pytest.mark.fast
 def test_a_folder_of_data_shadows_nothing(tmp_path: Path) -> None:
-    """The control: without __init__.py it may have any name, and ours is found all the same."""
+    """The control: a folder without ``__init__.py`` may have any name, and our package is found all the same."""
     (tmp_path / "storage").mkdir()
     (tmp_path / "storage" / "data.txt").touch()
     check_packages(tmp_path)
@@ -125,7 +125,7 @@ def test_public_names_are_lazy() -> None:
 
 @pytest.mark.fast
 def test_the_digest_is_of_the_sources_wherever_they_lie(user_code: Path, tmp_path: Path) -> None:
-    """R22, U8: two nodes have the same code if and only if they say the same of it."""
+    """R22, U8: two nodes have the same code if and only if they compute the same digest of it."""
     load("theirs.good:build")
     first = code_digest(["theirs.good:build", "elastic.plan.layout:Layout"])
     assert re.fullmatch(r"theirs [0-9a-f]{12}", first), "ours is left out"
@@ -152,7 +152,7 @@ def test_our_own_digest_is_of_every_package() -> None:
 
 @pytest.mark.fast
 def test_whatever_process_imports_actors_finds_the_shadow_first(tmp_path: Path) -> None:
-    """U8: on a worker's node too, where nobody has checked the path: by name, not as a module that ``storage`` has not."""
+    """U8: also on a worker's node, where nobody has checked the path, the error names the folder, not a module missing in ``storage``."""
     (tmp_path / "storage").mkdir()
     (tmp_path / "storage" / "__init__.py").touch()
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}

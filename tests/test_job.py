@@ -1,4 +1,4 @@
-"""Jobs: read, checked, refused in sentences, told apart by what defines the trajectory."""
+"""Jobs are read, checked, refused in sentences, and told apart by what defines the trajectory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def job_file(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path, *options: str, text: str | None = None) -> list[str]:
-    """The sentences with which a job is refused."""
+    """Returns the sentences with which a job is refused."""
     if text is not None:
         path.write_text(text)
     with pytest.raises(JobError) as caught:
@@ -224,7 +224,7 @@ def test_a_fault_of_no_known_kind_is_refused(settings: dict[str, Any], said: str
 
 
 def test_a_fault_of_an_accelerator_is_refused_where_there_is_none() -> None:
-    """R1: and the control, with one."""
+    """R1; the control: it is accepted where there is one."""
     fault = {"point": "forward", "step": 1, "kind": "device_assert"}
     with pytest.raises(JobError, match=r"kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1"):
         job(faults=[fault])

@@ -24,7 +24,7 @@ def test_two_who_share_a_bucket_see_each_other(tmp_path: Path) -> None:
 
 
 def test_folders_of_the_same_name_on_two_disks_are_two_places(tmp_path: Path) -> None:
-    """Nor does what an earlier life of the run has left count, nor an object that somebody else has put there."""
+    """A sign that an earlier life of the run has left does not count either, nor does an object that somebody else has put there."""
     here, there = (ObjectStore.open(str(tmp_path / disk / "bucket")) for disk in ("a", "b"))
     Probe(here, "run", "run-0002-abcdef").leave(COORDINATOR)
     Probe(there, "run", "run-0001-abcdef").leave(COORDINATOR)

@@ -43,7 +43,7 @@ def a_run() -> Run:
 
 
 class Life:
-    """A coordinator that records a story; its claim, its disk, one keeper."""
+    """A coordinator that records a story, with its claim, its disk and one keeper."""
 
     def __init__(self, run: Run, folder: Path, play: Play, life: str = "one") -> None:
         self.run, self.folder, self.play = run, folder, play
@@ -190,7 +190,7 @@ def test_a_continuation_is_read_after_the_snapshot_in_the_bucket(continued: Life
 
 
 def test_a_continuation_whose_snapshot_is_not_in_the_bucket_is_damage(continued: Life) -> None:
-    """Negative control: nothing is made up in its place."""
+    """Negative control: nothing is made up in place of the snapshot."""
     sources = [(continued.keeper.by, bytes(continued.keeper.data))]
     (base, *_) = keys = continued.run.store.list("toy/journal/")
     assert len(keys) > 1
@@ -217,7 +217,7 @@ def test_nothing_was_recorded_in_this_life(tmp_path: Path) -> None:
 
 
 def test_the_second_was_the_first_to_record_anything(tmp_path: Path) -> None:
-    """It began from the bucket, as nobody yet; what it recorded is of this life all the same."""
+    """The second coordinator began from the bucket, because this life had recorded nothing; its own records belong to this life."""
     run = a_run()
     run.claim("here", "one")
     play = stepping(2)
@@ -237,7 +237,7 @@ def test_who_was_followed_by_another_life_is_deposed(life: Life) -> None:
 
 
 def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life: Life) -> None:
-    """Its last records are on disks that are gone: a generation that only they know of may have written parts of a checkpoint."""
+    """The last records of the other life are on lost disks: a generation known only there may have written parts of a checkpoint."""
     assert life.run.standing(2, 0.0).generation == 0, "nothing is in the bucket yet"
     life.journal.ship(10.0)
     assert life.run.standing(2, 0.0).generation == life.play.run.generation + 2 * UNREAD
@@ -245,7 +245,7 @@ def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life:
 
 
 def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:
-    """The control: the journal says that it is over, so it says all."""
+    """The control: a journal that records the end is complete."""
     end_as(life, Stopped("Ctrl-C"))
     assert life.run.standing(2, 0.0).generation == life.play.run.generation
 
@@ -301,7 +301,10 @@ def test_parts_of_a_future_that_was_given_up_do_not_push_out_those_of_now() -> N
 
 
 def test_a_manifest_that_is_there_already_counts_whichever_world_wrote_it() -> None:
-    """Its coordinator died before it could say so; the next world wrote it in other parts.  Of another line, it does not."""
+    """The coordinator that wrote it died before it could report it, and the next world saved the same step in other parts.
+
+    The control: a manifest of another line does not count.
+    """
     run, version, line = a_run(), Version(6, 1), ((1, 6),)
     one, two = (write(run.checkpoints, version, state_of(TENSORS, seed=1), shards) for shards in (1, 2))
     digest = run.commit(version, one, line, Layout(1, 1))

@@ -21,9 +21,9 @@ def no_cluster_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def local_cluster(no_cluster_is_left: None, aws_config: Path) -> Iterator[None]:
-    """One Ray cluster on this machine for all of these tests, and for drivers that they start in other folders.
+    """Connects to one Ray cluster on this machine, for all of these tests and for drivers that they start in other folders.
 
-    A module that needs another cluster overrides this, and leaves both behind it: the next module starts a new one.
+    A module that needs another cluster overrides this fixture and shuts both down; the next module starts a new one.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_CONFIG_FILE", str(aws_config))  # what a node is allowed to use; nothing, until a test writes it

@@ -71,7 +71,7 @@ def torch_of_another_build(folder: Path) -> Node:
 
 
 def formed(job: Job) -> list[dict[str, Any]]:
-    """The plans of all worlds that ever formed."""
+    """Returns the plans of all worlds that were to be formed."""
     actions = [action for record in Run.open(job).records() for action in record["actions"]]
     return [action["plan"] for action in actions if action["$"] == "Form"]
 
@@ -99,7 +99,7 @@ def test_u11_a_bucket_that_is_not_shared_is_refused_with_both_nodes(folder: Path
 
 
 class Latecomers:
-    """Nodes that join a run which steps already; once each of them is spoken of, and steps went on, the run is stopped."""
+    """Joins nodes to a run that already steps.  Once the run has refused all of them and taken two more steps, it is asked to stop."""
 
     def __init__(self, folder: Path, *nodes: Node) -> None:
         self.folder, self.nodes, self.stack = folder, nodes, ExitStack()
@@ -131,8 +131,8 @@ def refusals(run: Trial) -> list[str]:
 
 @pytest.mark.parametrize("names", [["code", "disk"], pytest.param(DIFFERENT, marks=pytest.mark.full)], ids=len)
 def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder: Path, names: list[str]) -> None:
-    """R22, U8, U11: other code, code that fails there only (and not in a pickle), a folder of the name of ours, torch of another build or
-    version, another Elastic, another disk."""
+    """R22, U8, U11: other code, code that fails only there (with an exception that does not pickle), a folder that shadows ours, torch of
+    another build or version, another Elastic, another disk."""
     code = folder / "mine" / CODE
     nodes = [
         Node("code", CPUS, instead={code: folder / "other" / CODE}),
@@ -170,7 +170,7 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder
 
 
 def test_without_reproducible_another_kind_trains_and_its_steps_are_marked(folder: Path) -> None:
-    """R22: and the negative control, a run of one kind has no mark."""
+    """R22; the negative control: a run of one kind has no mark."""
     job = job_of(folder, least=2, steps=4, reproducible=False)
     with joined(folder, torch_of_another_build(folder)):
         run = trial(job, hash_it=False)

@@ -41,7 +41,7 @@ def bucket(swift: Swift, swift_bucket: S3, aws_config: Path) -> Iterator[str]:
     allow(aws_config, swift)
     yield f"{swift_bucket.url}/{uuid.uuid4().hex}"
     aws_config.unlink()
-    swift.start()  # where the test failed while it was down
+    swift.start()  # if the test failed while the server was down
 
 
 @pytest.fixture
@@ -51,8 +51,10 @@ def reference(tmp_path: Path) -> Any:
 
 
 class Outage:
-    """Kills every server of the store (SIGKILL), has the run take ``STEPS_WITHOUT`` steps without, starts them again, stops the run, which
-    does not pass the gate before."""
+    """Kills every server of the store by SIGKILL, lets the run take ``STEPS_WITHOUT`` steps, starts the servers again, and stops the run.
+
+    It opens the gate only then, so that the run does not end before.
+    """
 
     def __init__(self, swift: Swift, gate: Path) -> None:
         self.swift, self.gate, self.down_at, self.ends = swift, gate, 0, list[int | None]()
@@ -88,16 +90,16 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
     first = trial(job, outage)
     assert first.result.state == "Stopped", first.result
     assert outage.ends == [-signal.SIGKILL] * 4
-    assert first.hash != reference.hash  # the negative control: it tells one step from another
+    assert first.hash != reference.hash  # the negative control: another step has another hash
     stopped_at = first.result.step
     assert DOWN_AT + STEPS_WITHOUT <= stopped_at < STEPS
     assert job.bucket.startswith("s3://") and SECRET not in job.to_json()
-    # 1: the fault happened, inside the run, by the word of the kernel; 4: the survivor is the process of before
+    # 1: the fault happened, inside the run, as the kernel reports it; 4: the survivor is the same process
     (killed,) = [seen for seen in first.witness.killed() if seen.final["generation"] < first.witness.generation]
     assert 0 < killed.final["step"] < DOWN_AT
     (survivor,) = [seen for seen in first.witness.seen.values() if seen.worker in ("w1", "w2") and seen is not killed]
     assert survivor.final["generation"] >= 2 and survivor.final["updates_applied"] == stopped_at
-    # 5: healed live, if anybody was; the bucket is for those who come back
+    # 5: whoever was healed was healed live; only the resumed run reads its state from the bucket
     assert first.witness.total("healed_bucket_bytes") == 0
     assert_nothing_left(first)
 

@@ -1,4 +1,4 @@
-"""A run that nothing happens to, in a cluster: the bits of one process without Ray, and no work but its own."""
+"""An undisturbed run on a cluster ends with the bits of one process without Ray, and computes nothing twice."""
 
 from __future__ import annotations
 

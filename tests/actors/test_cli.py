@@ -25,7 +25,7 @@ Shown = pytest.CaptureFixture[str]
 
 
 def written(folder: Path, name: str = "toy", **changes: object) -> str:
-    """The path of a job file."""
+    """Writes a job file and returns its path."""
     job: Job = toy_job(folder / "bucket", name=name, **{"steps": 4, "checkpoint": {"save_every": 2}, **changes})
     path = folder / f"{name}.toml"
     path.write_text(to_toml(job))
@@ -38,7 +38,7 @@ def sentence(shown: Shown) -> str:
 
 
 def told(shown: Shown) -> tuple[str, str]:
-    """Returns that line, and the line about copies in host memory, which every job that is itself in order gets before it."""
+    """Returns the line of :func:`sentence`, and the line about copies in host memory, which comes before it if the job is valid."""
     lines = [line for line in shown.readouterr().out.splitlines() if not line.startswith("note:")]
     copies = [line for line in lines if "copies in host memory" in line]
     lines = [line for line in lines if line not in copies]
@@ -220,7 +220,7 @@ def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.
 
 @pytest.fixture
 def full_cluster() -> Iterator[Any]:
-    """Somebody else, the actor that it yields, holds every CPU."""
+    """Yields an actor of somebody else, which holds every CPU."""
 
     class Other:
         def there(self) -> bool:
@@ -228,7 +228,7 @@ def full_cluster() -> Iterator[Any]:
 
     other = ray.remote(Other).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
     assert ray.get(other.there.remote())
-    while cluster.slots(Workers()):  # what Ray says is free trails by a moment
+    while cluster.slots(Workers()):  # Ray's count of free CPUs is late by a moment
         time.sleep(0.01)
     yield other
     ray.kill(other)
@@ -264,7 +264,7 @@ def test_room_that_another_job_has_just_left_is_waited_for(full_cluster: Any, mo
 
 @pytest.mark.parametrize("package", ["storage", "actors"])
 def test_a_folder_that_takes_the_place_of_ours(tmp_path: Path, package: str) -> None:
-    """Named before anything of it is imported."""
+    """The folder is named before anything in it is imported."""
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise RuntimeError('imported')")
     written(tmp_path)

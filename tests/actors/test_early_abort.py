@@ -1,4 +1,4 @@
-"""A member that aborts before the others are fenced, which no worker does: what would be left of the promise if one did."""
+"""A member aborts before the others are fenced.  No worker of the product does this; if one did, still nobody would apply the step."""
 
 from __future__ import annotations
 

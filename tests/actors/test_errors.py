@@ -1,4 +1,4 @@
-"""Errors of the job's own, processes that crash, and what is left to read of them."""
+"""Errors of the job itself, processes that crash, and what they leave to read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def assert_nothing_lost(chaos: Trial, undisturbed_hash: str) -> None:
-    """The bits, each step once, and at most the step in flight computed a second time."""
+    """Checks the bits, that each step counts once, and that at most the step in flight was computed a second time."""
     assert chaos.result.state == "Finished", chaos.result
     assert chaos.hash == undisturbed_hash
     assert [step for step, _ in samples(chaos.ledger)] == list(range(1, STEPS + 1))
@@ -102,7 +102,10 @@ def test_a_crash_leaves_its_traceback(tmp_path: Path, undisturbed_hash: str, cap
 
 @pytest.mark.full  # the short run has a hang in test_hangs
 def test_a_worker_that_hangs_is_expelled(tmp_path: Path, undisturbed_hash: str) -> None:
-    """R1: SIGSTOP, sockets open, nobody is told; it is named, expelled and replaced, and its replica loses nothing."""
+    """R1: a worker gets SIGSTOP, so its sockets stay open and nobody is told; it is named, expelled and replaced.
+
+    The other replica loses nothing.
+    """
     fault = {"kind": "SIGSTOP", "point": "backward", "step": 5, "world_rank": 1}
     chaos = trial(job_of(tmp_path, "hang", fault, deadlines={"stall_s": 2, "fence_s": 2}))
     assert_nothing_lost(chaos, undisturbed_hash)
@@ -114,7 +117,7 @@ def test_a_worker_that_hangs_is_expelled(tmp_path: Path, undisturbed_hash: str) 
 
 
 def test_a_result_without_a_traceback_is_the_platforms(tmp_path: Path) -> None:
-    """The exit codes are told apart by whose error it was, not by its words."""
+    """The exit code depends on whose error it was, not on the words of the reason."""
     from actors.launch import _result
 
     job = job_of(tmp_path, "codes")

@@ -1,4 +1,5 @@
-"""R6: the coordinator is SIGKILLed, again and again, in every state.  Workers step on; the next one goes on where the journal ends.
+"""R6: the coordinator is SIGKILLed, again and again, in every state.  Workers step on; the next coordinator goes on where the
+journal ends.
 
 No world ends because of it: the generation grows only where a worker is lost, no step is lost or committed twice, the bits are the same.
 """
@@ -45,13 +46,13 @@ from tests.support.toys import toy_job
 
 STEPS = 44
 GATE = 36
-"""No run passes this step before its coordinators have died as often as they shall."""
+"""Step that no run passes before its coordinators have died as often as the test wants."""
 LONG = pytest.mark.full
 When = Callable[[View], bool]
 
 
 def job_of(bucket: Path, name: str, early: int = 0, **changes: Any) -> Job:
-    """``early``: a step with a gate of its own."""
+    """Returns a job with a gate at step ``GATE`` and, if ``early`` is not 0, one at step ``early``."""
     cursor, steps = Cursor(SAMPLES, 16, 0, "permutation"), {GATE: "gate"} | ({early: "early"} if early else {})
     gates = {str(cursor.microbatch_ids(step, 0, 2)[0]): str(bucket / file) for step, file in steps.items()}
     args = {"samples": SAMPLES, "read_s": 0.02, "gates": gates}
@@ -68,9 +69,10 @@ def job_of(bucket: Path, name: str, early: int = 0, **changes: Any) -> Job:
 
 @dataclass
 class Killer:
-    """Kills the coordinator at the first look at which the next of ``whens`` is so; then, or when ``opens`` is so, opens the gate.
+    """Kills the coordinator at the first look at which the next of ``whens`` is true.
 
-    ``frozen_s``: keep Ray from making it again for so long.  ``disks_lost``: after which of its deaths its disk is lost too.
+    After the last of them, or when ``opens`` is true, it opens the gate.  ``frozen_s``: time in seconds for which Ray cannot start the next
+    coordinator.  ``disks_lost``: numbers, from 0, of the deaths in which the coordinator's disk is lost too.
     """
 
     bucket: Path
@@ -80,9 +82,9 @@ class Killer:
     disks_lost: tuple[int, ...] = ()
     ends: list[Ended] = field(default_factory=list)
     committed: int = 0
-    """Steps committed between the last kill and the next coordinator's first moment, by the worker that committed least."""
+    """Number of steps committed between the last kill and the next coordinator's first moment, by the worker that committed least."""
     claimed: int = 0
-    """Coordinators that had claimed the run by then."""
+    """Number of coordinators that had claimed the run by that moment."""
     _last: int = 0
 
     def __call__(self, witness: Witness, view: View) -> bool:
@@ -129,7 +131,7 @@ class Raylet:
         self.busy = {child.pid for child in parent.children() if not self._idle(child)}
 
     def hold(self, seconds: float) -> None:
-        """Stop every process in which it would be made again, from its first moment."""
+        """Stops every process in which the coordinator could start again, from its first moment, until ``let_go``."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for pid in {child.pid for child in self.process.children()} - self.busy - self.stopped:
@@ -168,7 +170,7 @@ def undisturbed(script_reference: Any) -> Any:
 
 
 def take_overs(job: Job) -> list[str]:
-    """The state in which each coordinator but the first found the run, by the journal."""
+    """Returns the state in which each coordinator but the first found the run, as the journal has it."""
     records = Run.open(job).records()
     states = ["Waiting", *(record["state"] for record in records)]
     return [states[number] for number, record in enumerate(records) if record["event"]["$"] == "Recovered"]
@@ -184,7 +186,7 @@ def assert_taken_over(chaos: Trial, killer: Killer, states: Sequence[str]) -> No
 
 
 class Zombie(Killer):
-    """After the coordinator was killed and followed, somebody still gives orders in its name."""
+    """Kills the coordinator and, when the next one has taken over, still gives orders in the name of the dead one."""
 
     def __call__(self, witness: Witness, view: View) -> bool:
         self.look(witness, view)
@@ -210,7 +212,7 @@ class Zombie(Killer):
 
 @pytest.mark.must_run_in_ci
 def test_workers_step_on_for_five_seconds_without_a_coordinator(tmp_path: Path, undisturbed: Any) -> None:
-    """R6, R9: its restart is held up on purpose; at least five commits on the workers' own counters meanwhile.
+    """R6, R9: its restart is held up on purpose; meanwhile the workers' own counters show at least five commits.
 
     Then somebody gives orders in the name of the dead one: neither workers nor keepers heed them.
     """
@@ -225,9 +227,10 @@ def test_workers_step_on_for_five_seconds_without_a_coordinator(tmp_path: Path, 
 
 @pytest.mark.must_run_in_ci
 def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undisturbed: Any) -> None:
-    """R6, R8: while it runs, right after a save began, twice in a row; a worker dies, and the coordinator while the others form.
+    """R6, R8: the coordinator dies while the run steps, right after a save began, again at once, and twice more while worlds form.
 
-    The first time its disk is lost too, and the bucket has nothing of the world yet: what is known comes from the keeper.
+    The first time its disk is lost too, and the bucket has nothing of the world yet: the next one knows only what the keeper has.  The
+    worlds that form follow the death of a worker.
     """
     whens = [running(3), lambda view: view.step >= 12, running(13), in_state("Forming", 2), in_state("Forming", 3)]
     killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2), disks_lost=(0,))
@@ -263,9 +266,9 @@ def test_while_it_stops_and_finishes_and_when_it_has_finished(tmp_path: Path) ->
     assert_nothing_left(finished)
 
 
-@LONG  # above, one dies in the same state, but with its keepers there
+@LONG  # above, a coordinator dies in the same state, but while its keepers are there
 def test_how_the_run_ended_is_known_when_its_keepers_have_left(tmp_path: Path) -> None:
-    """They take what they and their nodes have of the journal with them."""
+    """Keepers that leave take with them what they and their nodes have of the journal."""
     killer = Killer(tmp_path, [lambda view: view.state == "Finished" and not log_folder(view.token).exists()])
     assert_taken_over(chaos := trial(job_of(tmp_path, "left", steps=8), killer), killer, ["Finished"])
     assert_nothing_left(chaos)
@@ -314,11 +317,11 @@ def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_p
 
 
 class Amnesia(Killer):
-    """The keeper dies too, and of the journal nothing is in the bucket: nobody is left who knows of the world."""
+    """Kills the keeper too, and deletes the journal in the bucket: nobody is left who knows of the world."""
 
     def lose(self, view: View) -> None:
         super().lose(view)
-        for path in self.bucket.glob("*/journal/*.jsonl"):  # it may have taken five seconds to start the workers
+        for path in self.bucket.glob("*/journal/*.jsonl"):  # written if the workers took five seconds to start
             path.unlink()
         (keeper,) = cluster.named(f"{view.token}/keeper-").values()
         ray.kill(keeper, no_restart=True)
@@ -326,9 +329,9 @@ class Amnesia(Killer):
 
 @LONG
 def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undisturbed: Any) -> None:
-    """The negative control: it is by the keeper's copy that the world is kept.  The run ends well all the same, in another world."""
+    """The negative control: without the keeper's copy the world is not kept.  The run ends well all the same, in another world."""
     killer = Amnesia(tmp_path, [running(3)], disks_lost=(0,))
-    deadlines = {"grow_debounce_s": 8, "stall_s": 120, "lease_s": 12}  # which run out before another world is begun
+    deadlines = {"grow_debounce_s": 8, "stall_s": 120, "lease_s": 12}  # leases run out before another world is begun
     chaos = trial(job_of(tmp_path, "amnesia", deadlines=deadlines), killer)
     assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
     ended = {worker for worker, seen in chaos.witness.seen.items() if seen.ended is not None and seen.ended.status != 0}
@@ -364,7 +367,7 @@ def test_together_with_a_worker(tmp_path: Path, undisturbed: Any) -> None:
 
 
 class Patient(Killer):
-    """The gate opens when a newcomer is about to be taken in, or has been, and all have died who shall."""
+    """Opens the gate once all kills are done and a newcomer is about to be taken in, or has been."""
 
     def __call__(self, witness: Witness, view: View) -> bool:
         self.look(witness, view)
@@ -377,7 +380,7 @@ class Patient(Killer):
 @LONG
 @pytest.mark.parametrize("seed", range(5))
 def test_at_random_moments(tmp_path: Path, undisturbed: Any, seed: int) -> None:
-    """R6: eight times in one run, with a worker's death between."""
+    """R6: the coordinator dies eight times in one run, and a worker once."""
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(2, GATE), 8))
     killer = Patient(tmp_path, [lambda view, step=step: view.step >= step for step in steps])  # type: ignore[misc]
@@ -389,7 +392,7 @@ def test_at_random_moments(tmp_path: Path, undisturbed: Any, seed: int) -> None:
 
 @LONG
 def test_without_any_coordinator_everybody_leaves(tmp_path: Path) -> None:
-    """The driver is gone, and the coordinator for good: workers and keepers leave after two leases, and nothing stays."""
+    """The driver and the coordinator are gone for good: workers and keepers leave after two leases, and nothing is left."""
     (tmp_path / "gate").touch()
     job = job_of(tmp_path, "orphans", steps=10**6, deadlines={"lease_s": 4})
     (tmp_path / "job.toml").write_text(to_toml(job))

@@ -29,7 +29,7 @@ READ_S, SLOW_S = 0.04, 0.12
 
 
 def job_of(bucket: Path, name: str, workers: int, **changes: Any) -> Job:
-    """Steps of 4 × ``SLOW_S`` with two workers, until there is a file ``hurry``: a newcomer takes seconds to start."""
+    """Returns a job whose steps take 4 × ``SLOW_S`` with two workers until there is a file ``hurry``: a newcomer takes seconds to start."""
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
@@ -81,13 +81,13 @@ def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Any, p
     assert len(blamed) == 1, told(chaos)
     if kind == "SIGSTOP":
         assert f"{victim.worker} has completed least (step {STEP - 1}, " in blamed[0] and "it is stopped" in blamed[0]
-    else:  # its counters are those of the others, who wait for it: the fence tells
+    else:  # its counters are those of the others, which wait for it: only the fence tells
         assert [text for text in told(chaos) if f"expel {victim.worker}" in text or f"{victim.worker} did not answer" in text], told(chaos)
     assert_said_where_it_stood(chaos, victim.worker, "perform (" if kind == "SIGSTOP" else "hold_the_gil (")
 
 
 def assert_said_where_it_stood(chaos: Trial, worker: str, where: str) -> None:
-    """The story names the file, and the file the function."""
+    """Checks that the story names the file, and the file the function."""
     (said,) = [text for text in told(chaos) if text.startswith(f"where {worker} stood is in ")]
     log = Path(said.removeprefix(f"where {worker} stood is in "))
     head, spied, *lines = log.read_text().splitlines()
@@ -97,7 +97,7 @@ def assert_said_where_it_stood(chaos: Trial, worker: str, where: str) -> None:
 
 @pytest.mark.full
 def test_nobody_is_blamed_where_nothing_happens(tmp_path: Path, undisturbed: Any) -> None:
-    """The control: with the same short deadlines."""
+    """The control: no fault, with the same short deadlines."""
     calm = trial(job_of(tmp_path, "calm", 2))
     assert_survived(calm, undisturbed, worlds=(2,), tiers=("init",))
 
@@ -106,7 +106,7 @@ LATE_STEPS, LATE_STEP, STEP_S = 16, 9, 0.8
 
 
 def late(folder: Path, name: str, late_s: float) -> Trial:
-    """Steps of ``STEP_S`` on two workers, of which one waits ``late_s`` for a sample; nobody may stand still for longer than 1 s."""
+    """Runs steps of ``STEP_S`` on two workers, of which one waits ``late_s`` for a sample; ``stall_s`` is 1 s."""
     data = of_late(folder / f"{name}-mark", late_s, STEP_S / 4)
     return trial(job_of(folder, name, 2, steps=LATE_STEPS, data=data, deadlines={"stall_s": 1, "fence_s": 2}))
 
@@ -120,8 +120,8 @@ def of_late(mark: Path, late_s: float, read_s: float) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_path: Path) -> None:
-    """R3: a step that takes twice as long as the others, during which nobody moves for longer than ``stall_s``: nobody is blamed.  The
-    control: one whose data do not come at all is expelled, and not the one that waits for it in a collective."""
+    """R3: a worker waits two steps' time for a sample, so that nobody moves for longer than ``stall_s``; nobody is blamed.  The control:
+    a worker whose data do not come at all is expelled, and not the worker that waits for it in a collective."""
     reference = alone(job_of(tmp_path / "alone", "alone", 1, steps=LATE_STEPS, data=of_late(tmp_path / "not-late", 0.0, 0.0)))
     slow = late(tmp_path, "late", 2 * STEP_S)
     assert_survived(slow, reference, worlds=(2,), tiers=("init",))
@@ -140,7 +140,7 @@ def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_
 @pytest.mark.full
 def test_whoever_cannot_leave_a_broken_world_is_replaced(tmp_path: Path) -> None:
     """R1, R3: one of three is killed; another one answers the fence, but its training thread never comes back, whatever is aborted.  The
-    third waits no longer for it than two fences, and not until forming has failed; then it goes on alone, for there is no more room."""
+    third waits for it no longer than two fences, and not until forming has failed; then it goes on alone, as there is no more room."""
     steps = LATE_STEPS
     reference = alone(job_of(tmp_path / "alone", "alone", 1, steps=steps, data=of_late(tmp_path / "none", 0.0, 0.0)))
     job = job_of(
@@ -154,7 +154,7 @@ def test_whoever_cannot_leave_a_broken_world_is_replaced(tmp_path: Path) -> None
     room = Room()
 
     def act(witness: Witness, view: View) -> bool:
-        """Once the late one has begun to wait, another one dies."""
+        """Kills another worker once the late one has begun to wait."""
         if len(view.workers) == 3 and not queued:
             room.take(ray.cluster_resources()["CPU"] - 3)
             queued.extend(room.queue(1) for _ in range(2))

@@ -1,7 +1,7 @@
 """R6, R7: Ray's head goes down and comes back, with what it knows in RocksDB (``RAY_gcs_storage``, alpha in Ray 2.60; no Redis).
 
-Meanwhile the world steps on, and a coordinator that dies then is made again as soon as the head is back.  And the node of a coordinator
-loses its power: it is made again on another node, which has the journal from the bucket and the keepers alone.
+Meanwhile the world steps on, and a coordinator that dies then is started again as soon as the head is back.  A coordinator whose node loses
+its power is started again on another node, which has the journal only from the bucket and the keepers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ wall, wall_ns = time.time, time.time_ns
 time.time = lambda: wall() + {ahead_s}
 time.time_ns = lambda: wall_ns() + {ahead_s} * 10**9
 """
-"""``sitecustomize.py`` of a node: there is one wall clock a machine, so Python is told another."""
+"""``sitecustomize.py`` of a node with another clock: a machine has one wall clock, so Python is told another time."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cluster whose head remembers."""
+    """Starts a cluster whose head keeps what it knows on disk."""
     ray.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -60,7 +60,7 @@ def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class HeadDown:
-    """Kills the head's store, then, steps later, the coordinator; steps later brings the head back."""
+    """Kills the head's store, ``DOWN_STEPS`` later the coordinator, and after ``DOWN_STEPS`` more brings the store back."""
 
     def __init__(self, bucket: Path) -> None:
         self.bucket, self.ends = bucket, list[Ended]()
@@ -122,7 +122,7 @@ class PowerCut:
 
 @pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
 def test_the_node_of_the_coordinator_dies(tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch, ahead_s: int) -> None:
-    """R6: and its clock was an hour behind the next one's, or ahead of it (``coordinator_clock``)."""
+    """R6: also if its clock was an hour behind that of the next coordinator, or ahead of it (``coordinator_clock``)."""
     own_disk = Path(tempfile.gettempdir()) / "elastic"
     own_disk.mkdir(exist_ok=True)
     (tmp_path / "clock").mkdir()
@@ -166,7 +166,7 @@ class FrozenKeeper:
 
 
 def test_a_keeper_that_does_not_answer_is_not_waited_for_for_ever(tmp_path: Path, undisturbed: Any) -> None:
-    """There is no majority without it; the run goes on with the bucket's, and says so."""
+    """There is no majority without the keeper: the run goes on once the journal is in the bucket, and says so."""
     with joined(tmp_path, Node("second", 0)):
         act = FrozenKeeper(tmp_path)
         job = job_of(tmp_path, "no-majority", faults=[{"point": "backward", "step": 12, "world_rank": 1}])

@@ -1,6 +1,6 @@
 """R1, R2 where copies in host memory are not what they should be: nothing that is bent is taken for state.
 
-That they heal is shown by the kill matrix (``test_kill_points.py``: shards), by nodes that die (``test_nodes.py``) and by storms.
+Tests in which good copies heal: the kill matrix (``test_kill_points.py``: shards), nodes that die (``test_nodes.py``), and storms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEP = 9
 
 
 def bend(region: Region) -> int:
-    """A bit in every tensor of each slot; how many hold a copy."""
+    """Flips a bit in every tensor of each slot.  Returns the number of slots that hold a copy."""
     copies = 0
     for slot in range(region.slots):
         for at in range(0, region.slot_bytes, ALIGNED):
@@ -76,7 +76,7 @@ def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: An
     script, room, found = Script("shard", 3), Room(), list[int]()
 
     def act(witness: Witness, view: View) -> bool:
-        """Frozen, so that no copy follows, then killed."""
+        """Freezes the victim, so that no copy follows, then kills it."""
         if view.state != "Running" or view.step < STEP or len(witness.seen) < 3:
             return False
         room.queue(1)  # nobody takes the victim's place

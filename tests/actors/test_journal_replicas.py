@@ -1,4 +1,4 @@
-"""The coordinator acts on nothing that must not be forgotten before a majority of the keepers or the bucket has it, and only while nobody
+"""The coordinator acts on a durable record only after a majority of the keepers or the bucket has it, and only while no other coordinator
 has followed it."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IN_BUCKET = "1 of 3 keepers took a copy of the journal, which is in the bucket"
 
 
 class Shelf:
-    """A keeper, as far as the journal goes."""
+    """The part of a keeper that holds the journal."""
 
     def __init__(self) -> None:
         self.replica = Replica()
@@ -44,7 +44,7 @@ class Shelf:
 
 
 class Store(Forwarding):
-    """One that is down when told to."""
+    """A store that is down while ``up`` is False."""
 
     up = True
 
@@ -55,7 +55,7 @@ class Store(Forwarding):
 
 
 class Desk:
-    """A coordinator's, with three keepers."""
+    """The journal of a coordinator with three keepers."""
 
     def __init__(self, folder: Path, lease_s: float = 600.0) -> None:
         job = toy_job(f"memory://{folder.name}", name="copies")
@@ -75,7 +75,7 @@ class Desk:
             ray.kill(self.keepers.pop(NodeId(name)))
 
     def decide(self, **changes: Any) -> list[str]:
-        """Something that must not be forgotten; what is said of it until it may be acted on: last, where it is."""
+        """Appends a durable record.  Returns what is said until the coordinator may act on it; the last sentence says where it is."""
         self.said = []
         self._append(durable=True, **changes)
         self.replicas.secure(self.said.append)
@@ -83,9 +83,9 @@ class Desk:
         return self.said
 
     def mention(self) -> None:
-        """Appends something that may be forgotten.  Afterwards the keepers' answers are there, and unheard.
+        """Appends a record that need not be durable.  Afterwards the keepers have answered, but their answers are unheard.
 
-        The keepers are only asked: ``send`` would hear an answer that comes while it asks, as it may on a machine that is busy.
+        It only asks the keepers, because ``send`` would also hear an answer that comes while it asks, as may happen on a busy machine.
         """
         self._append(durable=False)
         self.replicas._request()
@@ -101,14 +101,14 @@ class Desk:
 
     @property
     def shipped(self) -> int:
-        """Records in the bucket."""
+        """Number of records in the bucket."""
         return len(journal.records(self.run.store, "copies"))
 
 
 def test_a_majority_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody waits for the bucket then, also where somebody has claimed the run: whoever takes over asks the keepers first.
+    """Nobody waits for the bucket then, even if somebody has claimed the run: whoever takes over asks the keepers first.
 
-    However slow this machine is: a keeper that is late would be one less.
+    ``COPY_S`` is raised because on a slow machine a late keeper would be missing in the majority.
     """
     monkeypatch.setattr("elastic.protocol.authority.COPY_S", PATIENCE_S)
     desk = Desk(tmp_path)
@@ -138,7 +138,7 @@ def test_whose_answer_to_an_earlier_question_is_just_there_is_asked_again(
 
 
 def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
-    """A majority is needed of every list of keepers since the last time: another coordinator may still hear keepers that were given up."""
+    """A majority of every list of keepers since the newest safe record is needed: another coordinator may still hear keepers given up."""
     desk = Desk(tmp_path)
     desk.lose("b", "c")
     assert desk.decide()[-1:] == [IN_BUCKET] and desk.shipped == 1
@@ -151,7 +151,7 @@ def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
 
 
 def test_keepers_alone_are_not_enough_for_whom_neither_head_nor_bucket_has_answered_for_long(tmp_path: Path) -> None:
-    """It may be cut off together with all of them, and followed by another."""
+    """The coordinator may be cut off together with all keepers, and followed by another."""
     desk = Desk(tmp_path, lease_s=0.0)
     assert not desk.replicas.holds
     assert desk.decide()[-1].endswith("keepers took a copy of the journal, which is in the bucket") and desk.shipped == 1

@@ -50,7 +50,7 @@ def test_down_to_one_and_up_again(tmp_path: Path, script_reference: Any, layout:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["replicate", "shard"])
 def test_there_and_back(tmp_path: Path, script_reference: Any, layout: str) -> None:
-    """R4: 4→3→2→4→1→3, of replicas live each time; what dies with shards comes from host memory, also where three of four die at once."""
+    """R4: 4→3→2→4→1→3; replicas heal live each time, lost shards come from host memory, also where three of four workers die at once."""
     script = there_and_back(layout)
     assert script.worlds == [4, 3, 2, 4, 1, 3]
     survives(script, tmp_path, script_reference)
@@ -67,7 +67,7 @@ def test_replicas_one_after_another(tmp_path: Path, script_reference: Any) -> No
 @pytest.mark.parametrize("copies", [True, False], ids=["host", "bucket"])
 def test_shards_one_after_another(tmp_path: Path, script_reference: Any, copies: bool) -> None:
     """R1, R4, R14: 3→2→3→2→3, each time from what the dead worker left in host memory; without copies, from the bucket.  World
-    rank 0 is a victim too, so that what it alone could tell is told by the others; at last one raises."""
+    rank 0 is a victim too, so the others must tell what only it used to tell; at last a member raises."""
     strikes = [("forward", "SIGKILL", 1), ("before_update", "SIGSEGV", 0), ("before_update", "exception", 1)]
     survives(one_after_another("shard", 3, strikes, copies=copies), tmp_path, script_reference)
 
@@ -138,7 +138,7 @@ def test_work_done_again_in_secret_is_seen(survived: tuple[Script, Trial]) -> No
     generations = formed(Run.open(chaos.job).records())
     work = chaos.witness.total("microbatches_run")
     assert_work(chaos.job, work, generations)
-    last = generations[-1].step  # to the first one it could be what nine faults may cost
+    last = generations[-1].step  # work up to the first fault could be what nine faults may cost
     for more, known in ((last * chaos.job.microbatches, 0), (0, 1), (-chaos.job.microbatches * (len(chaos.job.faults) + 1), 0)):
         with pytest.raises(AssertionError):
             assert_work(chaos.job, work + more, [generations[0], replace(generations[1], redone=known), *generations[2:]])

@@ -1,4 +1,4 @@
-"""R3: where a worker stood that hung is found out before it is ended, whatever it hangs in, and nobody waits long for it."""
+"""R3: before a hanging worker is ended, its keeper finds out where it stands, whatever it hangs in, and nobody waits long for that."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_end_of_a_log_of_any_size(tmp_path: Path) -> None:
 
 
 def test_what_was_printed_is_kept_whoever_has_removed_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes of one machine share the folder, and who leaves first cleans up."""
+    """Nodes of one machine share the folder, and the first one to leave removes it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "here"))
     store = ObjectStore.open(str(tmp_path / "bucket"))
     logs, log = Logs(store, "run/logs/1", "run-0001-abcdef", NodeId("n1")), log_file("run-0001-abcdef", "w1")

@@ -1,6 +1,6 @@
 """R9, R10: real partitions.  Two workers on two hosts, the coordinator on a third; each is a network namespace (tests/support/hosts.py).
 
-Whoever is cut off commits nothing and is gone when the network is back; who is left trains on, or waits, and the bits are the same.
+A worker that is cut off commits nothing and is gone when the network is back; the others train on, or wait, and the bits are the same.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module", autouse=True)
 def local_cluster(hosts: Hosts) -> Iterator[None]:
-    """Instead of the one that all other modules have."""
+    """Replaces the cluster of the other modules: ``hosts`` has connected to its own."""
     yield
 
 
 def job_of(bucket: Path, name: str, **changes: Any) -> Job:
-    """Slow enough to be cut and mended on its way; once ``calm`` exists, as fast as it can."""
+    """Returns a job that is slow enough to be cut and mended on its way, and as fast as it can be once ``calm`` exists."""
     args = {"samples": SAMPLES, "pace_s": 0.1, "calm": str(bucket / "calm")}
     values: dict[str, Any] = {
         "name": name,
@@ -86,7 +86,7 @@ def told(chaos: Trial) -> list[str]:
 
 
 def assert_same(chaos: Trial, reference: str) -> None:
-    """Finished, the bits, each sample once, nothing left."""
+    """Checks that the run finished with the same bits, counted each sample once, learned, and left nothing."""
     assert chaos.result.state == "Finished", (chaos.result, told(chaos))
     assert chaos.hash == reference
     assert sorted(i for _, ids in samples(chaos.ledger) for part in ids for i in part) == list(range(SAMPLES))
@@ -95,24 +95,24 @@ def assert_same(chaos: Trial, reference: str) -> None:
 
 
 class Cut:
-    """A trial calls this at every look: it cuts the network at step 12, mends it when ``enough`` says so, takes the hosts back, and then
-    lets the run go on."""
+    """A trial calls this at every look: it cuts the network at step 12, mends it when ``enough`` says so, lets hosts that were given up
+    join again, and then lets the run go on."""
 
     with_coordinator = False
     """True if the coordinator's host is cut off, False if another host is."""
     coordinator = 0
-    """Its process when the network was cut."""
+    """Pid of the coordinator when the network was cut."""
 
     def __init__(self, hosts: Hosts, calm: Path, cut: Callable[[int], None], enough: Callable[[View], bool]) -> None:
         self.hosts, self.file, self.cut, self.enough = hosts, calm, cut, enough
         self.phase, self.at, self.name = "calm", 0, ""
         self.nodes = {host: hosts.node(host) for host in range(1, hosts.number)}
         self.homes: dict[int, str] = {}
-        """The worker of each host when it was cut."""
+        """The worker of each host when the network was cut."""
         self.victim = 0
         """The host of a worker, but not of the coordinator, which Ray may have put anywhere."""
         self.then: dict[str, dict[str, int]] = {}
-        """The counters of each worker, and so again just before the cut was mended."""
+        """The counters of each worker when the network was cut; ``before_mending`` has them just before it was mended."""
         self.before_mending: dict[str, dict[str, int]] = {}
         self.alive: set[str] = set()
         """Workers whose processes lived at that moment, according to the kernel."""
@@ -143,7 +143,7 @@ class Cut:
             self.phase = "mended"
 
     def mended(self, witness: Witness, view: View) -> None:
-        """A host that was given up joins anew, and the run goes on when its worker is there again: it is about to grow, or has."""
+        """Lets hosts that were given up join again, and lets the run go on once it has grown or is about to grow."""
         for host in range(1, self.hosts.number):
             if self.hosts.left(host):
                 self.hosts.join(host)
@@ -162,8 +162,8 @@ def counters(witness: Witness) -> dict[str, dict[str, int]]:
 def test_the_side_without_the_coordinator_commits_nothing_and_ends(
     tmp_path: Path, hosts: Hosts, reference: str, way: str, changes: dict[str, Any]
 ) -> None:
-    """R9, R10: a worker and its host are cut off, or stand still; the other trains on beside the coordinator.  The one is a zombie until
-    the network is back, or until it thaws, when it is gone before it has applied, saved or said anything more."""
+    """R9, R10: a worker and its host are cut off, or frozen; the other worker trains on beside the coordinator.  The first one is a zombie
+    until the network is back, or until it thaws; then it ends before it has applied, saved or said anything more."""
     lose = hosts.cut if way == "cut" else hosts.freeze
     script = Cut(hosts, tmp_path / "calm", lose, lambda view: view.generation == 2 and view.step >= script.at + 6)
     chaos = trial(job_of(tmp_path, way, **changes), script)
@@ -180,7 +180,7 @@ def test_the_side_without_the_coordinator_commits_nothing_and_ends(
     assert zombie.final["updates_applied"] <= script.then[zombie.worker]["updates_applied"] + 1
     assert zombie.final["generation"] == 1
     assert other.final["updates_applied"] == STEPS + redone and other.final["generation"] == 3
-    # of what it wrote nothing counts: of generation 1 there are no manifests beyond the cut
+    # nothing counts of what it wrote: no manifest of generation 1 is later than the cut
     saved = Checkpoints(Run.open(chaos.job).store, chaos.job.name).versions()
     assert all(each.version.step <= script.at + 1 for each in saved if each.version.generation == 1)
     assert_bytes(chaos.witness, worlds)
@@ -189,8 +189,8 @@ def test_the_side_without_the_coordinator_commits_nothing_and_ends(
 @pytest.mark.full
 @pytest.mark.parametrize("silence_s", [2, 1000], ids=["beats", "control"])
 def test_a_node_that_falls_silent_is_found_by_its_beats(tmp_path: Path, hosts: Hosts, reference: str, silence_s: int) -> None:
-    """R2, H4: where nobody can know whether it is dead, a world that stands still waits no longer than 2 s for it, and half as long
-    again for its answer to the fence, instead of a minute and half of one.  The control listens to no beats: it waits for Ray's word."""
+    """R2, H4: nobody can know whether a silent node is dead.  A world that stands still waits 2 s for its beats and 1 s for its answers to
+    the fence, instead of 60 s and 30 s.  The control does not listen to beats, and waits until Ray gives the node up."""
     script = Cut(hosts, tmp_path / "calm", hosts.freeze, lambda view: view.generation == 2 and view.step >= script.at + 3)
     deadlines = DEADLINES | {"stall_s": 60, "fence_s": 30, "silence_s": silence_s}
     chaos = trial(job_of(tmp_path, f"silent-{silence_s}", deadlines=deadlines), script)
@@ -254,14 +254,14 @@ def test_the_coordinator_is_cut_off_from_all(tmp_path: Path, hosts: Hosts, refer
 
 @pytest.mark.full
 def test_the_coordinator_is_cut_off_with_a_worker(tmp_path: Path, hosts: Hosts, reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R6, R10: two coordinators, each with a worker that hears it alone.  The first finds no majority of the keepers any more, and in the
-    bucket that it was followed by another; it begins nothing, grants no lease, and is gone."""
+    """R6, R10: two coordinators, each with a worker that hears it alone.  The first one no longer finds a majority of the keepers, and
+    learns from the bucket that another one has followed it; it begins nothing, grants no lease, and ends."""
     monkeypatch.setattr(cluster, "on_this_node", lambda: {"ray.io/node-id": hosts.node(1)})
     stepped: list[float] = []
     gone: list[float] = []
 
     def look(view: View) -> bool:
-        """The other one's world steps, and the first one is gone: it may have been in the middle of something that it could not finish."""
+        """Returns True once the world of the second coordinator steps and the first coordinator is gone, or has had ``LEASE_S`` to go."""
         now = time.monotonic()
         if view.incarnation == 2 and view.generation >= 2 and view.step >= script.at + 6:
             stepped.append(now)

@@ -34,7 +34,7 @@ LONG = pytest.mark.full
 
 @pytest.fixture(scope="module", autouse=True)
 def local_cluster() -> Iterator[None]:
-    """One whose head notices a dead node as soon as is advised."""
+    """Starts a cluster whose head notices a dead node early, by the settings in ``TUNED``."""
     ray.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -86,9 +86,9 @@ class PowerCuts:
 def test_a_node_loses_its_power_and_one_comes_back(
     tmp_path: Path, script_reference: Any, layout: str, tier: str, steps: tuple[int, ...]
 ) -> None:
-    """R2, R4, H4: two of three workers and the keeper beside them die at once.  The replica on the head loses no step; shards are in the
-    memory of the keeper of the head, which is the buddy of the other's; without copies, the last save is in the bucket.  Then a node with
-    room for two joins."""
+    """R2, R4, H4: two of three workers and the keeper beside them die at once.  The replica on the head loses no step.  Shards come from
+    the memory of the head's keeper, which is the buddy of the dead one; without copies, from the last save in the bucket.  Then a node
+    with room for two joins."""
     script = Script(layout, 3, copies=tier != "bucket")
     script.form(3, "init")
     for step in steps:

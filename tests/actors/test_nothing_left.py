@@ -1,4 +1,4 @@
-"""The control of "nothing is left": the check of all chaos tests fails by whatever a run may leave, and only by what is this run's."""
+"""The control of "nothing is left": the check of all chaos tests finds whatever a run may leave, and nothing that belongs to others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def orphan(log: Path) -> Iterator[str]:
 
 @contextmanager
 def actor(name: str) -> Iterator[str]:
-    """A name, and a process that does not look like one of a run."""
+    """Starts a named actor whose process does not look like one of a run."""
     idle = ray.remote(Idle).options(name=name, namespace=cluster.NAMESPACE, num_cpus=0, lifetime="detached").remote()
     assert ray.get(idle.there.remote())
     yield f"actor {name}"
@@ -117,7 +117,7 @@ def test_whatever_is_left_is_found(what: str) -> None:
 
 
 def test_earlier_lives_are_looked_for_by_the_names_of_their_actors() -> None:
-    """Ray remembers them; nobody has to know a token."""
+    """Ray remembers the names, so that nobody has to know the token of a life."""
     life = f"{NAME}-0002-abcdef"
     with actor(f"{life}/w1"):
         pass
@@ -127,7 +127,7 @@ def test_earlier_lives_are_looked_for_by_the_names_of_their_actors() -> None:
 
 
 def test_what_is_of_another_run_or_of_another_cluster_is_not_looked_at(tmp_path: Path) -> None:
-    """Runs of another name, a run of the same name on another cluster of this machine, that cluster's processes."""
+    """The check ignores runs of another name, a run of the same name on another cluster of this machine, and that cluster's processes."""
     (tmp_path / "session_2020-01-01_00-00-00_000000_7").mkdir()
     with (
         actor(f"{NAME}-2/coordinator"),

@@ -43,7 +43,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def door(swift: Swift, aws_config: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    """The only way to the server for the processes of the cluster."""
+    """Opens a door that is the only way to the server for the processes of the cluster."""
     enter(monkeypatch, swift)
     with Door(swift) as door:
         allow(aws_config, door)
@@ -66,7 +66,7 @@ def job_of(bucket: str, gate: Path, name: str, **changes: Any) -> Job:
 
 class Outage:
     """Shuts the door at step ``DOWN_AT``, a second before a worker is killed; when it is open again, and the journal has arrived, the run
-    may pass the gate.  ``shut_at``: the step at which it was shut; ``dark``: where the run stood when it was opened."""
+    may pass the gate.  ``shut_at``: the step at which it was shut; ``dark``: the view of the run when it was opened."""
 
     def __init__(self, job: Job, gate: Path, door: Door, way: Way) -> None:
         self.job, self.gate, self.door, self.way = job, gate, door, way
@@ -101,7 +101,7 @@ def told(chaos: Trial) -> list[str]:
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("layout", ["replicate", "shard"])
 def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, door: Door, reference: Any, layout: str, way: Way) -> None:
-    """R11: of replicas none loses a step; shards wait for the bucket and go on from its newest checkpoint that counts."""
+    """R11: replicas lose no step; shards wait for the bucket and go on from its newest checkpoint that counts."""
     gate = tmp_path / "gate"
     layouts: dict[str, dict[str, Any]] = {"replicate": {}, "shard": {"dp_replicate": 1}}
     job = job_of(

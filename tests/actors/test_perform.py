@@ -55,7 +55,7 @@ class Actor:
 def test_an_actor_out_of_reach_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, errors: tuple[BaseException, ...], reason: str, certain: bool
 ) -> None:
-    """Only what is dead for certain need not be waited for: behind a cut it may live on, and commit."""
+    """Only an actor that is certainly dead need not be waited for: behind a cut an actor may live on, and commit."""
     told: Future[Lost] = Future()
     monkeypatch.setattr(perform, "REACH_S", 0.001)
     these = Group.__new__(Group)
@@ -81,7 +81,7 @@ class Keeper:
 def test_a_keeper_that_was_out_of_reach_is_told_its_saves_again(
     monkeypatch: pytest.MonkeyPatch, ends: tuple[BaseException | None, ...], calls: int
 ) -> None:
-    """A planned stop says them once and waits.  The control: a call that arrived, or met a dead keeper, is not repeated."""
+    """A planned stop asks for its saves once and waits.  The control: a call that arrived, or met a dead keeper, is not repeated."""
     monkeypatch.setattr(perform, "REACH_S", 0.001)
     keeper, nodes = Keeper(*ends, None), (NodeId("n1"), NodeId("n2"))
     these = Group.__new__(Group)

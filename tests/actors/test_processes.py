@@ -14,7 +14,7 @@ from tests.support.processes import StillRunning, Watched
 
 
 class Busy:
-    """An actor with a call that never ends, as a worker's."""
+    """An actor with a call that never ends, like that of a worker."""
 
     def __init__(self, ends: bool) -> None:
         self.begun = threading.Event()

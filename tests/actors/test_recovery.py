@@ -1,4 +1,4 @@
-"""Everything dies: all workers at once, or every process there is.  And a user's own code lives through a kill."""
+"""Everything dies: all workers at once, or every process there is.  A user's own code survives a kill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COPIES: Mapping[str, dict[str, Any]] = {
 
 
 def undisturbed(folder: Path, package: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[str, list[str]]:
-    """The hash of the local run of a user's job, and what its loss saw."""
+    """Runs a user's job in this process.  Returns its hash, and what its loss saw."""
     user_package(folder, package)
     monkeypatch.syspath_prepend(folder)
     job = user_job(folder, package, **changes)
@@ -67,8 +67,8 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
 
 @pytest.mark.parametrize("tier", ["bucket", pytest.param("host", marks=pytest.mark.full)])
 def test_all_workers_die_at_once(tmp_path: Path, sixty: Any, tier: str) -> None:
-    """H2, R14: the coordinator starts new ones, which go on from the bucket, or from what the dead have left in the memory of their keeper;
-    nobody is asked."""
+    """H2, R14: without anybody's help the coordinator starts new workers, which go on from the bucket, or from what the dead ones have left
+    in the memory of their keeper."""
     steps, save_every = sixty.job.steps, 4 if tier == "bucket" else 100
     data = {"dataset": "tests.support.toys:Sums", "args": {**sixty.job.data.args, "read_s": 0.01}}
     job = toy_job(tmp_path, name="all-die", steps=steps, data=data, checkpoint={"save_every": save_every}, **COPIES[tier])
@@ -97,7 +97,7 @@ def test_all_workers_die_at_once(tmp_path: Path, sixty: Any, tier: str) -> None:
 
 
 def killed_and_resumed(folder: Path, package: str, start: Callable[[], Command], kill_at: list[int]) -> None:
-    """Start the command; SIGKILL everything when so many microbatches were seen; again; then let it finish."""
+    """Starts the command and kills everything by SIGKILL, once for each number of seen microbatches in ``kill_at``; then lets it finish."""
     for lines in kill_at:
         command = start()
         command.until(lambda lines=lines: len(seen(folder)) >= lines)  # type: ignore[misc]
@@ -152,7 +152,10 @@ def test_everything_is_killed_under_ray(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def assert_same_losses(found: list[str], expected: list[str], *, redone: int) -> None:
-    """Bit for bit, by the user's own record; the work done again is bounded, and a run from step 0 would be beyond the bound."""
+    """Checks the losses bit for bit, by the user's own record.
+
+    At most ``redone`` microbatches may be done again, fewer than a run from step 0 would do.
+    """
     assert set(found) == set(expected)
     assert len(expected) <= len(found) <= len(expected) + redone
 

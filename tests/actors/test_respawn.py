@@ -1,6 +1,6 @@
-"""R1: a worker whose process can go on no more, though it lives, is replaced; the others go on in the processes they have.
+"""R1: a worker whose process lives but cannot go on is replaced; the others go on in the processes they have.
 
-No device is needed: a loss stands in for one that is lost, and for an abort that is stuck (``tests/support/mischief.py``).  On devices:
+No device is needed: loss functions (``tests/support/mischief.py``) imitate a lost device and a stuck abort.  Tests on devices:
 ``tests/gpu/test_device_lost.py``.
 """
 
@@ -29,7 +29,7 @@ STUCK = "the abort before generation 2 has not ended in"
 
 
 def struck_by(chaos: Trial, *faults: dict[str, Any]) -> Trial:
-    """``chaos``, which is to be checked as if the job had asked for ``faults`` too."""
+    """Returns ``chaos``, to be checked as if the job had asked for ``faults`` too."""
     known = (*chaos.job.faults, *(Fault(**fault) for fault in faults))
     return replace(chaos, job=chaos.job.model_copy(update={"faults": known}))
 
@@ -39,7 +39,7 @@ def members(chaos: Trial) -> list[tuple[str, ...]]:
 
 
 def sent_away(chaos: Trial) -> list[str]:
-    """Workers whose process the coordinator has ended because it is unusable."""
+    """Returns the workers whose process the coordinator has ended because it is unusable."""
     did = [action for record in Run.open(chaos.job).records() for action in record["actions"]]
     return [worker for each in did if each["$"] == "Kill" and each["reason"] == "its process is unusable" for worker in each["workers"]]
 
@@ -49,7 +49,7 @@ def told(chaos: Trial, words: str) -> list[str]:
 
 
 def with_a_spare(script: Script, folder: Path, loss: str) -> Trial:
-    """Two members and a spare, which is there before ``STEP``; there is no room for a fourth."""
+    """Runs the script with two members and a spare, which is there before ``STEP``; there is no room for a fourth worker."""
     room, gate = Room(), folder / "gate"
     sample = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(STEP - 2, 0, 2)[0]
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": {str(sample): str(gate)}}}
@@ -70,8 +70,9 @@ def with_a_spare(script: Script, folder: Path, loss: str) -> Trial:
 
 @pytest.mark.parametrize("spares", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_who_has_lost_its_device_is_replaced(tmp_path: Path, script_reference: Any, spares: int) -> None:
-    """R1, R13: both shards are needed, and that of the lost one is in its keeper's memory.  Its process ends though nothing has killed it,
-    another one has its seat, and the other member's goes on.  With a spare that is one world later, without one there are two."""
+    """R1, R13: both shards are needed; that of the member without a device is in its keeper's memory.  The process of this member ends
+    though no fault has killed it, another worker takes its seat, and the other member's process goes on.  With a spare this takes one more
+    world, without a spare two."""
     script, loss = Script("shard", 2), "tests.support.mischief:device_lost"
     script.form(2, "init")
     if spares:
@@ -104,8 +105,10 @@ def test_who_has_lost_a_call_is_not_replaced(tmp_path: Path, script_reference: A
 
 
 def killed_beside(folder: Path, loss: str, then: Sequence[tuple[int, str]]) -> tuple[Script, Trial]:
-    """World rank 1 of three dies, beside world rank 0, whose abort takes long; ``then``: the worlds that follow while nobody comes, each of
-    one worker less."""
+    """Runs three workers, of which world rank 1 dies, and the abort of world rank 0 takes long.
+
+    ``then``: (members, tier) of the worlds that follow before a newcomer comes, each of one worker less.
+    """
     script = Script("shard", 3)
     script.form(3, "init")
     script.cramps.append(Cramp(script.generation, STEP - 2, victims=len(then)))
@@ -119,8 +122,8 @@ def killed_beside(folder: Path, loss: str, then: Sequence[tuple[int, str]]) -> t
 
 @pytest.mark.full
 def test_who_cannot_abort_is_replaced(tmp_path: Path, script_reference: Any) -> None:
-    """R1: it joins the next world and says there that it cannot take part, before anything is begun in it; the third member, which waits
-    for it, goes on alone and takes a newcomer in.  Both shards that are gone come from host memory."""
+    """R1: the stuck worker joins the next world and reports there, before anything begins, that it cannot take part.  The third member,
+    which waits for it, goes on alone and takes in a newcomer.  Both shards that are gone come from host memory."""
     script, chaos = killed_beside(tmp_path, "tests.support.mischief:stuck_abort", [(2, "host"), (1, "host")])
     first, second, third, last = members(chaos)
     struck = struck_by(chaos, {"point": "forming", "kind": "device_assert", "generation": 2, "world_rank": second.index(first[0])})
@@ -133,7 +136,7 @@ def test_who_cannot_abort_is_replaced(tmp_path: Path, script_reference: Any) -> 
 
 @pytest.mark.full
 def test_who_is_late_with_an_abort_is_not_replaced(tmp_path: Path, script_reference: Any) -> None:
-    """The control: the abort ends, as late as it was given up above.  Two of three go on, both in their processes."""
+    """The control: the abort ends, as late as it is given up above.  Two of the three workers go on in their processes."""
     script, chaos = killed_beside(tmp_path, "tests.support.mischief:late_abort", [(2, "host")])
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
     first, second, last = members(chaos)

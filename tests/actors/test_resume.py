@@ -1,4 +1,4 @@
-"""A damaged checkpoint is put away, said, and never read again; the one before it takes its place, and the bits come out the same."""
+"""A damaged checkpoint is put away, reported, and never read again; the one before it takes its place, and the bits are the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> tuple[Job, Version]:
-    """A run that was stopped by Ctrl-C at step 7, with one byte of its newest shard turned over."""
+    """A run that was stopped by Ctrl-C at step 7, with one bit of its newest shard flipped."""
 
     def ctrl_c(line: Line) -> None:
         if isinstance(line, StepLine) and line.step == STOP:
@@ -78,7 +78,7 @@ def test_one_process_falls_back(damaged: tuple[Job, Version], undisturbed_hash: 
 
 @pytest.mark.full  # one process does so in the default run, and the simulator's clusters do
 def test_a_cluster_falls_back(damaged: tuple[Job, Version], undisturbed_hash: str) -> None:
-    """Both workers find the damage; it is one fact."""
+    """Both workers find the damage, and neither of them is replaced for it."""
     job, version = damaged
     chaos = trial(job)
     assert chaos.result.state == "Finished", chaos.result
@@ -113,7 +113,7 @@ def test_when_all_are_damaged_it_begins_again(damaged: tuple[Job, Version], undi
 
 
 def test_without_damage_it_goes_on_from_the_newest(damaged: tuple[Job, Version], undisturbed_hash: str) -> None:
-    """The negative control: the byte is turned back."""
+    """The negative control: the bit is flipped back."""
     job, version = damaged
     turn_a_byte(job, version)
     lines: list[Line] = []

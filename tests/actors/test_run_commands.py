@@ -35,7 +35,7 @@ Shown = pytest.CaptureFixture[str]
 
 
 def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
-    """It runs on the cluster of this process, and nobody waits for it."""
+    """Starts a run on the cluster of this process; no driver waits for it."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
     job = toy_job(
         folder / "bucket", name=name, steps=steps, data=data, on_driver_exit="detach", deadlines={"lease_s": 60, "grow_debounce_s": 8}
@@ -57,7 +57,7 @@ def reached(name: str, step: int) -> bool:
 
 
 def interrupted_at(name: str, step: int) -> threading.Thread:
-    """Ctrl-C to this process, once the run is there."""
+    """Starts a thread that sends Ctrl-C to this process once the run has reached ``step``."""
 
     def press() -> None:
         until(lambda: reached(name, step))
@@ -70,7 +70,7 @@ def interrupted_at(name: str, step: int) -> threading.Thread:
 
 @pytest.mark.must_run_in_ci
 def test_attach_tells_the_story_from_the_start_and_leaves_or_ends_with_it(tmp_path: Path, capsys: Shown) -> None:
-    """Ctrl-C ends the command and not the run; to the end, the exit code is the run's."""
+    """Ctrl-C ends the command and not the run.  A command that follows the run to its end has the run's exit code."""
     job, _ = begun(tmp_path, "followed", steps=40)
     until(lambda: reached("followed", 5))
     hand = interrupted_at("followed", 9)
@@ -93,7 +93,7 @@ def test_attach_tells_the_story_from_the_start_and_leaves_or_ends_with_it(tmp_pa
 
 @pytest.mark.must_run_in_ci
 def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, capsys: Shown) -> None:
-    """Its coordinator is gone for good: the workers would step on for two leases.  Their processes end by the kernel's word."""
+    """The coordinator is gone for good; its workers would step on for two leases.  The kernel reports the end of their processes."""
     job, coordinator = begun(tmp_path, "left", steps=10_000)
     until(lambda: reached("left", 3))
     token = ray.get(coordinator.view.remote()).token
@@ -131,7 +131,7 @@ def test_clean_by_force_ends_a_run_that_lives(tmp_path: Path, capsys: Shown) -> 
 
 @pytest.mark.full
 def test_from_a_machine_that_is_no_node_it_is_said_what_to_do(tmp_path: Path) -> None:
-    """It reaches the cluster's head, and no process of the cluster runs there (a pid namespace of its own)."""
+    """The machine reaches the cluster's head, but no process of the cluster runs on it (it is a pid namespace of its own)."""
     begun(tmp_path, "elsewhere", steps=10_000)
     until(lambda: reached("elsewhere", 1))
     alone = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "elastic"]

@@ -1,4 +1,7 @@
-"""R3, R10: who is busy is not dead.  Both cores are taken by others, and the keeper digests, copies and reads logs all the time."""
+"""R3, R10: a process that is only busy is not taken for dead.
+
+Others take both cores, and the keeper digests, copies and reads logs all the time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ THREADS = 3
 
 
 class Load:
-    """Begins at step ``BEGIN``; at ``LAST`` the lateness of beats is looked at, then again with the keeper's lock held for ``HELD_S``."""
+    """Makes load from step ``BEGIN`` to ``LAST``, then reads how late the keeper's beats were.
+
+    Then it holds the interpreter's lock of the keeper for ``HELD_S``, and reads this again.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.stack = stack

@@ -1,4 +1,4 @@
-"""R1, R11: whoever dies while a save is on its way to the bucket; it is the keepers' work, and training is not held for it."""
+"""R1, R11: somebody dies while a save is on its way to the bucket.  Saves are the keepers' work, and training does not wait for them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def uploaders(bucket: Path) -> Iterator[int]:
-    """The uploader processes of the run in ``bucket``."""
+    """Yields the pids of the uploader processes of the run in ``bucket``."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes()
@@ -57,8 +57,10 @@ def uploaders(bucket: Path) -> Iterator[int]:
 
 
 class Strike:
-    """Holds up the uploader (SIGSTOP) before the first save is begun.  Two steps after that it lets ``victim`` strike, and once ``then`` is
-    so the uploader goes on."""
+    """Stops the uploader (SIGSTOP) before the first save begins.
+
+    Two steps after that save it calls ``victim``, and once ``then`` is true it lets the uploader go on.
+    """
 
     def __init__(self, bucket: Path, victim: Callable[[Witness, View, int], None], then: Callable[[View], bool]) -> None:
         self.bucket, self.victim, self.then = bucket, victim, then
@@ -136,7 +138,7 @@ def test_an_uploader_that_is_killed_is_replaced(tmp_path: Path, reference: Any) 
 
 @pytest.mark.must_run_in_ci
 def test_a_keeper_that_is_killed_takes_the_save_with_it_and_the_next_one_is_made(tmp_path: Path, reference: Any) -> None:
-    """Its uploader ends with it.  Nobody waits for the save: that is said, and steps go on."""
+    """The keeper's uploader ends with it.  The story says that the save failed; nobody waits for it, and steps go on."""
 
     def kill(witness: Witness, view: View, uploader: int) -> None:
         node = min(view.workers.values())

@@ -1,4 +1,4 @@
-"""R21: what a signal to a driver does."""
+"""R21: the first signal to a driver asks for something, the second one interrupts it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def test_the_first_signal_is_a_request_and_the_second_is_not(number: signal.Sign
     try:
         with Requests() as requests:
             with pytest.raises(KeyboardInterrupt, match=word):
-                os.kill(os.getpid(), number)  # nothing runs yet: nothing is asked
-            signal.signal(number, signal.SIG_IGN)  # as ray.init puts its own
+                os.kill(os.getpid(), number)  # nothing runs yet, so the first signal interrupts too
+            signal.signal(number, signal.SIG_IGN)  # as ray.init installs a handler of its own
             requests.note()
             assert requests.asked == ""
             os.kill(os.getpid(), number)

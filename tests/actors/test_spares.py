@@ -19,7 +19,7 @@ STEP = 8
 
 
 def struck(folder: Path, spares: int, layout: str = "replicate", tier: str = "live") -> tuple[Script, Trial]:
-    """One of two members dies.  Without a spare another process is to come, for which there is room; with one there is none."""
+    """Runs two members, of which one dies.  Without a spare there is room for another process; with a spare there is none."""
     script = Script(layout, 2)
     script.form(2, "init")
     script.fault("backward", "SIGKILL", 1, STEP)
@@ -28,7 +28,7 @@ def struck(folder: Path, spares: int, layout: str = "replicate", tier: str = "li
     sample = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(STEP - 2, 0, 2)[0]
 
     def act(witness: Witness, view: View) -> bool:
-        """The strike comes once all are there, and others wait for the victim's place."""
+        """Lets the strike come once all workers are there and, with a spare, somebody else waits for the victim's place."""
         if len(view.workers) < 2 + spares or len(witness.seen) < 2 + spares:
             return False
         if spares:
@@ -57,8 +57,8 @@ def waited_for(chaos: Trial, generation: int = 2) -> list[str]:
 @pytest.mark.must_run_in_ci
 @pytest.mark.parametrize(("layout", "tier"), [("replicate", "live"), pytest.param("shard", "host", marks=pytest.mark.full)])
 def test_a_spare_takes_a_dead_workers_seat(tmp_path: Path, script_reference: Any, layout: str, tier: str) -> None:
-    """R13: three processes, no more, from first to last; a plan follows the loss at once, and its state comes from the survivor, or from
-    what the dead one has left in its keeper's memory."""
+    """R13: three processes, no more, from first to last; a plan follows the loss at once, and the spare's state comes from the
+    survivor, or from what the dead worker has left in its keeper's memory."""
     script, chaos = struck(tmp_path, 1, layout, tier)
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
     assert len(chaos.witness.seen) == 3 and waited_for(chaos) == []
@@ -71,14 +71,17 @@ def test_a_spare_takes_a_dead_workers_seat(tmp_path: Path, script_reference: Any
 
 @pytest.mark.full
 def test_without_a_spare_another_process_is_waited_for(tmp_path: Path, script_reference: Any) -> None:
-    """The control."""
+    """The control: the next world forms only after another process has been started and has joined."""
     script, chaos = struck(tmp_path, spares=0)
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
     assert len(chaos.witness.seen) == 3 and waited_for(chaos) == ["StartWorkers", "Joined"]
 
 
 def two_by_two(folder: Path, kills: int) -> tuple[Script, Trial]:
-    """Two replicas of two lose a member, and what is left of them the next one; who is over is not used for larger shards."""
+    """Runs two replicas of two shards, which lose a member, and with ``kills`` = 2 another one.
+
+    Every world after a loss has two shards, so of three workers one is left over.
+    """
     script = Script("2x2", 4)
     script.form(4, "init")
     script.cramps.append(Cramp(script.generation, 4, victims=kills))
@@ -90,8 +93,8 @@ def two_by_two(folder: Path, kills: int) -> tuple[Script, Trial]:
 
 @pytest.mark.full
 def test_who_is_left_over_of_a_replica_takes_a_dead_workers_seat(tmp_path: Path, script_reference: Any) -> None:
-    """R13: four processes, no more, from first to last.  The first loss leaves a replica whole and a worker over; with the second, both
-    copies of a shard in live memory are gone, and the one that was over gets it from what the dead one has left in its keeper's."""
+    """R13: four processes, no more, from first to last.  The first loss leaves a whole replica and a worker over.  With the second
+    one, both holders of a shard are dead; the worker that was over gets the shard from what the dead one left in its keeper's memory."""
     script, chaos = two_by_two(tmp_path, kills=2)
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
     assert len(chaos.witness.seen) == 4 and waited_for(chaos, generation=3) == []

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize("record_s", [0.5 * STOOD_S, 4.0 * STOOD_S])
 def test_who_stood_still_says_so_after_it_acted(record_s: float) -> None:
-    """The loop's one call with nothing of it replaced but the clock, the journal and Ray: the second case; the first is its control."""
+    """One call of the loop is made, with only the clock, the journal and Ray replaced.  The first case is the control of the second."""
     told: list[Any] = []
     coordinator = object.__new__(Coordinator)
     now = [100.0]

@@ -1,4 +1,4 @@
-"""Stops: by Ctrl-C, and because nobody waits for the run any more.  What is saved is gone on with; nothing is left running."""
+"""A run stops by Ctrl-C, or because nobody waits for it any more.  It goes on from its save later; nothing is left running."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 60
 
 
 def job_of(folder: Path, name: str, read_s: float = 0.04, steps: int = STEPS, **changes: object) -> Job:
-    """Slow enough to be met on the way."""
+    """Returns a job that is slow enough to be stopped on its way, and writes its file."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "read_s": read_s}}
     job = toy_job(folder / "bucket", name=name, steps=steps, data=data, **changes)
     (folder / "job.toml").write_text(to_toml(job))
@@ -108,7 +108,7 @@ def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbe
 
 
 def test_a_stop_while_nothing_runs_yet(tmp_path: Path) -> None:
-    """Asked for before the first world is formed: it ends at once, with nothing saved and nothing left."""
+    """A stop that is asked for before the first world is formed ends the run at once, with nothing saved and nothing left."""
     job = job_of(tmp_path, "early", workers={"min": 2, "max": 2})
     command = train(tmp_path)
     command.until(lambda: attach("early") is not None)
@@ -125,7 +125,7 @@ def attached(command: Command) -> Callable[[], bool]:
 
 @pytest.mark.must_run_in_ci
 def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first make them leave, and no more."""
+    """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first only make them leave."""
     job = job_of(tmp_path, "detached", read_s=0.06, steps=10_000, on_driver_exit="detach")  # a second driver comes and goes meanwhile
     first = train(tmp_path)
     first.until(reached("detached", 1))
@@ -161,7 +161,7 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.full
 def test_two_drivers(tmp_path: Path) -> None:
-    """R21, R19: who attached leaves; who started stops the run, and one that still watches sees it."""
+    """R21, R19: a driver that attached merely leaves; the driver that started the run stops it, and another one that watches sees this."""
     calm = tmp_path / "calm"
     data = {"dataset": "tests.support.toys:Paced", "args": {"samples": 16 * STEPS, "pace_s": 0.3, "calm": str(calm)}}
     job = toy_job(tmp_path / "bucket", name="two", steps=STEPS, data=data, deadlines={"driver_s": 4})

@@ -1,4 +1,4 @@
-"""R8: a second fault while the first is dealt with, and storms of them.  The long one, and what is judged: tests/benchmarks/storm.py."""
+"""R8: a second fault while the first is dealt with, and storms of them.  The long storm and the judge are in tests/benchmarks/storm.py."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any, ch
     finally:
         chaos.close()
     storm = Storm(job, chaos, struck.witness, len(DOUBLES), result=struck.result)
-    for what in (storm.left, ("process 7 ray::Keeper", "segment elastic-doubles-0001-abcdef-w1")):  # the control: nobody has looked, or did
+    for what in (storm.left, ("process 7 ray::Keeper", "segment elastic-doubles-0001-abcdef-w1")):  # controls: nobody looked; things left
         assert judge(replace(storm, left=what), sixty.job)["wrong"] == [f"left: {', '.join(what)}"]
     found = judge(replace(storm, left=left_of(job.name, struck.witness.token)), sixty.job)
     assert not found["wrong"], found
@@ -76,7 +76,7 @@ def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any, ch
 @pytest.mark.parametrize("more", [[], ["--shards"]], ids=["replicas", "shards"])
 @pytest.mark.parametrize("seed", [11, 12])
 def test_a_storm(seed: int, more: list[str]) -> None:
-    """R8, R2: twenty faults of fourteen kinds on three nodes, in a process of its own; it says itself what is wrong."""
+    """R8, R2: twenty faults, drawn from fifteen kinds, on three nodes, in a process of its own, which judges the run itself."""
     command = [sys.executable, "-m", "tests.benchmarks.storm", "--seed", str(seed), "--faults", "20", "--rehearsal", *more]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]

@@ -59,7 +59,10 @@ def test_a_hand_rests_when_what_it_stopped_goes_on_or_has_ended() -> None:
 
 @pytest.mark.full
 def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command, from another thread of this process: a stop that thaws, an exception in forward, a kill in backward; the same bits."""
+    """The command strikes a run of another thread of this process: a stop that thaws, an exception in forward, a kill in backward.
+
+    The bits are the same.
+    """
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.04}}
     job = toy_job(tmp_path, name="struck", steps=STEPS, data=data, deadlines={"grow_debounce_s": 1, "stall_s": 10})
     reference = toy_job(tmp_path / "reference", name="local", steps=STEPS)
@@ -100,8 +103,9 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
 
 @pytest.mark.full
 def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: Path) -> None:
-    """R11: shards have only the bucket; what cannot be read there is put away, and the save before it taken: ``bucket_damage``.  Meanwhile
-    the lease of one is counted by a clock that is too fast, of the other by one that is too slow: ``clock_skew``."""
+    """R11: shards have only the bucket; a checkpoint that cannot be read there is put away, and the one before it is taken
+    (``bucket_damage``).  Meanwhile one worker counts its lease by a clock that is too fast, the other by one that is too slow
+    (``clock_skew``)."""
     gates = {str(Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)[0]): str(tmp_path / "gate")}
     args = {"samples": SAMPLES, "read_s": 0.02, "gates": gates}
     job = toy_job(
@@ -143,7 +147,7 @@ def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: P
 
 
 def until_it_steps(name: str) -> None:
-    """The run of this cluster; it needs seconds to begin."""
+    """Waits until the run has taken three steps; it needs seconds to begin."""
     waited, until = threading.Event(), time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         coordinator = attach(name)

@@ -77,7 +77,7 @@ def documented() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``pip wheel . --no-deps`` in a copy of the repository, since a build leaves its scraps where it builds."""
+    """``pip wheel . --no-deps`` in a copy of the repository, since a build leaves files where it runs."""
     copy = tmp_path_factory.mktemp("checkout") / "elastic"
     left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "quickstart-out")
     shutil.copytree(ROOT, copy, ignore=left_out)
@@ -99,7 +99,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def local_cluster(nodes: Nodes) -> Iterator[None]:
-    """These tests look at the nodes and not at a cluster of this process."""
+    """Connects this process to ``nodes``, instead of a cluster of its own."""
     ray.shutdown()
     ray.init(nodes.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
     yield
@@ -107,7 +107,7 @@ def local_cluster(nodes: Nodes) -> Iterator[None]:
 
 
 def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
-    """A user's folder: their package, job.toml, and the wheel."""
+    """Makes a user's folder, with their package, job.toml, and the wheel, and returns the job."""
     here = folder / "project"
     user_package(here, name)
     (here / name / "watched.py").write_text(WATCHED.replace("SEEN", repr(str(here / "seen"))).replace("PACKAGE", name))
@@ -323,7 +323,7 @@ def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
     tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R7, H1: every process of the cluster is SIGKILLed at once, head and all; on a new one, of one node with room for one worker, the
-    line that was submitted there goes on from the newest good manifest.  The last test of this cluster."""
+    same line goes on from the newest good manifest.  It is the last test of this cluster."""
     job = project(tmp_path, "again", wheel, steps=20, workers={"min": 1, "max": 3}, checkpoint={"save_every": 2})
     expected = reference(job, tmp_path, "again", monkeypatch)
     line = shlex.split(documented()[0])
@@ -346,7 +346,7 @@ def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
         assert again.wait() == 0, again.text
         assert_all_given_back(others, "again")  # 6
         ray.shutdown()
-    # 2, R14: the bits, and each step once: of what the manifest says the journal is in the bucket too
+    # 2, R14: the bits, and each step once: for all steps of the manifest the journal is in the bucket too
     steps = ledger(Run.open(job).segments())
     assert exported_hash(job) == expected.hash
     assert {step: (outcome.loss, outcome.samples) for step, outcome in steps.items()} == {

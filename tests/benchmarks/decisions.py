@@ -1,9 +1,9 @@
 """``python -m tests.benchmarks.decisions [workers]`` measures how long one call of ``advance`` takes, by state and event, in a large world.
 
 The states are those of a run: all have joined, the world forms, steps, breaks, is settled, is stopped by its user, is taken over by
-another coordinator, saves for the last time.  Of what all members say one after the other, the first few are told and the last few;
-those between have been heard already.  Of each kind of event the slowest call counts, in
-seconds of processor time, garbage collection included: other processes on the machine do not.
+another coordinator, saves for the last time.  Where all members report one after the other, only the first few and the last few reports
+are told; those between are put into the state beforehand.  For each (state, event) the slowest call counts, in seconds of processor time:
+this includes garbage collection, but not other processes of the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLASSES = classes((4096, 32768, 128256))
 PER_NODE = 8
 RESULT = Path(__file__).parent / "results" / "decisions.json"
 FEW = 3
-"""Number of members whose answers are given one by one at each end of a row; those between have been heard already."""
+"""Number of members, at each end of the list, whose reports are told one by one; those between are put into the state beforehand."""
 
 Slowest = dict[tuple[str, str], float]
 
@@ -122,7 +122,7 @@ class Timed:
         self.tell(*(ev.Beat(node, tuple(ev.Progress(name, generation, 3, 1, 7) for name in members)) for node, members in home.items()))
 
     def keep(self, plan: Plan, *versions: Version) -> None:
-        """Lets every keeper that is asked answer: it has copies of its own eight workers' shards, and of those of another node."""
+        """Lets every keeper answer: it has copies of its own eight workers' shards (seven of them twice), and a shard of another node."""
         shards: dict[NodeId, list[tuple[WorkerId, int]]] = defaultdict(list)
         for rank, (name, node) in enumerate(zip(plan.members, plan.nodes, strict=True)):
             shards[node].append((name, plan.layout.coordinates(rank)["dp_shard"]))
@@ -198,7 +198,8 @@ def through_a_failure(workers: int) -> Slowest:
 def through_silence(workers: int) -> Slowest:
     """Runs through silence.
 
-    Half the members do not take the plan, nobody of the others' world is heard any more, and the next coordinator finds few of them.
+    Half of the members do not take the plan, later nobody of the next world is heard any more; in a second run the next coordinator finds
+    only half of the workers.
     """
     timed = Timed(workers)
     timed.join()

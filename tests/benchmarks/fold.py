@@ -3,9 +3,9 @@
     python -m tests.benchmarks.fold [--size large]            # on all GPUs of this machine, over NCCL
     python -m tests.benchmarks.fold --size tiny --world 2     # a rehearsal on CPUs, over gloo
 
-One run, one world, one process a device; each case has fresh weights, and its steps are timed after three that are not.  A ratio above 1:
-the fold is slower.  ``reproducible = true`` is the fold with deterministic kernels, ``false`` the library's sum with free ones; the two
-mixed cases tell which of both costs what.
+All cases run in the same processes, one for each device; each case has fresh weights, and its steps are timed after three that are not.
+A ratio above 1 says that the fold is slower.  ``reproducible = true`` is the fold with deterministic kernels, ``false`` the library's sum
+with free ones; the two mixed cases tell what each of both costs.
 """
 
 from __future__ import annotations

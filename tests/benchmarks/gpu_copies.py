@@ -3,9 +3,9 @@
     python -m tests.benchmarks.gpu_copies                     # a quarter of 3.2 B parameters; needs 30 GB of host memory
     python -m tests.benchmarks.gpu_copies --size tiny         # a rehearsal, on a device too
 
-*alone*: one copy, while nothing else runs; *products*: as many matrix products alone, and beside a
-copy; *back*: from memory that is pinned here, from that of another mapping as a dead worker leaves it, and the way torch would go; the
-first time, and once more when its pages are mapped.  torch has one thread on the host, as in a worker of one CPU.
+*alone*: one copy, while nothing else runs; *products*: the same number of matrix products alone, and beside a copy; *back*: from memory
+that is pinned here, from that of another mapping as a dead worker leaves it, and with torch's own ``to``.  Each way back is timed twice:
+the second time its pages are mapped.  torch has one thread on the host, as in a worker of one CPU.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python -m tests.benchmarks.gpu_recovery --size tiny --world 2                         # a rehearsal on CPUs, over gloo
 
 Each scenario is a whole run under Ray, on all GPUs of this machine; its bits are compared with the first run's of the same call.
-Times are the journal's, the killer's and the survivors' clocks on one machine; medians are over the kills of one run.  ``--sockets``: NCCL
+Times come from the journal, the killer and the survivors, all on one machine; medians are over the kills of one run.  ``--sockets``: NCCL
 without peer access and shared memory, as between hosts.  ``--nodes 2``: two Ray nodes, each with its share of the GPUs, and a keeper.
-``--per-gpu 2`` beside it: each GPU is on both nodes and has two ranks, and NCCL takes the nodes for two hosts; right for what must hold,
-not for how fast it is.  What was found goes to ``--out`` after every scenario.
+``--per-gpu 2`` beside it: each GPU is on both nodes and has two ranks, and NCCL takes the nodes for two hosts.  This shows what must hold,
+not how fast it is.  Results go to ``--out`` after every scenario.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
-"""Environment variables that make NCCL write which way its channels go."""
+"""Environment variables that make NCCL write the transports of its channels."""
 TAIL = 120
 """Number of lines that are shown of each log of a run that was given up."""
 PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "first_microbatch_s", "next_commit_s", "fence_answer_s")
@@ -77,7 +77,7 @@ PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "first_
 def job_of(folder: Path, name: str, options: argparse.Namespace, changes: Mapping[str, Any]) -> Job:
     size, gpus = SIZES[options.size], int(options.device == "cuda")
     workers = {"min": 1, "max": options.world} | dict(changes.get("workers", {}))
-    copies = ({"buddy_every": 0} if options.nodes == 1 else {}) | dict(changes.get("copies", {}))  # else each has room for four more
+    copies = ({"buddy_every": 0} if options.nodes == 1 else {}) | dict(changes.get("copies", {}))  # else each takes four more slots
     values: dict[str, Any] = {
         "name": name,
         "bucket": str(folder / "bucket"),
@@ -125,7 +125,7 @@ def fence_answers(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def kills_of(killer: Killer, changes: Sequence[Recovery], answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each kill."""
+    """Returns a row for each kill after which a world stepped again."""
     rows = []
     for kill in killer.kills:
         loss = next((each for each in changes if not each.planned and each.known_at >= kill.at), None)
@@ -158,7 +158,7 @@ def tell(line: Line) -> None:
 
 
 def give_up(folder: Path, name: str) -> None:
-    """Prints the place of every process and the end of every log, and ends every process, so that nothing is left on the GPUs."""
+    """Prints the place of every process and the end of every log, and kills every process, this one last.  Nothing is left on the GPUs."""
     print(f"== {name}: not over in time", flush=True)
     ours, living = set(children(os.getpid())), sorted(SEGMENTS.glob("elastic-*-w*"))
     for each in living:
@@ -221,7 +221,7 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
 
 
 def wrong(found: Mapping[str, Any], scenario: Scenario, *, sockets: bool) -> list[str]:
-    """Returns what must not be, a word each; for a control, that it shows nothing."""
+    """Returns a short text for everything that must not be.  Of a control it returns only that the control shows nothing."""
     if scenario.harmful:
         return [] if found.get("believed") else ["the control shows nothing"]
     recompiled = {worker: graphs for worker, graphs in found.get("compiled", {}).items() if graphs[0] != graphs[1]}
@@ -317,7 +317,7 @@ def start(nodes: int, gpus: Sequence[int]) -> None:
 
 
 def main() -> int:
-    """Runs the scenarios, and returns 1 if anything is as it must not be."""
+    """Runs the scenarios.  Returns 1 if anything is wrong, else 0."""
     options, began = arguments(), time.monotonic()
     if options.sockets:
         os.environ |= SOCKETS | TOLD  # before Ray starts: its processes inherit it
@@ -347,7 +347,7 @@ def main() -> int:
             table.append(measure(name, known[name], job))
         finally:
             late.cancel()
-        target.write_text(json.dumps({"about": about, "scenarios": table}, indent=1) + "\n")  # whatever becomes of the bits
+        target.write_text(json.dumps({"about": about, "scenarios": table}, indent=1) + "\n")  # kept even if the bits cannot be read
         if options.bits and table[-1]["state"] == "Finished":
             table[-1]["hash"] = content_hash(job)
         reference = options.reference or table[0].get("hash")

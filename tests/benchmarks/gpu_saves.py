@@ -5,8 +5,8 @@
 Prints a line of JSON for each run and adds it to ``--out``.  ``after_s`` is the median of the steps right after a save began, ``during_s``
 that of all steps while the keeper uploaded a save, ``other_s`` that of the steps without one; a run without saves has the same for the
 steps that would have been after a save, which shows how much steps differ anyway.  ``bits`` is the hash of the final state, which must be
-the same in all runs.  The first twelve steps are not counted.  A save that two newer ones have followed is deleted, so that the disk holds
-them.
+the same in all runs.  The first twelve steps are not counted.  All saves but the two newest are deleted, so that the disk does not
+fill up.
 """
 
 from __future__ import annotations

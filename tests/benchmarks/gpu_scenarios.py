@@ -20,7 +20,7 @@ from tests.support.mischief import STEP
 
 @dataclass
 class Kill:
-    """One kill, with what the survivors' counters said of it."""
+    """One kill, with what the survivors' counters showed after it."""
 
     generation: int
     at: float
@@ -136,7 +136,7 @@ def faults(world: int) -> tuple[list[dict[str, Any]], ...]:
     ]
     again = [fault("backward", 5 * number + 5, number + 1, number % world, "exception") for number in range(AGAIN)]
     frozen = [fault("before_commit", STEP, 1, last, "SIGSTOP")]
-    killed = [fault("forward", STEP, 1, last)]  # while rank 0 sleeps: its replica needs nothing of rank 0 yet
+    killed = [fault("forward", STEP, 1, last)]  # while rank 0 holds the GIL: the victim's replica needs nothing of rank 0 yet
     return chain, again, frozen, killed
 
 
@@ -145,7 +145,7 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
     last, half = world - 1, max(world // 2, 1)
     replicas = {"parallel": {"dp_replicate": "auto", "min_shard": half}}
     shards = {"parallel": {"dp_replicate": 1}}
-    few = {"min": max(last, 1), "max": world}  # no smaller world: a slot has room for the largest shard there may be
+    few = {"min": max(last, 1), "max": world}  # no smaller world: its shards would be larger, and so would every slot
     copies = shards | {"workers": few}
     none = {"copies": {"copy_every": 0}}
     saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
@@ -226,7 +226,7 @@ DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10, "stop_s": 300}
 
 
 def beside_saves(done: Trial) -> dict[str, Any]:
-    """Returns seconds of the steps right after a save began, and of all others of the same world, without the first twelve."""
+    """Returns the seconds of each step right after a save began, and the median of all others, without the first twelve steps."""
     lines = [line for line in done.lines if isinstance(line, StepLine)]
     after: dict[bool, list[float]] = {True: [], False: []}
     for one, other in pairwise(lines[12:]):
@@ -237,7 +237,7 @@ def beside_saves(done: Trial) -> dict[str, Any]:
 
 
 def beside_copies(done: Trial) -> dict[str, Any]:
-    """Returns seconds of the steps of one world beside which the state was copied, and of the others, without the first twelve."""
+    """Returns the seconds of each step of one world beside which the state was copied, and of the others, without the first twelve."""
     lines = [line for line in done.lines if isinstance(line, StepLine)]
     beside: dict[bool, list[float]] = {True: [], False: []}
     for one, other in pairwise(lines[12:]):
@@ -248,12 +248,12 @@ def beside_copies(done: Trial) -> dict[str, Any]:
 
 
 def buddied(done: Trial) -> dict[str, Any]:
-    """Returns the steps whose copies were complete on another node too, as commits told."""
+    """Returns the steps whose copies were complete on another node too, as the commits report."""
     return {"buddied": sorted({outcome.buddied_through for outcome in done.ledger.values()} - {-1})}
 
 
 def said_of(job: Job) -> dict[str, list[list[int]]]:
-    """Returns what ``mischief.watched`` says, by process.
+    """Returns what ``mischief.watched`` has written, by worker.
 
     A row has bytes allocated and reserved on the device, resident on the host, and allocated at most so far, and graphs compiled so far.
     """

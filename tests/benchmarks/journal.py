@@ -1,4 +1,4 @@
-"""Measures how much of a journal are snapshots, where time cuts its objects: ``python -m tests.benchmarks.journal``.
+"""Measures how much of a journal is snapshots if each of its objects has one record: ``python -m tests.benchmarks.journal``.
 
 A run of 1,024 workers commits a step of 4,096 samples in each object, as when a step takes five seconds or more.
 """

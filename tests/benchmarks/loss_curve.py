@@ -83,7 +83,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, **changes: Any)
 
 @dataclass
 class Strike:
-    """One kill.  ``signal`` is how the process ended, by the word of the kernel; ``at`` is wall-clock time."""
+    """One kill.  ``signal`` is how the process ended, as the kernel reports it; ``at`` is wall-clock time."""
 
     step: int
     victim: str
@@ -149,7 +149,7 @@ def train(job: Job, strikes: list[int]) -> dict[str, Any]:
 
 
 def deaths(job: Job) -> list[str]:
-    """Returns who was killed, as its node's keeper had it from the kernel."""
+    """Returns a line for each worker that was killed, which its node's keeper has written into the worker's log."""
     heads = (path.read_text().partition("\n")[0] for path in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log")))
     return [head.removeprefix("# ") for head in heads if "SIGKILL" in head]
 

@@ -135,7 +135,7 @@ PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s
 
 
 def phases(event: str, found: dict[str, Any]) -> str:
-    """Returns Markdown that shows where the time of ours went, in median (worst) seconds."""
+    """Returns Markdown that shows where the time of Elastic's recoveries went, in median (worst) seconds."""
     rows = found["kills"]
     cells = [f"{statistics.median(values):.2f} ({max(values):.2f})" for values in ([row[name] for row in rows] for name in PHASES)]
     tiers = "/".join(sorted({row.get("tier", "live") for row in rows}))

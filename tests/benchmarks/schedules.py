@@ -1,7 +1,7 @@
 """``python -m tests.benchmarks.schedules LAST [--jobs 2] [--limit SECONDS]`` runs simulated schedules and records the result.
 
-All seeds below LAST, in chunks; after each the sum is in results/schedules.json, and the next call goes on from there.  A change of the
-simulator or of the decisions begins anew: remove the file.
+It runs all seeds below LAST in chunks.  After each chunk the sum is written to results/schedules.json, and the next call goes on from
+there.  Remove this file after a change of the simulator or of the decisions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A storm: many real faults of all kinds in one run, drawn from a seed, and at the end the bits of a run that nothing happened to.
+"""A storm: many real faults of all kinds in one run, drawn from a seed, and at the end the bits of an undisturbed run.
 
     python -m tests.benchmarks.storm --seed 7 --faults 200
     python -m tests.benchmarks.storm --seed 7 --faults 200 --keep journal.jsonl.gz     # the journal, for ``elastic replay``
@@ -208,7 +208,7 @@ class Strikes:
 
 
 def judge(storm: Storm, reference: Job) -> dict[str, Any]:
-    """Returns everything that must be so, as sentences about what is not (``wrong``), and the figures."""
+    """Returns the promises that were broken, as sentences (``wrong``), and the figures of the storm."""
     job, witness, strikes = storm.job, storm.witness, storm.chaos.performed
     segments = Run.open(job).segments()
     records = [record for _, each in segments for record in each]
@@ -276,7 +276,7 @@ def _deadly(strikes: Iterable[Strike]) -> dict[str, set[signal.Signals]]:
 
 
 def _end_of(witness: Witness, victim: str, signals: set[signal.Signals]) -> Iterator[str]:
-    """Returns how the victim ended by the kernel's word, or nothing for a worker that had just joined, of which only the journal knows."""
+    """Yields how the victim ended, as the kernel reports it; nothing for a worker that had just joined, of which only the journal knows."""
     seen = witness.seen.get(victim)
     if seen is None or seen.ended is None:
         return

@@ -49,7 +49,10 @@ def test_a_bucket_that_looks_like_a_url_is_not_taken_for_a_folder(bucket: str) -
 @pytest.mark.parametrize(
     ("deadlines", "said"),
     [
-        ({"lease_s": 0.01}, "deadlines.lease_s = 0.01 is less than 1: a member renews its lease four times in this time, and a healthy one would stop"),
+        (
+            {"lease_s": 0.01},
+            "deadlines.lease_s = 0.01 is less than 1: a member renews its lease four times in this time, and a healthy one would stop",
+        ),
         ({"stall_s": 0.1}, "deadlines.stall_s = 0.1 is less than 1: "),
         ({"driver_s": 0.001}, "deadlines.driver_s = 0.001 is less than 1: "),
         ({"wait_s": 1e-9}, "deadlines.wait_s = 1e-09 is less than 1: "),

@@ -1,8 +1,8 @@
 """The golden jobs: what they are, on which kind of machine their bits are known, and a process that runs them.
 
 A golden hash says what a job ends with, byte for byte.  Bits depend on the kernels that torch picks for a CPU, so the jobs run in child
-processes whose environment pins those kernels (:data:`PINNED`).  Of a machine where that is not enough :func:`kind_of` says so: the
-same operations in plain torch, without Elastic, give another digest there, and the tests skip.
+processes whose environment pins those kernels (:data:`PINNED`).  On some machines that is not enough: the same operations in plain
+torch, without Elastic, give another digest there.  :func:`kind_of` then returns another kind, and the tests skip.
 
     python -m tests.golden.jobs '[["base", "local", {}], ["base", "1x2", {"seed": 1}]]'
 
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LOCAL = "local"
 ASYNCIO = "ASYNCIO"
-"""The text of ``examples/quickstart.py``: Python's own sources, so other bits with another Python."""
+"""Name of the text of ``examples/quickstart.py``: it consists of Python's own sources, so another Python gives other bits."""
 COMMON = {
     "name": "golden",
     "model_args": {"vocab": 29, "dim": 32, "layers": 4, "heads": 2, "dropout": 0.1},
@@ -135,7 +135,7 @@ def final_hash(job: Any) -> str:
 
 
 def job_in(bucket: Path, name: str, changes: dict[str, Any]) -> Any:
-    """Returns the golden job with ``bucket``; a text that it reads is prepared beside it."""
+    """Returns the golden job with ``bucket``; a text that it reads is prepared beside the bucket."""
     from elastic.job import Job
 
     settings = {**settings_of(name), "bucket": str(bucket), **changes}

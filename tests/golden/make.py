@@ -65,7 +65,7 @@ def hashes() -> None:
 
 
 def keep(made_at: str, kind: str, job: str, value: str, seen: tuple[str, ...]) -> None:
-    """Writes a hash and where it was seen; one that is known already must be the same."""
+    """Writes a hash and where it was seen.  Raises AssertionError if another hash, or one of another commit, is known already."""
     known = read("hashes.json")
     numbered = known.setdefault(NUMERICS, {"commit": made_at, "environment": PINNED, "kinds": {}})
     entry = numbered["kinds"].setdefault(kind, {}).setdefault(job, {"hash": value, "seen": []})
@@ -123,7 +123,7 @@ def unpack(name: str, bucket: Path) -> Any:
     (about,) = bucket.glob("*/job.json")
     settings = json.loads(about.read_text(encoding="utf-8"))["job"]
     settings["data"]["args"].pop("gates", None)
-    settings["copies"].pop("price_per_gb", None)  # a setting that only sentences of the launch were made from, and that is gone
+    settings["copies"].pop("price_per_gb", None)  # a retired setting, used only in sentences of the launch
     return Job(**{**settings, "bucket": str(bucket)})
 
 

@@ -3,7 +3,7 @@
     python -m tests.golden.runs FOLDER undisturbed killed shards coordinator stopped
 
 performs them in one Ray cluster on this machine, each with the bucket ``FOLDER/<name>/bucket``, and prints one JSON object: hash by run.
-``make.py`` keeps what is in the buckets then as golden journals, and as the golden checkpoint.
+``make.py`` keeps what the buckets then hold as golden journals, and as the golden checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.kills import undisturbed as alone_of_kills
 
 DEADLINES = {"grow_debounce_s": 8, "stall_s": 120}
 CHECKPOINT = "checkpoint"
-"""The bucket of the run as a stop left it, beside the one in which it went on."""
+"""Folder of the bucket as the stop left it, beside the bucket in which the run went on."""
 
 
 def undisturbed(folder: Path) -> Job:

@@ -2,7 +2,7 @@
 
 The digest of a seed covers every decision in order: when, by which event, in which state before and after, and which actions.  Of events
 and actions it takes the type, as a journal names it, and who, which generation, which step, which layout (:data:`TAKEN`).  It takes no
-sentences, and nothing of how a state is cut.  So it changes when a rule, a model or a random draw does.
+sentences, and only the type of a state.  So it changes when a rule, a model or a random draw does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def seen(seed: int, advance: Callable[..., Any] = machine.advance) -> str:
 
 
 def _taken(value: Any) -> Any:
-    """Returns what the digest takes of ``value``, which is as the journal would hold it."""
+    """Returns what the digest takes of ``value``, which is encoded as for the journal."""
     if isinstance(value, dict):
         return {name: _taken(each) for name, each in value.items() if name in TAKEN}
     return [_taken(each) for each in value] if isinstance(value, list) else value

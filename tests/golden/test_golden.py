@@ -1,6 +1,6 @@
-"""The golden data of an earlier commit, held against the code of today: bits, journals, a checkpoint, the simulator.
+"""Compares the golden data of an earlier commit with the code of today: bits, journals, a checkpoint, the simulator.
 
-What was recorded was computed by the commit that the data name, never by the code under test.  ``README.md`` beside this file says what
+The data were computed by the commit that they name, never by the code under test.  ``README.md`` beside this file says what
 is golden, and how to add to it.
 """
 
@@ -75,7 +75,7 @@ def test_the_bits_are_the_golden_ones(answer: Any, request_: Request) -> None:
 
 @pytest.mark.parametrize("what", WITHOUT_ONE)
 def test_another_input_has_other_bits(answer: Any, what: str) -> None:
-    """Negative controls."""
+    """Negative controls: another seed, a learning rate of one bit more, other samples."""
     assert answer["hashes"][json.dumps(WITHOUT_ONE[what])] != entry_of("base", answer["kinds"])["hash"]
 
 
@@ -105,7 +105,7 @@ def test_every_job_in_every_layout_has_the_golden_bits() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("run", ["killed", "shards", "coordinator", "stopped", "undisturbed"])
 def test_runs_on_a_cluster_have_the_golden_bits(tmp_path: Path, run: str) -> None:
-    """Points of the kill matrix, a coordinator that dies, a stop: as at the golden commit."""
+    """Runs through points of the kill matrix, a coordinator's death and a stop end with the bits of the golden commit."""
     done = pinned("-m", "tests.golden.runs", str(tmp_path), run)
     assert done.returncode == 0, done.stdout + done.stderr
     jobs = [(name, entry["hash"]) for jobs in golden()["kinds"].values() for name, entry in jobs.items() if f"run {run}" in entry["seen"]]
@@ -147,7 +147,7 @@ def test_a_journal_is_decided_again_as_it_was(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.fast
 @pytest.mark.parametrize("name", JOURNALS)
 def test_a_journal_with_one_record_bent_is_found_out(tmp_path: Path, name: str) -> None:
-    """Negative controls: a file is found out by the decision that differs, an object in the bucket by its digest before that."""
+    """Negative controls: in a file the decision that differs is found; in the bucket the object's digest is found wrong before that."""
     job = unpack(f"journals/{name}.tar.gz", tmp_path / "bucket")
     segments = journal.read(ObjectStore.open(job.bucket), name)
     (tmp_path / "job.toml").write_text(to_toml(job), encoding="utf-8")
@@ -171,7 +171,7 @@ TWO = "--workers.min 2 --workers.max 2 --parallel.dp_replicate 1 --parallel.dp_s
 
 @pytest.mark.parametrize("options", ["--local", pytest.param(TWO, marks=pytest.mark.full)], ids=["alone", "two shards"])
 def test_a_kept_run_goes_on_to_the_golden_bits(tmp_path: Path, answer: Any, options: str) -> None:
-    """It was saved by four workers, as two replicas of two shards; the command line goes on with it."""
+    """Four workers saved the run, as two replicas of two shards; the command line goes on with it."""
     expected = entry_of("stopped", answer["kinds"])
     job, step = kept_run(tmp_path)
     done = pinned("-m", "elastic", "train", str(tmp_path / "job.toml"), *options.split())
@@ -213,7 +213,7 @@ def test_the_simulator_sees_what_it_saw() -> None:
 
 @pytest.mark.fast
 def test_another_rule_is_seen() -> None:
-    """Negative controls: each schedule has a digest of its own, and another where a fence has a second more."""
+    """Negative controls: each seed has a digest of its own, and some seeds have another one where a fence has a second more."""
     kept = read("simulator.json")["seeds"]
     assert len(kept) == len(SEEDS) == len({line.rsplit(", ", 1)[1] for line in kept.values()})
 

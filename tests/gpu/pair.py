@@ -1,4 +1,4 @@
-"""Two processes of one script, a GPU each, the second of which leaves the first one alone."""
+"""Runs one script in two processes, with a GPU each; the second process leaves the first one alone."""
 
 from __future__ import annotations
 

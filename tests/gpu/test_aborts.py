@@ -1,4 +1,4 @@
-"""A world is left in no time, whether its peer stands still or has died."""
+"""A member leaves its world within 0.2 s, whether its peer stands still or has died."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ os._exit(0)
 
 
 def abort_s(how: str) -> float:
-    """Seconds that the abort took in the member that was left."""
+    """Returns the seconds that the abort took in the member that was left alone."""
     out, _ = first_of_two(SCRIPT, how, environment={})
     return float(out)
 

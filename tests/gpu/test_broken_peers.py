@@ -1,4 +1,4 @@
-"""A world whose peer's sockets broke is left in no time, although torch has noticed the break before anybody aborts."""
+"""A member leaves a world whose peer's sockets broke within 5 s, although torch has noticed the break before anybody aborts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard on a device goes into pinned memory beside what computes: whole or not at all, the bytes that the way of a CPU gives."""
+"""A shard on a device is copied into pinned memory while the device computes: whole or not at all, with the same bytes as from a CPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_bytes_and_digests_are_those_of_the_other_way() -> None:
 
 
 def begun_behind(cycles: int, first: Callable[[], None] = nothing) -> tuple[Snapshots, float]:
-    """One whose copy of step 5 waits for its stream to have slept; and when it was begun."""
+    """Returns a copier whose copy of step 5 waits until its stream has slept for ``cycles``, and the time when the copy was begun."""
     snapshots, later = copier_on("cuda"), at(5, "cuda")
     snapshots.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
     assert snapshots.settle().copied_through == 4
@@ -95,7 +95,7 @@ def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
     def compute() -> None:
         torch.ones((), device="cuda").add_(1)
 
-    # once before: CUDA loads a kernel when it is first used, and waits for the device
+    # ``compute`` runs once before: CUDA loads a kernel when it is first used, and waits for the device
     snapshots, began = begun_behind(sleep_cycles(), compute)
     assert time.monotonic() - began < SLEEP_S / 2, "who begins one waits for nothing"
     compute()
@@ -125,7 +125,7 @@ def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
     monkeypatch: pytest.MonkeyPatch, worker: str, node: str
 ) -> None:
     monkeypatch.setattr(hosts, "STAGE", BLOCK)
-    monkeypatch.setattr(hosts, "TURN", BLOCK)  # both streams are at it
+    monkeypatch.setattr(hosts, "TURN", BLOCK)  # so that both streams have work
     snapshots = copier_on("cuda")
     snapshots.enter(PLAN, WorkerId("w0"), at(AT.step, "cuda"))
     snapshots.settle()

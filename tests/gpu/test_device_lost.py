@@ -31,7 +31,7 @@ def local_cluster() -> Iterator[None]:
 
 
 def job_of(bucket: Path, name: str, **changes: Any) -> Job:
-    """Reading takes a moment, so that a newcomer has the time to join before the end."""
+    """Returns a job whose data take a moment to read, so that a newcomer has the time to join before the end."""
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     ("layout", "point", "tier"), [("replicate", "backward", "live"), ("replicate", "in_update", "live"), ("shard", "forward", "host")]
 )
 def test_a_device_is_lost(tmp_path: Path, undisturbed: Trial, layout: str, point: str, tier: str) -> None:
-    """Replicas lose nothing; shards a step at most.  Nobody is accused: one error is no job error."""
+    """Replicas lose nothing; shards lose at most a step.  A single error is not taken for an error of the job."""
     fault = {"point": point, "kind": "device_assert", "step": 12, "world_rank": 1}
     parallel = {"dp_replicate": 1} if layout == "shard" else {}
     job = job_of(tmp_path, f"{layout}-{point}", faults=[fault], parallel=parallel)
@@ -60,7 +60,7 @@ def test_a_device_is_lost(tmp_path: Path, undisturbed: Trial, layout: str, point
 
 
 def test_a_device_that_is_lost_twice_at_one_step_is_the_jobs(tmp_path: Path) -> None:
-    """R20: the control: on a second worker, at the same step."""
+    """R20, the control: the same error on a second worker at the same step is an error of the job."""
     fault = {"point": "forward", "kind": "device_assert", "step": 12}
     job = job_of(tmp_path, "twice", faults=[{**fault, "world_rank": 1}, {**fault, "generation": 2}])
     result = launch(job, show=lambda _: None)

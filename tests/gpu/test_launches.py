@@ -1,6 +1,6 @@
 """While the device is stuck and its queue of launches is full, the rest of the process goes on.
 
-A hanging collective is stood in for by a kernel that sleeps, on the stream that everything waits for.  One thread launches until the
+A kernel that sleeps, on the stream that everything waits for, stands in for a hanging collective.  One thread launches until the
 queue is full and beyond; another one ticks, as the control thread must to answer a fence.
 """
 
@@ -87,7 +87,7 @@ def test_a_full_queue_of_launches_stops_no_other_thread(call: str) -> None:
 
 
 def test_the_static_launcher_would_stop_them() -> None:
-    """Negative control."""
+    """Negative control: with inductor's static launcher a full queue stops the other thread."""
     blocked, longest = stuck(CALLS["compiled"], {"TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "1"})
     assert blocked > 0.5 * STUCK_S
     assert longest > 0.5 * STUCK_S

@@ -32,7 +32,7 @@ def gpus() -> Iterator[Ranks]:
 
 
 def reserved_after_two_steps(world: World, job: Job, kept: bool) -> int:
-    """Bytes of the device that this process has by then."""
+    """Returns the bytes of the device that this process has reserved after two steps."""
     with nullcontext() if kept else patch("elastic.engine.parallelize.keep_streams"), member(world, job, Version(0, 0)) as me:
         for _ in range(2):
             me.step()
@@ -40,7 +40,7 @@ def reserved_after_two_steps(world: World, job: Job, kept: bool) -> int:
 
 
 def reserved(pool: Ranks, folder: Path, *, kept: bool) -> list[int]:
-    """MiB, world after world."""
+    """Returns the MiB that are reserved in each world, one after the other, by the member that has most."""
     job = toy_job(folder, workers={"gpus": 1}, model_args={"vocab": 29, "dim": 1024, "layers": 3, "heads": 8})
     found = [max(pool.run(Layout(1, 2), reserved_after_two_steps, job, kept)) >> 20 for _ in range(WORLDS)]
     print(found, "MiB")
@@ -53,6 +53,6 @@ def test_a_dozen_worlds_take_no_more_than_the_first_ones(gpus: Ranks, tmp_path: 
 
 
 def test_with_streams_of_its_own_each_takes_more(gpus: Ranks, tmp_path: Path) -> None:
-    """Negative control."""
+    """Negative control: worlds that do not share their streams take more and more memory."""
     found = reserved(gpus, tmp_path, kept=False)
     assert max(found[SETTLED:]) > 1.2 * max(found[:SETTLED])

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.skipif(not GPUS, reason="no GPU here")
 
 
 def graphs() -> int:
-    """Compiled in this process so far."""
+    """Returns the number of graphs compiled in this process so far."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def join(world: World, job: Job, folder: str, warm: bool) -> tuple[int, int]:
-    """A new process's way into a world, and two steps there: what was compiled before it joined, and in all."""
+    """Joins a world as a new process does, and takes two steps.  Returns how many graphs were compiled before it joined, and in all."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     world.abort()

@@ -36,7 +36,7 @@ def _moto() -> Iterator[Unruly]:
 
 @pytest.fixture
 def unruly(_moto: Unruly) -> Iterator[Unruly]:
-    """Starts moto, which misbehaves as a test asks, and stops when the test has ended."""
+    """Gives the test moto, which misbehaves as the test asks, and makes it behave again afterwards."""
     yield _moto
     _moto.behave()
 
@@ -63,7 +63,7 @@ def moto_bucket(_moto_bucket: S3, unruly: Unruly) -> S3:
 
 
 def new_bucket(server: Server) -> S3:
-    """Returns a new bucket, seen with the server's credentials from now on, however the environment changes."""
+    """Creates a bucket on the server and returns it.  It keeps the server's credentials, however the environment changes later."""
     with pytest.MonkeyPatch.context() as patch:
         enter(patch, server)
         store = ObjectStore.open(f"s3://bucket-{uuid.uuid4().hex}")
@@ -73,7 +73,7 @@ def new_bucket(server: Server) -> S3:
 
 
 def below(bucket: S3, **options: object) -> S3:
-    """Returns a store of its own in the bucket, over the same connections."""
+    """Returns a store in a new folder of the bucket, which uses the bucket's connections."""
     return S3(bucket.filesystem, f"{bucket.root}/{uuid.uuid4().hex}", **options)  # type: ignore[arg-type]
 
 

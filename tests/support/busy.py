@@ -1,4 +1,4 @@
-"""Makes work that leaves others little room: on the cores, and under a keeper's own lock."""
+"""Takes time away from others: on the cores of the machine, and under the interpreter's lock of a keeper."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ COPY_BYTES = 64 * 2**20
 
 @contextlib.contextmanager
 def busy_cores(processes: int) -> Iterator[None]:
-    """Runs so many processes that only compute, at niceness 15, which Ray gives its workers too.
+    """Runs this number of processes that only compute, at niceness 15, which Ray gives its workers too.
 
-    At niceness 0 three of them leave the workers so little that a step takes 20 s.  That too was survived.
+    At niceness 0 three such processes slow a step down to 20 s; runs survived that too.
     """
     started = [subprocess.Popen(["nice", "-n", "15", sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
@@ -30,9 +30,10 @@ def busy_cores(processes: int) -> Iterator[None]:
 
 
 def burn(_keeper: Any, until: str) -> int:
-    """Repeats what a keeper does with copies and logs (digests, copies, lines), under the interpreter's lock, until ``until`` exists.
+    """Repeats what a keeper does with copies and logs (digests, copies, lines), under the interpreter's lock, until the file
+    ``until`` exists.
 
-    Returns how often it did so.
+    Returns the number of rounds.
     """
     memory, rounds = bytearray(COPY_BYTES), 0
     text = b"a line of a log\n" * 200_000
@@ -46,7 +47,7 @@ def burn(_keeper: Any, until: str) -> int:
 
 
 def hold_the_gil(_keeper: Any, seconds: float) -> None:
-    """Holds the interpreter's lock, as no code of a keeper does: nothing else of its process runs meanwhile."""
+    """Holds the interpreter's lock, so that nothing else in the process runs meanwhile.  No code of a keeper does this."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 

@@ -1,6 +1,7 @@
 """Runs one world after another in the same processes.  Healing takes state from the memory of a process that held it before.
 
-Process i is worker ``w<i>`` and has world rank i in every world; one that is no holder forgets, and is a newcomer in that seat.
+Process i is worker ``w<i>`` and has world rank i in every world.  A process that is not among the holders forgets its
+state, and joins as a newcomer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.support.collectives import Calls, counting
 from tests.support.segments import Member, member, shard_hash, shards
 
 CARRIED: list[ApplyFence] = []
-"""The member that each process was in its last world, with the shards that it holds."""
+"""The fence of this process in its last world, with the shards that the process holds; empty before the first world."""
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Healed:
 
 
 def holdings(layout: Layout, version: Version, workers: Sequence[int]) -> tuple[Holding, ...]:
-    """Returns what these processes hold of a world of ``layout``."""
+    """Returns one holding for each of these processes, as members of a world of ``layout``."""
     return tuple(Holding(WorkerId(f"w{i}"), version, cell(layout.dp_shard, layout.coordinates(i)["dp_shard"])) for i in workers)
 
 
@@ -104,7 +105,7 @@ def flip_a_bit(shard: Shard) -> None:
 
 
 def differing(me: Member) -> list[tuple[str, str]]:
-    """Compares the shard with the bucket's copy, byte by byte."""
+    """Returns (kind, name) of each slice of the shard that is not bitwise that of the bucket."""
     shard = me.state.shard
     wanted = {shard_slice(tensor, *shard_of(shard.cell)): tensor for tensor in me.state.tensors}
     reader = Run.open(me.session.job).checkpoints.open(shard.version)
@@ -113,7 +114,7 @@ def differing(me: Member) -> list[tuple[str, str]]:
 
 
 def bytes_not_held(state: State, held: Sequence[Shard]) -> int:
-    """Computes what the transfer plan must give, by sets of rows."""
+    """Returns the number of bytes that the transfer plan must bring to this member, computed from sets of rows."""
     total = 0
     for tensor in state.tensors:
         row_bytes = prod(tensor.shape[1:]) * state.shard.values[tensor.kind, tensor.name].element_size()

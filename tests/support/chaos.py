@@ -1,4 +1,4 @@
-"""Makes the six assertions of a chaos test, with a witness that collects from the operating system what they need during the run."""
+"""Makes the six assertions of a chaos test.  During the run a witness collects what they need from the operating system."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Seen:
     final: dict[str, int] = field(default_factory=dict)
     ended: Ended | None = None
     ended_at: float = float("inf")
-    """Time (``time.time()``) at which that was seen; infinite if it was after the run."""
+    """Time (``time.time()``) at which its end was seen; infinite if that was after the run."""
 
     def counts(self) -> dict[str, int]:
         return {name: self.counters[name] for name in FIELDS}
@@ -99,7 +99,7 @@ class Witness(threading.Thread):
                 continue
             counters = Counters(path, create=False)
             if counters["pid"]:
-                with suppress(ProcessLookupError):  # sent away before it was seen: a member of a world is there for longer
+                with suppress(ProcessLookupError):  # it ended before it was seen; a member of a world lives longer
                     self.seen[worker] = Seen(worker, Watched(counters["pid"]), counters)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Trial:
 
 
 def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Line], None] = lambda _: None) -> Trial:
-    """Runs ``job`` on the cluster of this process, and exports and hashes its last state.  ``tell`` gets its story while it happens."""
+    """Runs ``job`` on the cluster of this process, and exports and hashes its last state.  ``tell`` gets each line of its story at once."""
     witness, lines = Witness(job.name, act), list[Line]()
 
     def show(line: Line) -> None:
@@ -152,7 +152,7 @@ def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Li
 
 
 def alone(job: Job) -> Any:
-    """The result of the job in one process without Ray: hash, losses, and by the cursor the samples of each step."""
+    """Runs the job in one process without Ray.  Returns its hash, its losses, and the samples that the cursor gives each step."""
     lines: list[StepLine] = []
     assert run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
     cursor = Cursor(len(load(job.data.dataset)(**job.data.args)), job.global_batch, job.seed, job.data.sampling)
@@ -175,7 +175,7 @@ def exported_hash(job: Job) -> str:
 
 
 def samples(steps: dict[int, Outcome]) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
-    """Returns the ledger, sample by sample."""
+    """Returns (step, samples of each microbatch) for each step of the ledger, in order."""
     return [(step, outcome.samples) for step, outcome in sorted(steps.items())]
 
 
@@ -185,27 +185,27 @@ ENDS = {
     "exit": [("exit code", EXIT_CODE)],
     "SIGSTOP": [("signal", signal.SIGKILL)],
     "held_gil": [("signal", signal.SIGKILL)],
-    "device_assert": [("signal", signal.SIGKILL), ("exit code", 1)],  # told to go by Ray, and by its keeper: whichever is first
+    "device_assert": [("signal", signal.SIGKILL), ("exit code", 1)],  # Ray and its keeper both end it: either may be first
 }
-"""Statuses that the kernel reports for the victim, by kind of fault.  A victim that only stands still is ended by us; one of kind
-"exception" lives."""
+"""Statuses that the kernel may report for the victim, by kind of fault.  Elastic kills a victim that only stands still; a victim of kind
+"exception" lives, so this kind is not listed."""
 CAUSES = {"exception": "job", "device_assert": "device"}
-"""Kinds of faults whose victim, if it still can, reports a cause, with that cause."""
+"""Causes that victims report, by kind of fault; victims of other kinds report nothing."""
 SAID: Mapping[str, str] = {"job": "InjectedError", "device": "device-side assert"}
-"""Words of the report, by cause."""
+"""Words that the report contains, by cause."""
 LEFT = ("exit code", 0)
 """Status of a process that ended in good order."""
 
 
 def how(ended: Ended | None) -> tuple[str, Any]:
-    """Returns how a process ended, by the word of the kernel."""
+    """Returns how a process ended, as the kernel reports it."""
     assert ended is not None
     return ("signal", ended.signal) if ended.signal is not None else ("exit code", ended.exit_code)
 
 
 @dataclass(frozen=True)
 class Formed:
-    """One generation, as the journal has it.  ``redone`` are the committed steps that it does again."""
+    """One generation, as the journal has it.  ``redone`` is the number of committed steps that it does again."""
 
     generation: int
     members: tuple[str, ...]
@@ -222,7 +222,7 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
         event = record["event"]
         seen = [event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ())
         latest = found[-1].generation if found else 1
-        reached = max([reached, *(each["step"] for each in seen if each["generation"] == latest)])  # of earlier worlds all was said
+        reached = max([reached, *(each["step"] for each in seen if each["generation"] == latest)])  # those of earlier worlds are known
         for action in record["actions"]:
             plan = action.get("plan")
             if action["$"] == "Form" and plan["generation"] not in [each.generation for each in found]:  # a coordinator may say it again
@@ -238,10 +238,9 @@ def assert_survived(
 ) -> None:
     """Makes the six assertions, for the faults of the job.
 
-    ``worlds``: members of each generation that was to be formed, the first one's first; ``tiers``: where each began from; ``said``: words
-    of those who can go on no more, by cause.  Committed steps may be done again: 2 × ``save_every`` by a world that begins from the bucket,
-    and those ``unsaved`` because it was down; one by one that begins from copies of every step (the one that is under way dies with its
-    worker); by any other none.
+    ``worlds``: number of members of each generation that was to be formed, in order; ``tiers``: tier from which each of them began;
+    ``unsaved``: number of steps that may be done again, beside those in ``REDONE``, because the bucket was down; ``said``: words of the
+    reports of members that cannot go on, by cause.
     """
     job, witness = chaos.job, chaos.witness
     records = Run.open(job).records()
@@ -252,7 +251,7 @@ def assert_survived(
     # 4: the path: exactly the worlds that were due
     assert [len(each.members) for each in generations] == list(worlds), generations
     assert witness.generation == len(worlds)
-    # 1: the faults happened, inside the run, by the word of the kernel
+    # 1: the faults happened, inside the run, as the kernel reports them
     assert_struck(job, witness, generations)
     assert_exceptions(job, witness, generations, records, said)
     # 2: the bits
@@ -270,8 +269,9 @@ def assert_survived(
 
 
 def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> None:
-    """Checks that each fault ended its victim in its way, generation and step, and that every other member is one process from first to
-    last.
+    """Checks that each fault ended its victim in its way, generation and step, and that every other member ended in good order.
+
+    A member of the last world is one process from first to last, and has applied updates.
     """
     by_seat = {(each.generation, rank): member for each in generations for rank, member in enumerate(each.members)}
     fatal = {by_seat[fault.generation, fault.world_rank]: fault for fault in job.faults if fault.kind in ENDS}
@@ -294,11 +294,11 @@ def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> 
 def assert_exceptions(
     job: Job, witness: Witness, generations: Sequence[Formed], records: Sequence[Mapping[str, Any]], said: Mapping[str, str]
 ) -> None:
-    """Checks that a process that raised reports it and is fenced.
+    """Checks that each process that raised reports it and is fenced.
 
-    In the next world it is the same process, or replaced if its device is lost.
+    The process is a member of the next world too, unless it has lost its device.
 
-    In the copy of a save its log alone says so: it is made once more, and nothing is missing.
+    A process that raised in the copy of a save only writes this into its log: the copy is made once more, and no save fails.
     """
     events = [record["event"] for record in records]
     told = [event for event in events if event["$"] == "Broken" and event["cause"] != "peer"]
@@ -329,13 +329,15 @@ REDONE: Mapping[str, Callable[[Job], int]] = {
 }
 """Number of committed steps that a world may do again, by the tier from which it begins.
 
-Copies are of every step.  If ``buddy_every`` is set, nodes die, and one copy may be on its way to a buddy.
+Every step is copied, but a copy under way dies with its worker.  If ``buddy_every`` is a number, nodes die, and one more copy may be on its
+way to a buddy.
 """
 
 
 def assert_work(job: Job, work: int, generations: Sequence[Formed], unsaved: int = 0) -> None:
-    """Checks the microbatches of all workers, dead ones too: those of each step, of the steps done again by the journal, and of a step
-    in flight at a fault.
+    """Checks how many microbatches all workers ran, dead ones too.
+
+    They ran at least every step once, and at most also the steps done again by the journal and one step in flight at each fault.
     """
     for each in generations:
         assert each.redone <= REDONE[each.tier](job) + (unsaved if each.tier == "bucket" else 0), each
@@ -346,8 +348,7 @@ def assert_work(job: Job, work: int, generations: Sequence[Formed], unsaved: int
 def assert_bytes(witness: Witness, generations: Sequence[Formed]) -> None:
     """Checks the healed bytes, counted where they arrived.
 
-    None come from the bucket or from copies if a world held the state, none from the bucket if copies had it, and some from its peers for a
-    newcomer.
+    Bytes come from the bucket, and from copies, if and only if some world begins from there.  If a world grows, some come from its peers.
     """
     live, host, bucket = (witness.total(f"healed_{tier}_bytes") for tier in ("live", "host", "bucket"))
     grew = any(len(after.members) > len(before.members) and after.tier == "live" for before, after in pairwise(generations))

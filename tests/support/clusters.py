@@ -1,6 +1,6 @@
 """Starts a cluster as its users do: ``ray start`` for every node, each with folders of its own, and a job server on the head.
 
-The nodes' Python has all that Elastic depends on, but not Elastic: that must come with what is submitted.
+The nodes' Python has all that Elastic depends on, but not Elastic itself, which must come with what is submitted.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def python_without_elastic(folder: Path) -> Path:
 
 
 class Started:
-    """One ``ray start --block``: the process on which all processes of its node hang."""
+    """One ``ray start --block``: the process above all processes of its node."""
 
     def __init__(self, folder: Path, python: Path, *arguments: str) -> None:
         self.folder, self.output = folder, folder / "output"
         folder.mkdir()
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
-        (self.agent_port,) = free_ports(1)  # Ray's own choice is one for all nodes of a machine, and for those of the cluster before
+        (self.agent_port,) = free_ports(1)  # Ray's default is the same for all nodes of a machine, even of an earlier cluster
         bin_first = f"{python.parent}{os.pathsep}{ours['PATH']}"
         places = [f"--temp-dir={folder}/ray", f"--dashboard-agent-listen-port={self.agent_port}"]
         with open(self.output, "wb") as output:
@@ -76,10 +76,10 @@ class Started:
                 env=ours | TUNED | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first},
                 stdout=output,
                 stderr=subprocess.STDOUT,
-            )  # in the process group of the tests: whoever ends that ends the nodes too
+            )  # in the process group of the tests, so that a signal to the group ends the nodes too
 
     def says(self, pattern: str, deadline_s: float = PATIENCE_S) -> str:
-        """Returns the part of its output that matches."""
+        """Waits until its output matches.  Returns the first group of the match, or the whole match if there is no group."""
         end = time.monotonic() + deadline_s
         while not (found := re.search(pattern, text := self.output.read_text(errors="replace"))):
             assert self.process.poll() is None and time.monotonic() < end, text
@@ -106,7 +106,7 @@ class Nodes:
     """The cluster.  By default the head has no CPU to give, so workers run on the nodes that are added.  A context manager."""
 
     def __init__(self, python: Path, head_cpus: int = 0) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short: the paths of Unix sockets must be
+        self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short, as paths of Unix sockets must be
         self.python, self.started = python, list[Started]()
         dashboard = ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}")
         head = self._start("--head", "--port=0", *dashboard, f"--num-cpus={head_cpus}")
@@ -154,7 +154,7 @@ class Nodes:
                 each.process.poll()
             time.sleep(0.05)
         for each in self.started:
-            each.process.wait(10)  # a zombie is none of ``processes``; one that nobody waits for is blamed on another test
+            each.process.wait(10)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -193,7 +193,7 @@ class Submitted:
         return done.stdout + done.stderr
 
     def until(self, true: Callable[[], Any], deadline_s: float = PATIENCE_S, ended: bool = False) -> None:
-        """Waits for something while the job runs or, with ``ended``, also after it has ended."""
+        """Waits until ``true()``, while the job runs or, with ``ended``, also after its end."""
         end = time.monotonic() + deadline_s
         while not true():
             assert ended or self.process.poll() is None, f"it ended with code {self.process.returncode}:\n{self.text}"

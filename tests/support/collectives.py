@@ -1,6 +1,6 @@
-"""Records the collectives that a member really calls, with their bytes, at the operators of the groups below torch.distributed.
+"""Records the collectives that a member really calls, with their bytes.
 
-Nobody has to be asked: whatever library or attribute a call came through, it ends in an operator of ``c10d``.
+They are recorded below torch.distributed, as operators of ``c10d``: every call ends there, whatever library or attribute it came through.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs the command ``elastic`` as its users do: a process of its own, in a folder of its own, with code of their own.
 
-Every process that comes of it, whoever is its parent, carries the folder in its environment: that is how what is left is found.
+Every process that it starts, directly or not, has the folder in its environment.  Tests find what is left by that.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MARK = "STARTED_BY_TEST"
 
 
 def user_package(folder: Path, package: str) -> None:
-    """A user's own code outside of the repository: a model without a sharding table, a dataset, a loss that writes down what it saw.
+    """Writes a user's own code outside of the repository: a model without a sharding table, a dataset, a loss that records what it saw.
 
-    ``seen/<pid>`` gets a line for every microbatch: which samples, and the bits of the loss.
+    ``seen/<pid>`` gets a line for every microbatch: the CRC-32 of its tokens, and the bits of the loss.
     """
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         del sys.modules[module]  # of another test, which gave its package the same name
@@ -112,7 +112,7 @@ def user_job(folder: Path, package: str, **changes: object) -> Job:
         "optim": {"lr": 1e-2},
         "data": {"dataset": f"{package}.code:Walks"},
         "checkpoint": {"save_every": 4},
-        "deadlines": {"grow_debounce_s": 8},  # the first world has all for whom there is room
+        "deadlines": {"grow_debounce_s": 8},  # so that the first world has every worker for which there is room
     }
     job = Job(**(values | changes))  # type: ignore[arg-type]
     (folder / "job.toml").write_text(to_toml(job))
@@ -120,7 +120,7 @@ def user_job(folder: Path, package: str, **changes: object) -> Job:
 
 
 def seen(folder: Path) -> list[str]:
-    """Returns what the user's loss wrote down, of all processes."""
+    """Returns the lines that the user's loss has written, in all processes."""
     return [line for file in sorted((folder / "seen").iterdir()) for line in file.read_text().splitlines()]
 
 

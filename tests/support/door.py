@@ -1,7 +1,6 @@
-"""A proxy on loopback between a run and its bucket, a door that can be shut in the ways in which networks and stores fail.
+"""A proxy on loopback between a run and its bucket: a door that can be shut in the ways in which networks and stores fail.
 
-What passes it is not touched, so signatures hold.  While it is shut, nothing of what passed before it goes on: connections are cut, or
-stand still.
+It does not change what passes, so signatures stay valid.  When it is shut, the connections that pass it are cut, or stand still.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Door:
         self._server, self._behind = server, (host, int(port))
         self._listener = socket.socket()
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("127.0.0.1", *free_ports(1)))  # a number that we chose stays ours while nobody listens
+        self._listener.bind(("127.0.0.1", *free_ports(1)))  # a port that we chose stays ours while nobody listens
         self._open = threading.Event()
         """Event that is set while requests may pass."""
         self._closed = threading.Event()
@@ -65,7 +64,7 @@ class Door:
         self._shuts = 0
         self._threads = [threading.Thread(target=self._answer, name="door", daemon=True)]
         self.met: Counter[Way] = Counter()
-        """Requests that found it shut.  A door that refuses connections sees none, so it counts its own."""
+        """Number of requests that found the door shut, by way.  A door that refuses connections sees none, so it counts its own."""
         self.open()
 
     @property
@@ -122,7 +121,7 @@ class Door:
                 self._open.wait(POLL_S)
                 continue
             if select.select([self._listener], [], [], POLL_S)[0]:
-                with suppress(OSError):  # shut since
+                with suppress(OSError):  # shut meanwhile
                     client, _ = self._listener.accept()
                     thread = threading.Thread(target=self._serve, args=(client,), name="door-connection", daemon=True)
                     self._threads.append(thread)
@@ -161,7 +160,7 @@ class Door:
                 return self._say_slow_down(client)
             elif way is Way.CUT and client in ready:
                 return self._lose(client, server)
-            else:  # it was on its way when the door was shut, or stood still until it was opened again
+            else:  # an answer was on its way when the door was shut, or the door has been opened again since
                 return _cut(client)
 
     def _lose(self, client: socket.socket, server: socket.socket) -> None:
@@ -172,7 +171,7 @@ class Door:
         else:
             server.sendall(request)
             server.settimeout(10)
-            server.recv(1)  # it was carried out
+            server.recv(1)  # the answer has begun, so the request was carried out
         _cut(client)
 
     def _say_slow_down(self, client: socket.socket) -> None:
@@ -181,12 +180,12 @@ class Door:
         client.sendall(SAYS + SLOW_DOWN)
         client.shutdown(socket.SHUT_WR)
         client.settimeout(1)
-        while client.recv(1 << 16):  # until it hangs up: what is closed with something unread is reset, and the answer with it
+        while client.recv(1 << 16):  # until the client hangs up: closing a socket with unread data would lose the answer
             pass
 
 
 def _request(client: socket.socket) -> bytes:
-    """Reads the whole request.  botocore may wait for leave to send the body."""
+    """Reads the whole request.  botocore may wait for "100 Continue" before it sends the body."""
     data = bytearray()
     client.settimeout(5)
     while HEAD not in data:

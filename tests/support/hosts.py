@@ -4,8 +4,8 @@ Each host is a raylet of one cluster in a network namespace of its own.  It has 
 started at the same time.
 
 Host 0 is this one: the tests' process, the head and with it the coordinator.  The others are joined to it, and to each other, by
-``tests/support/wire.py`` alone.  Disk and shared memory are common to all, as is the bucket, which no cut reaches.  Needs to be root,
-``ip`` and ``/dev/net/tun``.
+``tests/support/wire.py`` alone.  Disk and shared memory are common to all, as is the bucket, which no cut reaches.  Needs root, ``ip``
+and ``/dev/net/tun``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Hosts:
 
     def __init__(self, number: int, cpus: int = 1) -> None:
         self.number, self.cpus = number + 1, cpus
-        self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))  # short: the paths of Unix sockets must be
+        self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))  # short, as paths of Unix sockets must be
         pid = os.getpid()
         self.names = [f"h{pid}-{host}" for host in range(self.number)]
         self.subnet = f"10.{100 + pid % 100}.{pid // 100 % 250}"
@@ -77,7 +77,7 @@ class Hosts:
     # ---- the network
 
     def rule(self, source: int, target: int, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
-        """Sets what happens to packets from one host to another.  It holds when this returns."""
+        """Sets what happens to packets from one host to another.  The rule is in force when this returns."""
         assert self.wire.stdin is not None and self.wire.stdout is not None
         line = json.dumps({"source": source, "target": target, "loss": loss, "delay_s": delay_s})
         self.wire.stdin.write(f"{line}\n")
@@ -94,7 +94,7 @@ class Hosts:
     def cut(self, host: int, *, to: bool = True, off: bool = True, others: tuple[int, ...] | None = None) -> None:
         """Cuts a host off.
 
-        With ``to`` nothing from ``others`` (all hosts) reaches it; with ``off`` nothing that it sends arrives there.
+        With ``to`` nothing from ``others`` (by default all hosts) reaches it; with ``off`` nothing that it sends reaches them.
         """
         for other in range(self.number) if others is None else others:
             if other != host and to:
@@ -106,7 +106,7 @@ class Hosts:
         self.weather()
 
     def freeze(self, host: int) -> None:
-        """Stops all its processes until ``thaw``."""
+        """Stops all processes of a host until ``thaw``."""
         self.ice += frozen(self.raylets[host].pid)
 
     def thaw(self) -> None:
@@ -143,11 +143,11 @@ class Hosts:
             self._until(lambda host=host: self.node(host) is not None)  # type: ignore[misc]
 
     def join(self, host: int) -> None:
-        """Starts its raylet, for the first time or after the cluster gave up the one before."""
+        """Starts the raylet of a host, for the first time or after the cluster gave up the one before."""
         self._ray(host, f"--address={self.address(0)}:6399", f"--num-cpus={self.cpus}")
 
     def left(self, host: int) -> bool:
-        """Returns whether its raylet has ended, as a raylet does that hears that the cluster has given it up."""
+        """Returns whether the raylet of a host has ended, as it does when it hears that the cluster has given it up."""
         return self.raylets[host].poll() is not None
 
     def rejoin(self) -> None:
@@ -176,7 +176,7 @@ class Hosts:
             )
 
     def node(self, host: int) -> str | None:
-        """Returns its id, if Ray knows it as alive."""
+        """Returns the node id of a host, or None if Ray does not know it as alive."""
         alive = {each["NodeManagerAddress"]: each["NodeID"] for each in ray.nodes() if each["Alive"]}
         return alive.get(self.address(host))
 
@@ -188,7 +188,7 @@ class Hosts:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Ends it by force: nothing of it is to be kept, and Ray takes ten seconds to end a node in good order."""
+        """Ends the cluster by force: nothing of it is kept, and Ray takes ten seconds to end a node in good order."""
         ray.shutdown()
         while left := processes(f"{MARK}={self.folder}"):
             for process in left:

@@ -1,7 +1,7 @@
 """Scripts of chaos runs: which faults strike whom and when, which worlds follow, and from which tier each of them begins.
 
 A run must not reach its end, nor a fault, before the newcomers it waits for are there.  So a script has *gates*: steps whose data
-cannot be read before the world has been told to grow.  All is by event: no script knows how long anything takes.
+cannot be read before the world has been told to grow.  Everything waits for events: no script knows how long anything takes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAVE_EVERY, RARELY = {"replicate": 4, "shard": 1, "2x2": 1}, 4
 class Grow:
     """A gate: ``generation`` may not pass ``step`` before it is about to grow.
 
-    It gets ``room`` for that many more workers once it runs.
+    Once the generation runs, the cluster gets room for ``room`` more workers.
     """
 
     generation: int
@@ -84,7 +84,7 @@ class Script:
     def after(self, point: str, kind: str) -> str:
         """Returns the tier of the world that follows when a stepping member of the latest world meets this fault.
 
-        Whoever raised holds what it held, unless it was in the middle of an update.
+        A member that raised still holds its state, unless it was in the middle of an update.
         """
         members = self.worlds[-1]
         replicas = {"replicate": members, "shard": 1, "2x2": members // 2 if members == 4 else 1}[self.layout]
@@ -119,7 +119,7 @@ def undisturbed(folder: Path) -> Any:
 
 
 def gate(bucket: Path, at: Grow | Cramp) -> Path:
-    """Returns the path of the file that lets the run pass."""
+    """Returns the path of the file that opens the gate."""
     return bucket / f"gate-{at.step}"
 
 
@@ -130,7 +130,7 @@ class Director:
         self.bucket, self.room = bucket, room
         self.growth, self.cramps = list(script.growth), list(script.cramps)
         self.reserved: list[tuple[int, Any]] = []
-        """Holders of room for that many workers at once."""
+        """Pairs (CPUs, actor that holds them), each for several workers that come at once."""
         self.left: list[Any] = []
         """Processes that take, or wait for, the room that victims leave."""
         if script.cramps:
@@ -172,22 +172,22 @@ def _room() -> Iterator[Room]:
 
 
 def perform(script: Script, bucket: Path, name: str, **changes: Any) -> Trial:
-    """Runs the script's job to its end, with other settings if ``changes`` has any."""
+    """Runs the script's job to its end, with ``changes`` to its settings."""
     with _room() as room:
         return trial(script.job(bucket, name, **changes), Director(script, bucket, room))
 
 
 def again_and_again(layout: str, point: str) -> Script:
-    """Returns 3→2→3→2→3…: the full world loses one member after the other at ``point``, in each fatal way, and takes in a newcomer each
-    time.
+    """Returns the script 3→2→3→2→3… (2×2: 4→3→4→3→4…).
 
-    Then one raises there.  (2×2: 4→3→4→3→4….)
+    The full world loses one member after the other at ``point``, in each fatal way, and takes in a newcomer each time.  Then a member
+    raises at ``point``.
     """
     full = 4 if layout == "2x2" else 3
     script = Script(layout, full)
     script.form(full, "init")
     step = 8
-    if point in BETWEEN_WORLDS:  # only a world that follows another one has something to lose by then
+    if point in BETWEEN_WORLDS:  # only a world that follows another one can lose something at this point
         script.fault("forward", "SIGKILL", 1, step)
         script.form(full - 1, script.after("forward", "SIGKILL"))
     for kind in FATAL:
@@ -197,7 +197,7 @@ def again_and_again(layout: str, point: str) -> Script:
         script.growth.append(Grow(script.generation, step + 4))
         script.form(full, "live")
         if point in BETWEEN_WORLDS:
-            # the newcomer holds nothing yet; who dies of the others takes the only copy along, where there is one
+            # the newcomer holds nothing yet; any other member that dies may hold the only copy of a slice
             rank = 0 if kind == "SIGSEGV" and (layout == "replicate" or point == "forming") else full - 1
             script.fault(point, kind, rank)
             script.form(full - 1, script.far if rank == 0 and layout != "replicate" else "live")
@@ -232,10 +232,10 @@ def one_after_another(layout: str, workers: int, strikes: Sequence[tuple[str, st
 
 
 def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
-    """Returns 4→3→1→2→4, in a cluster that has no more room than that.
+    """Returns the script 4→3→1→2→4, in a cluster that never has room for more.
 
-    Two die at ``point``; the next world breaks at ``between``; a newcomer comes, then two.  Of the full world one dies at ``point``, and
-    one raises.  A single worker of "2x2" waits for the newcomer.
+    Two die at ``point``; the next world breaks at ``between``; a newcomer comes, then two more.  Then one member of the full world dies at
+    ``point``, and another one raises.  A single worker of "2x2" waits for the newcomer.
     """
     script = Script(layout, 4)
     script.form(4, "init")
@@ -245,13 +245,13 @@ def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
     script.fault(point, "SIGSEGV", 0, 12)
     script.form(2, script.after(point, "SIGSEGV"))
     script.fault(between, kind, 1)
-    nothing_held = script.tiers[-1]  # of a world that never ran, a replica may be left, a shard is of no use
+    nothing_held = script.tiers[-1]  # a world that never ran leaves at most a replica; its shards are of no use
     if layout != "2x2":
         script.form(1, nothing_held)
     script.growth.append(Grow(script.generation, 16, room=1))
     script.form(2, nothing_held if layout == "2x2" else "live")
     script.fault(between, "exception", 1)
-    script.form(2, script.tiers[-1])  # nobody has lost or got anything
+    script.form(2, script.tiers[-1])  # nobody has lost or received anything
     script.growth.append(Grow(script.generation, 20, room=2))
     script.form(4, "live")
     script.cramps.append(Cramp(script.generation, 23, victims=1))
@@ -264,7 +264,7 @@ def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
 
 
 def there_and_back(layout: str) -> Script:
-    """Returns 4→3→2→4→1→3, in a cluster that has no more room than that.
+    """Returns the script 4→3→2→4→1→3, in a cluster that never has room for more.
 
     Two die one after the other, two newcomers come, three die at once.
     """
@@ -287,7 +287,7 @@ def there_and_back(layout: str) -> Script:
 
 
 def down_again(script: Script) -> Script:
-    """Returns 3→2→1, for a ``down_and_up`` of replicas: the second of three dies between commit and update, and one of two in a save."""
+    """Extends a ``down_and_up`` of replicas by 3→2→1: the second of three dies between commit and update, then one of two in a save."""
     script.cramps.append(Cramp(script.generation, 31, victims=2))
     for point, step in (("before_update", 34), ("save", 36)):
         script.fault(point, "SIGKILL", 1, step)

@@ -1,6 +1,6 @@
 """Finds what a run has left, for every test that ends with "nothing is left", and for the storm.
 
-Several clusters may live on one machine, with runs of the same name; only what is of the cluster of this process is looked at.
+Several clusters may live on one machine, with runs of the same name; only what belongs to the cluster of this process counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def left_of(name: str, token: str = "", deadline_s: float = GONE_S) -> list[str]
 
 
 def _of(name: str) -> re.Pattern[str]:
-    """Matches names of the run's actors, and never of a run called ``<name>-2``.  The group is the token of a life."""
+    """Returns a pattern for names of the run's actors, but not of a run called ``<name>-2``.  Its group is the token of a life."""
     return re.compile(rf"({re.escape(name)}-\d{{4,}}-[0-9a-f]{{6}}|{re.escape(name)})/")
 
 
@@ -67,6 +67,6 @@ def _files(tokens: Iterable[str]) -> list[str]:
 
 
 def _session() -> str:
-    """Returns Ray's name of this cluster: a folder of which all its processes have files open."""
+    """Returns Ray's name for this cluster, which is also the name of a folder in which all its processes have files open."""
     (session,) = {part for node in ray.nodes() for part in PurePath(node["ObjectStoreSocketName"]).parts if part.startswith("session_")}
     return session

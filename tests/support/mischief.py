@@ -1,6 +1,7 @@
-"""Losses of a user whose code does what it should not, in a worker on the cluster: the harder half of chaos.
+"""Loss functions of a user whose code does what it should not, in a worker on the cluster: the harder half of chaos.
 
-They look into the worker that runs them, as no user's code should, and touch nothing of the product's.
+They look into the worker that runs them, and replace functions of the product there, as no user's code should.  No file of the product
+knows of them.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ TOUCHES = (
     (World, "keep_up"),
     (snapshot._Plain, "fill"),
 )
-"""Functions that use a worker's device, besides the user's code."""
+"""Functions of the product that use a worker's device."""
 ABORT_S = 1.0
-"""Time in seconds for which the product waits for an abort that never ends, and which an abort takes that does end."""
+"""Time in seconds that the product waits for the abort that never returns, and that the abort of the control takes."""
 SEEN: set[tuple[str, int]] = set()
 LAST: list[Outcome] = []
 
@@ -54,9 +55,10 @@ def trainer() -> Trainer:
 
 
 def watched(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The usual loss.
+    """Computes the usual loss.
 
-    Every tenth step, and each world's first, it writes into the worker's log the memory in use and what was compiled.
+    At the first step of each world and at every tenth step it writes the memory in use and the number of compiled graphs into the worker's
+    log.
     """
     me = trainer()
     world, step = me.world, me.session.faults.step
@@ -110,7 +112,7 @@ def _abort_early(me: Trainer) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while me.apply_fence.member.prepared != STEP and time.monotonic() < deadline:
         time.sleep(0.001)
-    time.sleep(1.0)  # not to wait for something: for so long all but one stand in the commit, unfenced
+    time.sleep(1.0)  # part of the scenario, not a wait for an event: for this time all but one stand in the commit, unfenced
     me.report = lambda *event: held.append(event)
     with me.apply_fence as rules:
         rules.fence(world.generation)
@@ -152,9 +154,9 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 def stuck_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Makes the abort of generation 1 free world rank 0 from every collective, as it should, but never return.  It has ``ABORT_S`` to.
+    """Makes the abort of generation 1 free world rank 0 from every collective, as it should, but never return.
 
-    To be used with another member that dies in ``STEP``, later than this.
+    The product waits ``ABORT_S`` for it.  To be used with another member that dies in ``STEP``, later than this.
     """
     if _due(0):
         loop.ABORT_S = ABORT_S
@@ -163,7 +165,7 @@ def stuck_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 
 def late_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The control for the same fault: the abort returns after ``ABORT_S``, and has as long as it has everywhere."""
+    """The control for the same fault: the abort returns after ``ABORT_S``, and the product waits for it as long as usual."""
     if _due(0):
         _delay_abort(ABORT_S)
     return watched(model, batch)
@@ -191,7 +193,7 @@ def _due(rank: int) -> bool:
 
 
 def _first(what: str, generation: int) -> bool:
-    """Returns whether this process sees it for the first time."""
+    """Returns whether this process asks for this pair for the first time."""
     seen = (what, generation) in SEEN
     SEEN.add((what, generation))
     return not seen

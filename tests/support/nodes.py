@@ -1,7 +1,6 @@
-"""Makes more machines on this one: raylets in mount namespaces of their own, in which some folders or files are others.
+"""Makes more machines on this one: raylets in mount namespaces of their own, in which some paths lead to other folders or files.
 
-What such a node sees under those paths is what a machine with another disk, another checkout or another environment would see.
-Needs to be root.
+Under those paths such a node sees what a machine with another disk, another checkout or another environment would see.  Needs root.
 """
 
 from __future__ import annotations

@@ -188,8 +188,8 @@ def kill_all(frozen: Sequence[Watched]) -> None:
 def actors_of_ours(root: int, session: str = "") -> list[str]:
     """Returns processes that are an actor of a run, by the title that Ray gives them, or that have memory of copies open.
 
-    Those below ``root``, and those that lost their parents, if they have files of the Ray ``session`` open; never ``root`` itself.
-    Ports, and memory of a device, go with the processes that hold them.
+    It looks at all descendants of ``root`` and, if ``session`` is given, at every other process that has files of that Ray session open;
+    never at ``root`` itself.  Ports, and memory of a device, go with the processes that hold them.
     """
     found, below = [], set(children(root))
     for pid in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
@@ -204,7 +204,7 @@ def actors_of_ours(root: int, session: str = "") -> list[str]:
 
 
 def _opened(pid: int) -> list[str]:
-    """Returns the names of the files that it has open."""
+    """Returns the names of the files that the process has open."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile; the process may still be there
@@ -242,7 +242,7 @@ class Machine:
     def assert_nothing_left(self, mark: str, deadline_s: float) -> None:
         """Checks that no process with ``mark`` and no segment of the run is left since this moment.
 
-        What ends in good order may take a while.
+        Processes have ``deadline_s`` to end in good order.
         """
         until = time.monotonic() + deadline_s
         while True:
@@ -257,7 +257,7 @@ class Machine:
 
 
 def wait_gone(watched: Iterable[Watched], deadline_s: float) -> list[Ended]:
-    """Returns how each ended.  All have the same deadline."""
+    """Returns how each ended.  Raises :class:`StillRunning` if one of them still runs after ``deadline_s``."""
     until = time.monotonic() + deadline_s
     return [process.wait(max(until - time.monotonic(), 0)) for process in watched]
 

@@ -34,7 +34,7 @@ class Ranks:
     def run(self, layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Runs the function in every member, and returns the results by world rank.
 
-        Raises an exception of any of them, with its traceback.
+        Raises :class:`AssertionError` with the traceback of a member that raised, and :class:`TimeoutError` if a member does not answer.
         """
         self.start(layout, range(layout.world), function, *arguments)
         answers = [self._answer(process) for process in range(layout.world)]
@@ -96,4 +96,4 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
             if world is not None:
                 world.close()
             del world
-            gc.collect()  # as a worker does between worlds: until its last cycle is gone, gloo's threads of an aborted world never rest
+            gc.collect()  # as a worker does between worlds: until its last cycle is collected, gloo's threads of an aborted world spin

@@ -57,7 +57,7 @@ def seam(folder: Path, root: Path) -> Path:
 
 
 class Recorder:
-    """The notes of this process.  Its files begin with the first function that it hears of."""
+    """The notes of this process.  Its files are made when the first function gets its number."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.pid = Path(folder), os.getpid()
@@ -86,7 +86,7 @@ class Recorder:
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
-        """A child shares the memory: it notes nothing."""
+        """Makes a forked child note nothing, because it shares the memory."""
         self._notes = bytearray(SPACE >> 16)
         self._next = itertools.repeat(0).__next__
 

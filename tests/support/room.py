@@ -16,9 +16,10 @@ class Taker:
 
 
 class Room:
-    """Room to be given.
+    """The actors that hold room.
 
-    ``take`` holds free CPUs, ``queue`` waits for the next ones before anybody who asks later, ``free`` gives up one holder's.
+    ``take`` starts an actor that holds free CPUs, ``queue`` an actor that waits for the next free CPUs before all who ask later;
+    ``free`` ends one of them, and its CPUs are free.
     """
 
     def __init__(self) -> None:

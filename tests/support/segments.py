@@ -78,13 +78,13 @@ class Member:
 
 
 def shards(fence: ApplyFence) -> list[Shard]:
-    """Returns the memory of what the member holds."""
+    """Returns all shards that the member holds."""
     with fence as rules:
         return list(rules.held.values())
 
 
 def shard_hash(shard: Shard) -> str:
-    """Returns the sha256 of the bytes of all slices."""
+    """Returns the sha256 of the bytes of all slices of the shard."""
     return hashlib.sha256(b"".join(shard.values[key].cpu().numpy().tobytes() for key in sorted(shard.values))).hexdigest()
 
 

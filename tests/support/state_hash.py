@@ -1,7 +1,7 @@
 """``python tests/support/state_hash.py FILE...`` prints the sha256 of a state exported as safetensors, without any code of ours.
 
-Hashed are, for all tensors of all files in order of their names: name, dtype and shape as JSON, then the raw bytes, each preceded
-by its length.  How the tensors are spread over files does not enter; a name that occurs twice is an error.
+The hash covers all tensors of all files in order of their names: name, dtype and shape as JSON, then the raw bytes, each preceded
+by its length.  How the tensors are spread over files does not matter; a name that occurs twice is an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A real S3 server: OpenStack Swift with s3api, on loopback, in a folder of its own, its four servers each a real process.
 
-It checks signatures, honours create-only writes and ranges, and keeps what it has when it is killed.  As it comes, though, several
-create-only writes that overlap may all be told that they won; ``once`` puts a filter before it that lets them in one by one.
-Everything that it asks of the machine is user xattrs in the folder.
+It checks signatures, honours create-only writes and ranges, and keeps what it has when it is killed.  As it comes, though, it may tell
+several overlapping create-only writes that each has won; ``once`` puts a filter before it that lets them in one by one.
+The folder must be on a file system with user xattrs; nothing else is needed of the machine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ for name, port in (each.split("=") for each in sys.argv[2:]):
     builder.rebalance()
     builder.get_ring().save(f"{sys.argv[1]}/{name}.ring.gz", format_version=1)
 """
-"""Describes the rings, with one device for each server, as ``swift-ring-builder`` would in nine processes."""
+"""Program that writes the rings, with one device for each server; ``swift-ring-builder`` would need nine processes."""
 
 
 class Swift:
@@ -106,7 +106,7 @@ class Swift:
                     stdout=log,
                     stderr=log,
                     env=os.environ | {"PYTHONPATH": str(ROOT)},
-                    start_new_session=True,  # a server that is told to end tells its whole process group
+                    start_new_session=True,  # a server that is told to end signals its whole process group
                 )
         deadline = time.monotonic() + PATIENCE_S
         for name, process in self.processes.items():

@@ -1,7 +1,7 @@
 """A filter for Swift's proxy, which makes create-only writes of one object wait for each other.
 
-Swift answers ``If-None-Match: *`` from what is there when a PUT begins, so of several that overlap several are told that they won
-(its object server looks once, before it receives the body).  One proxy, one process: a lock a key is enough.
+Swift decides ``If-None-Match: *`` when a PUT begins (its object server looks once, before it receives the body), so several overlapping
+PUTs are all told that they won.  There is one proxy, which is one process, so a lock for each key is enough.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def filter_factory(settings: dict[str, str], **more: str) -> Callable[[App], App
             if "HTTP_IF_NONE_MATCH" not in environ or environ["REQUEST_METHOD"] not in ("PUT", "POST"):
                 return app(environ, start)
             with locks[environ["PATH_INFO"]]:
-                return list(app(environ, start))  # a completion does its work while its answer is read
+                return list(app(environ, start))  # the completion of a multipart upload does its work while its answer is read
 
         return once
 

@@ -131,8 +131,8 @@ def test_a_process_that_is_ending_is_not_taken_for_a_killed_one() -> None:
 
 
 def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
-    """A stopped process whose parent dies gets SIGHUP.  A parent's number may be higher than its child's: they begin again at 32768."""
-    heeds = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # under nohup nobody would
+    """A stopped process whose parent dies gets SIGHUP.  A parent's pid may be higher than its child's, because pids begin again."""
+    heeds = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # nohup would make them ignore it
     below = f"{heeds}; print(flush=True); input()"
     parent = f"{heeds}; import subprocess, sys; subprocess.run([sys.executable, '-c', {below!r}], process_group=0)"
     with child(sys.executable, "-c", parent, stdout=subprocess.PIPE, start_new_session=True) as (process, _):
@@ -153,7 +153,7 @@ def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
 
 
 def test_an_actor_that_is_left_and_memory_of_copies_are_found() -> None:
-    """The control for ``assert_nothing_left``, which would pass whatever was left if it found nothing."""
+    """The control for ``assert_nothing_left``: if the search never found anything, that assertion could not fail."""
     before, holds = actors_of_ours(os.getpid()), "import os; os.memfd_create('elastic-copies'); input()"
     with (
         child("ray::Keeper", "-c", "input()", executable=sys.executable) as (keeper, _),

@@ -1,4 +1,4 @@
-"""The hash says the same for the same state, however it lies in files, and something else for any other."""
+"""The hash is the same for the same state, however its tensors are spread over files, and another one for any other state."""
 
 from __future__ import annotations
 

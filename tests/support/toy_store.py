@@ -60,7 +60,7 @@ class Toy(AbstractFileSystem):  # type: ignore[misc]
 
 
 def install(site: Path) -> None:
-    """Makes ``site`` a folder of installed packages with this one in it, with the files by which pip installs an entry point."""
+    """Makes ``site`` a folder of installed packages that has this one, with the files that pip writes for an entry point."""
     about = site / "toy_store-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-store\nVersion: 1.0\n")

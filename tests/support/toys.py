@@ -18,10 +18,11 @@ from tests.support.patience import PATIENCE_S
 
 
 class Sums:
-    """Sample i walks through the vocabulary, three words on at every place, five at every seventh: there is something to learn.
+    """A dataset with something to learn: sample i walks through the vocabulary from word i, five words on after each multiple of seven,
+    else three.
 
     ``masked``: every third sample ends in masked targets, so microbatches differ in their number of valid tokens.
-    ``gates``: samples that cannot be read before their file exists: a test holds the run at an exact step until something happened.
+    ``gates``: samples that cannot be read before their file exists, so that a test can hold the run at an exact step.
     """
 
     def __init__(
@@ -143,6 +144,6 @@ def toy_job(bucket: Path | str, **changes: Any) -> Job:
         "optim": {"lr": 1e-2},
         "schedule": {"warmup_steps": 2},
         "checkpoint": {"save_every": 1000},
-        "deadlines": {"grow_debounce_s": 8},  # the first world has all for whom there is room
+        "deadlines": {"grow_debounce_s": 8},  # so that the first world has every worker for which there is room
     }
     return Job(**(values | changes))

@@ -70,7 +70,7 @@ class Unruly:
         }
 
     def when(self, pattern: str, fault: Fault, times: float = 1) -> None:
-        """Treats the next ``times`` requests that match the regular expression in this way."""
+        """Applies ``fault`` to the next ``times`` requests that match the regular expression."""
         self._rules.append(Rule(pattern, fault, times))
 
     def behave(self) -> None:
@@ -188,7 +188,7 @@ def framed(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
 
 
 def without_mark(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
-    """Keeps no metadata."""
+    """Answers without the metadata of the object."""
     answer = _answer(app, environ)
     start(answer.status, [(name, value) for name, value in answer.headers if not name.lower().startswith("x-amz-meta-")])
     return [answer.body]

@@ -25,7 +25,7 @@ PACKETS_A_TURN = 64
 
 
 def device(name: str) -> int:
-    """Makes a device, which the process that started this moves to its namespace."""
+    """Makes a device and returns its descriptor.  The process that started this program moves the device to a host's namespace."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
     return descriptor

@@ -22,7 +22,8 @@ from typing import Any, Protocol, TypeVar
 from tests.benchmarks.peers.toy import WORKERS, Mark
 
 SETTLED = range(10, 20)
-"""Steps that a world takes in peace before the next strike: drawn, so that strikes do not keep time with checkpoints."""
+"""Numbers of steps that a world may take undisturbed before the next strike.  One is drawn, so that strikes do not keep time with
+checkpoints."""
 DEADLINE_S = 240.0
 POLL_S = 0.02
 
@@ -44,7 +45,7 @@ class System(Protocol):
 
 
 def until(found: Callable[[], T | None], what: str) -> T:
-    """Poll until there is something."""
+    """Polls until ``found`` returns something true, and returns it.  Raises :class:`TimeoutError` after ``DEADLINE_S``."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         value = found()
@@ -59,7 +60,7 @@ def commits(system: System) -> list[Mark]:
 
 
 def settled(system: System, workers: int, draw: Random) -> int:
-    """The epoch, once a world of so many workers has taken its steps in peace."""
+    """Waits until a world of ``workers`` members has taken a drawn number of steps undisturbed.  Returns its epoch."""
     peace = draw.choice(SETTLED)
 
     def look() -> int:
@@ -88,7 +89,7 @@ def change(system: System, epoch: int, moment: float) -> dict[str, float]:
 
 
 def whole_again(system: System, epoch: int, moment: float) -> dict[str, float]:
-    """Growth: how long until the world is whole, and the longest pause on the way from the world ``epoch`` to it."""
+    """Measures growth: the time until the world is whole, and the longest pause on the way from the world ``epoch`` to it."""
 
     def look() -> Mark | None:
         return next((mark for mark in commits(system) if mark.epoch > epoch and mark.world == WORKERS), None)
@@ -102,7 +103,7 @@ def whole_again(system: System, epoch: int, moment: float) -> dict[str, float]:
 
 
 def process_kills(system: System, kills: int) -> list[dict[str, Any]]:
-    """SIGKILL one of two; the system replaces it by itself."""
+    """Strikes one of two workers ``kills`` times; the system replaces it by itself.  Returns a row for each strike."""
     rows, draw = [], Random(kills)
     for _ in range(kills):
         epoch = settled(system, WORKERS, draw)
@@ -118,7 +119,10 @@ def process_kills(system: System, kills: int) -> list[dict[str, Any]]:
 
 
 def node_kills(system: System, kills: int) -> list[dict[str, Any]]:
-    """SIGKILL all processes of one of two nodes; when the other has settled, a new node comes."""
+    """Strikes all processes of one of two nodes ``kills`` times; when the other node has settled, a new one comes.
+
+    Returns a row for each strike.
+    """
     rows, draw = [], Random(kills)
     for _ in range(kills):
         epoch = settled(system, WORKERS, draw)
@@ -135,7 +139,7 @@ def node_kills(system: System, kills: int) -> list[dict[str, Any]]:
 
 
 def step_s(system: System, world: int) -> float:
-    """Median time between two commits of one world."""
+    """Returns the median time in seconds between two commits of one world of ``world`` members; NaN if there are none."""
     first: dict[tuple[int, int], float] = {}
     for mark in commits(system):
         if mark.world == world:

@@ -18,7 +18,7 @@ HEALTH = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-"""Ray's default takes 15 s to see a dead node; these are read by the head and serve both systems that run on it."""
+"""Settings by which the head notices a dead node; with Ray's defaults that takes 15 s.  They serve both systems that run on Ray."""
 VARIABLES = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -44,7 +44,7 @@ class Nodes:
         self.nodes[node.node_id] = node
 
     def replace_the_dead(self, cpus: int) -> None:
-        """Another node for each one whose raylet has ended."""
+        """Adds another node for each one whose raylet has ended."""
         for node_id, node in list(self.nodes.items()):
             if node.all_processes["raylet"][0].process.poll() is not None:
                 del self.nodes[node_id]
@@ -58,7 +58,7 @@ class Nodes:
         self.cluster.worker_nodes.discard(node)
 
     def freeze(self, node_id: str) -> None:
-        """It stands still with all its processes: not a connection is closed."""
+        """Freezes a node with all its processes; no connection is closed."""
         node = self.nodes.pop(node_id)
         frozen(node.all_processes["raylet"][0].process.pid)
         self.still.append(node)
@@ -78,7 +78,7 @@ class Nodes:
 
 
 def end(node: Any) -> None:
-    """SIGKILL the raylet and everything below it, then what else belongs to the node."""
+    """Kills the raylet and everything below it by SIGKILL, then what else belongs to the node."""
     (raylet,) = node.all_processes["raylet"]
     tree = frozen(raylet.process.pid)
     kill_all(tree)

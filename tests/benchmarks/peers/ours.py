@@ -38,7 +38,10 @@ PHASES = ("decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s")
 
 
 class Ours:
-    """Commits are the coordinator's word, the first microbatch of a world its members' own in shared memory."""
+    """Elastic, as a system that is measured.
+
+    The coordinator tells the commits; the members themselves note the first microbatch of a world, in shared memory.
+    """
 
     def __init__(self, folder: Path, event: str) -> None:
         self.nodes, self.how = Nodes(), signal.SIGSTOP if event in ("hang", "node, silent") else signal.SIGKILL
@@ -74,7 +77,7 @@ class Ours:
             print(f"    {line.at:.2f} {line.text[:200]}", flush=True)
 
     def follow(self) -> None:
-        """Note when each world began to step; a later world overwrites it."""
+        """Notes when each world began to step, before a later world overwrites it."""
         token, known = self.view().token, set()
         mapped: dict[Path, Counters] = {}
         while not self.done.wait(0.01):
@@ -96,14 +99,14 @@ class Ours:
         return ray.get(self.coordinator.view.remote(10**9))
 
     def kill_process(self) -> None:
-        """The newest member."""
+        """Strikes the newest member."""
         view = self.view()
         mapped = {worker: Counters(segment(view.token, worker), create=False) for worker in view.workers}
         members = [worker for worker, counters in mapped.items() if counters["generation"] == view.generation]
         kill(mapped[max(members, key=lambda name: int(name[1:]))]["pid"], self.how)
 
     def kill_node(self) -> None:
-        """One that does not hold the coordinator; or it stands still, and no connection is closed."""
+        """Kills or freezes a node with a worker and without the coordinator."""
         from ray._private.state import actors
 
         home = next(each["Address"]["NodeID"] for each in actors().values() if each["Name"] == f"{self.job.name}/coordinator")

@@ -20,7 +20,7 @@ from tests.benchmarks.peers.toy import Mark
 from tests.support.processes import frozen, wait_gone
 
 LIGHTHOUSE: dict[str, Any] = {"min_replicas": 1, "quorum_tick_ms": 100, "join_timeout_ms": 10_000, "heartbeat_timeout_ms": 1000}
-"""The first three as in its README; the heartbeat timeout is 5000 by default."""
+"""Settings of the lighthouse: the first three are those of its README; the heartbeat timeout is 5000 ms by default."""
 
 
 class Torchft:
@@ -37,7 +37,7 @@ class Torchft:
             self.launch(replica)
 
     def launch(self, replica: int) -> None:
-        """A node of one replica."""
+        """Starts a node of one replica."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=1", "--max_restarts=100"]
         command = [
             *torchrun,

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def average(manager: Manager, model: torch.nn.Module) -> None:
-    """All gradients as one bucket, as DDP would have them at this size."""
+    """Averages all gradients as one bucket, as DDP would at this size."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     bucket = torch.cat([gradient.flatten() for gradient in gradients])
     manager.allreduce(bucket).wait()

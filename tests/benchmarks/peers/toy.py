@@ -39,7 +39,7 @@ def optimizer(module: nn.Module) -> torch.optim.AdamW:
 
 
 def loss(module: nn.Module, data: Sums, step: int, microbatch: int) -> Tensor:
-    """Mean loss of one microbatch; reading it takes ``READ_S``."""
+    """Returns the part of one microbatch in the mean loss of a step; reading the microbatch takes ``READ_S``."""
     first = (step * 2 * MICROBATCHES + 2 * microbatch) % len(data)
     total, count = next_token(module, data.read((first, first + 1)))
     return total / count / MICROBATCHES
@@ -47,7 +47,10 @@ def loss(module: nn.Module, data: Sums, step: int, microbatch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Mark:
-    """``what``: "begin" a step, or "commit" it.  ``epoch`` grows with every change of the world; 0 where it is not known yet."""
+    """One line of the log.  ``what`` is "begin", "commit" or, by torchft, "dropped".
+
+    ``epoch`` grows with every change of the world; it is 0 where it is not known yet.
+    """
 
     at: float
     what: str

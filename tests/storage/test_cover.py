@@ -76,8 +76,8 @@ def test_what_is_wrong_is_named() -> None:
     for pieces, problem in [
         ([(tensor, low)], "4 of 8 elements"),
         ([(tensor, low), (tensor, high), (tensor, low)], "w@0,0-2,2 is stored twice"),
-        ([(tensor, low), (Tensor("w", "parameter", "F32", (4, 3)), high)], "disagree"),
-        ([(tensor, low), (Tensor("w", "parameter", "BF16", (4, 2)), high)], "disagree"),
+        ([(tensor, low), (Tensor("w", "parameter", "F32", (4, 3)), high)], "describe it differently"),
+        ([(tensor, low), (Tensor("w", "parameter", "BF16", (4, 2)), high)], "describe it differently"),
         ([(tensor, Slice("w", "parameter", (0, 0), (5, 2)))], "outside"),
         ([(tensor, Slice("v", "parameter", (0, 0), (4, 2)))], "outside"),
     ]:

@@ -207,7 +207,7 @@ class Keeper:
                 Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"], self._operation(process, c))
                 for worker, (process, c) in sorted(self.workers.items())
             )
-            told = self._beats.remote(Beat(self.node, progress))
+            told = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
             asked = asked or told
             if ray.wait([asked], timeout=0)[0]:
                 with contextlib.suppress(ray.exceptions.RayError):

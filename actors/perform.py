@@ -85,6 +85,8 @@ class Group:
         """One call to each actor; the call ends when the actor ends."""
         self.ship: Callable[[float], bool] = lambda timeout_s: True
         """Writes the whole journal to the bucket and returns whether that succeeded."""
+        self._committing: set[Version] = set()
+        """The versions whose manifests are being written."""
         self._uploads = 0
         """Number of times that keepers were told which saves are on their way."""
         self._closing = False
@@ -121,7 +123,9 @@ class Group:
                 for node in keepers:
                     self._upload(node, self._uploads, tuple(save for save in saves if node in save.nodes), generation, version)
             case CommitManifest(version, lineage, by):
-                self._pool.submit(self._commit, version, lineage, by)
+                if version not in self._committing:  # a manifest of many members takes its time
+                    self._committing.add(version)
+                    self._pool.submit(self._commit, version, lineage, by)
             case Quarantine(version, reason):
                 self._pool.submit(self.run.checkpoints.quarantine, version, reason)
             case ListCopies(generation, keepers):
@@ -157,9 +161,12 @@ class Group:
         for version in asked:
             self._pool.submit(self._look_for, version)
 
-    def _look_for(self, version: Version) -> None:
-        with contextlib.suppress(StorageError):
+    def _look_for(self, version: Version) -> bool:
+        """Reports the manifest of ``version`` as written if there is one.  Returns whether there is."""
+        with contextlib.suppress(StorageError, OSError):
             self.post(Saved(version, digest_of(self.run.checkpoints.manifest(version).to_bytes())))
+            return True
+        return False
 
     # ---- workers
 
@@ -362,9 +369,12 @@ class Group:
             written = self.parts.of(version, by or version.generation)
             digest = self.run.commit(version, [shard.receipt for shard in written], lineage, written[0].layout)
         except (StorageError, OSError, KeyError) as error:
-            self.post(SaveFailed(version, f"{type(error).__name__}: {error}", by))
+            if not self._look_for(version):
+                self.post(SaveFailed(version, f"{type(error).__name__}: {error}", by, again=isinstance(error, Unavailable | OSError)))
         else:
             self.post(Saved(version, digest))
+        finally:
+            self._committing.discard(version)
 
     # ---- the end
 

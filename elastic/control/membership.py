@@ -120,7 +120,7 @@ def keeper_up(decision: Decision, event: KeeperUp) -> None:
 
 def keeper_lost(decision: Decision, node: NodeId, *, with_its_node: bool = False) -> None:
     """Removes a keeper that is gone, with all copies in its memory, including those that it had not uploaded yet."""
-    saves.without_keeper(decision, node)
+    saves.without_keepers(decision, (node,))
     run = decision.run
     decision.know("cluster", keepers=tuple(keeper for keeper in run.cluster.keepers if keeper != node))
     decision.know("copies", hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node})

@@ -312,10 +312,11 @@ class Saving:
     """The reason why the checkpoint can never be complete, if it was reported before the commit of its version."""
     layout: Layout | None = None
     """The layout of the members."""
+    refused_at: float = 0.0
+    """The time since which the bucket refuses what it is given of the checkpoint; 0 if it does not."""
     nodes: tuple[NodeId, ...] = ()
-    """The node of each member; its keeper uploads the member's part even when the member is gone.
-
-    It is empty in journals of older versions, whose members uploaded their parts themselves; there, the loss of any member ends the save.
+    """The node of each member; its keeper uploads the member's part even when the member is gone.  It is empty in journals of older
+    versions, whose members uploaded their parts themselves; there, the loss of any member ends the save.
     """
 
     @property
@@ -329,12 +330,11 @@ class Saving:
     def report(self, worker: WorkerId) -> Saving:
         """Returns the saving after the part of ``worker`` has reached the bucket."""
         reported = {*self.reported, worker}
-        return evolve(self, reported=tuple(member for member in self.members if member in reported))
+        return evolve(self, reported=tuple(member for member in self.members if member in reported), refused_at=0.0)
 
     def needs(self, node: NodeId) -> bool:
-        """Returns whether the keeper of ``node`` has still to upload a part; False once the manifest is asked for: it may still come."""
-        missing = {where for member, where in zip(self.members, self.nodes, strict=False) if member not in self.reported}
-        return node in missing and not self.asked
+        """Returns whether the keeper of ``node`` has still to report a part."""
+        return any(where == node and member not in self.reported for member, where in zip(self.members, self.nodes, strict=False))
 
 
 @dataclass(frozen=True)

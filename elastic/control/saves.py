@@ -91,11 +91,15 @@ def by_members(run: RunState) -> bool:
     return run.history.last is not None and run.history.last.saves is None
 
 
-def without_keeper(decision: Decision, node: NodeId) -> None:
-    """Gives up the saves of which the keeper of ``node`` had still to upload a part; that keeper is gone or silent."""
+def without_keepers(decision: Decision, nodes: Iterable[NodeId]) -> None:
+    """Gives up the saves of which a keeper of ``nodes`` had still to report a part; these keepers are gone or silent.
+
+    A save whose manifest was asked for is kept: :func:`ask_for_manifests` finds out whether the manifest exists.
+    """
     for each in decision.run.saves.pending:
-        if each.needs(node):
-            _forget(decision, each.version, f"the keeper of node {node[:8]} had still to upload a part of it")
+        lacking = next((node for node in nodes if each.needs(node)), None)
+        if lacking is not None and not each.asked:
+            _forget(decision, each.version, f"the keeper of node {lacking[:8]} had still to report a part of it")
 
 
 def _put(decision: Decision, saving: Saving) -> None:
@@ -122,11 +126,32 @@ def _unannounced(decision: Decision, version: Version) -> Saving | None:
 
 
 def ask_for_manifests(decision: Decision) -> None:
-    """Asks for the manifests of all saves that are complete and on the lineage."""
-    for each in decision.run.saves.pending:
-        if each.complete and decision.now >= each.ask_at and decision.run.history.contains(each.version):
-            decision.do(CommitManifest(each.version, lineage.cut(decision.run.history.lineage, each.version), each.by))
+    """Asks for the manifests of all saves that are complete and on the lineage.
+
+    An earlier coordinator may have asked for a manifest, and a keeper that had uploaded a part may be gone, so that nobody will report that
+    part again.  Then the manifest is asked for too: the answer is that it exists, or why it cannot be written.
+    """
+    run = decision.run
+    for each in run.saves.pending:
+        lacks_keeper = each.asked and not each.complete and any(each.needs(node) for node in {*each.nodes}.difference(run.cluster.keepers))
+        if (each.complete or lacks_keeper) and decision.now >= each.ask_at and run.history.contains(each.version):
+            decision.do(CommitManifest(each.version, lineage.cut(run.history.lineage, each.version), each.by))
             _put(decision, replace(each, asked=True, ask_at=decision.now + decision.rules.stop_s))
+
+
+def patient_until(decision: Decision, deadline: float) -> float:
+    """Returns the time until which the end of the run waits for the save of its present version.
+
+    That is ``stop_s`` after something was last heard of it, or ``wait_s`` after the bucket began to refuse it; no less than ``deadline``.
+    """
+    run, rules = decision.run, decision.rules
+    known = run.saves.find(run.version)
+    if known is None:
+        return deadline
+    if known.refused_at:
+        return max(deadline, known.refused_at + rules.wait_s)
+    manifest_until = known.ask_at + rules.stop_s if known.asked and known.complete else deadline
+    return max(deadline, run.watch.uploaded_at + rules.stop_s, manifest_until)
 
 
 def saved(decision: Decision, event: Saved) -> None:
@@ -146,14 +171,17 @@ def saved(decision: Decision, event: Saved) -> None:
 
 
 def save_failed(decision: Decision, event: SaveFailed) -> None:
-    """Notes that a part or a manifest was not written.  A manifest is tried again; a part cannot be, so its save is given up."""
+    """Notes that a part or a manifest was not written.  If only the bucket is at fault it is tried again, else the save is given up."""
     known, committed = decision.run.saves.find(event.version), decision.run.history.contains(event.version)
     if known is None and not committed:
         known = _unannounced(decision, event.version)
     if known is None or not known.is_of(event.by):
         return decision.refuse(f"nobody saves {event.version}")
-    if known.asked and known.complete:
-        _put(decision, replace(known, ask_at=decision.now + decision.rules.fence_s))
+    if event.again or (event.again is None and known.asked and known.complete):
+        ask_at = decision.now + decision.rules.fence_s if known.asked else known.ask_at
+        _put(decision, replace(known, ask_at=ask_at, refused_at=known.refused_at or decision.now))
+        if not (known.asked and known.complete):
+            return decision.say(f"a part of {event.version} was not written ({event.reason}); its keeper tries again")
         return decision.say(f"the manifest of {event.version} was not written ({event.reason}); again in {decision.rules.fence_s:g} s")
     if committed:
         _forget(decision, event.version, event.reason)

@@ -215,8 +215,7 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
     there = tuple(worker for worker, known in run.workers.items() if known.node in gone and worker not in answered)
     why = f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {LONGER * silence_s:g} s, nor an answer to the fence"
     membership.expel(decision, there, why)
-    for node in gone:
-        saves.without_keeper(decision, node)
+    saves.without_keepers(decision, gone)
     decision.amend(pending=(), expelled=(*state.expelled, *state.pending))
     decision.say(f"{why}: expel {names(there)}")
     assert isinstance(decision.run.state, Stopping)
@@ -225,7 +224,7 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
 
 def _awaits_save(decision: Decision, state: Stopping) -> bool:
     on_its_way = decision.run.saves.find(decision.run.version) is not None
-    return state.planned and state.save and on_its_way and decision.now < state.deadline
+    return state.planned and state.save and on_its_way and decision.now < saves.patient_until(decision, state.deadline)
 
 
 # ---- the outcome, and what comes next

@@ -65,6 +65,7 @@ def stood(decision: Decision, event: Tick) -> None:
         "watch",
         moved_at=run.watch.moved_at + later_s,
         stepped_at=run.watch.stepped_at + later_s,
+        uploaded_at=run.watch.uploaded_at + later_s,
         lease_until=max(run.watch.lease_until, granted_until),
     )
     decision.know("members", starting={worker: asked_at + later_s for worker, asked_at in run.members.starting.items()})
@@ -85,7 +86,8 @@ def _forgive_the_silence(decision: Decision) -> None:
     run, now, rules = decision.run, decision.now, decision.rules
     lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s)
-    again = tuple(replace(each, reported=(), ask_at=0.0) for each in run.saves.pending)  # the keepers know which parts are uploaded
+    # the keepers know which parts are uploaded
+    again = tuple(replace(each, reported=(), ask_at=0.0, refused_at=0.0) for each in run.saves.pending)
     decision.know(watch=watch, saves=Saves(again))
     match run.state:
         case Forming():
@@ -114,6 +116,8 @@ def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
             stopping.members_lost(decision, lost, f"lost (not found): {names(lost)}", certain=certain)
     for keeper in [keeper for keeper in run.cluster.keepers if keeper not in event.keepers]:
         membership.keeper_lost(decision, keeper)
+    writers = {node: None for save in decision.run.saves.pending for node in save.nodes}
+    saves.without_keepers(decision, [node for node in writers if node not in nodes])
     strangers = tuple(worker for worker in event.workers if worker not in run.workers and worker not in run.members.starting)
     if strangers:
         decision.do(Kill(strangers, "nobody waits for them"))

@@ -181,6 +181,8 @@ class Beat:
 
     node: NodeId
     progress: tuple[Progress, ...]
+    uploading: tuple[Version, ...] = ()
+    """The saves of which this keeper is writing a part now, unless the bucket has just refused that part."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,11 @@ class SaveFailed:
     reason: str
     by: int = 0
     """The generation whose parts failed, as in :class:`ShardSaved`."""
+    again: bool | None = None
+    """True if only the bucket was at fault: a keeper tries its part again by itself, and a manifest may be asked for again.
+
+    None, in journals of older versions: then a manifest is asked for again, and a part is not.
+    """
 
 
 @dataclass(frozen=True)

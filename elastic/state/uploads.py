@@ -37,6 +37,8 @@ RETRY_S = 1.0
 """Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look."""
 HUNG_S = 900.0
 """Seconds after which an uploader that has parts and reports nothing is killed: a store may take 740 s to join the pieces of an object."""
+AGAIN_S = 5.0
+"""Seconds after the bucket refused a part until it is tried again; before that, the store itself has tried for up to a minute."""
 ATTEMPTS = 3
 """Number of uploaders that may die while they write a part before that part fails."""
 
@@ -57,6 +59,10 @@ class Task:
     number: int = 0
     region: Region | None = None
     attempts: int = 0
+    again_at: float = 0.0
+    """The time before which the part is not tried again."""
+    refused: bool = False
+    """True if the bucket has refused the part and the coordinator was told so; nothing has reached the bucket since."""
     told: tuple[ShardSaved | SaveFailed, ShardReceipt | None] | None = None
 
     @property
@@ -95,6 +101,8 @@ class Uploads:
             for key in self._tasks.keys() - wanted:
                 self._give_up(self._tasks.pop(key))
             again = [task for task in self._tasks.values() if task.told]
+            for task in self._tasks.values():
+                task.refused = False
             for save, worker in wanted - self._tasks.keys():
                 self._tasks[save, worker] = Task(save, worker, time.monotonic())
         for task in again:
@@ -121,12 +129,19 @@ class Uploads:
             process.kill()
             listener.join()
 
+    def uploading(self) -> tuple[Version, ...]:
+        """Returns the saves of which a part is being written now, unless the bucket has just refused that part."""
+        with self._lock:
+            return tuple({task.save.version for task in self._tasks.values() if task.number and not task.told and not task.refused})
+
     # ---- on the thread
 
     def _run(self) -> None:
         while not self._closed.wait(POLL_S):
             with self._lock:
-                failed = [(task, why) for task in self._tasks.values() if not task.told and not task.number and (why := self._look(task))]
+                now = time.monotonic()
+                waiting = [task for task in self._tasks.values() if not task.told and not task.number and now >= task.again_at]
+                failed = [(task, why) for task in waiting if (why := self._look(task))]
                 told = self._told
             for task, why in failed:
                 self._fail(task, why)
@@ -181,6 +196,15 @@ class Uploads:
         name = f"{task.worker} ({name_of(task.save.layout, task.rank)})"
         self._tell(task, SaveFailed(task.save.version, f"no part of {name}: {why}", task.save.by), None)
 
+    def _refused(self, task: Task, why: str) -> None:
+        """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so once."""
+        with self._lock:
+            task.number, task.attempts, task.again_at = 0, 0, time.monotonic() + AGAIN_S
+            known, task.refused = task.refused, True
+        if not known:
+            name = f"{task.worker} ({name_of(task.save.layout, task.rank)})"
+            self.tell(task.save, SaveFailed(task.save.version, f"no part of {name} yet: {why}", task.save.by, again=True), None)
+
     def _tell(self, task: Task, event: ShardSaved | SaveFailed, receipt: ShardReceipt | None) -> None:
         task.told, task.region = (event, receipt), None
         self.tell(task.save, event, receipt)
@@ -215,7 +239,9 @@ class Uploads:
                 task = next((each for each in self._tasks.values() if each.number == answer["number"]), None)
             if task is None or task.told or answer.keys() == {"number"}:  # a number alone says that a part goes on
                 continue
-            if "failed" in answer:
+            if "refused" in answer:
+                self._refused(task, answer["refused"])
+            elif "failed" in answer:
                 self._fail(task, answer["failed"])
             else:
                 receipt = ShardReceipt.from_json(answer["receipt"])

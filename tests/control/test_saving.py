@@ -150,7 +150,7 @@ def test_a_keeper_that_dies_ends_the_saves_that_it_had_to_upload(written: bool) 
     play.steps(1, 5)
     play.tell(ev.ShardSaved(W2 if written else W1, Version(5, 1)))
     said = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
-    assert ("the keeper of node n2 had still to upload a part of it" in said) != written
+    assert ("the keeper of node n2 had still to report a part of it" in said) != written
     assert [each.version.step for each in play.run.saves.pending] == ([5] if written else [])
 
 

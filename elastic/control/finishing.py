@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.control import edges
 from elastic.control.decision import Decision
 from elastic.control.run import Finished, Finishing
-from elastic.control.saves import patient_until, target_is_saved
+from elastic.control.saves import patient_until, refused_since, target_is_saved
 
 
 def go_on(decision: Decision, state: Finishing) -> None:
@@ -14,8 +14,8 @@ def go_on(decision: Decision, state: Finishing) -> None:
         edges.stop(decision, f"the last checkpoint is in the bucket; what step {run.history.untold[0]} consumed is still to be told")
     elif saved:
         edges.end(decision, Finished(), f"finished at step {run.step}")
-    elif (last := run.saves.find(run.version)) is None:
+    elif run.saves.find(run.version) is None:
         edges.stop(decision, "the last checkpoint cannot become complete")
     elif decision.now >= patient_until(decision, state.deadline):
         refused = f"the bucket refused the last checkpoint for {decision.rules.wait_s:g} s"
-        edges.stop(decision, refused if last.refused_at else f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s")
+        edges.stop(decision, refused if refused_since(run) else f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s")

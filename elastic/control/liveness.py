@@ -61,7 +61,7 @@ class Watch:
     lease_until: float = 0.0
     """The time at which the last lease on the generation has run out; after it, silent members have stopped by themselves."""
     uploaded_at: float = 0.0
-    """The time of the last beat that said that the save of the run's present version is being written."""
+    """The time of the last beat that said that a part of a save is being written."""
     reform_s: float = 0.0
     """Recent time in seconds from a plan to ``Go``: an average in which the last one counts one half."""
 

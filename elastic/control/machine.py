@@ -199,5 +199,5 @@ def _beat(decision: Decision, event: Beat) -> None:
         progress = [each for each in event.progress if each.generation == plan.generation and each.worker in plan.members]
         if progress:
             decision.know(watch=observe(decision.run.watch, progress, decision.now))
-    if decision.run.version in event.uploading:
+    if event.uploading:
         decision.know("watch", uploaded_at=decision.now)

@@ -140,18 +140,21 @@ def ask_for_manifests(decision: Decision) -> None:
 
 
 def patient_until(decision: Decision, deadline: float) -> float:
-    """Returns the time until which the end of the run waits for the save of its present version.
+    """Returns the time until which the end of the run waits for the save of its present version, no less than ``deadline``.
 
-    That is ``stop_s`` after something was last heard of it, or ``wait_s`` after the bucket began to refuse it; no less than ``deadline``.
+    That is ``stop_s`` after something was last heard of a save, or ``wait_s`` after the bucket began to refuse one.  The save before counts
+    too: where only saves are copied, its slot is waited for.
     """
     run, rules = decision.run, decision.rules
-    known = run.saves.find(run.version)
-    if known is None:
-        return deadline
-    if known.refused_at:
-        return max(deadline, known.refused_at + rules.wait_s)
-    manifest_until = known.ask_at + rules.stop_s if known.asked and known.complete else deadline
-    return max(deadline, run.watch.uploaded_at + rules.stop_s, manifest_until)
+    if since := refused_since(run):
+        return max(deadline, since + rules.wait_s)
+    manifests_until = [each.ask_at + rules.stop_s for each in run.saves.pending if each.asked and each.complete]
+    return max(deadline, run.watch.uploaded_at + rules.stop_s, *manifests_until)
+
+
+def refused_since(run: RunState) -> float:
+    """Returns the time since which the bucket refuses what it is given of the saves on their way; 0 if it does not."""
+    return min((each.refused_at for each in run.saves.pending if each.refused_at), default=0.0)
 
 
 def saved(decision: Decision, event: Saved) -> None:

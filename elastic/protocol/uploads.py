@@ -22,11 +22,12 @@ class Told:
     version: Version = field(default_factory=lambda: Version(0, 0))
 
     def is_over(self, worker: WorkerId, version: Version) -> bool:
-        """Returns whether the save of ``version`` that ``worker`` has begun is in the bucket or given up.
+        """Returns whether all saves that ``worker`` has begun are in the bucket or given up; ``version`` is the newest of them.
 
-        A version of a later generation than this list's is never over, even if the run had come further before it went back to a save.
+        The last save of a run, or of a stop, is begun beside the one before.  A version of a later generation than this list's is never
+        over, even if the run had come further before it went back to a save.
         """
-        if any(save.version == version and worker in save.members for save in self.saves):
+        if any(worker in save.members and save.version <= version for save in self.saves):
             return False
         if version.generation != self.generation:
             return version.generation < self.generation

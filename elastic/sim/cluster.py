@@ -161,7 +161,7 @@ class Cluster:
             return
         if node.keeper and node.frozen_until <= self.clock.now:
             seen = tuple(w.progress for w in self.running if w.node == node.name and w.progress is not None)
-            self.network.send(Way.FROM, node.name, self.sim.tell_coordinator, Beat(node.name, seen))
+            self.network.send(Way.FROM, node.name, self.sim.tell_coordinator, Beat(node.name, seen, node.uploads.uploading))
         self.clock.after(BEAT_S, self._beat, node)
 
     def on(self, node: NodeId) -> list[Worker]:

@@ -29,6 +29,7 @@ from elastic.protocol.events import (
     Renewed,
     Saved,
     SaveFailed,
+    ShardSaved,
     StopRequested,
     Stumbled,
     Tick,
@@ -73,6 +74,8 @@ class Coordinator:
         """Number of its records that its follower must know, because this coordinator has acted on them."""
         self.attached: set[WorkerId] = set()
         """Workers that have answered this coordinator."""
+        self.receipts: set[tuple[Version, int, WorkerId]] = set()
+        """The parts of saves that were reported to this coordinator: version, generation that wrote it, worker."""
         self.uploads = 0
         """Number of times that it has told keepers which saves are on their way."""
         self._backlog: list[Event] = []
@@ -125,6 +128,8 @@ class Coordinator:
             return ""
         if isinstance(event, Attached):
             self.attached.add(event.worker)
+        elif isinstance(event, ShardSaved):
+            self.receipts.add((event.version, event.by, event.worker))
         transition = self.advance(before, event, self.now, sim.rules)
         sim.lines.append((now, event, transition.reason))
         if codec.worth_recording(event, before, transition):
@@ -303,10 +308,24 @@ class Coordinator:
                 self._tell(worker, call.__get__(worker), *args)
 
     def _commit_manifest(self, action: do.CommitManifest) -> None:
-        """Writes the manifest and reports the result.  If the coordinator is gone, the manifest may still appear, but it has no effect."""
-        version = action.version
-        done = self.journal.reaches_bucket and self.sim.cluster.commit_manifest(version, action.by)
-        self.receive(Saved(version, f"digest of {version}") if done else SaveFailed(version, "store unavailable", action.by))
+        """Writes the manifest and reports the result.  If the coordinator is gone, the manifest may still appear, but it has no effect.
+
+        A manifest is made of the receipts that this coordinator was told, unless it is there already.
+        """
+        version, known = action.version, self.run.saves.find(action.version)
+        members = known.members if known is not None else ()
+        whole = version in self.sim.cluster.bucket.manifests or all(
+            (version, action.by or version.generation, each) in self.receipts for each in members
+        )
+        if not self.journal.reaches_bucket:
+            self.receive(SaveFailed(version, "store unavailable", action.by, again=True))
+        elif not whole:
+            self.sim.oracle.occasions["a manifest is asked for that can never be written"] += 1
+            self.receive(SaveFailed(version, "receipts are missing", action.by, again=False))
+        elif self.sim.cluster.commit_manifest(version, action.by):
+            self.receive(Saved(version, f"digest of {version}"))
+        else:
+            self.receive(SaveFailed(version, "store unavailable", action.by, again=True))
 
 
 class Coordinators:

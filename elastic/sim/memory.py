@@ -71,7 +71,7 @@ class Memory:
         """The newest copy that is complete at the buddy, as the buddy has confirmed."""
         self.generation = 0
         self.saving: Version | None = None
-        """The newest save that was begun and, according to the keeper, is neither in the bucket nor given up."""
+        """The newest save that was begun; None if the keeper has said that all saves of this worker are in the bucket or given up."""
         self.save_rule = SaveRule(worker.sim.rules.save_every, worker.sim.rules.target_step)
 
     # -- what the worker does -------------------------------------------------------------------------------------

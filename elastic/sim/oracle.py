@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from elastic.sim.worker import Worker
 
 ORIGIN = Version(0, 0)
+LONGEST_SAVE_S = 120.0
+"""Longest time in seconds, after the last fault has ended, that a save may be on its way; a slow part takes 30 s, a new world some more."""
 
 
 class Oracle:
@@ -91,6 +93,8 @@ class Oracle:
         self.occasions: Counter[str] = Counter()
         """Number of times that each rare situation happened.  A promise is only tested by situations that endanger it."""
         self.waiting_since: float | None = 0.0
+        self.pending_since: dict[tuple[Version, int], float] = {}
+        """The time since which each save, given by its version and the generation that writes it, has been on its way."""
         self.begun = False
         """True once the run has formed a world since it began or was resumed."""
 
@@ -160,6 +164,7 @@ class Oracle:
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
         self._note(before, event)
+        self._judge_saves(after)
         self.copies.note(before, event, transition.reason.startswith("refused"))
         if isinstance(event, Here | Ready) and isinstance(before.state, Forming) and not transition.reason.startswith("refused"):
             self.here[event.generation].add(event.worker)
@@ -187,6 +192,14 @@ class Oracle:
             self.occasions["a superseded coordinator does what its follower has read"] += 1
         elif harm:
             raise Violation(f"a coordinator that was followed by another performs {harm[0]}")
+
+    def _judge_saves(self, after: RunState) -> None:
+        """Checks that no save stays on its way forever, because none is begun beside it."""
+        now, calm_at = self.sim.clock.now, self.sim.strikes.calm_at
+        self.pending_since = {(each.version, each.by): self.pending_since.get((each.version, each.by), now) for each in after.saves.pending}
+        for (version, _), since in self.pending_since.items():
+            if now - max(since, calm_at) > LONGEST_SAVE_S:
+                raise Violation(f"the save of {version} has been on its way for {now - since:.0f} s")
 
     def judge_reading(self, before: Coordinator, follower: Coordinator) -> None:
         """Checks that ``follower``, if it believes to have read everything, has read every record on which ``before`` acted."""
@@ -455,3 +468,5 @@ class Oracle:
                 raise Violation("stopped, and nobody asked for it")
             case Failed() if not a_budget_is_spent(self):
                 raise Violation(f"failed with its budget unspent: {reason}")
+            case Failed() if after.step >= self.sim.rules.target_step and self.sim.clock.now - self.sim.strikes.calm_at > LONGEST_SAVE_S:
+                raise Violation(f"failed at the target step, long after the last fault: {reason}")

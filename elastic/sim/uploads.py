@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 POLL_S = 0.3
 """Time in seconds after which a keeper looks again for a copy that is not complete."""
+AGAIN_S = 1.0
+"""Time in seconds after which a keeper tries a part again that the bucket has refused."""
+SLOW, SLOW_S = 0.1, 30.0
+"""Share of the parts that take long to write, and the longest time in seconds that they take."""
 
 
 class Uploads:
@@ -28,6 +32,8 @@ class Uploads:
         self.latest = uploads.Told()
         self.told: dict[tuple[Save, WorkerId], ShardSaved | SaveFailed] = {}
         self._begun: set[tuple[Save, WorkerId]] = set()
+        self._refused: dict[tuple[Save, WorkerId], bool] = {}
+        """For each part that is being written: whether the bucket has refused it, and the coordinator was told so."""
 
     @property
     def lives(self) -> bool:
@@ -38,6 +44,7 @@ class Uploads:
         if number <= self.latest.number:
             return
         self.latest = uploads.Told(number, saves, generation, version)
+        self._refused = dict.fromkeys(self._refused, False)
         for each in self.cluster.on(self.node.name):
             each.memory.heed(self)
         for save in saves:
@@ -64,23 +71,37 @@ class Uploads:
         else:
             self.cluster.clock.after(POLL_S, self._look, save, name)
 
+    @property
+    def uploading(self) -> tuple[Version, ...]:
+        """The saves of which a part is being written, unless the bucket has just refused that part."""
+        return tuple(dict.fromkeys(save.version for (save, _), refused in self._refused.items() if not refused))
+
     def _write(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
-        self.cluster.clock.after(0.1 + 0.9 * self.cluster.rng.random(), self._written, save, name, slots, place, slot)
+        self._refused.setdefault((save, name), False)
+        longest_s = SLOW_S if self.cluster.rng.random() < SLOW else 0.9
+        self.cluster.clock.after(0.1 + longest_s * self.cluster.rng.random(), self._written, save, name, slots, place, slot)
 
     def _written(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
         """Ends the upload.  A slot that was released stays while it is being written, one that was overwritten does not."""
         overwritten = slots[place] is not None and slots[place] is not slot
         if not self.lives or save not in self.latest.saves:
             self._begun.discard((save, name))
+            self._refused.pop((save, name), None)
             return
         if overwritten and self._superseded(save, name):
             return self._end(save, name, SaveFailed(save.version, f"{name} was to save it again", save.by))
         if overwritten:
             raise Violation(f"the copy of {save.version} of {name} was overwritten before it was in the bucket")
         if self.cluster.bucket_fails():
-            return self._write(save, name, slots, place, slot)
+            return self._try_again(save, name, slots, place, slot)
         self.cluster.bucket.written(save.version, cell_of(save.layout, save.members.index(name)), save.by)
         self._end(save, name, ShardSaved(name, save.version, save.by))
+
+    def _try_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
+        if not self._refused[save, name]:
+            self._refused[save, name] = True
+            self._say(save, name, SaveFailed(save.version, f"no part of {name} yet: store unavailable", save.by, again=True))
+        self.cluster.clock.after(AGAIN_S, self._write, save, name, slots, place, slot)
 
     def _superseded(self, save: Save, name: WorkerId) -> bool:
         """Returns whether the worker is in a later world, which saves the same version again or has given it up."""
@@ -92,6 +113,7 @@ class Uploads:
 
     def _end(self, save: Save, name: WorkerId, event: ShardSaved | SaveFailed) -> None:
         self.told[save, name] = event
+        self._refused.pop((save, name), None)
         self._say(save, name, event)
 
     def _say(self, save: Save, name: WorkerId, event: ShardSaved | SaveFailed) -> None:

@@ -19,6 +19,7 @@ from elastic.protocol.events import (
     Lost,
     NodeFound,
     NodeRefused,
+    Saved,
     SaveFailed,
     ShardSaved,
     StartFailed,
@@ -345,13 +346,17 @@ class Cluster:
         """Draws whether one call to the bucket fails."""
         return self.network.happens(Kind.BUCKET_DOWN)
 
-    def commit_manifest(self, version: Version, by: int) -> bool:
-        """Writes a manifest.  Returns False if the bucket fails."""
-        if self.bucket_fails():
-            return False
-        check_manifest(version, self.bucket.by(version, by), self.sim.scenario.rows)
+    def commit_manifest(self, version: Version, by: int, reported: bool, reached: bool) -> Saved | SaveFailed:
+        """Writes a manifest, if the parts that ``by`` wrote are all ``reported`` to its writer and the bucket is ``reached``."""
+        if not reached or self.bucket_fails():
+            return SaveFailed(version, "store unavailable", by, again=True)
+        if version not in self.bucket.manifests and not reported:
+            self.sim.oracle.occasions["a manifest is asked for that can never be written"] += 1
+            return SaveFailed(version, "receipts are missing", by, again=False)
+        if version not in self.bucket.manifests:
+            check_manifest(version, self.bucket.by(version, by), self.sim.scenario.rows)
         self.bucket.manifests.add(version)
-        return True
+        return Saved(version, f"digest of {version}")
 
     def user_error(self, worker: Worker, step: int) -> bool:
         """Returns whether the user's code raises, which it does on the worker that has the microbatch of the bad sample."""

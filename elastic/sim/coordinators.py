@@ -8,7 +8,7 @@ coordinators at once, and the old one acts as long as its authority allows it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from elastic.control import codec
@@ -27,8 +27,6 @@ from elastic.protocol.events import (
     KeeperUp,
     Recovered,
     Renewed,
-    Saved,
-    SaveFailed,
     ShardSaved,
     StopRequested,
     Stumbled,
@@ -179,6 +177,12 @@ class Coordinator:
         self._tries_again = False
         self.go_through_with_it()
 
+    def was_read(self, ahead: Sequence[Record]) -> None:
+        """Notes that a follower has read the records in the bucket and ``ahead``: from now on workers may forget what these tell."""
+        self.journal.was_read(ahead)
+        if self._decided is not None and self.journal.read_to == self.journal.disk.end:
+            self.sim.oracle.hears(self._decided[1])
+
     def is_read(self) -> None:
         """Notes that a follower has read its journal.
 
@@ -312,20 +316,9 @@ class Coordinator:
 
         A manifest is made of the receipts that this coordinator was told, unless it is there already.
         """
-        version, known = action.version, self.run.saves.find(action.version)
-        members = known.members if known is not None else ()
-        whole = version in self.sim.cluster.bucket.manifests or all(
-            (version, action.by or version.generation, each) in self.receipts for each in members
-        )
-        if not self.journal.reaches_bucket:
-            self.receive(SaveFailed(version, "store unavailable", action.by, again=True))
-        elif not whole:
-            self.sim.oracle.occasions["a manifest is asked for that can never be written"] += 1
-            self.receive(SaveFailed(version, "receipts are missing", action.by, again=False))
-        elif self.sim.cluster.commit_manifest(version, action.by):
-            self.receive(Saved(version, f"digest of {version}"))
-        else:
-            self.receive(SaveFailed(version, "store unavailable", action.by, again=True))
+        known, by = self.run.saves.find(action.version), action.by or action.version.generation
+        reported = known is not None and all((action.version, by, each) in self.receipts for each in known.members)
+        self.receive(self.sim.cluster.commit_manifest(action.version, action.by, reported, self.journal.reaches_bucket))
 
 
 class Coordinators:
@@ -468,7 +461,7 @@ class Coordinators:
         if wait_s := authority.waits_s(claimed_at, self.sim.rules.coordinator_lease_over_s, read.all, self.sim.clock.now):
             return self.sim.clock.after(wait_s, self.follow, before, disk, claimed_at)
         for each in self.all:
-            each.journal.was_read(read.ahead)
+            each.was_read(read.ahead)
         how = "" if disk else " with what the keepers have" if read.all else " without what was written last"
         self.sim.oracle.occasions[f"a coordinator takes over{how}"] += 1
         self._begin(read._replace(run=codec.decode_run(codec.encode(read.run))), self.claimed, claimed_at, follows=True)

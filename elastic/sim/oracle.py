@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from elastic.control.run import Failed, Finished, Forming, Stopped, Waiting
+from elastic.control.run import Failed, Finished, Finishing, Forming, Stopped, Stopping, Waiting
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.protocol.actions import Action, Form, Go, Kill, Quarantine, Settle, StartWorkers
 from elastic.protocol.commit_record import Outcome
@@ -28,6 +28,8 @@ from elastic.protocol.events import (
     Recovered,
     Renewed,
     Saved,
+    SaveFailed,
+    ShardSaved,
     StepDone,
     StopRequested,
     Stumbled,
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from elastic.sim.worker import Worker
 
 ORIGIN = Version(0, 0)
-LONGEST_SAVE_S = 120.0
+LONGEST_SAVE_S = 60.0
 """Longest time in seconds, after the last fault has ended, that a save may be on its way; a slow part takes 30 s, a new world some more."""
 
 
@@ -95,6 +97,8 @@ class Oracle:
         self.waiting_since: float | None = 0.0
         self.pending_since: dict[tuple[Version, int], float] = {}
         """The time since which each save, given by its version and the generation that writes it, has been on its way."""
+        self.refused_at: dict[Version, float] = {}
+        """The time at which a coordinator was told that the bucket refuses a part of this save; nothing of it has come since."""
         self.begun = False
         """True once the run has formed a world since it began or was resumed."""
 
@@ -164,7 +168,7 @@ class Oracle:
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
         self._note(before, event)
-        self._judge_saves(after)
+        self._judge_saves(before, event, after)
         self.copies.note(before, event, transition.reason.startswith("refused"))
         if isinstance(event, Here | Ready) and isinstance(before.state, Forming) and not transition.reason.startswith("refused"):
             self.here[event.generation].add(event.worker)
@@ -193,9 +197,19 @@ class Oracle:
         elif harm:
             raise Violation(f"a coordinator that was followed by another performs {harm[0]}")
 
-    def _judge_saves(self, after: RunState) -> None:
-        """Checks that no save stays on its way forever, because none is begun beside it."""
+    def _judge_saves(self, before: RunState, event: Event, after: RunState) -> None:
+        """Checks that no save stays on its way forever, because none is begun beside it, and that the last one is waited for."""
         now, calm_at = self.sim.clock.now, self.sim.strikes.calm_at
+        if isinstance(event, SaveFailed) and event.again:
+            self.refused_at.setdefault(event.version, now)
+        elif isinstance(event, ShardSaved | Saved | Recovered):
+            self.refused_at.clear()
+        if isinstance(before.state, Finishing) and isinstance(after.state, Stopping) and isinstance(event, Beat | Tick | Renewed):
+            uploading = any(node.uploads.uploading for node in self.sim.cluster.nodes.values())
+            if uploading and now > calm_at + self.sim.rules.stop_s:
+                raise Violation("the run does not wait for its last save, which is being written")
+            if any(now < since + self.sim.rules.wait_s for since in self.refused_at.values()):
+                raise Violation("the run does not wait for the bucket, which refuses its last save")
         self.pending_since = {(each.version, each.by): self.pending_since.get((each.version, each.by), now) for each in after.saves.pending}
         for (version, _), since in self.pending_since.items():
             if now - max(since, calm_at) > LONGEST_SAVE_S:

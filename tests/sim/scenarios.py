@@ -174,6 +174,27 @@ def relapsing(seed: int) -> Scenario:
     return Scenario(rules=replace(rules, max_fruitless=50), faults=(*deaths, *again), nodes=3, slots=8)
 
 
+def widowed(seed: int) -> Scenario:
+    """A keeper is lost, and a coordinator soon after, again and again while saves are on their way; then the run goes on undisturbed."""
+    rng = random.Random(seed)
+    blows = [rng.uniform(5.0, 10.0) + 12.0 * n for n in range(6)]
+    keepers = (Fault(at, Kind.KEEPER_KILL, rng.randrange(3), duration_s=rng.uniform(0.5, 6.0)) for at in blows)
+    nodes = (Fault(at + 3.0, Kind.NODE_KILL, rng.randrange(3), duration_s=5.0) for at in blows[::2])
+    deaths = [Fault(at + rng.uniform(-0.5, 4.0), Kind.COORDINATOR_KILL, duration_s=rng.uniform(0.6, 3.0)) for at in blows for _ in range(2)]
+    down = (Fault(at, Kind.BUCKET_DOWN, duration_s=6.0, amount=rng.choice((0.0, 0.7))) for at in blows)
+    rules = small_rules(1, 3, LayoutRule(None, None, 1, "all"), target_step=200, save_every=3)
+    return Scenario(rules=replace(rules, max_fruitless=50), faults=(*keepers, *nodes, *deaths, *down), nodes=3, slots=5, patience_s=400.0)
+
+
+def outage(seed: int) -> Scenario:
+    """The bucket is down from before the last step until long after it."""
+    rng = random.Random(seed)
+    down = Fault(rng.uniform(5.0, 9.0), Kind.BUCKET_DOWN, duration_s=rng.uniform(60.0, 120.0), amount=rng.choice((0.9, 1.0)))
+    rules = small_rules(1, 3, LayoutRule(None, None, 1, "all"), target_step=rng.randint(8, 14), save_every=rng.choice((4, 50)))
+    deaths = draw(rng, rng.randrange(2), 30.0, (Kind.SIGKILL,))
+    return Scenario(rules=replace(rules, copy_every=rng.choice((0, 1))), faults=(down, *deaths), nodes=3, slots=5)
+
+
 def laggard(seed: int) -> Scenario:
     """Every message comes twice, and steps are done again while no coordinator hears of them: reports of past generations arrive."""
     rng = random.Random(seed)
@@ -218,6 +239,8 @@ ALL = {
         unshipped,
         expelled,
         relapsing,
+        widowed,
+        outage,
         laggard,
         skewed,
         isolated_interregnum,

@@ -6,10 +6,8 @@ import errno
 import itertools
 import json
 import os
-import resource
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from storage.errors import Damaged, Deposed, Exists, Unavailable
 from storage.journal import CONTINUATIONS, SEGMENT_RECORDS, Journal, claim_owner, newest, owners, parse, read, records, replicas
 from storage.journal.journal import _sealed
 from storage.objects import Data, ObjectStore
+from tests.support.full_disk import full_disk
 from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast
@@ -257,24 +256,13 @@ def test_a_journal_that_is_opened_again_goes_on_where_it_ended(store: Moody, tmp
 # ---- a local disk that fails
 
 
-@contextmanager
-def room(file: Path, more: int) -> Iterator[None]:
-    """Lets ``file`` grow by ``more`` bytes, as a full disk does: the system takes that much of a write, and refuses the rest."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((file.stat().st_size if file.exists() else 0) + more, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def say(journal: Journal, what: str) -> None:
     journal.append({"n": journal.next, "what": what * 40}, lambda: {"run": 1}, durable=True)
 
 
 @pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("more", [0, 5, 25, 60])
-def test_a_record_that_a_full_disk_refuses_leaves_no_trace(store: Moody, tmp_path: Path, before: int, more: int) -> None:
+@pytest.mark.parametrize("room", [0, 5, 25, 60])
+def test_a_record_that_a_full_disk_refuses_leaves_no_trace(store: Moody, tmp_path: Path, before: int, room: int) -> None:
     """Its number is free for the next one; disk, keepers and bucket tell the same.  The first record of a file fails with its head."""
     local = replicas.folder_of(tmp_path, 1)
     journal = Journal(store, "run", local, 0, {"run": 0}, segment_s=3600.0, retry_s=0.001)
@@ -282,14 +270,14 @@ def test_a_record_that_a_full_disk_refuses_leaves_no_trace(store: Moody, tmp_pat
     for what in told:
         say(journal, what)
     end = journal.end
-    with room(local / f"{0:015d}.jsonl", more), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+    with full_disk(local / f"{0:015d}.jsonl", room), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
         say(journal, "lost")
     assert (journal.next, journal.end) == (before, end)
     if not before:
         assert journal.ship(10.0) and store.list() == [], "a head without records is no object"
-    for what in (more_told := ["second", "c"]):
+    for what in ("second", "c"):
         say(journal, what)
-    told += more_told
+        told.append(what)
     (written,) = replicas.local(tmp_path)
     assert written[1] == journal.tail(0)[2]
     assert [each["what"] for _, found in replicas.segments_of(written[1]) for each in found] == [what * 40 for what in told]

@@ -362,8 +362,12 @@ class Coordinator:
     def _record(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
         run, durable = transition.run, transition.durable
         record = codec.record(self.journal.next, now, event, before, transition, self.recorded)
-        self.recorded = run
-        self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
+        last, self.recorded = self.recorded, run
+        try:
+            self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
+        except Exception:
+            self.recorded = last  # the journal has no such record, so the next one tells what changed since the last
+            raise
         self.replicas.note(run)
         if durable:
             self.replicas.secure(lambda why: self.story.say(now, why))

@@ -26,9 +26,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 from storage.documents import digest_of, seal, unseal
 from storage.errors import Damaged, Deposed, Exists, StorageError
@@ -95,7 +96,7 @@ class Journal:
         self._segment_s, self._retry_s = segment_s, retry_s
         local.mkdir(parents=True, exist_ok=True)
         self._local = local
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._size = max((int(path.stem) + path.stat().st_size for path in local.glob("*.jsonl")), default=0)
         self._open: _Part | None = None
         self._snapshot: _Snapshot | None = None
@@ -111,19 +112,21 @@ class Journal:
         """Adds ``record``, whose "n" must be :attr:`next`.  With ``durable`` it is on the disk when this returns.
 
         ``after()`` returns the snapshot of what is known after this record.  It is called only if a snapshot has to be written there.
-        Raises :class:`Deposed` if another writer has taken over, and :class:`ValueError` for another "n".
+        Raises :class:`Deposed` if another writer has taken over, :class:`ValueError` for another "n", and :class:`OSError` if the disk
+        does not take the record.  Then the journal is as it was before, so the next record may have the same number.
         """
         with self._changed:
             if self.deposed:
                 raise Deposed(self.deposed)
             if record["n"] != self.next:
                 raise ValueError(f"record {record['n']} was appended where {self.next} comes next")
-            if self._open is None:
-                self._open = self._begin()
-            part = self._open
-            self._write(_line(record))
-            if durable and self._file is not None:
-                os.fsync(self._file.fileno())
+            part, snapshot, lines = self._open, self._snapshot, _line(record)
+            if part is None:
+                part = self._begin()
+                snapshot, head = self._head()
+                lines = head + lines
+            self._write(part, lines, durable)
+            self._open, self._snapshot = part, snapshot
             self.next += 1
             self._known = after
             part.end, part.records = self._size, part.records + 1
@@ -181,37 +184,42 @@ class Journal:
             self.behind = self.behind or "the store does not answer"
 
     def _begin(self) -> _Part:
-        """Begins a file, and removes those that the bucket has."""
+        """Begins an empty file, and removes those that the bucket has."""
         for each in self._shipped:
             each.path.unlink(missing_ok=True)
         self._shipped.clear()
+        self._close_file()  # one is open if the disk did not take its first record
         part = _Part(self.next, self._local / f"{self._size:015d}.jsonl", self._size, time.monotonic())
-        self._file = open(part.path, "wb")  # noqa: SIM115 (closed when the part is cut)
+        self._file = open(part.path, "wb", buffering=0)  # noqa: SIM115 (closed when the part is cut)
         _sync_folder(self._local)
-        self._write_head()
-        part.end = self._size
         return part
 
-    def _write_head(self) -> None:
-        """Writes a reference to the last snapshot, or a new snapshot if one is due."""
+    def _head(self) -> tuple[_Snapshot, bytes]:
+        """Returns the head of a new object, and the snapshot to which it refers: the last one, or a new one if that is due."""
         if (last := self._snapshot) is not None and last.continued < CONTINUATIONS:
             reference = _line({"format": CONTINUED, "continues": last.first})
             if not self._snapshot_is_due(len(reference)):
-                last.continued += 1
-                return self._write(reference)
+                return replace(last, continued=last.continued + 1), reference
         snapshot = _line(self._known())
-        self._write(snapshot)
-        self._snapshot = _Snapshot(self.next, len(snapshot), self._size)
+        return _Snapshot(self.next, len(snapshot), self._size + len(snapshot)), snapshot
 
     def _snapshot_is_due(self, more: int = 0) -> bool:
         """Returns whether what was written since the last snapshot, and ``more`` bytes, are as long as that snapshot."""
         return self._snapshot is None or self._size + more - self._snapshot.end >= self._snapshot.length
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, part: _Part, lines: bytes, durable: bool) -> None:
+        """Adds ``lines`` to the file of ``part``, whole or not at all: a full disk takes a part of them, which is cut off again."""
         assert self._file is not None
-        self._file.write(line)
-        self._file.flush()
-        self._size += len(line)
+        file, begin, written = self._file.fileno(), self._size - part.begin, 0
+        try:
+            while written < len(lines):
+                written += os.pwrite(file, memoryview(lines)[written:], begin + written)
+            if durable:
+                os.fsync(file)
+        except OSError:
+            os.ftruncate(file, begin)
+            raise
+        self._size += len(lines)
 
     def _cut(self, part: _Part) -> None:
         self._queue.append(part)
@@ -362,8 +370,12 @@ def _base(head: Json, records: Sequence[Json]) -> int | None:
 def _object(store: ObjectStore, key: str) -> Segment:
     """Returns the head of an object, and its records.  Raises :class:`Damaged`."""
     object, first = store.full_name(key), _first(key)
-    head, *records = (json.loads(line) for line in _unsealed(store.get(key), object).splitlines())
-    numbers = [record["n"] for record in records]
+    lines = _unsealed(store.get(key), object).splitlines()
+    try:
+        head, *records = map(json.loads, lines)
+        numbers = [record["n"] for record in records]
+    except (ValueError, TypeError, KeyError):
+        raise Damaged(object, "a head and its records, one a line", "lines that are something else") from None
     if not numbers or numbers != list(range(first, first + len(numbers))):
         raise Damaged(object, f"records from {first} on", f"records {numbers[:1]} to {numbers[-1:]}")
     return head, records

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import elastic
 from actors.coordinator import Coordinator
+from elastic.control import codec
 from elastic.control.decision import Transition
 from elastic.control.run import RunState
 from elastic.control.takeover import STOOD_S
+from elastic.ids import NodeId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import StartWorkers
+from storage import journal
+from storage.journal import Journal
+from storage.objects import ObjectStore
 from tests.control.play import rules
+from tests.support.full_disk import full_disk
 
 pytestmark = pytest.mark.fast
 
@@ -44,3 +52,35 @@ def test_who_stood_still_says_so_after_it_acted(record_s: float) -> None:
     assert isinstance(asked_for, ev.Capacity) and told.index(acted) == 1
     started = dict.fromkeys(acted.workers, 100.0 + (record_s if record_s > STOOD_S else 0.0))
     assert coordinator.state.members.starting == started, "from when they were really asked for"
+
+
+@pytest.mark.parametrize("disk_fails", [False, True])
+def test_a_stumble_over_a_full_disk_is_told_from_what_the_journal_has(tmp_path: Path, disk_fails: bool) -> None:
+    """The next coordinator finds the run of the last record that was written.  The control: nothing fails, and nobody stumbles."""
+    begun, store = RunState.begin(1, 100.0), ObjectStore.open(str(tmp_path / "bucket"))
+    coordinator = object.__new__(Coordinator)
+    values = {
+        "clock": lambda: 100.0,
+        "state": begun,
+        "recorded": begun,
+        "rules": rules(),
+        "journal": Journal(store, "run", tmp_path / "local", 0, codec.snapshot(begun, elastic.__version__, rules()), segment_s=3600.0),
+        "replicas": SimpleNamespace(note=lambda _: None, secure=lambda _: None),
+        "group": SimpleNamespace(perform=lambda _: None),
+        "_tell": lambda *_: None,
+    }
+    for name, value in values.items():
+        setattr(coordinator, name, value)
+    coordinator._advance(ev.KeeperUp(NodeId("n1")))
+    (file,) = (tmp_path / "local").iterdir()
+    if disk_fails:
+        with full_disk(file, 10), pytest.raises(OSError, match="File too large"):
+            coordinator._advance(ev.KeeperUp(NodeId("n2")))
+        coordinator._advance(ev.Stumbled("KeeperUp: OSError at journal.py:1"))
+    else:
+        coordinator._advance(ev.KeeperUp(NodeId("n2")))
+    coordinator.journal.close()
+    ((snapshot, records),) = journal.read(store, "run")
+    assert [record["event"]["$"] for record in records] == ["KeeperUp", "Stumbled" if disk_fails else "KeeperUp"]
+    assert codec.fold(snapshot, records) == coordinator.state
+    assert coordinator.state.cluster.keepers == (("n1",) if disk_fails else ("n1", "n2"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from storage.errors import Damaged, Deposed, Exists, Unavailable
-from storage.journal import CONTINUATIONS, SEGMENT_RECORDS, Journal, claim_owner, newest, owners, parse, read, records
+from storage.journal import CONTINUATIONS, SEGMENT_RECORDS, Journal, claim_owner, newest, owners, parse, read, records, replicas
+from storage.journal.journal import _sealed
 from storage.objects import Data, ObjectStore
+from tests.support.full_disk import full_disk
 from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast
@@ -247,6 +251,74 @@ def test_a_journal_that_is_opened_again_goes_on_where_it_ended(store: Moody, tmp
     begin, at, data = again.tail(0)
     assert begin == at == journal.end and len(data) == again.end - journal.end
     again.close(timeout_s=0)
+
+
+# ---- a local disk that fails
+
+
+def say(journal: Journal, what: str) -> None:
+    journal.append({"n": journal.next, "what": what * 40}, lambda: {"run": 1}, durable=True)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("room", [0, 5, 25, 60])
+def test_a_record_that_a_full_disk_refuses_leaves_no_trace(store: Moody, tmp_path: Path, before: int, room: int) -> None:
+    """Its number is free for the next one; disk, keepers and bucket tell the same.  The first record of a file fails with its head."""
+    local = replicas.folder_of(tmp_path, 1)
+    journal = Journal(store, "run", local, 0, {"run": 0}, segment_s=3600.0, retry_s=0.001)
+    told = ["a", "b"][:before]
+    for what in told:
+        say(journal, what)
+    end = journal.end
+    with full_disk(local / f"{0:015d}.jsonl", room), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+        say(journal, "lost")
+    assert (journal.next, journal.end) == (before, end)
+    if not before:
+        assert journal.ship(10.0) and store.list() == [], "a head without records is no object"
+    for what in ("second", "c"):
+        say(journal, what)
+        told.append(what)
+    (written,) = replicas.local(tmp_path)
+    assert written[1] == journal.tail(0)[2]
+    assert [each["what"] for _, found in replicas.segments_of(written[1]) for each in found] == [what * 40 for what in told]
+    journal.close()
+    assert [(each["n"], each["what"]) for each in records(store, "run")] == [(n, what * 40) for n, what in enumerate(told)]
+
+
+def test_a_record_that_the_disk_does_not_keep_leaves_no_trace(store: Moody, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written whole, but not on the disk: whoever reads the disk must not find it beside the record that took its number."""
+    local = replicas.folder_of(tmp_path, 1)
+    journal = Journal(store, "run", local, 0, {"run": 0}, segment_s=3600.0, retry_s=0.001)
+    say(journal, "a")
+
+    def broken(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as disk, pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        disk.setattr(os, "fsync", broken)
+        say(journal, "lost")
+    say(journal, "b")
+    (written,) = replicas.local(tmp_path)
+    for found in (parse(written[1]), replicas.segments_of(journal.tail(0)[2])):
+        assert [(each["n"], each["what"][:1]) for _, those in found for each in those] == [(0, "a"), (1, "b")]
+    journal.close()
+    assert len(records(store, "run")) == 2
+
+
+def test_a_sealed_object_that_cannot_be_read_is_damage(store: Moody, three_segments: list[str]) -> None:
+    """Its digest is right: whoever sealed it had wrong lines.  The control: the right lines, sealed by the same function."""
+    key = three_segments[1]
+    lines = store.get(key).splitlines(keepends=True)[:-1]
+    torn, foreign = b"".join(lines)[:-5] + b"\n", lines[0] + b'{"m": 2}\n'
+    for wrong in (torn, foreign, lines[0] + b"7\n", b"\n", b""):
+        store.put(key, _sealed(wrong))
+        with pytest.raises(Damaged, match="000000000002"):
+            records(store, "run")
+    store.put(key, _sealed(b"".join(lines)))
+    assert len(records(store, "run")) == 6
+
+
+# ---- a store that fails
 
 
 def test_a_store_that_is_down_delays_nothing(store: Moody, start: Callable[..., Journal]) -> None:

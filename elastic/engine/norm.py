@@ -3,11 +3,16 @@
 Library reductions add in an order that depends on the number of rows and threads.  Here a fixed binary tree (pad to a power of two, add the
 halves) sums the elements of each row, another one the rows of each whole tensor, and a third one the tensors.  Members split tensors
 between rows and never inside a row, so the trees are the same for every distribution of the rows.
+
+The result of a tree does not change if zeros are appended, so tensors need no common number of rows.  Those with equally many rows are
+added at once: that takes few kernels, and memory for the rows that there are.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,12 +45,15 @@ def squared_norm(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> 
     else:
         everyone = mine.new_empty(shards, mine.numel())
         all_gather(everyone.view(-1), mine, world.shard_group)
-    columns = torch.zeros(len(rows), max(rows, default=1), dtype=torch.float64, device=mine.device)
-    first = 0
-    for column, count, size in zip(columns, rows, sizes, strict=True):
-        column[:count] = everyone[:, first : first + size].reshape(-1)[:count]
-        first += size
-    return tree_sum(tree_sum(columns))  # zeros that are appended to a column do not change the result of its tree
+    firsts = list(accumulate(sizes, initial=0))
+    alike: dict[int, list[int]] = defaultdict(list)
+    for number, count in enumerate(rows):
+        alike[count].append(number)
+    totals: dict[int, Tensor] = {}
+    for count, numbers in alike.items():
+        columns = torch.stack([everyone[:, firsts[number] : firsts[number + 1]].reshape(-1)[:count] for number in numbers])
+        totals.update(zip(numbers, tree_sum(columns), strict=True))
+    return tree_sum(torch.stack([totals[number] for number in range(len(rows))]))
 
 
 def _row_sums(grad: Tensor, size: int) -> Tensor:

@@ -77,7 +77,10 @@ class Axis:
     cut: Cut | None = None
     """The rule by which it cuts what a member holds, or None if all members along it hold the same."""
     key: Callable[[Tensor], Hashable] = _nothing
-    """Returns all that ``cut`` depends on in a tensor, besides the shape of ``held``: tensors with equal keys are cut alike."""
+    """Returns all that ``cut`` uses of a tensor, with every dimension of its shape that it cuts along or looks at.
+
+    One of the tensors with equal keys stands for all of them: members that hold all of it together must hold all of each other one too.
+    """
     reaches: Callable[[Tensor, Held, int, Slice], Iterable[int]] = _all
     """``reaches(tensor, held, degree, part)`` returns the indices whose share of ``held`` can have elements of ``part``.
 

@@ -150,8 +150,11 @@ def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def key_of(tensor: Tensor) -> Hashable:
-    """Returns the class of ``tensor``: all that the axes' cuts depend on, besides its shape."""
-    return tuple(axis.key(tensor) for axis in AXES.values())
+    """Returns the class of ``tensor``: all that the axes' cuts use of it, and whether it has no elements.
+
+    Every member holds the same of a tensor without elements, namely nothing, so it cannot stand for others that are cut like it.
+    """
+    return (0 in tensor.shape, *(axis.key(tensor) for axis in AXES.values()))
 
 
 def covered(cells: Iterable[Cell], tensor: Tensor) -> bool:

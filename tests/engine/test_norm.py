@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from elastic.engine.norm import squared_norm, tree_sum
 from elastic.engine.world import World
@@ -18,8 +21,8 @@ from tests.support.cells import shard_interval
 from tests.support.ranks import Ranks
 
 LAYOUTS = [Layout(1, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4)]
-SHAPES = [(29, 32), (32, 32), (7, 5, 3), (1, 19), (19,), (2,), (3, 1), (64, 96)]
-"""Fewer rows than shards, one row, no second dimension, rows that no degree divides."""
+SHAPES = [(29, 32), (32, 32), (7, 5, 3), (1, 19), (32, 5), (0, 3), (19,), (7,), (2,), (3, 1), (64, 96)]
+"""Fewer rows than shards, one row, none, no second dimension, rows that no degree divides, and several tensors with equally many."""
 
 
 def gradient() -> list[torch.Tensor]:
@@ -61,6 +64,52 @@ def test_the_library_sum_of_shards_depends_on_the_layout(ranks: Ranks) -> None:
     found = [value for values in over_layouts(ranks, library_norm) for value in values]
     assert found == pytest.approx([found[0]] * len(found), rel=1e-12)
     assert len(set(found)) > 1
+
+
+def padded_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Computes the norm in the simple way: pads the rows of each tensor to the number of the longest, and adds them all at once."""
+    longest = max(map(len, grads))
+    sums = [tree_sum(grad.square().reshape(len(grad), -1)).double() if grad.numel() else torch.zeros(0).double() for grad in grads]
+    return tree_sum(tree_sum(torch.stack([torch.nn.functional.pad(each, (0, longest - len(each))) for each in sums])))
+
+
+def test_tensors_with_other_numbers_of_rows_do_not_change_the_bits() -> None:
+    """Tensors with equally many rows need not follow one another.  That other bits can come out is the control: they do if the tensors are
+    added in the order of their numbers of rows.
+    """
+    draw, world, moved = torch.Generator().manual_seed(7), World.alone(torch.device("cpu")), 0
+    for _ in range(20):
+        counts = torch.randint(0, 9, (40,), generator=draw).tolist()
+        grads = [10.0 ** (8 * torch.rand(count, 3, generator=draw) - 4) for count in counts]  # so wide that float64 rounds
+        found = squared_norm(grads, counts, world).item()
+        assert found.hex() == padded_norm(grads).item().hex()
+        moved += found != padded_norm(sorted(grads, key=len)).item()
+    world.close()
+    assert moved, "the order shows in none"
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+        self.elements = max([self.elements, *(each.untyped_storage().size() // each.element_size() for each in tensors)])
+        return made
+
+
+def test_the_norm_takes_memory_for_the_rows_that_there_are() -> None:
+    """One tensor has many rows, and a hundred have few.  The simple way, which takes a hundred times the longest, is the control."""
+    grads = [torch.ones(3_000, 1), *(torch.ones(8, 1) for _ in range(100))]
+    world = World.alone(torch.device("cpu"))
+    with Largest() as largest:
+        found = squared_norm(grads, [len(grad) for grad in grads], world)
+    world.close()
+    with Largest() as simple:
+        assert padded_norm(grads).item() == found.item() == 3_800
+    assert largest.elements <= 2 * 3_800 < 101 * 3_000 <= simple.elements  # a tree pads to a power of two
 
 
 def dumb_tree(values: list[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 
 from elastic.ids import Version, WorkerId
 from elastic.plan import placement
-from elastic.plan.axes import AXES
+from elastic.plan.axes import AXES, is_cut
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, Move, covered, missing, moves
 from storage.slices import Slice, Tensor
@@ -181,6 +181,63 @@ def test_classes_are_few_and_a_class_stands_for_all_of_it() -> None:
         assert not placement.same_classes(many, placement.classes_of(many[:2]))
     finally:
         AXES.update(toy_axes.TOYS)
+
+
+def random_tensors(rng: random.Random) -> list[Tensor]:
+    """Returns tensors that often agree in a dimension, or have none of some."""
+    shapes = [tuple(rng.choice((0, 1, 4, 6)) for _ in range(rng.randint(1, 3))) for _ in range(8)]
+    return [Tensor(f"t{n}", rng.choice(("parameter", "moment.exp_avg", "buffer")), "F32", shape) for n, shape in enumerate(shapes)]
+
+
+def classes_that_lie(rng: random.Random, layout: Layout) -> list[str]:
+    """Returns where a class does not stand for all its tensors: in coverage by some of the cells, or in what the members write."""
+    tensors, found = random_tensors(rng), []
+    cells = [cell for cell in placement.distinct_cells(layout) if rng.random() < 0.6] or [placement.cell_of(layout, 0)]
+    truth = all(placement.covered(cells, tensor) for tensor in tensors)
+    if all(placement.covered(cells, tensor) for tensor in placement.classes_of(tensors)) != truth:
+        found.append(f"coverage of {tensors} by {cells}")
+    written = [(tensor, each.slice) for rank in range(layout.world) for tensor, each in placement.written_by(tensors, layout, rank)]
+    for tensor in tensors:
+        times = np.zeros(tensor.shape, int)
+        for other, part in written:
+            if other == tensor:
+                times[box(part)] += 1
+        if not (times == 1).all():
+            found.append(f"{tensor} is not written once by {layout}")
+    return found
+
+
+@pytest.fixture
+def own_axes(_toys: None) -> Iterator[None]:
+    """Takes the toys out of the table."""
+    for name in toy_axes.TOYS:
+        del AXES[name]
+    yield
+    AXES.update(toy_axes.TOYS)
+
+
+@pytest.mark.usefixtures("own_axes")
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if not layout.more], ids=str)
+def test_a_class_stands_for_its_tensors_also_if_some_have_no_elements(layout: Layout) -> None:
+    assert [lie for seed in range(200) for lie in classes_that_lie(random.Random(seed), layout)] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_class_along_the_toys_stands_for_its_tensors_too(layout: Layout) -> None:
+    assert [lie for seed in range(200) for lie in classes_that_lie(random.Random(seed), layout)] == []
+
+
+@pytest.mark.usefixtures("own_axes")
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [(lambda tensor: (is_cut(tensor), tensor.shape[1:2]), True), (lambda tensor: (is_cut(tensor), len(tensor.shape) > 1), False)],
+    ids=["with-what-it-cuts", "without"],
+)
+def test_the_key_of_an_axis_needs_the_dimension_that_it_cuts(key: Callable[[Tensor], Hashable], right: bool) -> None:
+    """What the docstring of ``Axis.key`` asks for is enough, and less is not: the second key is the control."""
+    AXES["columns"] = replace(toy_axes.TOYS["columns"], key=key)
+    layout = Layout(1, 2, (("columns", 4),))
+    assert ([lie for seed in range(200) for lie in classes_that_lie(random.Random(seed), layout)] == []) is right
 
 
 def test_model_groups_data_ranks_and_who_reports() -> None:

@@ -34,6 +34,8 @@ from elastic.state.uploader import GivenUp, Part, Uploader, name_of, upload
 from elastic.state.uploads import RETRY_S, Uploads
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
+from storage.objects.folder import Folder
+from storage.objects.port import Data
 from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, outcome, shard_of, truth
 from tests.state.saver import NODE, PLAN, SAVED, WORKER
 from tests.support.cells import cell
@@ -280,6 +282,54 @@ def test_what_memory_has_bent_does_not_get_into_the_bucket(tmp_path: Path, bent:
             assert not ObjectStore.open(str(tmp_path)).list()
         else:
             assert upload(checkpoints(tmp_path), region, part(region)).file.name == f"{name_of(Layout(1, 1), 0)}.safetensors"
+
+
+class Interrupted(Folder):
+    """This store calls ``interrupt()`` before it takes piece number ``at`` of a shard's file."""
+
+    at = 0
+    interrupt: Callable[[], None]
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        def interrupted() -> Iterator[Any]:
+            for number, piece in enumerate(data):
+                if number == self.at:
+                    self.interrupt()
+                yield piece
+
+        super().put_if_absent(key, interrupted() if key.endswith(".safetensors") else data)
+
+
+@pytest.mark.parametrize("at", range(1, len(TENSORS) + 1))
+@pytest.mark.parametrize("by", ["another copy", "nothing"])
+def test_a_copy_that_is_overwritten_while_it_is_written_is_no_part_of_a_checkpoint(tmp_path: Path, by: str, at: int) -> None:
+    """The slot changes after the look at its digests, before each tensor in turn.  A later attempt finds the copy again, and the torn
+    object does not stand in its way.  The control: nothing overwrites the slot."""
+    with copied() as (_, snapshots):
+        region = snapshots.region
+        slot = region.find(Copy(AT, WHOLE))
+        assert slot is not None
+        good, interrupted = bytes(region.data(slot)), list[int]()
+
+        def interrupt() -> None:
+            interrupted.append(at)
+            if by == "another copy":
+                region.begin(slot)
+                region.data(slot)[:] = bytes(len(good))
+                region.finish(slot, Copy(Version(6, 2), WHOLE), len(good))
+
+        store = Interrupted(str(tmp_path))
+        store.at, store.interrupt = at, interrupt
+        if by == "another copy":
+            with pytest.raises(StateMissing, match="was overwritten while it was written"):
+                upload(Checkpoints(store, "run"), region, part(region))
+        else:
+            upload(Checkpoints(store, "run"), region, part(region))
+        assert interrupted == [at] and len(store.list()) == 1
+        region.data(slot)[:] = good
+        region.finish(slot, Copy(AT, WHOLE), len(good))
+        checkpoints(tmp_path).commit(AT, [upload(checkpoints(tmp_path), region, part(region))], {})
+        assert checkpoints(tmp_path).verify(AT).good
 
 
 def test_what_is_given_up_is_not_written(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -231,6 +232,48 @@ def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_pa
         assert time.monotonic() - began >= RETRY_S and "no uploader can be started" in said[0]
         uploads.command = command(tmp_path)
         assert isinstance(told.next()[0], ShardSaved)
+
+
+def test_at_the_limit_of_threads_no_uploader_is_left_to_which_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises this error where the system has no thread left; the process, which had been started before, ends."""
+    said, processes, start = list[str](), list[subprocess.Popen[str]](), threading.Thread.start
+    popen = subprocess.Popen[str].__init__
+
+    def start_all_but_one(thread: threading.Thread) -> None:
+        if thread.name == "uploader" and len(processes) == 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def note(process: subprocess.Popen[str], *arguments: Any, **settings: Any) -> None:
+        processes.append(process)
+        popen(process, *arguments, **settings)
+
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.say = said.append
+        monkeypatch.setattr(threading.Thread, "start", start_all_but_one)
+        monkeypatch.setattr(subprocess.Popen, "__init__", note)
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        assert isinstance(told.next()[0], ShardSaved)
+    assert said == ["no uploader can be started: can't start new thread"]
+    assert len(processes) == 2 and processes[0].returncode == -signal.SIGKILL
+
+
+def test_a_look_that_fails_is_told_and_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the error: the thread is the only one that hands parts to the uploader."""
+    said, errors, find = list[str](), [MemoryError("once"), KeyError("twice")], Region.find
+
+    def fail(region: Region, copy: Copy) -> int | None:
+        if errors and threading.current_thread().name == "uploads":
+            raise errors.pop()
+        return find(region, copy)
+
+    monkeypatch.setattr("elastic.state.uploads.RETRY_S", 0.1)
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.say = said.append
+        monkeypatch.setattr(Region, "find", fail)
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        assert isinstance(told.next()[0], ShardSaved)
+    assert [each.splitlines()[-1] for each in said] == ["KeyError: 'twice'", "MemoryError: once"]
 
 
 def test_an_uploader_ends_with_its_keeper(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Uploads:
         with self._lock:
             if number <= self._told.number:
                 return
-            self._told = Told(number, saves, generation, version)
+            self._told, self.store.saves = Told(number, saves, generation, version), saves
             wanted = {
                 (save, worker) for save in saves for worker, node in zip(save.members, save.nodes, strict=True) if node == self.store.node
             }

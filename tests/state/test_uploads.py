@@ -62,6 +62,12 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def lapse() -> Callable[[], bool]:
+    """Returns a call that says whether ``PATIENCE_S`` have passed."""
+    end = time.monotonic() + PATIENCE_S
+    return lambda: time.monotonic() > end
+
+
 class Told:
     """This queue collects what a keeper reports to the coordinator."""
 
@@ -414,6 +420,51 @@ def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_pa
             assert snapshots.settle().save == DUE, "it is owed"
 
 
+@pytest.mark.parametrize("under_way", [True, False])
+def test_a_save_stays_protected_when_only_the_next_one_is_given_up(tmp_path: Path, under_way: bool) -> None:
+    """A stop began a save while the one before was under way.  The control: that one is over too."""
+    with copied() as (node, snapshots):
+        region = snapshots.region
+        for step in (6, 7):
+            snapshots.committed(replace(outcome(step, copied=step - 2), saves=True, behind=step == 7), shard_of(Version(step, 2), 1, 0))
+            snapshots.settle()
+        before = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
+        with uploading(node.store, tmp_path) as (uploads, told):
+            uploads.obey((1, 1), (before,) if under_way else (), 2, Version(7, 2))
+            if under_way:
+                assert isinstance(told.next()[0], ShardSaved)
+                time.sleep(0.1)
+                assert region.saving
+            else:
+                until(lambda: not region.saving)
+            plan = replace(PLAN, generation=3, version=Version(7, 2), nodes=(node.name,), lineage=((2, 7),))
+            snapshots.enter(plan, WorkerId("w0"), shard_of(Version(7, 2), 1, 0))
+            assert snapshots.copies is not None
+            assert snapshots.copies.saving == ((Copy(Version(6, 2), WHOLE), Copy(Version(7, 2), WHOLE)) if under_way else ())
+            uploads.obey((1, 2), (), 3, Version(7, 2))
+            until(lambda: not region.saving)
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_a_dead_worker_leaves_its_part_of_each_save_under_way(tmp_path: Path, under_way: bool) -> None:
+    """Two replicas die that have begun two saves: of equal copies the keeper keeps one, but each uploads its own slices of a save.  The
+    control: the older save is over."""
+    with cluster(Layout(2, 1), 2, slots=3) as (plan, (node,)):
+        enter(plan, [node])
+        for step in (6, 7):
+            for snapshots in node.workers.values():
+                snapshots.committed(replace(outcome(step, copied=step - 2), saves=True), shard_of(Version(step, 2), 1, 0))
+                snapshots.settle()
+        versions = [Version(6, 2), Version(7, 2)] if under_way else [Version(7, 2)]
+        with uploading(node.store, tmp_path) as (uploads, told):
+            uploads.obey((1, 1), [Save(version, 2, plan.layout, plan.members, plan.nodes) for version in versions], 2, Version(7, 2))
+            for worker in plan.members:
+                node.store.ended(worker)
+            left = [{copy.version for copy in node.workers[worker].region.all_held() if copy} for worker in plan.members]
+            assert left == [{AT, Version(6, 2), Version(7, 2)}, set(versions)]
+            assert all(isinstance(told.next()[0], ShardSaved) for _ in versions for _ in plan.members)
+
+
 def test_a_save_that_was_waited_for_in_vain_is_waited_for_no_more() -> None:
     """R11: a step waits for the bucket only once, and only for a short time."""
     with copied() as (_, snapshots):
@@ -439,10 +490,13 @@ def test_where_nothing_else_is_copied_the_last_save_waits_for_the_one_before(tmp
         snapshots.committed(replace(outcome(7), behind=True, saves=True), shard_of(Version(7, 2), 1, 0))
         snapshots.make_room(lambda: True)
         assert region.all_held() == [Copy(Version(6, 2), WHOLE)]
-        with uploading(node.store, tmp_path) as (uploads, _):
-            uploads.obey((1, 1), (), 2, Version(6, 2))
-            snapshots.make_room(lambda: False)
+        with uploading(node.store, tmp_path) as (uploads, told):
+            last = Save(Version(7, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
+            uploads.obey((1, 1), (last,), 2, Version(7, 2))
+            lapsed = lapse()
+            snapshots.make_room(lapsed)
             snapshots.settle()
+            assert not lapsed() and isinstance(told.next()[0], ShardSaved)
         assert region.all_held() == [Copy(Version(7, 2), WHOLE)]
 
 

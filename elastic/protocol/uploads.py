@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from elastic.ids import Version, WorkerId
 from elastic.protocol.actions import Save
+from elastic.protocol.copy_schedule import age
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,13 @@ class Told:
     version: Version = field(default_factory=lambda: Version(0, 0))
 
     def is_over(self, worker: WorkerId, version: Version) -> bool:
-        """Returns whether all saves that ``worker`` has begun are in the bucket or given up; ``version`` is the newest of them.
+        """Returns whether the save of ``version`` and all earlier ones of ``worker`` are in the bucket or given up.
 
-        The last save of a run, or of a stop, is begun beside the one before.  A version of a later generation than this list's is never
-        over, even if the run had come further before it went back to a save.
+        A worker has one mark for all that it has saved, so its newest save is not over while an older one is under way.  A save that comes
+        later may be waiting for that one's slot.  A version of a later generation than this list's is never over, even if the run had come
+        further before it went back to a save.
         """
-        if any(worker in save.members and save.version <= version for save in self.saves):
+        if any(age(save.version) <= age(version) and worker in save.members for save in self.saves):
             return False
         if version.generation != self.generation:
             return version.generation < self.generation

@@ -152,8 +152,6 @@ class Cluster:
     def keeper_dies(self, node: Node, down_s: float) -> None:
         node.keeper = False
         node.shelf, node.buddy, node.uploads = Shelf(), NodeId(""), Uploads(self, node)
-        for worker in self.on(node.name):
-            worker.memory.saving = None  # the next keeper knows of no save
         self.say_surely(node.name, KeeperLost(node.name, "its process died"))
         self.clock.after(down_s, self.keeper_up, node)
 

@@ -14,6 +14,7 @@ import os
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,8 @@ POLL_S = 0.02
 UNKNOWN_S = 10.0
 """Seconds that a part waits until its worker's memory is opened here: a keeper that has just started does not know its workers yet."""
 RETRY_S = 1.0
-"""Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look."""
+"""Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look.  The
+thread also waits so long after a look that failed."""
 HUNG_S = 900.0
 """Seconds after which an uploader that has parts and reports nothing is killed: a store may take 740 s to join the pieces of an object."""
 AGAIN_S = 5.0
@@ -94,7 +96,7 @@ class Uploads:
         with self._lock:
             if number <= self._told.number:
                 return
-            self._told = Told(number, saves, generation, version)
+            self._told, self.store.saves = Told(number, saves, generation, version), saves
             wanted = {
                 (save, worker) for save in saves for worker, node in zip(save.members, save.nodes, strict=True) if node == self.store.node
             }
@@ -114,12 +116,23 @@ class Uploads:
         with self._lock:
             if self._process is None and not self._closed.is_set() and time.monotonic() >= self._start_at:
                 try:
-                    self._process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-                except OSError as error:  # no memory for another process, for example: its parts wait
+                    self._process = self._started()
+                except (OSError, RuntimeError) as error:  # no memory for a process or no thread, for example: its parts wait
                     self._start_at = time.monotonic() + RETRY_S
-                    return self.say(f"no uploader can be started: {error}")
-                self._listener = threading.Thread(target=self._listen, args=(self._process,), name="uploader", daemon=True)
-                self._listener.start()
+                    self.say(f"no uploader can be started: {error}")
+
+    def _started(self) -> subprocess.Popen[str]:
+        """Starts an uploader and the thread that listens to it, or neither: Python raises RuntimeError at the system's limit of threads."""
+        process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        listener = threading.Thread(target=self._listen, args=(process,), name="uploader", daemon=True)
+        try:
+            listener.start()
+        except RuntimeError:
+            process.kill()
+            process.communicate()
+            raise
+        self._listener = listener
+        return process
 
     def close(self) -> None:
         with self._lock:
@@ -138,19 +151,26 @@ class Uploads:
 
     def _run(self) -> None:
         while not self._closed.wait(POLL_S):
-            with self._lock:
-                now = time.monotonic()
-                waiting = [task for task in self._tasks.values() if not task.told and not task.number and now >= task.again_at]
-                failed = [(task, why) for task in waiting if (why := self._look(task))]
-                told = self._told
-            for task, why in failed:
-                self._fail(task, why)
-            for worker, region in self.store.regions():
-                number, save = region["saves"], region.copy("save")  # in this order: the worker first names a save, then counts it
-                if save is not None and region["saves_over"] != number and told.is_over(worker, save.version):
-                    region["saves_over"] = number
-            self._forget_the_dead()
-            self._end_if_hung()
+            try:
+                self._turn()
+            except Exception:  # the boundary of a thread: without it no part would be uploaded any more
+                self.say(traceback.format_exc())
+                self._closed.wait(RETRY_S)
+
+    def _turn(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            waiting = [task for task in self._tasks.values() if not task.told and not task.number and now >= task.again_at]
+            failed = [(task, why) for task in waiting if (why := self._look(task))]
+            told = self._told
+        for task, why in failed:
+            self._fail(task, why)
+        for worker, region in self.store.regions():
+            number, save = region["saves"], region.copy("save")  # in this order: the worker first names a save, then counts it
+            if save is not None and region["saves_over"] != number and told.is_over(worker, save.version):
+                region["saves_over"] = number
+        self._forget_the_dead()
+        self._end_if_hung()
 
     def _look(self, task: Task) -> str:
         """Hands the task to the uploader if its copy is complete.  Returns why that will never be, or ""."""

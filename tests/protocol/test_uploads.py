@@ -12,6 +12,7 @@ from elastic.protocol.uploads import Told, hopeless
 pytestmark = pytest.mark.fast
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 SAVE = Save(Version(6, 2), 2, Layout(1, 1), (W1,), (NodeId("n1"),))
+BEFORE, AFTER = (Save(version, version.generation, Layout(1, 1), (W1,), (NodeId("n1"),)) for version in (Version(4, 2), Version(5, 3)))
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,9 @@ SAVE = Save(Version(6, 2), 2, Layout(1, 1), (W1,), (NodeId("n1"),))
     [
         ((SAVE,), 2, Version(6, 2), False),  # it is under way
         ((SAVE,), 3, Version(9, 3), False),  # also while a later world trains
+        ((BEFORE,), 2, Version(6, 2), False),  # the one before is, and the worker's only mark is that of its newest save
+        ((BEFORE,), 3, Version(9, 3), False),
+        ((AFTER,), 3, Version(9, 3), True),  # a later world's save, which may be waiting for the slot
         ((), 2, Version(5, 2), False),  # the coordinator does not know of the save yet
         ((), 2, Version(6, 2), True),
         ((), 3, Version(5, 2), True),  # its step was given up

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from elastic.state.uploader import GivenUp, Part, Uploader, name_of, upload
 from elastic.state.uploads import RETRY_S, Uploads
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
+from storage.objects.folder import Folder
+from storage.objects.port import Data
 from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, outcome, shard_of, truth
 from tests.state.saver import NODE, PLAN, SAVED, WORKER
 from tests.support.cells import cell
@@ -57,6 +60,12 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def lapse() -> Callable[[], bool]:
+    """Returns a call that says whether ``PATIENCE_S`` have passed."""
+    end = time.monotonic() + PATIENCE_S
+    return lambda: time.monotonic() > end
 
 
 class Told:
@@ -231,6 +240,48 @@ def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_pa
         assert isinstance(told.next()[0], ShardSaved)
 
 
+def test_at_the_limit_of_threads_no_uploader_is_left_to_which_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises this error where the system has no thread left; the process, which had been started before, ends."""
+    said, processes, start = list[str](), list[subprocess.Popen[str]](), threading.Thread.start
+    popen = subprocess.Popen[str].__init__
+
+    def start_all_but_one(thread: threading.Thread) -> None:
+        if thread.name == "uploader" and len(processes) == 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def note(process: subprocess.Popen[str], *arguments: Any, **settings: Any) -> None:
+        processes.append(process)
+        popen(process, *arguments, **settings)
+
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.say = said.append
+        monkeypatch.setattr(threading.Thread, "start", start_all_but_one)
+        monkeypatch.setattr(subprocess.Popen, "__init__", note)
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        assert isinstance(told.next()[0], ShardSaved)
+    assert said == ["no uploader can be started: can't start new thread"]
+    assert len(processes) == 2 and processes[0].returncode == -signal.SIGKILL
+
+
+def test_a_look_that_fails_is_told_and_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the error: the thread is the only one that hands parts to the uploader."""
+    said, errors, find = list[str](), [MemoryError("once"), KeyError("twice")], Region.find
+
+    def fail(region: Region, copy: Copy) -> int | None:
+        if errors and threading.current_thread().name == "uploads":
+            raise errors.pop()
+        return find(region, copy)
+
+    monkeypatch.setattr("elastic.state.uploads.RETRY_S", 0.1)
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.say = said.append
+        monkeypatch.setattr(Region, "find", fail)
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        assert isinstance(told.next()[0], ShardSaved)
+    assert [each.splitlines()[-1] for each in said] == ["KeyError: 'twice'", "MemoryError: once"]
+
+
 def test_an_uploader_ends_with_its_keeper(tmp_path: Path) -> None:
     """A keeper that is killed leaves no process behind."""
     program = f"""if True:
@@ -282,6 +333,54 @@ def test_what_memory_has_bent_does_not_get_into_the_bucket(tmp_path: Path, bent:
             assert upload(checkpoints(tmp_path), region, part(region)).file.name == f"{name_of(Layout(1, 1), 0)}.safetensors"
 
 
+class Interrupted(Folder):
+    """This store calls ``interrupt()`` before it takes piece number ``at`` of a shard's file."""
+
+    at = 0
+    interrupt: Callable[[], None]
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        def interrupted() -> Iterator[Any]:
+            for number, piece in enumerate(data):
+                if number == self.at:
+                    self.interrupt()
+                yield piece
+
+        super().put_if_absent(key, interrupted() if key.endswith(".safetensors") else data)
+
+
+@pytest.mark.parametrize("at", range(1, len(TENSORS) + 1))
+@pytest.mark.parametrize("by", ["another copy", "nothing"])
+def test_a_copy_that_is_overwritten_while_it_is_written_is_no_part_of_a_checkpoint(tmp_path: Path, by: str, at: int) -> None:
+    """The slot changes after the look at its digests, before each tensor in turn.  A later attempt finds the copy again, and the torn
+    object does not stand in its way.  The control: nothing overwrites the slot."""
+    with copied() as (_, snapshots):
+        region = snapshots.region
+        slot = region.find(Copy(AT, WHOLE))
+        assert slot is not None
+        good, interrupted = bytes(region.data(slot)), list[int]()
+
+        def interrupt() -> None:
+            interrupted.append(at)
+            if by == "another copy":
+                region.begin(slot)
+                region.data(slot)[:] = bytes(len(good))
+                region.finish(slot, Copy(Version(6, 2), WHOLE), len(good))
+
+        store = Interrupted(str(tmp_path))
+        store.at, store.interrupt = at, interrupt
+        if by == "another copy":
+            with pytest.raises(StateMissing, match="was overwritten while it was written"):
+                upload(Checkpoints(store, "run"), region, part(region))
+        else:
+            upload(Checkpoints(store, "run"), region, part(region))
+        assert interrupted == [at] and len(store.list()) == 1
+        region.data(slot)[:] = good
+        region.finish(slot, Copy(AT, WHOLE), len(good))
+        checkpoints(tmp_path).commit(AT, [upload(checkpoints(tmp_path), region, part(region))], {})
+        assert checkpoints(tmp_path).verify(AT).good
+
+
 def test_what_is_given_up_is_not_written(tmp_path: Path) -> None:
     with copied() as (_, snapshots), pytest.raises(GivenUp):
         upload(checkpoints(tmp_path), snapshots.region, part(snapshots.region), lambda: True)
@@ -321,6 +420,51 @@ def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_pa
             assert snapshots.settle().save == DUE, "it is owed"
 
 
+@pytest.mark.parametrize("under_way", [True, False])
+def test_a_save_stays_protected_when_only_the_next_one_is_given_up(tmp_path: Path, under_way: bool) -> None:
+    """A stop began a save while the one before was under way.  The control: that one is over too."""
+    with copied() as (node, snapshots):
+        region = snapshots.region
+        for step in (6, 7):
+            snapshots.committed(replace(outcome(step, copied=step - 2), saves=True, behind=step == 7), shard_of(Version(step, 2), 1, 0))
+            snapshots.settle()
+        before = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
+        with uploading(node.store, tmp_path) as (uploads, told):
+            uploads.obey((1, 1), (before,) if under_way else (), 2, Version(7, 2))
+            if under_way:
+                assert isinstance(told.next()[0], ShardSaved)
+                time.sleep(0.1)
+                assert region.saving
+            else:
+                until(lambda: not region.saving)
+            plan = replace(PLAN, generation=3, version=Version(7, 2), nodes=(node.name,), lineage=((2, 7),))
+            snapshots.enter(plan, WorkerId("w0"), shard_of(Version(7, 2), 1, 0))
+            assert snapshots.copies is not None
+            assert snapshots.copies.saving == ((Copy(Version(6, 2), WHOLE), Copy(Version(7, 2), WHOLE)) if under_way else ())
+            uploads.obey((1, 2), (), 3, Version(7, 2))
+            until(lambda: not region.saving)
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_a_dead_worker_leaves_its_part_of_each_save_under_way(tmp_path: Path, under_way: bool) -> None:
+    """Two replicas die that have begun two saves: of equal copies the keeper keeps one, but each uploads its own slices of a save.  The
+    control: the older save is over."""
+    with cluster(Layout(2, 1), 2, slots=3) as (plan, (node,)):
+        enter(plan, [node])
+        for step in (6, 7):
+            for snapshots in node.workers.values():
+                snapshots.committed(replace(outcome(step, copied=step - 2), saves=True), shard_of(Version(step, 2), 1, 0))
+                snapshots.settle()
+        versions = [Version(6, 2), Version(7, 2)] if under_way else [Version(7, 2)]
+        with uploading(node.store, tmp_path) as (uploads, told):
+            uploads.obey((1, 1), [Save(version, 2, plan.layout, plan.members, plan.nodes) for version in versions], 2, Version(7, 2))
+            for worker in plan.members:
+                node.store.ended(worker)
+            left = [{copy.version for copy in node.workers[worker].region.all_held() if copy} for worker in plan.members]
+            assert left == [{AT, Version(6, 2), Version(7, 2)}, set(versions)]
+            assert all(isinstance(told.next()[0], ShardSaved) for _ in versions for _ in plan.members)
+
+
 def test_a_save_that_was_waited_for_in_vain_is_waited_for_no_more() -> None:
     """R11: a step waits for the bucket only once, and only for a short time."""
     with copied() as (_, snapshots):
@@ -346,10 +490,13 @@ def test_where_nothing_else_is_copied_the_last_save_waits_for_the_one_before(tmp
         snapshots.committed(replace(outcome(7), behind=True, saves=True), shard_of(Version(7, 2), 1, 0))
         snapshots.make_room(lambda: True)
         assert region.all_held() == [Copy(Version(6, 2), WHOLE)]
-        with uploading(node.store, tmp_path) as (uploads, _):
-            uploads.obey((1, 1), (), 2, Version(6, 2))
-            snapshots.make_room(lambda: False)
+        with uploading(node.store, tmp_path) as (uploads, told):
+            last = Save(Version(7, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
+            uploads.obey((1, 1), (last,), 2, Version(7, 2))
+            lapsed = lapse()
+            snapshots.make_room(lapsed)
             snapshots.settle()
+            assert not lapsed() and isinstance(told.next()[0], ShardSaved)
         assert region.all_held() == [Copy(Version(7, 2), WHOLE)]
 
 

@@ -251,7 +251,7 @@ class Chaos:
         except (ray.exceptions.RayError, OSError, LookupError, ValueError) as error:  # ValueError: Ray does not know the actor any more
             failed = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         if not victim:
-            failed = failed or "there was nobody"
+            failed = failed or "nothing was there that this fault could strike"
         strike = Strike(len(self.strikes) + 1, time.time(), _plain(fault), victim, pid, view.state, generation, step, failed)
         self.strikes.append(strike)
         self._store.put(self._key, "".join(json.dumps(asdict(each)) + "\n" for each in self.strikes).encode())
@@ -315,7 +315,7 @@ class Chaos:
         """Sends SIGKILL to the process of an actor and returns its pid."""
         pid, node = (cluster.pid_of(actor), cluster.node_of(actor)) if actor is not None else (None, None)
         if pid is None or node is None:
-            raise LookupError("Ray does not say where it is")
+            raise LookupError("Ray does not say on which node the process is")
         ray.get(self._hand(node).signal.remote(pid, "SIGKILL"), timeout=CALL_S)
         return pid
 
@@ -350,13 +350,13 @@ class Chaos:
 def _check_point(fault: Fault) -> None:
     if fault.point and fault.kind not in (*SIGNALS, *SUFFERED):
         raise ValueError(
-            f"point = '{fault.point}' of kind = '{fault.kind}': only what a worker does to itself strikes at a point of its work; "
-            f"leave point out, or take one of {', '.join((*SIGNALS, *SUFFERED))}"
+            f"point = '{fault.point}' of kind = '{fault.kind}': only a fault that a worker performs itself can strike at a point "
+            f"of its work; leave point out, or take one of {', '.join((*SIGNALS, *SUFFERED))}"
         )
     if fault.point and fault.kind is Kind.SIGSTOP and fault.duration_s is not None:
         raise ValueError(
-            f"duration_s = {fault.duration_s:g} of kind = 'SIGSTOP' at point = '{fault.point}': nobody sees when a worker stops itself, "
-            f"so nobody can thaw it; leave out point or duration_s"
+            f"duration_s = {fault.duration_s:g} of kind = 'SIGSTOP' at point = '{fault.point}': a worker that stops itself cannot thaw "
+            f"itself, and no other process knows when to do so; leave out point or duration_s"
         )
 
 

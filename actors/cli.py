@@ -205,7 +205,7 @@ def _replay(known: Namespace) -> int:
     for each in found:
         say(str(each))
     decisions, other = sum(len(records) for _, records in segments), [each for each in found if each.what != "reason"]
-    say(f"{decisions} decisions, {len(other)} otherwise, {len(found) - len(other)} in other words")
+    say(f"{decisions} decisions: {len(other)} differ, {len(found) - len(other)} have another reason")
     return 1 if other else 0
 
 

@@ -59,7 +59,7 @@ def check_here(address: str) -> None:
         return
     if not find_node_ids():
         raise PlatformGaveUp(
-            f"the cluster at {address} answers, but this machine is none of its nodes: give the same line on one of them, or submit it "
+            f"the cluster at {address} answers, but this machine is not one of its nodes: run the command on one of them, or submit it "
             f"(ray job submit --address http://HEAD:8265 --working-dir . -- elastic …)"
         )
 

@@ -300,7 +300,7 @@ class Coordinator:
             self.reason = "the coordinator failed"
         self.journal.close()  # before the keepers close: they delete their and this node's part of the journal
         if self.journal.behind:
-            self.story.say(time.time(), f"how the run ended is not in the bucket: {self.journal.behind}")
+            self.story.say(time.time(), f"the end of the run could not be written to the bucket: {self.journal.behind}")
         self.group.reap(GRACE_S)
         shutil.rmtree(log_folder(self.token), ignore_errors=True)  # a late worker may have made it again after the last keeper left
         self.over.set()

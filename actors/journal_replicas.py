@@ -96,7 +96,7 @@ class JournalReplicas:
             have, keepers = self.authority.holders(end)
             place = self._by_bucket(end, say)
             if not followed:
-                say(f"{have} of {keepers} keepers took a copy of the journal, which is {place}")
+                say(f"{have} of {keepers} keepers held the journal in time, which was not enough; it is now {place}")
 
     def _by_bucket(self, end: int, say: Callable[[str], None]) -> str:
         """Waits until the bucket, or a majority of the keepers after all, has the journal up to ``end``.  Returns a text that names the
@@ -105,7 +105,7 @@ class JournalReplicas:
         said = False
         while not self._ship(end):
             if self._by_keepers(end):
-                return "on a majority of the keepers by now"
+                return "on a majority of the keepers"
             if not said:
                 say(
                     "neither a majority of the keepers nor the bucket takes the journal: nothing is begun or ended until one of them does"

@@ -244,7 +244,7 @@ class Group:
 
         def done(future: Future[Any]) -> None:
             if future.exception() is None and (key := future.result()):
-                self.tell(f"where {worker} stood is in {self.job.bucket}/{key}")
+                self.tell(f"{worker} hung; its log, with its stack if that could be read, is {self.job.bucket}/{key}")
 
         keeper.examine.remote(self.incarnation, worker).future().add_done_callback(done)
         _later(EXAMINE_S + 1, partial(self._kill, worker))
@@ -365,7 +365,8 @@ class Group:
     def _commit(self, version: Version, lineage: tuple[tuple[int, int], ...], by: int) -> None:
         try:
             if not self.ship(SHIP_S):
-                raise Unavailable(f"the journal of {self.job.name}", "and no checkpoint is to be found without the steps that made it")
+                why = "the manifest is written only after the journal, which has the steps that made the checkpoint"
+                raise Unavailable(f"the journal of {self.job.name}", why)
             written = self.parts.of(version, by or version.generation)
             digest = self.run.commit(version, [shard.receipt for shard in written], lineage, written[0].layout)
         except (StorageError, OSError, KeyError) as error:
@@ -402,8 +403,8 @@ def _later(seconds: float, call: Callable[[], None]) -> None:
 
 def _split(bucket: str, home: str, key: str) -> str:
     return (
-        f"does not see bucket = {bucket!r} as the same place as {home}, where the coordinator runs: what one of them wrote "
-        f"there ({key}) the other does not find; name a folder that every node mounts, or a URL such as s3://bucket/prefix"
+        f"does not see bucket = {bucket!r} as the same place as {home}, where the coordinator runs: one of them did not find the "
+        f"object that the other wrote there ({key}); name a folder that every node mounts, or a URL such as s3://bucket/prefix"
     )
 
 

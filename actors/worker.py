@@ -162,7 +162,10 @@ class Worker:
         with self.apply_fence as member:
             heeded, latest = member.heed(incarnation), member.incarnation
         if not heeded:
-            print(f"{self.worker}: {order} of coordinator {incarnation} is refused, {latest} was heard", flush=True)
+            print(
+                f"{self.worker}: {order} of coordinator {incarnation} is refused, because the later coordinator {latest} was heard",
+                flush=True,
+            )
             return
         if order == "attach":
             self._attach()

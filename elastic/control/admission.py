@@ -44,11 +44,11 @@ def _left_out(run: RunState, event: Fenced, now: float) -> bool:
 def _out_of_date(run: RunState, event: OfAGeneration) -> str | None:
     what = f"{type(event).__name__} of {event.worker}"
     if event.generation != run.generation:
-        return f"{what} is of generation {event.generation}, the run is at {run.generation}"
+        return f"{what} is of generation {event.generation}, but the run is at generation {run.generation}"
     if run.plan is None:
-        return f"{what}: generation {event.generation} is settled"
+        return f"{what} came too late: generation {event.generation} is settled"
     if event.worker not in run.plan.members:
-        return f"{what}, which is no member of generation {event.generation}"
+        return f"{what}, which is not a member of generation {event.generation}"
     if event.worker not in run.workers and not _evidence_of_the_dead(run, event):
         return f"{what}, which is lost or expelled"
     return None
@@ -72,10 +72,10 @@ def joined(decision: Decision, event: Joined) -> None:
     if event.worker not in run.members.starting:
         decision.do(Kill((event.worker,), "nobody waits for it"))
         if membership.number_of(event.worker) < run.members.next_worker:
-            return decision.refuse(f"nobody waits for {event.worker}")
+            return decision.refuse(f"{event.worker} was not asked for, or came too late")
         # another coordinator has given this name to the worker
         decision.know("members", next_worker=membership.number_of(event.worker) + 1)
-        return decision.say(f"nobody waits for {event.worker}, and nobody else shall have its name")
+        return decision.say(f"{event.worker} was started by another coordinator; it is ended, and no other worker gets its name")
     decision.know(members=run.members.without_starting(event.worker))
     if (misfit := _misfit(decision, event)) is not None:
         why, shared = misfit

@@ -202,12 +202,14 @@ def _in_full(json: Json, told: Mapping[tuple[int, ...], Json]) -> Json:
         return json
     if json.get("$") == PLAN:
         if (json["generation"],) not in told:
-            raise UnknownFormat(f"the journal refers to the plan of generation {json['generation']}, and lacks it")
+            raise UnknownFormat(f"the journal refers to the plan of generation {json['generation']}, which it does not hold")
         return told[json["generation"],]
     if json.get("$") != COMMIT:
         return {key: _in_full(each, told) for key, each in json.items()}
     if (json["step"], json["generation"]) not in told:
-        raise UnknownFormat(f"the journal refers to the commit of step {json['step']} of generation {json['generation']}, and lacks it")
+        raise UnknownFormat(
+            f"the journal refers to the commit of step {json['step']} of generation {json['generation']}, which it does not hold"
+        )
     return told[json["step"], json["generation"]]
 
 

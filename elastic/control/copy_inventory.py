@@ -61,7 +61,7 @@ def ask_again(decision: Decision, node: NodeId) -> None:
 def kept(decision: Decision, event: Kept) -> None:
     copies = decision.run.copies
     if event.generation != copies.asked or event.node not in decision.run.cluster.keepers:
-        return decision.refuse(f"nobody asks what the keeper of node {event.node[:8]} holds of generation {event.generation}")
+        return decision.refuse(f"the keeper of node {event.node[:8]} was not asked what it holds of generation {event.generation}")
     host = replace(copies.hosts.get(event.node, Host()), kept=event.held, asked=event.generation)
     decision.know("copies", hosts={**copies.hosts, event.node: host})
 
@@ -133,7 +133,7 @@ def committed(decision: Decision, outcome: Outcome, before: RunState) -> None:
         decision.say(f"unprotected since step {since}: not every member of generation {plan.generation} has a later copy in host memory")
     elif _late_at_buddies(decision.run) and not _late_at_buddies(before):
         since = unbuddied_since(decision.run)
-        decision.say(f"no later copies than of step {since} have reached other nodes: the loss of a node would cost what came after it")
+        decision.say(f"other nodes hold no copy newer than step {since}: if a node is lost, the steps after it may be lost")
     safe = _safe(plan, copied, buddied)
     if safe is not None and _safe(plan, run.copies.copied, run.copies.buddied) is None:
         decision.do(Release(run.cluster.keepers, safe, safe))
@@ -211,7 +211,7 @@ def pair(decision: Decision, plan: Plan) -> None:
         other = ", or set copies.cross_zone = true" if len({host.zone for host in hosts.values()}) > 1 else ""
         names = ", ".join(node[:8] for node in alone)
         decision.say(
-            f"no other node of the zone can hold copies of node {names}, so no member's go to other nodes: add a node there{other}"
+            f"no other node of the zone can hold copies of node {names}, so no member's copies go to other nodes: add a node there{other}"
         )
     if plan.buddy_every:
         decision.know("copies", buddies=chosen)

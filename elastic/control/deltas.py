@@ -78,14 +78,14 @@ def patched(known: Json, change: Json) -> Json:
     if "at" in change:
         at = change["at"]
         if not isinstance(known, list) or at + change["cut"] > len(known):
-            raise Misfit(f"{change['cut']} items from position {at} on are to be replaced, and there is {str(known)[:80]}")
+            raise Misfit(f"{change['cut']} items from position {at} on cannot be replaced in {str(known)[:80]}")
         return [*known[:at], *change["put"], *known[at + change["cut"] :]]
     if isinstance(known, list):
         if absent := [key for key in change["~"] if not key.isdigit() or int(key) >= len(known)]:
-            raise Misfit(f"items {', '.join(absent)} are to be changed, and there are {len(known)}")
+            raise Misfit(f"items {', '.join(absent)} cannot be changed in a list of {len(known)} items")
         return [patched(each, change["~"][str(i)]) if str(i) in change["~"] else each for i, each in enumerate(known)]
     if not isinstance(known, Mapping):
-        raise Misfit(f"{', '.join(change['~'])} of {str(known)[:80]} is to be changed")
+        raise Misfit(f"{', '.join(change['~'])} cannot be changed in {str(known)[:80]}, which has no fields")
     gone = frozenset(change.get("-", ()))
     kept = {key: each for key, each in known.items() if key not in gone}
     return {**kept, **{key: patched(kept.get(key), each) for key, each in change["~"].items()}}

@@ -63,8 +63,8 @@ def form(decision: Decision) -> None:
     if plan is None:
         return _wait(decision, _shortage(decision))
     if keepers := copy_inventory.awaited(decision, plan):
-        held = f"what {count(len(keepers), 'keeper')} of {len(run.cluster.keepers)} hold"
-        return _wait(decision, f"{held} may be newer than step {plan.version.step}")
+        missing = f"{len(keepers)} of {count(len(run.cluster.keepers), 'keeper')} have not said yet which copies they hold"
+        return _wait(decision, f"{missing}; those may be newer than step {plan.version.step}")
     given_up = lineage.abandoned(run.history.lineage, plan.version)
     _take_up(decision, plan)
     if run.saves.by_keepers:

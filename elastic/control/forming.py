@@ -40,7 +40,7 @@ def slow_network(event: Ready) -> str:
     mb, mb_s = event.heal_bytes / 1e6, event.heal_bytes / 1e6 / event.heal_s
     return (
         f"{event.worker} got {mb:,.0f} MB at {mb_s:.1f} MB/s over interface {event.interface or '(chosen by the libraries)'}: "
-        f"if its node has a quicker one, name it as network.interface"
+        f"if its node has a faster interface, set network.interface to its name"
     )
 
 

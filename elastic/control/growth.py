@@ -53,7 +53,7 @@ def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[Worker
         brings_s = stay_s * len(group) / (len(members) + len(group))
         pays = brings_s >= costs_s
         sorts[pays] += group
-        why[pays] = why[pays] or f"a stay of {stay_s:.0f} s brings {brings_s:.1f} s, coming and going cost {costs_s:.1f} s"
+        why[pays] = why[pays] or f"a stay of {stay_s:.0f} s saves {brings_s:.1f} s, joining and leaving cost {costs_s:.1f} s"
     return Verdict(tuple(sorts[True]), tuple(sorts[False]), why[True], why[False])
 
 

@@ -116,10 +116,8 @@ def silence(watch: Watch, nodes: tuple[NodeId, ...], now: float, silence_s: floa
     still_s, gone = now - watch.moved_at, silent(watch, nodes, now, silence_s, silence_s)
     if not gone or still_s < silence_s:
         return None
-    heard_s = now - watch.beats[gone[0]].at
-    return Stall(
-        None, f"nothing was heard from node {gone[0][:8]} for {heard_s:.1f} s, though others are, and no member moved for {still_s:.1f} s"
-    )
+    silent_for = f"nothing was heard from node {gone[0][:8]} for {now - watch.beats[gone[0]].at:.1f} s"
+    return Stall(None, f"{silent_for}, though other nodes were heard, and no member moved for {still_s:.1f} s")
 
 
 def stepped(watch: Watch, now: float) -> Watch:
@@ -141,7 +139,7 @@ def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: floa
     still = f"no member moved for {still_s:.1f} s"
     unheard = [worker for worker in members if worker not in watch.seen or watch.seen[worker].heard_at <= watch.moved_at]
     if unheard:
-        return Stall(None, f"{still}; nobody is blamed, for nothing was heard from the node of {unheard[0]}")
+        return Stall(None, f"{still}; no member is blamed, because nothing was heard from the node of {unheard[0]}")
     return _blame(watch, members, still)
 
 
@@ -153,7 +151,7 @@ def _blame(watch: Watch, members: tuple[WorkerId, ...], still: str) -> Stall:
     told = [found[0] for words in TELLING if len(found := [worker for _, worker in behind if seen[worker].operation == words]) == 1]
     culprit = told[0] if told else first
     if not told and second_s - first_s < EVIDENCE_S:
-        return Stall(None, f"{still}; nobody is blamed, for {first} and {second} have completed equally little")
+        return Stall(None, f"{still}; no member is blamed, because {first} and {second} have completed equally little")
     step, microbatch, collective = least
     at = f"; it {seen[culprit].operation}" if seen[culprit].operation else ""
     return Stall(culprit, f"{still}; {culprit} has completed least (step {step}, microbatch {microbatch}, collective {collective}){at}")

@@ -36,4 +36,4 @@ def _grow(decision: Decision, plan: Plan) -> None:
         edges.pause(decision, f"grow from {plan.layout} to {layout} ({verdict.why_welcome})", save=False)
     elif frozenset(verdict.declined) - frozenset(run.members.declined):
         decision.know("members", declined=verdict.declined)
-        decision.say(f"{names(verdict.declined)} would cost more than they bring, and wait as spares ({verdict.why_declined})")
+        decision.say(f"{names(verdict.declined)} would cost more time than they save; they wait as spares ({verdict.why_declined})")

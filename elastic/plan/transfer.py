@@ -275,4 +275,4 @@ def _slice(tensor: Tensor, piece: Piece) -> Slice:
 def _one_version(held: Iterable[Holding]) -> None:
     versions = {each.version for each in held}
     if len(versions) > 1:
-        raise ValueError(f"holdings of {len(versions)} versions ({', '.join(map(str, sorted(versions)))}) are mixed")
+        raise ValueError(f"all holdings must have one version, but there are {', '.join(map(str, sorted(versions)))}")

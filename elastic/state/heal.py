@@ -221,7 +221,9 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
         if stored.get((tensor.kind, tensor.name)) != tensor:
             found = stored.get((tensor.kind, tensor.name))
             where = f"the checkpoint of {plan.version} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}"
-            raise StateMissing(f"{where}: its code was changed; go on with that which the run began with, or begin one of another name")
+            raise StateMissing(
+                f"{where}: the model's code was changed; use the code that the run began with, or begin a run of another name"
+            )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is never written to
         for part, raw in reader.read([part for part in wanted if part.count]):

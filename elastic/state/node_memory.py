@@ -67,7 +67,7 @@ def alone() -> Iterator[None]:
                 break
             time.sleep(0.05)
         else:
-            print(f"somebody has looked for memory for {PATIENCE_S:g} s, and holds the lock on {FOLDER}; going on without", flush=True)
+            print(f"other processes have held the lock on {FOLDER} for {PATIENCE_S:g} s; going on without it", flush=True)
         yield
     finally:
         os.close(folder)

@@ -129,7 +129,7 @@ class Region:
         weakref.finalize(self, os.close, descriptor)
         size = os.fstat(descriptor).st_size
         if size < PAGE:
-            raise StateMissing("what should be a region of host copies is no memory of any")
+            raise StateMissing("the file is too small to be a region of host copies")
         self.memory = memoryview(mmap.mmap(descriptor, size))
         self._words = self.memory[:PAGE].cast("q")
         sizes = (self["slots"], self["slot_bytes"], self["slot_blocks"], self["tensors_bytes"])

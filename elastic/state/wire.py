@@ -55,7 +55,7 @@ class Wire:
             proven = hmac.compare_digest(bytes(wire.receive(NONCE)), _proof(secret, b"server", theirs, ours))
         except WireError as error:
             wire.close()
-            raise WireError(f"{address} did not take this process for one of its run: {error}") from error
+            raise WireError(f"{address} did not accept this process as part of its run: {error}") from error
         if not proven:
             wire.close()
             raise WireError(f"{address} does not know the secret of this run")
@@ -91,11 +91,11 @@ class Wire:
         """Returns the head of the next message.  Raises :class:`WireError` if there is none, or if the connection has ended."""
         (length,) = LENGTH.unpack(self.receive(LENGTH.size))
         if length > HEAD_LIMIT:
-            raise WireError(f"a head of {length} bytes")
+            raise WireError(f"the message announces a head of {length} bytes, more than the {HEAD_LIMIT} that are allowed")
         try:
             found: dict[str, Any] = json.loads(bytes(self.receive(length)))
         except ValueError as error:
-            raise WireError(f"no head: {error}") from error
+            raise WireError(f"the head of a message is not JSON: {error}") from error
         return found
 
     def receive(self, size: int) -> bytearray:

@@ -169,7 +169,7 @@ def perform(kind: str, duration_s: float = 0.0, amount: float = 0.0) -> None:
 
 def _check(kind: str) -> None:
     if kind not in KINDS:
-        raise ValueError(f"kind = {kind!r} is nothing that a worker can do to itself; it can do {', '.join(KINDS)}")
+        raise ValueError(f"kind = {kind!r} is not a fault that a worker can perform itself; these are {', '.join(KINDS)}")
 
 
 def hold_the_gil(duration_s: float) -> None:

@@ -274,8 +274,8 @@ class Trainer:
             member.healed(now, Holding(self.worker, shard.version, shard.cell), shard)
         self.session.counters["step"] = plan.version.step
         print(
-            f"{self.worker}: generation {plan.generation}: met in {met - began:.3f} s, model in {built - met:.3f} s, "
-            f"the one before left in {alone - built:.3f} s, connected in {formed - alone:.3f} s, slices in {now - formed:.3f} s",
+            f"{self.worker}: generation {plan.generation}: rendezvous took {met - began:.3f} s, model {built - met:.3f} s, "
+            f"the abort before {alone - built:.3f} s, connecting {formed - alone:.3f} s, receiving state {now - formed:.3f} s",
             flush=True,
         )
         self._say(Ready(self.worker, plan.generation, formed - began, now - formed, self._received - before, self.interface))

@@ -58,7 +58,7 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype not in DTYPE_NAMES:
             raise ModelError(
-                f"{name!r} of {job.model!r} is {tensor.dtype}, which no checkpoint here can hold; make it one of {', '.join(DTYPES)}, "
+                f"{name!r} of {job.model!r} is {tensor.dtype}, which a checkpoint cannot hold; make it one of {', '.join(DTYPES)}, "
                 f"say by torch.view_as_real, or compute it in forward"
             )
     for name, parameter in model.named_parameters():

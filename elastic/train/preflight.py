@@ -88,9 +88,9 @@ def _wrapping(blocks: tuple[str, ...]) -> str:
     """Returns a sentence that says how a model without a sharding table is wrapped."""
     match blocks:
         case ():
-            what = "there is no ModuleList either, so the whole model is wrapped as one"
+            what = "the model has no ModuleList either, so it is wrapped as one unit"
         case (only,):
-            what = f"wraps {only}, the only child of the largest ModuleList, and the rest as one"
+            what = f"wraps {only}, the only child of the largest ModuleList, and all other parameters as one unit"
         case (first, *_, last):
-            what = f"wraps {first} … {last}, the children of the largest ModuleList, and the rest as one"
+            what = f"wraps {first} … {last}, the children of the largest ModuleList, and all other parameters as one unit"
     return f"no sharding table: {what}; data parallel only"

@@ -104,7 +104,7 @@ class ObjectStore(ABC):
         """Returns ``root``/key.  Raises :class:`ValueError` if ``key`` is not a key."""
         parts = key.split("/")
         if not all(parts) or "." in parts or ".." in parts or parts[-1].startswith(PARTIAL):
-            raise ValueError(f"{key!r} is no key: it must be a relative path without '.', '..', empty parts and {PARTIAL}…")
+            raise ValueError(f"{key!r} is not a valid key: it must be a relative path without '.', '..', empty parts and {PARTIAL}…")
         return f"{self.root}/{key}"
 
 

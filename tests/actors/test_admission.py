@@ -86,7 +86,7 @@ def head() -> str:
 
 
 def test_u11_a_bucket_that_is_not_shared_is_refused_with_both_nodes(folder: Path) -> None:
-    """U11: one worker would be enough, but nothing has run yet, so nothing is run."""
+    """U11: one worker would be enough, but no step has run yet, so the run ends now."""
     job = job_of(folder, least=1)
     with joined(folder, Node("disk", CPUS, empty=(folder / "bucket",))) as nodes:
         run = trial(job, hash_it=False)

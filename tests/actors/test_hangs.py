@@ -88,8 +88,8 @@ def test_whoever_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: Any, p
 
 def assert_said_where_it_stood(chaos: Trial, worker: str, where: str) -> None:
     """Checks that the story names the file, and the file the function."""
-    (said,) = [text for text in told(chaos) if text.startswith(f"where {worker} stood is in ")]
-    log = Path(said.removeprefix(f"where {worker} stood is in "))
+    (said,) = [text for text in told(chaos) if text.startswith(f"{worker} hung; its log, with its stack if that could be read, is ")]
+    log = Path(said.removeprefix(f"{worker} hung; its log, with its stack if that could be read, is "))
     head, spied, *lines = log.read_text().splitlines()
     assert "killed by signal 9 (SIGKILL)" in head and spied == "# where it stood, by py-spy:"
     assert [line for line in lines if where in line], lines

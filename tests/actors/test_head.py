@@ -172,7 +172,7 @@ def test_a_keeper_that_does_not_answer_is_not_waited_for_for_ever(tmp_path: Path
         job = job_of(tmp_path, "no-majority", faults=[{"point": "backward", "step": 12, "world_rank": 1}])
         chaos = trial(job, act)
         told = [str(line.text) for line in chaos.lines if isinstance(line, Sentence)]
-        assert "1 of 2 keepers took a copy of the journal, which is in the bucket" in told
+        assert "1 of 2 keepers held the journal in time, which was not enough; it is now in the bucket" in told
         assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
         assert samples(chaos.ledger) == samples(undisturbed.ledger)
         assert_nothing_left(chaos)

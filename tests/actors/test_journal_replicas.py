@@ -27,7 +27,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
-IN_BUCKET = "1 of 3 keepers took a copy of the journal, which is in the bucket"
+IN_BUCKET = "1 of 3 keepers held the journal in time, which was not enough; it is now in the bucket"
 
 
 class Shelf:
@@ -142,7 +142,9 @@ def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.lose("b", "c")
     assert desk.decide()[-1:] == [IN_BUCKET] and desk.shipped == 1
-    assert desk.decide(keepers=(NodeId("a"),))[-1:] == ["1 of 1 keepers took a copy of the journal, which is in the bucket"]
+    assert desk.decide(keepers=(NodeId("a"),))[-1:] == [
+        "1 of 1 keepers held the journal in time, which was not enough; it is now in the bucket"
+    ]
     assert desk.decide() == [] and desk.shipped == 2, "from now on it is a majority of one"
     desk.decide(keepers=(NodeId("a"), NodeId("b"), NodeId("c")))
     desk.run.claim("elsewhere", "one", "b")
@@ -154,7 +156,9 @@ def test_keepers_alone_are_not_enough_for_whom_neither_head_nor_bucket_has_answe
     """The coordinator may be cut off together with all keepers, and followed by another."""
     desk = Desk(tmp_path, lease_s=0.0)
     assert not desk.replicas.holds
-    assert desk.decide()[-1].endswith("keepers took a copy of the journal, which is in the bucket") and desk.shipped == 1
+    assert (
+        desk.decide()[-1].endswith("keepers held the journal in time, which was not enough; it is now in the bucket") and desk.shipped == 1
+    )
     desk.run.claim("elsewhere", "one", "b")
     with pytest.raises(Deposed):
         desk.decide()

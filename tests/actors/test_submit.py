@@ -191,7 +191,7 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     try:
         act.submitted = nodes.submit(tmp_path / "project", shlex.split(documented()[0]))
         assert act.submitted.wait() == 0, act.submitted.text
-        assert "the run trains on when this command is gone" in act.submitted.text
+        assert "the run continues after this command has ended" in act.submitted.text
         log = act.submitted.ray("logs", act.submitted.id)
         assert "SIGTERM: this command leaves, the run goes on" in log
         assert "no sharding table: wraps layers.0 … layers.2" in log and "; data parallel only" in log

@@ -223,19 +223,19 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
 def wrong(found: Mapping[str, Any], scenario: Scenario, *, sockets: bool) -> list[str]:
     """Returns a short text for everything that must not be.  Of a control it returns only that the control shows nothing."""
     if scenario.harmful:
-        return [] if found.get("believed") else ["the control shows nothing"]
+        return [] if found.get("believed") else ["the control shows nothing: no member took garbage for a commit"]
     recompiled = {worker: graphs for worker, graphs in found.get("compiled", {}).items() if graphs[0] != graphs[1]}
     others = {way: number for way, number in found.get("transports", {}).items() if not way.startswith("NET/")}
     survived = found.get("killed_by_us") is None or sum(found.get("deaths", {}).values()) == found["killed_by_us"]
     checks = {
-        f"it ended as {found['state']}": found["state"] == "Finished",
-        "other bits": found["same_bits"] is not False,
-        "somebody applied": found.get("nobody_applied", True),
-        "strikes that were not followed": len(found.get("kills", ())) == found.get("struck", 0),
-        f"left: {found.get('left')}": "left" not in found,
-        f"compiled after the first step: {recompiled}": not recompiled,
-        f"others than the victims ended: {found.get('deaths')}": survived,
-        f"not over sockets: {found.get('transports')}": not sockets or (bool(found.get("transports")) and not others),
+        f"the run ended as {found['state']}": found["state"] == "Finished",
+        "the weights differ from those of the reference run": found["same_bits"] is not False,
+        "it is not shown that no member applied the step in which the rank froze": found.get("nobody_applied", True),
+        "after some faults no world stepped again": len(found.get("kills", ())) == found.get("struck", 0),
+        f"the run left things behind: {found.get('left')}": "left" not in found,
+        f"workers compiled graphs after their first step: {recompiled}": not recompiled,
+        f"not exactly the victims died: {found.get('deaths')}": survived,
+        f"not all connections are sockets: {found.get('transports')}": not sockets or (bool(found.get("transports")) and not others),
     }
     return [sentence for sentence, holds in checks.items() if not holds]
 
@@ -277,10 +277,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=int, default=16, help="sequences a step, each a microbatch")
     parser.add_argument("--sockets", action="store_true")
     parser.add_argument("--reference", help="hash of an undisturbed run with the same --size and --steps; default: the first run's")
-    parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later")
-    parser.add_argument("--limit", type=float, default=600, help="seconds after which a run is given up, and all with it")
-    parser.add_argument("--bits", action=argparse.BooleanOptionalAction, default=True, help="compare them; large ones take minutes to read")
-    parser.add_argument("--commit", default="not said", help="of this code, for the record")
+    parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later than this")
+    parser.add_argument("--limit", type=float, default=600, help="after so many seconds in one scenario the whole benchmark ends")
+    parser.add_argument(
+        "--bits", action=argparse.BooleanOptionalAction, default=True, help="compare the final weights; reading large ones takes minutes"
+    )
+    parser.add_argument("--commit", default="not said", help="the commit of this code, for the results")
     parser.add_argument("--work", type=Path, help="folder for buckets; default: a temporary one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()
@@ -289,9 +291,14 @@ def arguments() -> argparse.Namespace:
     options.gpus = list(range(torch.cuda.device_count())) * options.per_gpu
     options.world = options.world or len(options.gpus)
     if options.world < 2:
-        parser.error(f"--world {options.world}: somebody must be left; this machine has {torch.cuda.device_count()} GPUs")
+        parser.error(
+            f"--world {options.world}: at least 2 workers are needed, so that one is left; there are {torch.cuda.device_count()} GPUs"
+        )
     if options.nodes % options.per_gpu or len(options.gpus) % options.nodes:
-        parser.error(f"--nodes {options.nodes} --per-gpu {options.per_gpu}: {torch.cuda.device_count()} GPUs cannot be dealt out so")
+        parser.error(
+            f"--nodes {options.nodes} --per-gpu {options.per_gpu}: {torch.cuda.device_count()} GPUs "
+            f"cannot be divided evenly among the nodes like this"
+        )
     return options
 
 

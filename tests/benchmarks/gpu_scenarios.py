@@ -178,7 +178,7 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
             check=nobody_applied,
         ),
         "believed": Scenario(
-            "the same, and nobody looks at what a commit brings: the control",
+            "the control: the same, but members do not check what a commit record says",
             replicas | seldom | {"faults": frozen, "loss": "tests.support.mischief:early_abort_believed"},
             check=somebody_applied,
             harmful=True,

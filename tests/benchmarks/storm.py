@@ -214,25 +214,25 @@ def judge(storm: Storm, reference: Job) -> dict[str, Any]:
     records = [record for _, each in segments for record in each]
     worlds, steps = formed(records), ledger(segments)
     work, again = witness.total("microbatches_run"), sum(each.redone for each in worlds)
-    bound = (job.steps + again + len(strikes)) * job.microbatches
+    least, bound = job.steps * job.microbatches, (job.steps + again + len(strikes)) * job.microbatches
     ends = Counter(end for victim, signals in _deadly(strikes).items() for end in _end_of(witness, victim, signals))
     used = sorted(number for _, ids in samples(steps) for part in ids for number in part)
-    bucket = any(world.tier == "bucket" for world in worlds)
+    host, bucket = (any(world.tier == tier for world in worlds) for tier in ("host", "bucket"))
     promises = {
-        f"it did not finish: {storm.result}": storm.result is not None and storm.result.state == "Finished",
-        "the hash is another": exported_hash(job) == exported_hash(reference) != "",
-        "a step is missing": sorted(steps) == list(range(1, job.steps + 1)),
+        f"the run did not finish: {storm.result}": storm.result is not None and storm.result.state == "Finished",
+        "the exported weights are not those of the undisturbed run": exported_hash(job) == exported_hash(reference) != "",
+        "a step is missing, or the journal has a step that is not of the job": sorted(steps) == list(range(1, job.steps + 1)),
         "a sample was not used exactly once": used == list(range(job.global_batch * job.steps)),
-        f"work {work} beyond {bound}": job.steps * job.microbatches <= work <= bound,
-        f"ends {ends}": not any(end.startswith("not by") for end in ends),
-        f"too many ends of which this kernel does not tell: {ends}": ends[UNTOLD] <= max(2, len(strikes) // 50),
-        "steps were done again that were held": all(
+        f"{work} microbatches were computed instead of {least} to {bound}": least <= work <= bound,
+        f"some victims ended otherwise than by the signals of their faults: {ends}": not any(end.startswith("not by") for end in ends),
+        f"the kernel could not tell of too many victims how they ended: {ends}": ends[UNTOLD] <= max(2, len(strikes) // 50),
+        "a world did more steps again than its checkpoint or its copies allow": all(
             w.redone <= {"bucket": 2 * job.checkpoint.save_every, "host": HOST_REDONE}.get(w.tier, 0) for w in worlds
         ),
-        "bytes from copies that no world began from": (witness.total("healed_host_bytes") > 0) == any(w.tier == "host" for w in worlds),
-        "bytes from a bucket that no world began from": (witness.total("healed_bucket_bytes") > 0) == bucket,
-        "this version decides otherwise": not [each for each in differences(segments, "") if each.what != "reason"],
-        f"left: {', '.join(storm.left)}": not storm.left,
+        "the witness and the journal disagree whether state was read from host copies": (witness.total("healed_host_bytes") > 0) == host,
+        "the witness and the journal disagree whether state was read from the bucket": (witness.total("healed_bucket_bytes") > 0) == bucket,
+        "this version decides the journal's events differently": not [e for e in differences(segments, "") if e.what != "reason"],
+        f"the run left things behind: {', '.join(storm.left)}": not storm.left,
     }
     return {
         "wrong": [what for what, kept in promises.items() if not kept],

@@ -122,7 +122,7 @@ def test_without_copies_on_other_nodes_for_long_it_is_said_and_shown() -> None:
         reasons = [play.tell(ev.StepDone(WorkerId("w1"), 1, replace(copied(step, step - 1), buddied_through=buddied))) for step in steps]
         return [reason for reason in reasons if reason]
 
-    assert told(1, 20, -1) == ["no later copies than of step 0 have reached other nodes: the loss of a node would cost what came after it"]
+    assert told(1, 20, -1) == ["other nodes hold no copy newer than step 0: if a node is lost, the steps after it may be lost"]
     assert (unbuddied_since(play.run), unprotected_since(play.run)) == (0, None)
     assert told(21, 22, 20) == [] and unbuddied_since(play.run) is None
     assert len(told(23, 45, 20)) == 1 and unbuddied_since(play.run) == 20

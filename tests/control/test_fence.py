@@ -90,7 +90,7 @@ def test_the_silent_are_expelled_and_their_word_counts_no_more() -> None:
     assert play.did(Settle) == [Settle(1, (WorkerId("w1"),), None)]
     before = play.run
     late = play.tell(StepDone(WorkerId("w3"), 1, outcome(5, 1)))
-    assert late == "refused: StepDone of w3 is of generation 1, the run is at 2"
+    assert late == "refused: StepDone of w3 is of generation 1, but the run is at generation 2"
     assert play.run == before and play.last.actions == ()
 
 
@@ -112,7 +112,7 @@ def test_when_nobody_answers_the_leases_are_waited_for() -> None:
     play = stepping(2, lease_s=60.0)
     play.steps(1, 4)
     reason = play.later(25.0)
-    assert reason.startswith("no member moved for 25.0 s; nobody is blamed")
+    assert reason.startswith("no member moved for 25.0 s; no member is blamed")
     assert play.later(6.0) == "nobody of generation 1 answers: ask again until the leases have run out"
     assert play.deeds == ["Fence"]
     assert play.later(31.0).startswith("nobody of generation 1 answers"), "61 s: a member's clock may be a twentieth slower"

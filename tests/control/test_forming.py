@@ -132,7 +132,7 @@ def test_growth_is_at_a_boundary_and_loses_nothing() -> None:
     assert play.tell(ev.Capacity(1)) == "start w2: 1 worker of at most 2"
     reason = play.join("w2")
     assert reason.startswith(
-        "w2 joined on node n1; grow from 1×1 to 2×1 (a stay of 3600 s brings 1800.0 s, coming and going cost 0.0 s): generation 1 "
+        "w2 joined on node n1; grow from 1×1 to 2×1 (a stay of 3600 s saves 1800.0 s, joining and leaving cost 0.0 s): generation 1 "
     )
     assert play.deeds == ["Pause"]
     play.step(4)
@@ -183,7 +183,7 @@ def test_a_worker_nobody_asked_for_is_sent_away() -> None:
     play = stepping(2)
     play.lose("w2")
     before = play.run
-    assert play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", CLASSES)) == "refused: nobody waits for w2"
+    assert play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", CLASSES)) == "refused: w2 was not asked for, or came too late"
     assert play.last.actions == (Kill((WorkerId("w2"),), "nobody waits for it"),)
     assert play.run is before
 
@@ -191,7 +191,7 @@ def test_a_worker_nobody_asked_for_is_sent_away() -> None:
 def test_a_worker_that_another_coordinator_asked_for_keeps_its_name() -> None:
     """R9: a superseded coordinator that does not know it has started w9; the next worker to be started gets a later id."""
     play = stepping(1)
-    assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", CLASSES)).startswith("nobody waits for w9")
+    assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", CLASSES)).startswith("w9 was started by another coordinator")
     assert play.last.actions == (Kill((WorkerId("w9"),), "nobody waits for it"),)
     play.rules = rules(max_workers=2)
     assert play.tell(ev.Capacity(1)) == "start w10: 1 worker of at most 2"
@@ -336,7 +336,7 @@ def test_state_that_comes_at_a_crawl_is_said_with_the_interface() -> None:
     play = started(2)
     crawl = ev.Ready(WorkerId("w1"), 1, heal_s=100.0, heal_bytes=10**9, interface="eth0")
     assert play.tell(crawl) == (
-        "w1 got 1,000 MB at 10.0 MB/s over interface eth0: if its node has a quicker one, name it as network.interface"
+        "w1 got 1,000 MB at 10.0 MB/s over interface eth0: if its node has a faster interface, set network.interface to its name"
     )
     assert play.tell(crawl) == "", "said once"
     for heal_s, heal_bytes in ((10.0, 10**9), (100.0, 10**6), (0.0, 0)):

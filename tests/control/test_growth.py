@@ -77,7 +77,7 @@ def test_a_machine_that_comes_and_goes_is_no_longer_taken_in() -> None:
     assert grown[0] and not grown[-1]
     assert grown == sorted(grown, reverse=True), "once is enough: it is not forgotten"
     declined = said[grown.index(False)]
-    assert "would cost more than they bring, and wait as spares (" in declined and "coming and going cost 8.0 s)" in declined
+    assert "would cost more time than they save; they wait as spares (" in declined and "joining and leaving cost 8.0 s)" in declined
     assert play.generation <= 2 * grown.index(False) + 1, "no world was formed anew for the others"
 
 

@@ -158,7 +158,7 @@ def test_a_plan_is_written_where_it_begins(early: int) -> None:
 def test_a_plan_that_is_nowhere_is_refused() -> None:
     play = unread(4)
     bent = json.loads(json.dumps(play.records).replace('"PlanOf", "generation": 2', '"PlanOf", "generation": 3'))
-    with pytest.raises(codec.UnknownFormat, match="refers to the plan of generation 3, and lacks it"):
+    with pytest.raises(codec.UnknownFormat, match="refers to the plan of generation 3, which it does not hold"):
         codec.fold(play.begun, bent)
 
 
@@ -173,7 +173,7 @@ def test_a_commit_that_is_nowhere_is_refused() -> None:
     """A record whose commits were taken out says which one it lacks."""
     play = recovery(4)
     bent = [{name: each for name, each in record.items() if name != "commits"} for record in play.records]
-    with pytest.raises(codec.UnknownFormat, match="refers to the commit of step 3 of generation 1, and lacks it"):
+    with pytest.raises(codec.UnknownFormat, match="refers to the commit of step 3 of generation 1, which it does not hold"):
         codec.fold(play.begun, bent)
 
 

@@ -80,7 +80,7 @@ def test_nobody_is_blamed_by_lot() -> None:
     done = {W1: (5, 2, 0), W2: (5, 2, 0), W3: (5, 3, 0)}
     stalled = stall(watched((1.0, done), (9.0, done)), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit is None
-    assert "nobody is blamed, for w1 and w2 have completed equally little" in stalled.sentence
+    assert "no member is blamed, because w1 and w2 have completed equally little" in stalled.sentence
 
 
 @pytest.mark.parametrize("last_heard", [{}, {W1: (5, 2, 1), W2: (5, 2, 0)}], ids=["never", "not since the world stands still"])
@@ -88,7 +88,7 @@ def test_nobody_is_blamed_while_a_node_is_silent(last_heard: dict[WorkerId, tupl
     first = {W1: (5, 2, 1), W2: (5, 2, 0), W3: (4, 2, 1)}
     stalled = stall(watched((1.0, first), (5.0, last_heard)), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit is None
-    assert "nobody is blamed, for nothing was heard from the node of" in stalled.sentence
+    assert "no member is blamed, because nothing was heard from the node of" in stalled.sentence
 
 
 def test_late_is_not_stuck() -> None:

@@ -105,7 +105,9 @@ def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
     play.tell(ev.Capacity(0))
     assert play.later(9.0) == "" and isinstance(play.run.state, Waiting)
     reason = play.later(1.0)
-    assert reason.startswith("no room for workers that may be members: 1 worker of at least 2; w2 on node n2 (b, 10.0.0.2) cannot be")
+    assert reason.startswith(
+        "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 (b, 10.0.0.2) cannot be"
+    )
     assert "Ray is 2.59.0 there" in reason and isinstance(play.run.state, Failed)
 
 
@@ -149,7 +151,7 @@ def test_a_bucket_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
     assert isinstance(play.run.state, Failed)
     assert reason == (
         "node n2 is refused: node n2 (b) does not see bucket = '/runs' as node n1 (a); the job was checked on "
-        "node aa (head, 10.0.0.1); nothing has run yet, so nothing is run"
+        "node aa (head, 10.0.0.1); no step has run yet, so the run ends now"
     )
     assert play.run.state.reason in reason
 
@@ -271,7 +273,7 @@ def test_two_kinds_and_too_few_of_each_fail_by_name() -> None:
     joins(play, "w1", "n1")
     joins(play, "w2", "n2", kind=OLD)
     reason = play.later(10.0)
-    assert reason == "no room for workers that may be members: 1 worker of at least 2; w2 on node n2 is cpu torch-2.11"
+    assert reason == "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 is cpu torch-2.11"
 
 
 def test_without_reproducible_any_kind_may_sit_and_the_steps_are_marked() -> None:

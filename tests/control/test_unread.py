@@ -233,7 +233,7 @@ def test_what_one_holds_that_was_left_out_of_the_last_generation_counts() -> Non
     again.tell(answer)
     assert again.run.workers[WorkerId("w3")].holdings == (held,) and again.pending == ("w2",)
     aware = Play(again.rules, but(again.run, "takeover", blind_until=0.0))
-    assert "refused: Fenced of w3 is of generation 2, the run is at 3" in aware.tell(replace(answer, held=()))
+    assert "refused: Fenced of w3 is of generation 2, but the run is at generation 3" in aware.tell(replace(answer, held=()))
 
 
 def test_what_was_applied_after_an_answer_is_asked_for() -> None:

@@ -97,7 +97,7 @@ def test_every_job_in_every_layout_has_the_golden_bits() -> None:
     for (name, layout, _), value in zip(requests, found["hashes"], strict=True):
         entry = known.get(found["kinds"][name], {}).get(name)
         unknown |= {name} if entry is None else set()
-        assert entry is None or entry["hash"] == value, f"{name} in layout {layout}"
+        assert entry is None or entry["hash"] == value, f"{name} in layout {layout} does not end with the golden hash"
     if unknown:
         pytest.skip(f"not proven here: no golden data of {', '.join(sorted(unknown))} for this kind; the others are as they were")
 
@@ -141,7 +141,7 @@ def test_a_journal_is_decided_again_as_it_was(tmp_path: Path, capsys: pytest.Cap
     job = unpack(f"journals/{name}.tar.gz", tmp_path)
     (tmp_path / "job.toml").write_text(to_toml(job), encoding="utf-8")
     assert main(["replay", str(tmp_path / "job.toml"), "--check"]) == 0
-    assert f"{read('journals.json')[name]['decisions']} decisions, 0 otherwise" in capsys.readouterr().out
+    assert f"{read('journals.json')[name]['decisions']} decisions: 0 differ" in capsys.readouterr().out
 
 
 @pytest.mark.fast

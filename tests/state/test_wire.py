@@ -61,7 +61,7 @@ def test_what_takes_long_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_stranger_is_refused_and_named(listener: Listener, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(WireError, match="did not take this process for one of its run"):
+    with pytest.raises(WireError, match="did not accept this process as part of its run"):
         Wire.connect(listener.address, b"x" * 32)
     host, _, port = listener.address.rpartition(":")
     with socket.create_connection((host, int(port))) as plain:
@@ -91,7 +91,7 @@ def test_what_is_no_message_ends_the_conversation_and_nothing_else(listener: Lis
 
     with Listener("127.0.0.1", SECRET, babble) as babbler, contextlib.closing(Wire.connect(babbler.address, SECRET)) as reader:
         reader.send({})
-        with pytest.raises(WireError, match="no head"):
+        with pytest.raises(WireError, match="the head of a message is not JSON"):
             reader.head()
 
 

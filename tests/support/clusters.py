@@ -196,8 +196,10 @@ class Submitted:
         """Waits until ``true()``, while the job runs or, with ``ended``, also after its end."""
         end = time.monotonic() + deadline_s
         while not true():
-            assert ended or self.process.poll() is None, f"it ended with code {self.process.returncode}:\n{self.text}"
-            assert time.monotonic() < end, f"nothing after {deadline_s} s:\n{self.text}"
+            assert ended or self.process.poll() is None, (
+                f"the command ended with code {self.process.returncode} before what the test waits for had happened:\n{self.text}"
+            )
+            assert time.monotonic() < end, f"what the test waits for did not happen within {deadline_s:g} s:\n{self.text}"
             time.sleep(0.02)
 
     def wait(self, deadline_s: float = PATIENCE_S) -> int:

@@ -148,10 +148,12 @@ class Command:
         """Waits for something while the command runs."""
         end = time.monotonic() + deadline_s
         while not true():
-            assert self.process.poll() is None, f"it ended with code {self.process.returncode}:\n{self.text}"
+            assert self.process.poll() is None, (
+                f"the command ended with code {self.process.returncode} before what the test waits for had happened:\n{self.text}"
+            )
             if time.monotonic() > end:
                 self.kill_everything()
-                raise AssertionError(f"nothing after {deadline_s} s:\n{self.text}")
+                raise AssertionError(f"what the test waits for did not happen within {deadline_s:g} s:\n{self.text}")
             time.sleep(0.005)
 
     def wait(self, deadline_s: float = PATIENCE_S) -> int:

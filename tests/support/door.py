@@ -202,7 +202,7 @@ def _request(client: socket.socket) -> bytes:
 def _received(client: socket.socket) -> bytes:
     data = client.recv(1 << 16)
     if not data:
-        raise ConnectionResetError("it hung up")
+        raise ConnectionResetError("the client closed the connection before its request was complete")
     return data
 
 

@@ -119,7 +119,7 @@ class Hosts:
 
     def _start(self) -> None:
         assert self.wire.stdout is not None
-        assert self.wire.stdout.readline() == "ready\n", "no TUN devices: is /dev/net/tun there, and this root?"
+        assert self.wire.stdout.readline() == "ready\n", "no TUN device could be made: this needs root and /dev/net/tun"
         _ip("addr", "add", f"{self.address(0)}/24", "dev", self.names[0])
         _ip("link", "set", self.names[0], "mtu", str(MTU), "up")
         for host, name in enumerate(self.names[1:], 1):

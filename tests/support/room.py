@@ -35,7 +35,9 @@ class Room:
         taker, until = self._start(cpus), time.monotonic() + PATIENCE_S
         while state.actors(taker._actor_id.hex()).get("State") != "PENDING_CREATION":
             if time.monotonic() > until:
-                raise TimeoutError(f"the queued taker is {state.actors(taker._actor_id.hex())}; was there room?")
+                raise TimeoutError(
+                    f"the actor does not wait for CPUs, perhaps because enough were free: {state.actors(taker._actor_id.hex())}"
+                )
             time.sleep(0.01)
         return taker
 

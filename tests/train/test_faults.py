@@ -101,7 +101,7 @@ def test_the_words_are_those_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("kind", ["node_kill", "SIGUSR2", "earthquake"])
 def test_what_a_worker_cannot_do_to_itself_is_said(kind: str) -> None:
-    wrong = f"kind = '{kind}' is nothing that a worker can do to itself; it can do SIGKILL, "
+    wrong = f"kind = '{kind}' is not a fault that a worker can perform itself; these are SIGKILL, "
     with pytest.raises(ValueError, match=wrong):
         faults.perform(kind)
     with pytest.raises(ValueError, match=wrong):

@@ -177,7 +177,7 @@ def _read_one(
     try:
         wire = Wire.connect(dict(plan.hosts)[holding.keeper], access.secret)
     except WireError as error:
-        raise CopyLost(f"{where} cannot be had: {error}", holding.keeper) from error
+        raise CopyLost(f"{where} cannot be reached: {error}", holding.keeper) from error
     try:
         own = access.own if holding.worker == access.worker else None
         near = holding.keeper == plan.nodes[plan.world_rank(access.worker)]

@@ -62,7 +62,8 @@ def little_lockable(needed: int, limit: int) -> str:
     if needed <= limit:
         return ""
     return (
-        f"this worker pins {amount(needed)} of host memory for copies, and RLIMIT_MEMLOCK is {amount(limit)}: whether CUDA's driver counts "
-        f"what it pins was not verified, InfiniBand's verbs do; raise it by {amount(needed - limit)} or more (`ulimit -l unlimited` before "
-        f"`ray start`; with docker --ulimit memlock=-1; on Kubernetes LimitMEMLOCK=infinity for the node's container runtime)"
+        f"this worker pins {amount(needed)} of host memory for copies, and RLIMIT_MEMLOCK is {amount(limit)}: InfiniBand's verbs "
+        f"count pinned memory against that limit; for CUDA's driver this was not verified; raise it by {amount(needed - limit)} or "
+        f"more (`ulimit -l unlimited` before `ray start`; with docker --ulimit memlock=-1; "
+        f"on Kubernetes LimitMEMLOCK=infinity for the node's container runtime)"
     )

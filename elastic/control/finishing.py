@@ -18,4 +18,5 @@ def go_on(decision: Decision, state: Finishing) -> None:
         edges.stop(decision, "the last checkpoint cannot become complete")
     elif decision.now >= patient_until(decision, state.deadline):
         refused = f"the bucket refused the last checkpoint for {decision.rules.wait_s:g} s"
-        edges.stop(decision, refused if refused_since(run) else f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s")
+        silent = f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s"
+        edges.stop(decision, silent if refused_since(run) is None else refused)

@@ -135,6 +135,7 @@ def _go_on(decision: Decision) -> None:
     """Performs the step of the present state that knowledge and time now permit."""
     if decision.run.saves.pending:
         saves.ask_for_manifests(decision)
+        saves.give_up_the_silent(decision)
     match decision.run.state:
         case Waiting() as state:
             waiting.go_on(decision, state)

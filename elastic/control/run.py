@@ -33,11 +33,7 @@ NEVER = float("inf")
 
 
 def evolve(value: T, **changes: Any) -> T:
-    """Returns ``value`` with some fields replaced.
-
-    It does the same as ``dataclasses.replace``, but five times as fast for a value with many fields: most of a decision's time was spent
-    there.
-    """
+    """Returns ``value`` with some fields replaced, as ``dataclasses.replace`` does, but five times as fast for a value with many fields."""
     assert changes.keys() <= value.__dict__.keys(), f"{type(value).__name__} has no {', '.join(changes.keys() - value.__dict__.keys())}"
     new: T = object.__new__(type(value))
     new.__dict__.update(value.__dict__, **changes)
@@ -312,8 +308,10 @@ class Saving:
     """The reason why the checkpoint can never be complete, if it was reported before the commit of its version."""
     layout: Layout | None = None
     """The layout of the members."""
-    refused_at: float = 0.0
-    """The time since which the bucket refuses what it is given of the checkpoint; 0 if it does not."""
+    heard_at: float | None = None
+    """The time at which the save began or the last part was reported; None in older journals, whose silent saves are not given up."""
+    refused_at: float | None = None
+    """The time since which the bucket refuses what it is given of the checkpoint; None if it does not."""
     nodes: tuple[NodeId, ...] = ()
     """The node of each member; its keeper uploads the member's part even when the member is gone.  It is empty in journals of older
     versions, whose members uploaded their parts themselves; there, the loss of any member ends the save.
@@ -327,10 +325,10 @@ class Saving:
         """Returns whether a part written in ``generation`` belongs to this checkpoint; 0 is the generation that committed the version."""
         return (generation or self.version.generation) == (self.by or self.version.generation)
 
-    def report(self, worker: WorkerId) -> Saving:
+    def report(self, worker: WorkerId, now: float) -> Saving:
         """Returns the saving after the part of ``worker`` has reached the bucket."""
-        reported = {*self.reported, worker}
-        return evolve(self, reported=tuple(member for member in self.members if member in reported), refused_at=0.0)
+        reported, heard_at = {*self.reported, worker}, None if self.heard_at is None else now
+        return evolve(self, reported=tuple(each for each in self.members if each in reported), heard_at=heard_at, refused_at=None)
 
     def needs(self, node: NodeId) -> bool:
         """Returns whether the keeper of ``node`` has still to report a part."""

@@ -50,7 +50,7 @@ def begin(decision: Decision, outcome: Outcome) -> None:
         decision.say(f"{version} is not saved: there is no keeper on node {', '.join(node[:8] for node in lacking)}")
         decision.durable = True
     elif version not in run.history.saved:
-        _put(decision, Saving(version, plan.members, layout=plan.layout, nodes=plan.nodes))
+        _put(decision, Saving(version, plan.members, layout=plan.layout, nodes=plan.nodes, heard_at=decision.now))
     tell(decision)
 
 
@@ -68,7 +68,7 @@ def begin_again(decision: Decision, plan: Plan) -> None:
     known = decision.run.saves.find(plan.version)
     again = Saving(plan.version, plan.members, asked=known is not None and known.asked, by=plan.generation)
     if not by_members(decision.run):
-        again = replace(again, layout=plan.layout, nodes=plan.nodes)
+        again = replace(again, layout=plan.layout, nodes=plan.nodes, heard_at=decision.now)
     _put(decision, again)
     tell(decision)
 
@@ -110,7 +110,7 @@ def shard_saved(decision: Decision, event: ShardSaved) -> None:
     known = decision.run.saves.find(event.version) or _unannounced(decision, event.version)
     if known is None or event.worker not in known.members or not known.is_of(event.by):
         return decision.refuse(f"nobody waits for a part of {event.version} from {event.worker}")
-    _put(decision, known.report(event.worker))
+    _put(decision, known.report(event.worker, decision.now))
     state = decision.run.state
     if isinstance(state, Finishing) or (isinstance(state, Stopping) and state.planned and not state.pending):
         decision.amend(deadline=decision.now + decision.rules.stop_s)
@@ -139,6 +139,22 @@ def ask_for_manifests(decision: Decision) -> None:
             _put(decision, replace(each, asked=True, ask_at=decision.now + decision.rules.stop_s))
 
 
+def give_up_the_silent(decision: Decision) -> None:
+    """Gives up the saves of which nothing was heard for ``stop_s``, or which the bucket refused for ``wait_s``.
+
+    No cause of that is known; but while a save is on its way no other one begins.  The last save of a run or of a stop is waited for in
+    its state.
+    """
+    run, rules, now = decision.run, decision.rules, decision.now
+    for each in run.saves.pending:
+        if each.heard_at is None or (each.version == run.version and isinstance(run.state, Finishing | Stopping)):
+            continue
+        heard_at = max(each.heard_at, run.watch.uploaded_at)
+        until = heard_at + rules.stop_s if each.refused_at is None else each.refused_at + rules.wait_s
+        if now >= until and not each.complete:
+            _forget(decision, each.version, f"nothing was heard of it for {now - heard_at:.0f} s")
+
+
 def patient_until(decision: Decision, deadline: float) -> float:
     """Returns the time until which the end of the run waits for the save of its present version, no less than ``deadline``.
 
@@ -146,15 +162,15 @@ def patient_until(decision: Decision, deadline: float) -> float:
     too: where only saves are copied, its slot is waited for.
     """
     run, rules = decision.run, decision.rules
-    if since := refused_since(run):
+    if (since := refused_since(run)) is not None:
         return max(deadline, since + rules.wait_s)
     manifests_until = [each.ask_at + rules.stop_s for each in run.saves.pending if each.asked and each.complete]
     return max(deadline, run.watch.uploaded_at + rules.stop_s, *manifests_until)
 
 
-def refused_since(run: RunState) -> float:
-    """Returns the time since which the bucket refuses what it is given of the saves on their way; 0 if it does not."""
-    return min((each.refused_at for each in run.saves.pending if each.refused_at), default=0.0)
+def refused_since(run: RunState) -> float | None:
+    """Returns the time since which the bucket refuses what it is given of the saves on their way; None if it does not."""
+    return min((each.refused_at for each in run.saves.pending if each.refused_at is not None), default=None)
 
 
 def saved(decision: Decision, event: Saved) -> None:
@@ -182,7 +198,7 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         return decision.refuse(f"nobody saves {event.version}")
     if event.again or (event.again is None and known.asked and known.complete):
         ask_at = decision.now + decision.rules.fence_s if known.asked else known.ask_at
-        _put(decision, replace(known, ask_at=ask_at, refused_at=known.refused_at or decision.now))
+        _put(decision, replace(known, ask_at=ask_at, refused_at=decision.now if known.refused_at is None else known.refused_at))
         if not (known.asked and known.complete):
             return decision.say(f"a part of {event.version} was not written ({event.reason}); its keeper tries again")
         return decision.say(f"the manifest of {event.version} was not written ({event.reason}); again in {decision.rules.fence_s:g} s")

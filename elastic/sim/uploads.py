@@ -33,7 +33,7 @@ class Uploads:
         self.told: dict[tuple[Save, WorkerId], ShardSaved | SaveFailed] = {}
         self._begun: set[tuple[Save, WorkerId]] = set()
         self._refused: dict[tuple[Save, WorkerId], bool] = {}
-        """For each part that is being written: whether the bucket has refused it, and the coordinator was told so."""
+        """The parts that are being written; the value is True if the bucket has refused the part, and the coordinator was told so."""
 
     @property
     def lives(self) -> bool:

@@ -74,7 +74,9 @@ IMPORTS = {
     "elastic.state.region": Row(("elastic.protocol.copy_schedule", "elastic.plan.placement", *NAMES)),
     "elastic.state.node_memory": Row(("elastic.state.region", "elastic.plan.copy_budget", *NAMES)),
     "elastic.state.wire": Row(("elastic.errors",)),
-    "elastic.state.keeper_store": Row(("elastic.state.*", "elastic.protocol.copy_schedule", "elastic.plan.*", *NAMES)),
+    "elastic.state.keeper_store": Row(
+        ("elastic.state.*", "elastic.protocol.actions", "elastic.protocol.copy_schedule", "elastic.plan.*", *NAMES)
+    ),
     "elastic.state.uploads": Row(("elastic.state.*", "elastic.protocol.*", "elastic.plan.*", "storage.checkpoints", *NAMES)),
     "elastic.state.uploader": Row(
         ("elastic.state.region", "elastic.protocol.copy_schedule", "elastic.plan.*", "storage.*", *NAMES), ("numpy",)
@@ -125,6 +127,7 @@ BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
     "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",
+    "elastic/state/uploads.py": "a look that fails must not end the thread that uploads all saves of a node",
     "elastic/state/uploader.py": "whatever ends the thread that uploads goes to the keeper, which waits for its part",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",

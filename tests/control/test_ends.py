@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from elastic.control.run import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
@@ -15,8 +17,8 @@ pytestmark = pytest.mark.fast
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 
 
-def finishing(workers: int = 2) -> Play:
-    play = stepping(workers, target_step=6, save_every=50)
+def finishing(workers: int = 2, **changes: Any) -> Play:
+    play = stepping(workers, target_step=6, save_every=50, **changes)
     play.steps(1, 6)
     assert play.last.reason == "step 6 is the last: its checkpoint is on the way"
     return play
@@ -69,6 +71,51 @@ def test_finishing_without_a_word_has_a_deadline() -> None:
     play.tell(ev.ShardSaved(W1, Version(6, 1)))
     assert play.later(14.0) == ""
     assert play.later(1.0).startswith("nothing of the last checkpoint arrived for 15 s: stop generation 1")
+
+
+def test_a_last_checkpoint_that_is_being_written_is_waited_for() -> None:
+    """Parts of a large model take longer than ``stop_s``; the keepers' beats say that they go on."""
+    play = finishing()
+    for _ in range(100):
+        assert play.later(10.0) == ""
+        assert play.tell(ev.Beat(NodeId("n2"), (), uploading=(Version(6, 1),))) == ""
+    assert play.later(14.0) == ""
+    assert play.later(1.0).startswith("nothing of the last checkpoint arrived for 15 s: stop generation 1"), "the control: no beat says so"
+
+
+def test_at_the_end_a_bucket_that_is_down_is_waited_for() -> None:
+    """The keeper tries again by itself, so the world stays, for ``wait_s`` from the first refusal on."""
+    play = finishing(wait_s=600.0)
+    refused = ev.SaveFailed(Version(6, 1), "no part of w1 yet: s3://b cannot be reached", 1, again=True)
+    assert play.tell(refused).startswith("a part of step 6 of generation 1 was not written (no part of w1 yet: ")
+    assert play.later(300.0) == ""
+    play.tell(refused)
+    assert isinstance(play.run.state, Finishing) and play.later(299.0) == ""
+    assert play.later(1.0).startswith("the bucket refused the last checkpoint for 600 s: stop generation 1")
+
+
+def test_a_bucket_that_is_back_is_given_the_last_checkpoint() -> None:
+    play = finishing(wait_s=600.0)
+    play.tell(ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True))
+    assert play.later(500.0) == ""
+    play.tell(ev.ShardSaved(W1, Version(6, 1)))
+    play.tell(ev.ShardSaved(W2, Version(6, 1)))
+    assert play.did(CommitManifest)
+    play.tell(ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True))
+    assert play.later(10.0) == "" and play.did(CommitManifest), "the manifest is tried again too"
+    assert play.tell(ev.Saved(Version(6, 1), "digest")).endswith("finished at step 6")
+
+
+def test_a_stop_waits_for_its_checkpoint_too() -> None:
+    play = stepping(2)
+    play.tell(ev.StopRequested("Ctrl-C"))
+    play.step(1, boundary=SAVE_AND_PAUSE)
+    play.answer("w1", Version(1, 1), saw=1)
+    play.answer("w2", Version(1, 1), saw=1)
+    for _ in range(10):
+        assert play.later(10.0) == ""
+        play.tell(ev.Beat(NodeId("n1"), (), uploading=(Version(1, 1),)))
+    assert play.save(Version(1, 1), "w1", "w2").endswith("stopped (Ctrl-C), resumes from step 1")
 
 
 def test_a_finished_run_has_nothing_to_do() -> None:

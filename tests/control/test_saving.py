@@ -190,6 +190,71 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
     assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves.pending] == [Version(5, 1)]
 
 
+def test_a_manifest_that_can_never_be_written_ends_its_save() -> None:
+    """Only a bucket that refuses it is asked again; otherwise no save would ever be begun any more."""
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    play.tell(ev.ShardSaved(W2, Version(5, 1)))
+    said = play.tell(ev.SaveFailed(Version(5, 1), "Incomplete: 6 of 12 elements", 1, again=False))
+    assert said == "the checkpoint of step 5 of generation 1 failed (Incomplete: 6 of 12 elements)"
+    assert play.run.saves.pending == () and play.did(Upload)[0].saves == ()
+
+
+def test_a_save_of_which_nothing_is_heard_is_given_up() -> None:
+    """A member that stands still, and whose kill was lost, copies nothing and does not end: no other save would begin any more."""
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    for step in (6, 7, 8):
+        play.now += 10.0
+        play.step(step)
+        play.tell(ev.Beat(NodeId("n2"), (), uploading=(Version(5, 1),)))
+    assert play.run.saves.find(Version(5, 1)) is not None, "the control: a keeper is writing it"
+    play.now += 14.0
+    play.step(9)
+    play.now += 1.0
+    assert play.step(10, behind=True).startswith("the bucket does not keep up")
+    assert play.run.saves.pending == ()
+
+
+def taken_over(*, asked: bool) -> Play:
+    """Returns a run whose coordinator died while a save was on its way, and with it the node n2, which had uploaded its part.
+
+    ``asked``: all parts were there, and the manifest was asked for.
+    """
+    play = stepping(2, save_every=5, min_workers=1)
+    play.steps(1, 5)
+    play.tell(ev.ShardSaved(W2, Version(5, 1)))
+    if asked:
+        play.tell(ev.ShardSaved(W1, Version(5, 1)))
+        assert play.did(CommitManifest)
+    play.now += 1.0
+    play.tell(ev.Recovered(2, (W1,), (NodeId("n1"),)))
+    return play
+
+
+def test_a_save_whose_receipts_died_with_a_coordinator_and_a_keeper_is_given_up() -> None:
+    """Nobody can say again what the lost keeper had uploaded: if the save stayed, no other one would be begun any more."""
+    play = taken_over(asked=False)
+    assert "the keeper of node n2 had still to report a part of it" in play.last.reason
+    assert play.run.saves.pending == () and play.last.durable
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_manifest_that_may_exist_is_looked_for_once_more(exists: bool) -> None:
+    play = taken_over(asked=True)
+    assert [each.version for each in play.did(CommitManifest)] == [Version(5, 1)], "the answer says whether it is there"
+    assert not (play.later(0.1) or play.did(CommitManifest)), "once"
+    if exists:
+        assert "the checkpoint of step 5 of generation 1 is in the bucket" in play.tell(ev.Saved(Version(5, 1), "digest"))
+        assert play.run.history.saved == (Version(5, 1),)
+    else:
+        said = play.tell(ev.SaveFailed(Version(5, 1), "KeyError: no part of it", 1, again=False))
+        assert "the checkpoint of step 5 of generation 1 failed (KeyError: no part of it)" in said
+    assert play.run.saves.pending == ()
+
+
 def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for_in_an_older_journal() -> None:
     """A writer may report its failure before world rank 0 reports the commit, and after another writer has reported its part."""
     play = stepping(2, save_every=5, target_step=10)
@@ -220,7 +285,7 @@ def test_a_save_is_complete_when_all_its_writers_reported_and_gone_when_one_cann
             assert isinstance(what, set)
             saves, missing[step] = saves.put(Saving(version, tuple(sorted(what)))), set(what)
         elif kind == "report" and (known := saves.find(version)):
-            saves = saves.put(known.report(what))
+            saves = saves.put(known.report(what, 0.0))
             missing[step].discard(what)
         elif kind == "lose":
             saves = survivors(saves, [what])

@@ -21,7 +21,7 @@ class Bigrams(nn.Module):
 
 @pytest.mark.parametrize("masked", [-1, -100])
 def test_negative_targets_are_masked(masked: int) -> None:
-    """Whatever the negative number is: torch's own mask is -100.  They count for nothing, in the sum and in the number."""
+    """A target of any negative number counts for nothing, in the sum and in the number; torch's own mask is -100."""
     model = Bigrams()
     loss, count = next_token(model, {"tokens": torch.tensor([[1, 2, masked, 3], [4, masked, masked, 5]])})
     # the valid targets are 2 after 1, 3 after a masked input, which reads as token 0, and 5 after another

@@ -423,6 +423,46 @@ def test_giving_up_a_save_before_that_is_durable_is_noticed() -> None:
     assert first_violation(advance, "severed", seeds=seeds) == ""
 
 
+PATIENCE = {
+    "a part that is being written does not count": (
+        "widowed",
+        "does not wait for its last save",
+        Edit("saves", "return max(deadline, run.watch.uploaded_at + rules.stop_s, *manifests_until)", "return deadline"),
+    ),
+    "a bucket that is down at the end is not waited for": (
+        "outage",
+        "does not wait for the bucket",
+        Edit("saves", "return max(deadline, since + rules.wait_s)", "return deadline"),
+    ),
+    "parts that nobody can report any more are waited for": (
+        "widowed",
+        "has been on its way for",
+        Edit("takeover", "    saves.without_keepers(decision, [node for node in writers if node not in nodes])\n", ""),
+    ),
+    "a manifest that nobody can write any more is waited for": (
+        "widowed",
+        "has been on its way for",
+        Edit("saves", "(each.complete or lacks_keeper)", "each.complete"),
+    ),
+    "a manifest that can never be written is asked for again": (
+        "widowed",
+        "has been on its way for",
+        Edit(
+            "saves",
+            "if event.again or (event.again is None and known.asked and known.complete):",
+            "if event.again is not False or known.asked:",
+        ),
+    ),
+}
+"""Each broken rule about saves has a scenario, the text of the violation, and the edit."""
+
+
+@pytest.mark.parametrize("name", list(PATIENCE))
+def test_a_broken_rule_about_saves_is_noticed(name: str) -> None:
+    scenario, noticed, edit = PATIENCE[name]
+    assert noticed in killed_by("broken", edit, scenario=scenario)
+
+
 EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")
 
 

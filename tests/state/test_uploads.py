@@ -265,7 +265,7 @@ def test_at_the_limit_of_threads_no_uploader_is_left_to_which_nobody_listens(tmp
 
 
 def test_a_look_that_fails_is_told_and_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the error: the thread is the only one that hands parts to the uploader."""
+    """No error ends the thread, because no other one hands parts to the uploader."""
     said, errors, find = list[str](), [MemoryError("once"), KeyError("twice")], Region.find
 
     def fail(region: Region, copy: Copy) -> int | None:

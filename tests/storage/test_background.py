@@ -45,7 +45,7 @@ def test_a_call_that_failed_is_forgotten_with_its_future() -> None:
 
 
 class Panic(BaseException):
-    """What a panic in Rust code becomes: no :class:`Exception`."""
+    """A panic in Rust code becomes an error like this, which is no :class:`Exception`."""
 
 
 def test_a_panic_reaches_whoever_waits() -> None:

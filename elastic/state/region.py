@@ -66,10 +66,10 @@ HEADER = (
 """``keeper`` is the process that has the region open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us`` is
 how long the node's link is busy when a copy of every worker there is brought to the buddy, in microseconds; 0: not measured yet.  ``asked``
 counts how often the worker has said what is to be sent; ``brought`` is the last of these numbers whose copy is at the present buddy, as the
-keeper says.  ``generation`` is the world that the worker is in; the worker has ended every copy of earlier worlds.  ``saves`` counts the
-saves that the worker has begun; ``saves_over`` is the last of these numbers whose save is in the bucket or given up, as the keeper says.
-``save_failed`` is 1 if the worker could not copy the newest save.  ``lacking`` is the size of the copy for which the worker found no
-memory, 0 while there is room."""
+keeper says.  ``generation`` is the latest world whose first copy the worker has ended or does not make; it has ended every copy of earlier
+worlds.  ``saves`` counts the saves that the worker has begun; ``saves_over`` is the last of these numbers whose save is in the bucket or
+given up, as the keeper says.  ``save_failed`` is 1 if the worker could not copy the newest save.  ``lacking`` is the size of the copy for
+which the worker found no memory, 0 while there is room."""
 TAKEN = 2**26
 """Bytes that one call takes from the system.  A call takes 20 ms, and meanwhile no other thread of this process can map or unmap memory."""
 POPULATE_WRITE = 23
@@ -201,6 +201,13 @@ class Region:
         self["save_failed"] = 0
         self.set_copy("save", copy)
         self["saves"] += 1
+
+    def failed(self, copy: Copy) -> bool:
+        """Returns whether ``copy`` is the newest save and the worker could not make it.
+
+        The worker clears the flag before it names another save, so the flag belongs to ``copy`` if that is named before and after.
+        """
+        return self.copy("save") == copy and bool(self["save_failed"]) and self.copy("save") == copy
 
     @property
     def saving(self) -> bool:

@@ -96,7 +96,6 @@ class Snapshots:
         self._wait()
         self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.cell)
         self._homeless, self._rank = None, plan.world_rank(worker)
-        self.region["generation"] = plan.generation
         before = self.copies if self.copies is None or self.region.saving else replace(self.copies, saving=())
         self.copies = Copies.begin(plan, worker, before, self.region.all_held(), self.saves)
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
@@ -106,6 +105,13 @@ class Snapshots:
         self._way.pin(min(slots_for(plan.copy_every, plan.buddy_every), self.region.slots))
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
         self._begin(shard)
+        if self._under_way is None:
+            self._name_world()
+
+    def _name_world(self) -> None:
+        """Tells the keeper the present world, after its first copy: that may be the copy which a save of an earlier world still lacks."""
+        assert self.copies is not None
+        self.region["generation"] = self.copies.plan.generation
 
     def committed(self, outcome: Outcome, shard: Shard | None) -> None:
         """Records that a step was applied, and begins the copy that is due now.  If ``shard`` is None, nothing is copied."""
@@ -196,10 +202,14 @@ class Snapshots:
             yield value, room, slice(place.first_block, place.first_block + place.blocks)
 
     def _wait(self) -> None:
-        """Returns once the copy under way has ended.  A copy that fails is made once more: without it no later one begins in this world."""
-        if self._under_way is None:
-            return
-        (future, again), self._under_way = self._under_way, None
+        """Returns once the copy under way has ended."""
+        if self._under_way is not None:
+            self._end(*self._under_way)
+            self._name_world()
+
+    def _end(self, future: Future[None], again: Callable[[], None]) -> None:
+        """Ends the copy under way.  One that fails is made once more: without it no later one begins in this world."""
+        self._under_way = None
         for attempt in (future.result, again):
             try:
                 return attempt()

@@ -175,16 +175,16 @@ class Uploads:
     def _look(self, task: Task) -> str:
         """Hands the task to the uploader if its copy is complete.  Returns why that will never be, or ""."""
         copy = Copy(task.save.version, cell_of(task.save.layout, task.rank))
-        region, ended = self.store.region(task.worker)  # before ``find``, so that a copy which was complete when its worker ended is seen
+        region, ended = self.store.region(task.worker)
         region = task.region or region
         if region is None:
             return "its keeper has not opened its memory" if time.monotonic() - task.since > UNKNOWN_S else ""
+        generation = region["generation"]  # like ``ended`` before ``find``: the copy may become complete just before either changes
         if region.find(copy) is not None:
             task.region = region
             self._hand_over(task)
             return ""
-        failed = bool(region["save_failed"]) and region.copy("save") == copy
-        return hopeless(task.save, region["generation"], ended=ended, failed=failed)
+        return hopeless(task.save, generation, ended=ended, failed=generation >= task.save.by and region.failed(copy))
 
     def _hand_over(self, task: Task) -> None:
         self.start()

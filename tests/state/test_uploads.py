@@ -22,12 +22,13 @@ import pytest
 import torch
 
 from elastic.errors import StateMissing
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.protocol.actions import Save
 from elastic.protocol.commit_record import DUE, LAST, NO_SAVE
 from elastic.protocol.copy_schedule import Copy, SaveRule
 from elastic.protocol.events import SaveFailed, ShardSaved
+from elastic.state.digest import digests
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
@@ -521,15 +522,104 @@ def test_what_a_dead_worker_left_is_freed_once_its_save_is_over(tmp_path: Path, 
                 assert node.store.regions()
 
 
-def test_a_copy_that_a_later_world_went_on_without_is_not_waited_for(tmp_path: Path) -> None:
-    """Its member heard of the commit when the world was over, and begins no copy then."""
+@pytest.mark.parametrize("version", [Version(6, 2), Version(5, 2)], ids=["the same version", "another"])
+def test_a_copy_that_a_later_world_begins_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: Version) -> None:
+    """Its member heard of the commit when the world was over, and begins no copy then.  The next world begins with a copy, which may be the
+    one that the save lacks; the save fails once that copy has ended and is another."""
+    goes_on = threading.Event()
     with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
-        save = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
-        uploads.obey((1, 1), (save,), 2, Version(6, 2))
+        monkeypatch.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
+        uploads.obey((1, 1), (Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 2, Version(6, 2))
         time.sleep(0.1)
         assert told.events.empty(), "it may still come"
-        later = replace(PLAN, generation=3, version=Version(6, 2), nodes=(NodeId("node0"),))
-        snapshots.enter(later, WorkerId("w0"), shard_of(Version(6, 2), 1, 0))
+        snapshots.enter(replace(PLAN, generation=3, version=version, nodes=(node.name,)), WorkerId("w0"), shard_of(version, 1, 0))
+        time.sleep(0.2)
+        assert told.events.empty(), "it may be the copy that is being made"
+        goes_on.set()
+        snapshots.settle()
         event, _ = told.next()
-    if isinstance(event, SaveFailed):
-        assert "it went on without a copy" in event.reason
+    if version == Version(6, 2):
+        assert event == ShardSaved(WorkerId("w0"), Version(6, 2), by=2)
+    else:
+        assert isinstance(event, SaveFailed) and "it went on without a copy" in event.reason
+
+
+def test_a_copy_that_becomes_complete_while_the_keeper_looks_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper has just not found it when it becomes complete and the worker goes on."""
+    find, goes_on, wanted = Region.find, threading.Event(), Copy(Version(6, 2), WHOLE)
+
+    def find_too_early(region: Region, copy: Copy) -> int | None:
+        found = find(region, copy)
+        if threading.current_thread().name == "uploads" and copy == wanted and not goes_on.is_set():
+            goes_on.set()
+            until(lambda: region["generation"] == 3 and find(region, copy) is not None)
+        return found
+
+    with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
+        monkeypatch.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
+        snapshots.enter(
+            replace(PLAN, generation=3, version=wanted.version, nodes=(node.name,)), WorkerId("w0"), shard_of(wanted.version, 1, 0)
+        )
+        monkeypatch.setattr(Region, "find", find_too_early)
+        uploads.obey((1, 1), (Save(wanted.version, 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 3, wanted.version)
+        snapshots.settle()
+        assert isinstance(told.next()[0], ShardSaved) and goes_on.is_set()
+
+
+@pytest.mark.parametrize("wanted", [6, 4])
+def test_the_failure_of_one_save_is_not_taken_for_that_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+    """The worker begins the save of step 6 while the keeper looks for the failure of a save.  If 6 is wanted, it is the save before that
+    has failed; if 4 is wanted, it is the one after.  The control: a failure of the wanted save is told."""
+    find, named, looks = Region.find, Region.copy, list[int]()
+
+    def find_and_arm(region: Region, copy: Copy) -> int | None:
+        found = find(region, copy)
+        if threading.current_thread().name == "uploads" and not looks:
+            looks.append(1)
+        return found
+
+    def begin_between(region: Region, field: str) -> Copy | None:
+        found = named(region, field)
+        if threading.current_thread().name == "uploads" and field == "save" and looks == [1]:
+            looks.append(2)
+            region.begin_save(Copy(Version(6, 2), WHOLE))
+            region["save_failed"] = int(wanted == 4)
+            return found if wanted == 4 else named(region, field)
+        return found
+
+    with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
+        region, copy = snapshots.region, Copy(Version(wanted, 2), cell(1, 0))
+        region.begin(region.all_held().index(Copy(AT, WHOLE)))
+        region.begin_save(Copy(Version(4, 2), WHOLE))
+        region["save_failed"] = int(wanted == 6)
+        monkeypatch.setattr(Region, "find", find_and_arm)
+        monkeypatch.setattr(Region, "copy", begin_between)
+        uploads.obey((1, 1), (Save(copy.version, 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 2, copy.version)
+        until(lambda: looks == [1, 2])
+        time.sleep(0.2)
+        assert told.events.empty()
+        region.begin_save(copy)
+        region["save_failed"] = 1
+        event, _ = told.next()
+        assert isinstance(event, SaveFailed) and "the copy failed" in event.reason
+
+
+@pytest.mark.parametrize("by", [2, 3])
+def test_a_failure_in_the_world_before_does_not_end_the_save_of_this_world(tmp_path: Path, by: int) -> None:
+    """The last save failed, and a world is formed to begin it again; its keeper hears of that before its worker.  The control: of the world
+    in which it failed."""
+    with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
+        snapshots.saves = SaveRule(2, 6)
+        snapshots.region.begin_save(Copy(Version(6, 2), WHOLE))
+        snapshots.region["save_failed"] = 1
+        uploads.obey((1, 1), (Save(Version(6, 2), by, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), by, Version(6, 2))
+        if by == 2:
+            event, _ = told.next()
+            assert isinstance(event, SaveFailed) and "the copy failed" in event.reason
+            return
+        time.sleep(0.2)
+        assert told.events.empty()
+        snapshots.enter(
+            replace(PLAN, generation=3, version=Version(6, 2), nodes=(node.name,)), WorkerId("w0"), shard_of(Version(6, 2), 1, 0)
+        )
+        assert isinstance(told.next()[0], ShardSaved)

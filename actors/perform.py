@@ -371,7 +371,11 @@ class Group:
             digest = self.run.commit(version, [shard.receipt for shard in written], lineage, written[0].layout)
         except (StorageError, OSError, KeyError) as error:
             if not self._look_for(version):
-                self.post(SaveFailed(version, f"{type(error).__name__}: {error}", by, again=isinstance(error, Unavailable | OSError)))
+                self.post(
+                    SaveFailed(
+                        version, f"{type(error).__name__}: {error}", by, again=isinstance(error, Unavailable | OSError), manifest=True
+                    )
+                )
         else:
             self.post(Saved(version, digest))
         finally:

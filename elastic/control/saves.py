@@ -128,13 +128,15 @@ def _unannounced(decision: Decision, version: Version) -> Saving | None:
 def ask_for_manifests(decision: Decision) -> None:
     """Asks for the manifests of all saves that are complete and on the lineage.
 
-    An earlier coordinator may have asked for a manifest, and a keeper that had uploaded a part may be gone, so that nobody will report that
-    part again.  Then the manifest is asked for too: the answer is that it exists, or why it cannot be written.
+    An earlier coordinator may have asked for a manifest, and then a keeper that had uploaded a part may be gone, so that nobody will report
+    that part again, or cannot find its copy any more.  Then the manifest is asked for too: the answer says that it exists, or why it cannot
+    be written.
     """
     run = decision.run
     for each in run.saves.pending:
-        lacks_keeper = each.asked and not each.complete and any(each.needs(node) for node in {*each.nodes}.difference(run.cluster.keepers))
-        if (each.complete or lacks_keeper) and decision.now >= each.ask_at and run.history.contains(each.version):
+        gone = {*each.nodes}.difference(run.cluster.keepers) if each.asked and not each.complete else set()
+        hopeless = each.asked and bool(each.failed or any(each.needs(node) for node in gone))
+        if (each.complete or hopeless) and decision.now >= each.ask_at and run.history.contains(each.version):
             decision.do(CommitManifest(each.version, lineage.cut(run.history.lineage, each.version), each.by))
             _put(decision, replace(each, asked=True, ask_at=decision.now + decision.rules.stop_s))
 
@@ -196,13 +198,17 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         known = _unannounced(decision, event.version)
     if known is None or not known.is_of(event.by):
         return decision.refuse(f"nobody saves {event.version}")
-    if event.again or (event.again is None and known.asked and known.complete):
+    of_manifest = event.manifest or (event.again is None and known.asked and known.complete)
+    what = f"{'the manifest' if of_manifest else 'a part'} of {event.version} was not written ({event.reason})"
+    if event.again or (event.again is None and of_manifest):
         ask_at = decision.now + decision.rules.fence_s if known.asked else known.ask_at
         _put(decision, replace(known, ask_at=ask_at, refused_at=decision.now if known.refused_at is None else known.refused_at))
-        if not (known.asked and known.complete):
-            return decision.say(f"a part of {event.version} was not written ({event.reason}); its keeper tries again")
-        return decision.say(f"the manifest of {event.version} was not written ({event.reason}); again in {decision.rules.fence_s:g} s")
-    if committed:
+        decision.say(f"{what}; again in {decision.rules.fence_s:g} s" if of_manifest else f"{what}; its keeper tries again")
+    elif known.asked and not of_manifest and event.again is not None:
+        _put(decision, replace(known, failed=event.reason))  # an earlier coordinator's manifest may be there: it is asked for once more
+        tell(decision)
+        decision.durable = True
+    elif committed:
         _forget(decision, event.version, event.reason)
     else:
         _put(decision, replace(known, failed=event.reason))

@@ -261,6 +261,8 @@ class SaveFailed:
 
     None, in journals of older versions: then a manifest is asked for again, and a part is not.
     """
+    manifest: bool = False
+    """True if it is the manifest that was not written; older journals do not say so."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Uploads:
             self.cluster.sim.oracle.occasions["a dead worker's copy is saved"] += not worker.alive
             self._write(save, name, slots, whole(slots).index(copy), slots[whole(slots).index(copy)])
         elif why := uploads.hopeless(save, worker.memory.generation, ended=not worker.alive):
-            self._end(save, name, SaveFailed(save.version, f"no part of {name}: {why}", save.by))
+            self._end(save, name, SaveFailed(save.version, f"no part of {name}: {why}", save.by, again=False))
         else:
             self.cluster.clock.after(POLL_S, self._look, save, name)
 
@@ -89,7 +89,7 @@ class Uploads:
             self._refused.pop((save, name), None)
             return
         if overwritten and self._superseded(save, name):
-            return self._end(save, name, SaveFailed(save.version, f"{name} was to save it again", save.by))
+            return self._end(save, name, SaveFailed(save.version, f"{name} was to save it again", save.by, again=False))
         if overwritten:
             raise Violation(f"the copy of {save.version} of {name} was overwritten before it was in the bucket")
         if self.cluster.bucket_fails():

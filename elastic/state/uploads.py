@@ -214,7 +214,7 @@ class Uploads:
 
     def _fail(self, task: Task, why: str) -> None:
         name = f"{task.worker} ({name_of(task.save.layout, task.rank)})"
-        self._tell(task, SaveFailed(task.save.version, f"no part of {name}: {why}", task.save.by), None)
+        self._tell(task, SaveFailed(task.save.version, f"no part of {name}: {why}", task.save.by, again=False), None)
 
     def _refused(self, task: Task, why: str) -> None:
         """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so once."""

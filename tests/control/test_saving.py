@@ -196,7 +196,7 @@ def test_a_manifest_that_can_never_be_written_ends_its_save() -> None:
     play.steps(1, 5)
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
     play.tell(ev.ShardSaved(W2, Version(5, 1)))
-    said = play.tell(ev.SaveFailed(Version(5, 1), "Incomplete: 6 of 12 elements", 1, again=False))
+    said = play.tell(ev.SaveFailed(Version(5, 1), "Incomplete: 6 of 12 elements", 1, again=False, manifest=True))
     assert said == "the checkpoint of step 5 of generation 1 failed (Incomplete: 6 of 12 elements)"
     assert play.run.saves.pending == () and play.did(Upload)[0].saves == ()
 
@@ -250,9 +250,30 @@ def test_a_manifest_that_may_exist_is_looked_for_once_more(exists: bool) -> None
         assert "the checkpoint of step 5 of generation 1 is in the bucket" in play.tell(ev.Saved(Version(5, 1), "digest"))
         assert play.run.history.saved == (Version(5, 1),)
     else:
-        said = play.tell(ev.SaveFailed(Version(5, 1), "KeyError: no part of it", 1, again=False))
+        said = play.tell(ev.SaveFailed(Version(5, 1), "KeyError: no part of it", 1, again=False, manifest=True))
         assert "the checkpoint of step 5 of generation 1 failed (KeyError: no part of it)" in said
     assert play.run.saves.pending == ()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_part_that_is_gone_does_not_end_a_save_whose_manifest_may_exist(exists: bool) -> None:
+    """The manifest was written, and the coordinator died before anybody knew; the next keepers do not find the copies any more."""
+    play = stepping(2, save_every=5)
+    play.steps(1, 5)
+    play.tell(ev.ShardSaved(W1, Version(5, 1)))
+    play.tell(ev.ShardSaved(W2, Version(5, 1)))
+    play.now += 1.0
+    play.tell(ev.Recovered(2, (W1, W2), (NodeId("n1"), NodeId("n2"))))
+    play.tell(ev.SaveFailed(Version(5, 1), "no part of w1: it ended before its copy was complete", 1, again=False))
+    assert [each.version for each in play.did(CommitManifest)] == [Version(5, 1)]
+    assert play.did(Upload)[0].saves == () and play.last.durable, "nobody looks for the copies any more"
+    play.tell(ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1, again=False))
+    assert not play.did(CommitManifest) and play.run.saves.find(Version(5, 1)) is not None
+    if exists:
+        play.tell(ev.Saved(Version(5, 1), "digest"))
+    else:
+        play.tell(ev.SaveFailed(Version(5, 1), "KeyError: no part of it", 1, again=False, manifest=True))
+    assert play.run.history.saved == ((Version(5, 1),) if exists else ()) and play.run.saves.pending == ()
 
 
 def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for_in_an_older_journal() -> None:

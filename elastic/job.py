@@ -173,9 +173,13 @@ class Deadlines(Part):
     lease_s: Free[Seconds] = 120
     """Time without an answer of the coordinator until a member stops stepping."""
     wait_s: Free[Seconds] = 600
-    """Time to wait for enough workers until the run gives up.  It can be resumed."""
+    """Time to wait for enough workers until the run gives up.  It can be resumed.  A world waits as long at the last step, or for the save
+    of a stop, if the bucket refuses what it is given.
+    """
     stop_s: Free[Seconds] = 60
-    """Longest time without a new part of the last save; then the run stops without that save."""
+    """Longest time without progress of the save at the last step, or at a stop.  Then a stop goes on without that save, and at the last
+    step a new world makes it again; after a few that fail, the run has failed.
+    """
     driver_s: Free[Seconds] = 20
     """Time without a question of the driver until the run stops.  With ``on_driver_exit = "detach"`` the run does not stop."""
     grow_debounce_s: Free[Seconds] = 2

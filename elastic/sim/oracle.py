@@ -97,8 +97,10 @@ class Oracle:
         self.waiting_since: float | None = 0.0
         self.pending_since: dict[tuple[Version, int], float] = {}
         """The time since which each save, given by its version and the generation that writes it, has been on its way."""
-        self.refused_at: dict[Version, float] = {}
-        """The time at which a coordinator was told that the bucket refuses a part of this save; nothing of it has come since."""
+        self.refused_at: dict[tuple[Version, int], float] = {}
+        """The time at which a coordinator was told that the bucket refuses a part of this save, given by its version and the generation that
+        writes it; nothing has come since.
+        """
         self.begun = False
         """True once the run has formed a world since it began or was resumed."""
 
@@ -201,14 +203,15 @@ class Oracle:
         """Checks that no save stays on its way forever, because none is begun beside it, and that the last one is waited for."""
         now, calm_at = self.sim.clock.now, self.sim.strikes.calm_at
         if isinstance(event, SaveFailed) and event.again:
-            self.refused_at.setdefault(event.version, now)
+            self.refused_at.setdefault((event.version, event.by or event.version.generation), now)
         elif isinstance(event, ShardSaved | Saved | Recovered):
             self.refused_at.clear()
         if isinstance(before.state, Finishing) and isinstance(after.state, Stopping) and isinstance(event, Beat | Tick | Renewed):
             uploading = any(node.uploads.uploading for node in self.sim.cluster.nodes.values())
             if uploading and now > calm_at + self.sim.rules.stop_s:
                 raise Violation("the run does not wait for its last save, which is being written")
-            if any(now < since + self.sim.rules.wait_s for since in self.refused_at.values()):
+            under_way = {(each.version, each.by or each.version.generation) for each in before.saves.pending}
+            if any(now < since + self.sim.rules.wait_s for save, since in self.refused_at.items() if save in under_way):
                 raise Violation("the run does not wait for the bucket, which refuses its last save")
         self.pending_since = {(each.version, each.by): self.pending_since.get((each.version, each.by), now) for each in after.saves.pending}
         for (version, _), since in self.pending_since.items():

@@ -234,7 +234,7 @@ def test_a_class_along_the_toys_stands_for_its_tensors_too(layout: Layout) -> No
     ids=["with-what-it-cuts", "without"],
 )
 def test_the_key_of_an_axis_needs_the_dimension_that_it_cuts(key: Callable[[Tensor], Hashable], right: bool) -> None:
-    """The key that the docstring of ``Axis.key`` asks for is enough, and a shorter one is not: the second key is the control."""
+    """The part of the shape that the docstring of ``Axis.key`` asks for is enough, and less is not: the second key is the control."""
     AXES["columns"] = replace(toy_axes.TOYS["columns"], key=key)
     layout = Layout(1, 2, (("columns", 4),))
     assert ([lie for seed in range(200) for lie in classes_that_lie(random.Random(seed), layout)] == []) is right

@@ -98,8 +98,8 @@ class Oracle:
         self.pending_since: dict[tuple[Version, int], float] = {}
         """The time since which each save, given by its version and the generation that writes it, has been on its way."""
         self.refused_at: dict[tuple[Version, int], float] = {}
-        """The time at which a coordinator was told that the bucket refuses a part of this save, given by its version and the generation that
-        writes it; nothing has come since.
+        """The time since which the bucket refuses parts of this save, given by its version and the generation that writes it, as far as a
+        coordinator was told.
         """
         self.begun = False
         """True once the run has formed a world since it began or was resumed."""

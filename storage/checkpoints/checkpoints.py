@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,15 +193,28 @@ class Checkpoints:
             digest.update(self.store.get(key, first, min(first + FETCH_BYTES, file.size)))
         return digest.hexdigest() == file.blake3
 
+    def _sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Returns the size of each object, or None if there is none.  Sends one request for each, as many at a time as the store takes."""
+
+        def size(key: str) -> int | None:
+            try:
+                return self.store.size(key)
+            except Missing:
+                return None
+
+        with ThreadPoolExecutor(self.store.at_once, "sizes") as pool:
+            return list(pool.map(size, keys))
+
     def _complete(self, version: Version, receipts: Sequence[ShardReceipt]) -> list[Stored]:
         """Returns the rows of the receipts.  Raises :class:`Incomplete` unless they are of this version, stored, and the whole state."""
-        for receipt in receipts:
-            key = f"{self.folder(version)}/{receipt.file.name}"
+        keys = [f"{self.folder(version)}/{receipt.file.name}" for receipt in receipts]
+        for key, receipt in zip(keys, receipts, strict=True):
             if receipt.version != version:
                 raise Incomplete(self.store.full_name(key), f"it was written for {receipt.version}, not for {version}")
-            size = self.store.size(key) if self.store.exists(key) else "no"
+        for key, receipt, size in zip(keys, receipts, self._sizes(keys), strict=True):
             if size != receipt.file.size:
-                raise Incomplete(self.store.full_name(key), f"its writer wrote {receipt.file.size} bytes and {size} bytes are there")
+                there = "no" if size is None else size
+                raise Incomplete(self.store.full_name(key), f"its writer wrote {receipt.file.size} bytes and {there} bytes are there")
         rows = [row for receipt in receipts for row in receipt.rows]
         check_exact_cover([(row.tensor, row.slice) for row in rows])
         states = {receipt.state for receipt in receipts if receipt.state}

@@ -6,6 +6,9 @@ of a run then finds it, and nothing in Elastic changes.
 fsspec does not promise that creating an object is atomic: some of its filesystems look first and write then.  The self-test
 (:mod:`storage.objects.selftest`) refuses those before a run begins.  Filesystems also differ in what they try again and in how long
 they wait, so every call here goes through :class:`~storage.objects.remote.RemotePolicy`, on a thread that a silent store cannot hold up.
+
+An object is held whole in memory while it is written.  ``pipe_file`` takes it whole, and a failed attempt needs all bytes again.  A stream,
+``open(path, "xb")``, is no substitute: fsspec leaves to each filesystem whether there is that mode, and whether it is atomic.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ObjectStore(ABC):
     local = False
     """True if the objects are files of this machine, at ``root``/key."""
     at_once = 1
-    """Number of requests that a reader may have under way at the same time."""
+    """Number of requests that one caller may have under way at the same time."""
 
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")

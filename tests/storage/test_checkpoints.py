@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from storage.checkpoints.cover import describe
 from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.shards import ITEM_BYTES
 from storage.documents import seal
-from storage.errors import BadFormat, Exists, Incomplete
+from storage.errors import BadFormat, Exists, Incomplete, Unavailable
 from storage.objects import ObjectStore
 from storage.slices import Slice, Tensor, Version
 from tests.storage.states import TENSORS, cut, part_of, save, state_of, write
@@ -257,6 +258,46 @@ def test_no_manifest_for_what_is_not_in_the_bucket(checkpoints: Checkpoints) -> 
     with pytest.raises(Incomplete, match="written for step 10"):
         checkpoints.commit(Version(11, 2), receipts, {})
     assert checkpoints.latest_good() is None
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_a_commit_asks_once_for_each_shard_and_for_as_many_at_a_time_as_the_store_takes(checkpoints: Checkpoints, at_once: int) -> None:
+    """The store answers only once ``together`` requests have come.  A store that takes one at a time is the control."""
+
+    class Together(Forwarding):
+        def size(self, key: str) -> int:
+            asked.append(key)
+            barrier.wait(PATIENCE_S if together <= at_once else 0.5)
+            return super().size(key)
+
+    receipts, store = write(checkpoints, V, state_of(TENSORS, seed=1), 8), Together(checkpoints.store)
+    store.at_once = at_once
+    for together in (4, 1) if at_once == 1 else (4,):
+        asked, barrier = list[str](), threading.Barrier(together)
+        comes = together <= at_once
+        with nullcontext() if comes else pytest.raises(threading.BrokenBarrierError):
+            Checkpoints(store, "run").commit(V, receipts, ABOUT)
+        assert (checkpoints.latest_good() == V) == comes
+        if comes:
+            assert sorted(asked) == [f"{checkpoints.folder(V)}/{receipt.file.name}" for receipt in receipts]
+
+
+def test_a_commit_that_meets_a_store_that_is_down_asks_for_no_more(checkpoints: Checkpoints) -> None:
+    """A request may take a minute until it gives up; here it takes 0.2 s, except the first ones."""
+
+    class Down(Forwarding):
+        at_once = 2
+
+        def size(self, key: str) -> int:
+            asked.append(key)
+            if len(asked) > 2:
+                time.sleep(0.2)
+            raise Unavailable(self.full_name(key), "503 slow down")
+
+    asked, receipts = list[str](), write(checkpoints, V, state_of(TENSORS, seed=1), 12)
+    with pytest.raises(Unavailable, match="503"):
+        Checkpoints(Down(checkpoints.store), "run").commit(V, receipts, ABOUT)
+    assert len(asked) < len(receipts)
 
 
 def test_two_committers(checkpoints: Checkpoints) -> None:

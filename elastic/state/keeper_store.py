@@ -10,16 +10,14 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import closing
 from typing import Any
 
 from elastic.errors import WireError
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.copy_budget import BUDDY_SLOTS, amount
-from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
-from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import Copy, age
 from elastic.state.node_memory import reserve
 from elastic.state.region import Region
@@ -49,8 +47,8 @@ class KeeperStore:
         """Seconds that it takes to bring a copy of each living worker to the buddy: an average in which the last copy counts for half."""
         self._others: dict[WorkerId, Region] = {}
         """Copies of the shards of other nodes' workers."""
-        self.saves: Sequence[Save] = ()
-        """The saves under way, as far as this keeper was told."""
+        self.saves: Collection[tuple[WorkerId, Copy]] = ()
+        """The copies of this node's workers for the saves under way, as far as this keeper was told."""
         self._coming: Counter[WorkerId] = Counter()
         """Number of copies of each worker that are being received into ``_others``."""
         self._buddy = ""
@@ -79,7 +77,7 @@ class KeeperStore:
             if worker not in self._own or worker in self._dead:
                 return
             left, region = {copy for other in self._dead for copy in self._own[other].all_held() if copy}, self._own[worker]
-            saves = {Copy(save.version, cell_of(save.layout, save.members.index(worker))) for save in self.saves if worker in save.members}
+            saves = {copy for of, copy in self.saves if of == worker}
             if region.saving and (newest := region.copy("save")):  # this keeper may not have been told of it yet
                 saves.add(newest)
             for slot, copy in enumerate(region.all_held()):

@@ -116,6 +116,12 @@ def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
     return Frame(places, end, blocks)
 
 
+def slot_sizes(tensors: Sequence[Tensor], cells: Iterable[Cell]) -> tuple[int, int]:
+    """Returns the bytes and blocks of a slot for any of ``cells``: the cell with most bytes may have fewer tensors, and fewer blocks."""
+    frames = [frame(tensors, cell) for cell in cells]
+    return max(each.bytes for each in frames), max(each.blocks for each in frames)
+
+
 class Region:
     """Gives access to one worker's slots.
 

@@ -96,10 +96,11 @@ class Uploads:
         with self._lock:
             if number <= self._told.number:
                 return
-            self._told, self.store.saves = Told(number, saves, generation, version), saves
+            self._told = Told(number, saves, generation, version)
             wanted = {
                 (save, worker) for save in saves for worker, node in zip(save.members, save.nodes, strict=True) if node == self.store.node
             }
+            self.store.saves = {(worker, _copy(save, worker)) for save, worker in wanted}
             for key in self._tasks.keys() - wanted:
                 self._give_up(self._tasks.pop(key))
             again = [task for task in self._tasks.values() if task.told]
@@ -174,7 +175,7 @@ class Uploads:
 
     def _look(self, task: Task) -> str:
         """Hands the task to the uploader if its copy is complete.  Returns why that will never be, or ""."""
-        copy = Copy(task.save.version, cell_of(task.save.layout, task.rank))
+        copy = _copy(task.save, task.worker)
         region, ended = self.store.region(task.worker)
         region = task.region or region
         if region is None:
@@ -284,3 +285,8 @@ class Uploads:
                 task.number = 0 if task not in hopeless else task.number
         for task in hopeless:
             self._fail(task, f"{ATTEMPTS} uploaders died while they wrote it")
+
+
+def _copy(save: Save, worker: WorkerId) -> Copy:
+    """Returns the copy from which the worker's part of ``save`` is written."""
+    return Copy(save.version, cell_of(save.layout, save.members.index(worker)))

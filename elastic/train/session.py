@@ -23,7 +23,7 @@ from elastic.protocol.builds import Build
 from elastic.protocol.copy_schedule import SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.node_memory import alone, copies_here, free_memory
-from elastic.state.region import Region, frame
+from elastic.state.region import Region, slot_sizes
 from elastic.state.snapshot import Snapshots
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults, Seat
@@ -116,18 +116,17 @@ def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, 
     room once the memory of dead workers is given back.
     """
     layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
-    fewest = distinct_cells(min(layouts, key=number_of_cells))
-    largest = max((frame(tensors, cell) for cell in fewest), key=lambda each: each.bytes)
+    slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
     rule = job.rules()
     own, slots = slots_for(rule.copy_every, rule.buddy_every), slots_a_worker(rule.copy_every, rule.buddy_every)
     with alone():
         (free, where), (coming, kept) = free_memory(), copies_here()
-        needed, left = slots * largest.bytes, max(free - coming, 0)
+        needed, left = slots * slot_bytes, max(free - coming, 0)
         if why := no_room(job.copies.copy_every, needed, left, where, slots):
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
-        region = Region.create(own, largest.bytes, largest.blocks, tensors)
+        region = Region.create(own, slot_bytes, slot_blocks, tensors)
         counters["copies"] = region.descriptor
-    if device.type == "cuda" and (little := little_lockable(own * largest.bytes, lockable_memory())):
+    if device.type == "cuda" and (little := little_lockable(own * slot_bytes, lockable_memory())):
         print(little, flush=True)
 
     def strike(plan: Plan, rank: int, step: int) -> None:

@@ -129,6 +129,7 @@ BOUNDARIES = {
     "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",
     "elastic/state/uploads.py": "a look that fails must not end the thread that uploads all saves of a node",
     "elastic/state/uploader.py": "whatever ends the thread that uploads goes to the keeper, which waits for its part",
+    "elastic/state/uploads.py": "whatever ends a look for copies goes to the keeper's log, and the next look follows",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
     "elastic/train/model.py": "whatever the user's model raises while it is built becomes a sentence",

@@ -33,6 +33,9 @@ from elastic.state.snapshot import Snapshots
 from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import StagingStream
 from elastic.state.uploader import Part, upload
+from elastic.train.counters import Counters
+from elastic.train.faults import Faults
+from elastic.train.session import make_snapshots
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
 from storage.slices import Tensor
@@ -188,6 +191,19 @@ def test_an_export_has_the_whole_tensors(ranks: Ranks, tmp_path: Path) -> None:
 
 
 # ---- copies in keepers' memory
+
+
+def test_a_slot_has_room_for_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage has a large matrix, and most bytes; the other has many small tensors, and most blocks."""
+    layout, small_ones = Layout(1, 1, (("stages", 2),)), [Tensor(f"b{number:04d}", "parameter", "F32", (8,)) for number in range(100)]
+    tensors = (Tensor("ee", "parameter", "F32", (512, 1024)), *small_ones)
+    monkeypatch.setattr("elastic.train.session.table", lambda rule, most: [(2, layout)])
+    with toy_axes.registered():
+        cells = [placement.cell_of(layout, rank) for rank in range(layout.world)]
+        (large, small), counters = (frame(tensors, cell) for cell in cells), Counters(tmp_path / "counters", create=True)
+        assert large.bytes > small.bytes and large.blocks < small.blocks == len(small_ones)
+        region = make_snapshots(JOB, tensors, torch.device("cpu"), counters, Faults(())).region
+    assert (region.slot_bytes, region.slot_blocks) == (large.bytes, small.blocks)
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["same-node", "other-node"])

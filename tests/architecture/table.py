@@ -127,7 +127,6 @@ BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
     "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",
-    "elastic/state/uploads.py": "a look that fails must not end the thread that uploads all saves of a node",
     "elastic/state/uploader.py": "whatever ends the thread that uploads goes to the keeper, which waits for its part",
     "elastic/state/uploads.py": "whatever ends a look for copies goes to the keeper's log, and the next look follows",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",

@@ -235,8 +235,8 @@ class Oracle:
                 self.expelled.add(event.worker)
             case Stumbled():
                 self.stumbles[event.what] += 1
-            case Recovered():
-                self.startups += 1
+            case Recovered():  # the record of what its predecessors achieved may be lost
+                self.startups = max(self.startups, before.takeover.startups) + 1
                 self.headless.add(before.generation)
                 known = self.evidence[before.generation]
                 self.evidence[before.generation] = {step: known[step] for step in known if step <= before.step}  # the rest is told again

@@ -1,8 +1,7 @@
 """A green simulator proves nothing until mutants go red: each rule of the machine and of the member, broken, must be noticed.
 
 Each test breaks one rule in a copy of ``elastic.control``, or of the modules ``authority``, ``member`` or ``uploads`` of
-``elastic.protocol``, runs seeds until a promise is broken, and says which one.  At last unbroken copies of all four pass the seeds that
-the mutants took.
+``elastic.protocol``, runs seeds until a promise is broken, and says which.  Unbroken copies of all four pass the seeds that were taken.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.sim.mutants import Edit, Mutant, broken, mutant_member
 from tests.sim.scenarios import ALL, flapping, left_out
 
 SEEDS, FEW = range(230), range(125)
-LONG = ("severed", "divided", "relapsed", "abandoned", "forgetting", "unshipped", "expelled")
+LONG = ("severed", "divided", "relapsed", "abandoned", "forgetting", "unshipped", "expelled", "widowed")
 """Scenarios of which the seeds ``FEW`` are enough."""
 TAKEN: dict[str, int] = {}
 """Number of seeds of each scenario that the mutants of this session needed, up to the one that broke a promise."""
@@ -101,7 +100,7 @@ def test_counting_a_zombies_manifest_is_noticed() -> None:
     """The rule is kept twice: by the lineage, and by what was asked for."""
     lineage = Edit("saves", "if not run.history.contains(version):", "if False:")
     asked = Edit("saves", "if known is None or not known.asked:", "if False:")
-    assert "given up" in killed_by("haunted", lineage, asked, scenario="barren", seeds=range(120, 140))
+    assert "given up" in killed_by("haunted", lineage, asked, scenario="drawn", seeds=range(2070, 2074))
 
 
 def test_a_lineage_that_is_not_cut_is_noticed() -> None:
@@ -191,9 +190,9 @@ def test_giving_a_name_twice_is_noticed() -> None:
 def test_a_checkpoint_that_counts_and_is_not_in_the_journal_is_noticed() -> None:
     said = '    decision.say(f"the checkpoint of {version} is in the bucket")'
     edit = Edit("saves", f"    decision.durable = True\n{said}", said)
-    rare = range(18, 23)
-    assert "although every slice of it is held" in killed_by("forgetful_of_checkpoints", edit, scenario="forgetting", seeds=rare)
-    assert first_violation(advance, "forgetting", seeds=rare) == ""
+    rare = range(244, 248)
+    assert "although every slice of it is held" in killed_by("forgetful_of_checkpoints", edit, scenario="interregnum", seeds=rare)
+    assert first_violation(advance, "interregnum", seeds=rare) == ""
 
 
 def test_beginning_anew_after_a_coordinators_death_is_noticed() -> None:
@@ -221,8 +220,8 @@ def test_not_fencing_whom_a_later_generation_left_out_is_noticed() -> None:
     """A member was expelled before the fence reached it, lives on, and is heard after a member of the later generation."""
     edit = Edit("takeover", "        elif event.worker not in run.state.plan.members:", "        elif False:")
     with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
-        simulate(997, left_out(997), Mutant("trusting", (edit,)).advance())
-    assert simulate(997, left_out(997)).end
+        simulate(561, left_out(561), Mutant("trusting", (edit,)).advance())
+    assert simulate(561, left_out(561)).end
 
 
 # ---- the other side of each rule is kept by workers and keepers: here the model of them is broken
@@ -235,7 +234,7 @@ MEMBER = "elastic.sim.worker.Member"
 def test_acting_on_what_nobody_else_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant acts on records that only its own disk holds, and neither a majority of the keepers nor the bucket."""
     monkeypatch.setattr(Authority, "secured", lambda *_: True)
-    assert UNREAD_ACTS in first_violation(advance, "severed", seeds=range(8, 20))
+    assert UNREAD_ACTS in first_violation(advance, "severed", seeds=range(17, 18))
 
 
 def test_workers_that_obey_an_older_incarnation_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,15 +396,11 @@ def test_a_copy_of_the_authority_is_really_used() -> None:
 
 # ---- the keepers' uploads
 
-UNDER_WAY = (
-    "        if any(age(save.version) <= age(version) and worker in save.members for save in self.saves):\n            return False\n"
-)
+UNDER_WAY = "if any(age(save.version) <= age(version) and"
 KNOWN = "return version.step <= self.version.step"
-WENT_ON = '    if generation > save.by:\n        return "it went on without a copy"\n'
 UPLOADS = {
-    "a save is over although it is under way": ("drawn", "was overwritten before it was in the bucket", (UNDER_WAY, "")),
+    "a save is over although it is under way": ("drawn", "was overwritten before it was in the bucket", (UNDER_WAY, "if any(False and")),
     "a save is over although its commit is not known": ("isolation", "was overwritten before it was in the bucket", (KNOWN, "return True")),
-    "a copy that a later world went on without is waited for": ("forgetting", "no end after", (WENT_ON, "")),
 }
 """Each broken rule has a scenario, the text of the violation, and the edit."""
 
@@ -419,10 +414,10 @@ def test_a_rule_of_uploads_that_is_broken_is_noticed(name: str) -> None:
 
 def test_giving_up_a_save_before_that_is_durable_is_noticed() -> None:
     """A coordinator that is cut off gives it up, its copies are overwritten, and the next coordinator waits for them."""
-    edit = Edit("saves", "        tell(decision)\n        decision.durable = True\n", "        tell(decision)\n")
-    seeds = range(2750, 2753)
-    assert "was overwritten before it was in the bucket" in killed_by("rash", edit, scenario="severed", seeds=seeds)
-    assert first_violation(advance, "severed", seeds=seeds) == ""
+    said = '    decision.say(f"the checkpoint of {version} failed'
+    edit, seeds = Edit("saves", f"        decision.durable = True\n{said}", said), range(115, 119)
+    assert "was overwritten before it was in the bucket" in killed_by("rash", edit, scenario="interregnum", seeds=seeds)
+    assert first_violation(advance, "interregnum", seeds=seeds) == ""
 
 
 PATIENCE = {
@@ -444,16 +439,12 @@ PATIENCE = {
     "a manifest that nobody can write any more is waited for": (
         "widowed",
         "has been on its way for",
-        Edit("saves", "(each.complete or lacks_keeper)", "each.complete"),
+        Edit("saves", "(each.complete or hopeless)", "each.complete"),
     ),
     "a manifest that can never be written is asked for again": (
         "widowed",
         "has been on its way for",
-        Edit(
-            "saves",
-            "if event.again or (event.again is None and known.asked and known.complete):",
-            "if event.again is not False or known.asked:",
-        ),
+        Edit("saves", "if event.again or (event.again is None and of_manifest):", "if event.again is not False or of_manifest:"),
     ),
 }
 """Each broken rule about saves has a scenario, the text of the violation, and the edit."""
@@ -462,7 +453,7 @@ PATIENCE = {
 @pytest.mark.parametrize("name", list(PATIENCE))
 def test_a_broken_rule_about_saves_is_noticed(name: str) -> None:
     scenario, noticed, edit = PATIENCE[name]
-    assert noticed in killed_by("broken", edit, scenario=scenario)
+    assert noticed in killed_by(name.replace(" ", "_"), edit, scenario=scenario)
 
 
 EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")

@@ -57,7 +57,7 @@ def seen() -> Coverage:
     """Returns what the seeds met.  Promises are judged on the way: a broken one fails all tests that use this fixture."""
     coverage, broken = run_in_processes(SEEDS, os.cpu_count() or 1)
     assert broken is None, simulate(broken)
-    for seed in range(60):
+    for seed in range(100):
         for scenario in (storm(seed), edge(seed), barren(seed), interregnum(seed), replace(CALM, stop_at_s=8.0 + 0.1 * seed)):
             coverage.add(simulate(seed, scenario))
     print(coverage_table(coverage))

@@ -6,6 +6,7 @@ The bucket is on a real S3 server, and every process of the run but the driver, 
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -135,3 +136,36 @@ def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, 
     assert all(run.checkpoints.verify(version).good for version in saved)
     assert not [each for each in listed if each.damaged]
     assert worlds[1].tier == "live" or (worlds[1].step, 1) in [(version.step, version.generation) for version in saved]
+
+
+LAST_SAVE = ("its checkpoint is on the way", f"the checkpoint of step {STEPS} of generation 1 is in the bucket")
+
+
+class AtTheEnd:
+    """Shuts the door before the last step, and opens it when the run has waited for its last save for three times ``stop_s``."""
+
+    def __init__(self, door: Door, gate: Path, stop_s: float) -> None:
+        self.door, self.gate, self.waits_s = door, gate, 3 * stop_s
+        self.opens_at: float | None = None
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if self.door.is_open and view.state == "Running" and view.step >= GATE - 1:
+            self.door.shut(Way.REFUSED)
+            self.gate.touch()
+        if self.opens_at is None and view.state == "Finishing":
+            self.opens_at = time.monotonic() + self.waits_s
+        if self.opens_at is None or time.monotonic() < self.opens_at:
+            return False
+        self.door.open()
+        return True
+
+
+def test_the_bucket_fails_at_the_last_step(tmp_path: Path, swift_bucket: S3, door: Door, reference: Any) -> None:
+    """R11: the world stays as it is for longer than ``stop_s``, and is saved when the bucket is back: nothing is computed or formed again."""
+    gate, stop_s = tmp_path / "gate", 5.0
+    changes = {"checkpoint": {"save_every": STEPS}, "deadlines": {"grow_debounce_s": 8, "stall_s": 40, "stop_s": stop_s}}
+    job = job_of(f"{swift_bucket.url}/{uuid.uuid4().hex}", gate, "at-the-end", **changes)
+    chaos = trial(job, AtTheEnd(door, gate, stop_s))
+    assert_survived(chaos, reference, worlds=(2,), tiers=("init",))
+    last, saved = (next(line.at for line in chaos.lines if isinstance(line, Sentence) and text in line.text) for text in LAST_SAVE)
+    assert saved - last > 3 * stop_s

@@ -28,7 +28,7 @@ from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, severed, storm, unshipped
 from tests.support.cells import cell, classes
 
-SEEDS = range(200, 1000)
+SEEDS = range(1200)
 OCCASIONS = (
     "a collective completes with garbage",
     "a coordinator finds itself deposed",
@@ -57,7 +57,7 @@ def seen() -> Coverage:
     """Returns what the seeds met.  Promises are judged on the way: a broken one fails all tests that use this fixture."""
     coverage, broken = run_in_processes(SEEDS, os.cpu_count() or 1)
     assert broken is None, simulate(broken)
-    for seed in range(100):
+    for seed in range(120):
         for scenario in (storm(seed), edge(seed), barren(seed), interregnum(seed), replace(CALM, stop_at_s=8.0 + 0.1 * seed)):
             coverage.add(simulate(seed, scenario))
     print(coverage_table(coverage))

@@ -150,6 +150,31 @@ def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path,
     assert checkpoints(tmp_path).verify(SAVED).good
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_a_part_that_the_bucket_refuses_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool) -> None:
+    """R11: the worker is dead, the copy is the only one, and a file lies where the bucket should be.  The coordinator is told once.
+
+    The control: as long as the file is there, nothing else is reported, and nothing is said to be under way.
+    """
+    monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.1)
+    bucket = tmp_path / "bucket"
+    bucket.touch()
+    with saving("whole") as (_, store), uploading(store, bucket) as (uploads, told):
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        event, _ = told.next()
+        assert isinstance(event, SaveFailed) and event.again and "no part of w0 (shard-00000-of-00001) yet" in event.reason
+        assert uploads.uploading() == ()
+        if not back:
+            with pytest.raises(queue.Empty):
+                told.events.get(timeout=1.0)
+            return
+        bucket.unlink()
+        event, receipt = told.next()
+    assert event == ShardSaved(WORKER, SAVED, by=SAVED.generation) and receipt is not None
+    checkpoints(bucket).commit(SAVED, [receipt], {})
+    assert checkpoints(bucket).verify(SAVED).good
+
+
 TORN = "import os, sys; sys.stdin.readline(); print('{\"number\": 1, \"rec', end='', flush=True); os.kill(os.getpid(), 9)"
 """Program of an uploader that dies in the middle of its answer."""
 

@@ -161,7 +161,7 @@ class AtTheEnd:
 
 
 def test_the_bucket_fails_at_the_last_step(tmp_path: Path, swift_bucket: S3, door: Door, reference: Any) -> None:
-    """R11: the world stays as it is for longer than ``stop_s``, and is saved when the bucket is back: nothing is computed or formed again."""
+    """R11: the world stays for longer than ``stop_s``, and is saved when the bucket is back: nothing is computed or formed again."""
     gate, stop_s = tmp_path / "gate", 5.0
     changes = {"checkpoint": {"save_every": STEPS}, "deadlines": {"grow_debounce_s": 8, "stall_s": 40, "stop_s": stop_s}}
     job = job_of(f"{swift_bucket.url}/{uuid.uuid4().hex}", gate, "at-the-end", **changes)

@@ -169,6 +169,7 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder
     assert_nothing_left(run)
 
 
+@pytest.mark.full  # tests/control has the rule; above, nodes of other kinds are refused
 def test_without_reproducible_another_kind_trains_and_its_steps_are_marked(folder: Path) -> None:
     """R22; the negative control: a run of one kind has no mark."""
     job = job_of(folder, least=2, steps=4, reproducible=False)

@@ -41,7 +41,7 @@ def bend(region: Region) -> int:
     return copies
 
 
-@pytest.mark.must_run_in_ci
+@pytest.mark.full  # tests/state/test_wire.py refuses strangers without a run
 def test_strangers_are_refused_and_the_story_says_so(tmp_path: Path, script_reference: Any) -> None:
     """A keeper tells nothing to a client that lacks the run's secret or speaks another protocol; the run goes on undisturbed."""
     script, refused = Script("shard", 1), list[WireError]()

@@ -68,7 +68,7 @@ def interrupted_at(name: str, step: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.must_run_in_ci
+@pytest.mark.full  # in test_stop.py a second command attaches and leaves
 def test_attach_tells_the_story_from_the_start_and_leaves_or_ends_with_it(tmp_path: Path, capsys: Shown) -> None:
     """Ctrl-C ends the command and not the run.  A command that follows the run to its end has the run's exit code."""
     job, _ = begun(tmp_path, "followed", steps=40)

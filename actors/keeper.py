@@ -121,6 +121,8 @@ class Keeper:
     def sees_coordinator(self) -> bool:
         """Returns whether this node finds the coordinator's sign in the bucket.  Leaves a sign of this node for the coordinator to find."""
         self.probe.leave(self.node)
+        if self._closed.is_set():  # ``close``, which runs beside this, may have removed the sign before it was left
+            self.probe.remove(self.node)
         return self.probe.sees(COORDINATOR)
 
     def open_store(self, incarnation: int, generation: int) -> tuple[str, int]:

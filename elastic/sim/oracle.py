@@ -206,7 +206,8 @@ class Oracle:
             self.refused_at.setdefault((event.version, event.by or event.version.generation), now)
         elif isinstance(event, ShardSaved | Saved | Recovered):
             self.refused_at.clear()
-        if isinstance(before.state, Finishing) and isinstance(after.state, Stopping) and isinstance(event, Beat | Tick | Renewed):
+        waits = isinstance(before.state, Finishing) and before.saves.find(before.version) is not None
+        if waits and isinstance(after.state, Stopping) and isinstance(event, Beat | Tick | Renewed):
             uploading = any(node.uploads.uploading for node in self.sim.cluster.nodes.values())
             if uploading and now > calm_at + self.sim.rules.stop_s:
                 raise Violation("the run does not wait for its last save, which is being written")

@@ -62,7 +62,7 @@ def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any, ch
         chaos.close()
     storm = Storm(job, chaos, struck.witness, len(DOUBLES), result=struck.result)
     for what in (storm.left, ("process 7 ray::Keeper", "segment elastic-doubles-0001-abcdef-w1")):  # controls: nobody looked; things left
-        assert judge(replace(storm, left=what), sixty.job)["wrong"] == [f"left: {', '.join(what)}"]
+        assert judge(replace(storm, left=what), sixty.job)["wrong"] == [f"the run left things behind: {', '.join(what)}"]
     found = judge(replace(storm, left=left_of(job.name, struck.witness.token)), sixty.job)
     assert not found["wrong"], found
     assert struck.losses[-1] <= 0.8 * struck.losses[0]

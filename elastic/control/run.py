@@ -308,14 +308,12 @@ class Saving:
     """The reason why the checkpoint can never be complete, if it was reported before the commit of its version."""
     layout: Layout | None = None
     """The layout of the members."""
-    heard_at: float | None = None
-    """The time at which the save began or the last part was reported; None in older journals, whose silent saves are not given up."""
+    heard_at: float = NEVER
+    """The time at which the save began or the last part was reported; NEVER in older journals, whose silent saves are not given up."""
     refused_at: float | None = None
     """The time since which the bucket refuses what it is given of the checkpoint; None if it does not."""
     nodes: tuple[NodeId, ...] = ()
-    """The node of each member; its keeper uploads the member's part even when the member is gone.  It is empty in journals of older
-    versions, whose members uploaded their parts themselves; there, the loss of any member ends the save.
-    """
+    """The node of each member, whose keeper uploads the part.  Empty in older journals: there, members uploaded their parts themselves."""
 
     @property
     def complete(self) -> bool:
@@ -327,8 +325,12 @@ class Saving:
 
     def report(self, worker: WorkerId, now: float) -> Saving:
         """Returns the saving after the part of ``worker`` has reached the bucket."""
-        reported, heard_at = {*self.reported, worker}, None if self.heard_at is None else now
-        return evolve(self, reported=tuple(each for each in self.members if each in reported), heard_at=heard_at, refused_at=None)
+        reported = {*self.reported, worker}
+        return evolve(self.heard(now), reported=tuple(each for each in self.members if each in reported))
+
+    def heard(self, now: float) -> Saving:
+        """Returns the saving after something was heard of it, so that its silence and its refusal count from ``now`` on."""
+        return evolve(self, heard_at=self.heard_at if self.heard_at == NEVER else now, refused_at=None)
 
     def needs(self, node: NodeId) -> bool:
         """Returns whether the keeper of ``node`` has still to report a part."""

@@ -134,9 +134,9 @@ def ask_for_manifests(decision: Decision) -> None:
     """
     run = decision.run
     for each in run.saves.pending:
-        gone = {*each.nodes}.difference(run.cluster.keepers) if each.asked and not each.complete else set()
-        hopeless = each.asked and bool(each.failed or any(each.needs(node) for node in gone))
-        if (each.complete or hopeless) and decision.now >= each.ask_at and run.history.contains(each.version):
+        if decision.now < each.ask_at or not run.history.contains(each.version):
+            continue
+        if each.complete or (each.asked and (each.failed or any(map(each.needs, {*each.nodes}.difference(run.cluster.keepers))))):
             decision.do(CommitManifest(each.version, lineage.cut(run.history.lineage, each.version), each.by))
             _put(decision, replace(each, asked=True, ask_at=decision.now + decision.rules.stop_s))
 
@@ -149,11 +149,10 @@ def give_up_the_silent(decision: Decision) -> None:
     """
     run, rules, now = decision.run, decision.rules, decision.now
     for each in run.saves.pending:
-        if each.heard_at is None or (each.version == run.version and isinstance(run.state, Finishing | Stopping)):
-            continue
         heard_at = max(each.heard_at, run.watch.uploaded_at)
         until = heard_at + rules.stop_s if each.refused_at is None else each.refused_at + rules.wait_s
-        if now >= until and not each.complete:
+        waited_for = each.version == run.version and isinstance(run.state, Finishing | Stopping)
+        if now >= until and not waited_for and not each.complete:
             _forget(decision, each.version, f"nothing was heard of it for {now - heard_at:.0f} s")
 
 

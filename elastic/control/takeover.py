@@ -68,8 +68,7 @@ def stood(decision: Decision, event: Tick) -> None:
         uploaded_at=run.watch.uploaded_at + later_s,
         lease_until=max(run.watch.lease_until, granted_until),
     )
-    heard = tuple(each if each.heard_at is None else replace(each, heard_at=each.heard_at + later_s) for each in run.saves.pending)
-    decision.know(saves=Saves(heard))
+    decision.know(saves=Saves(tuple(replace(each, heard_at=each.heard_at + later_s) for each in run.saves.pending)))
     decision.know("members", starting={worker: asked_at + later_s for worker, asked_at in run.members.starting.items()})
     decision.know("copies", answers_until=run.copies.answers_until + later_s)
     match run.state:
@@ -88,11 +87,9 @@ def _forgive_the_silence(decision: Decision) -> None:
     run, now, rules = decision.run, decision.now, decision.rules
     lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s)
-    # the keepers know which parts are uploaded
     again = tuple(
-        replace(each, reported=(), ask_at=0.0, heard_at=None if each.heard_at is None else now, refused_at=None)
-        for each in run.saves.pending
-    )
+        replace(each.heard(now), reported=(), ask_at=0.0) for each in run.saves.pending
+    )  # the keepers know which parts are uploaded
     decision.know(watch=watch, saves=Saves(again))
     match run.state:
         case Forming():

@@ -214,8 +214,7 @@ class Uploads:
             self._write(json.dumps({"give_up": task.number}))
 
     def _fail(self, task: Task, why: str) -> None:
-        name = f"{task.worker} ({name_of(task.save.layout, task.rank)})"
-        self._tell(task, SaveFailed(task.save.version, f"no part of {name}: {why}", task.save.by, again=False), None)
+        self._tell(task, _failed(task, f": {why}", again=False), None)
 
     def _refused(self, task: Task, why: str) -> None:
         """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so once."""
@@ -223,8 +222,7 @@ class Uploads:
             task.number, task.attempts, task.again_at = 0, 0, time.monotonic() + AGAIN_S
             known, task.refused = task.refused, True
         if not known:
-            name = f"{task.worker} ({name_of(task.save.layout, task.rank)})"
-            self.tell(task.save, SaveFailed(task.save.version, f"no part of {name} yet: {why}", task.save.by, again=True), None)
+            self.tell(task.save, _failed(task, f" yet: {why}", again=True), None)
 
     def _tell(self, task: Task, event: ShardSaved | SaveFailed, receipt: ShardReceipt | None) -> None:
         task.told, task.region = (event, receipt), None
@@ -285,6 +283,12 @@ class Uploads:
                 task.number = 0 if task not in hopeless else task.number
         for task in hopeless:
             self._fail(task, f"{ATTEMPTS} uploaders died while they wrote it")
+
+
+def _failed(task: Task, why: str, *, again: bool) -> SaveFailed:
+    """Returns the report that a part was not written; ``again`` says that it is tried again."""
+    name = name_of(task.save.layout, task.rank)
+    return SaveFailed(task.save.version, f"no part of {task.worker} ({name}){why}", task.save.by, again=again)
 
 
 def _copy(save: Save, worker: WorkerId) -> Copy:

@@ -67,7 +67,7 @@ def alike(run: RunState) -> RunState:
         members=replace(run.members, workers=workers),
         cluster=replace(run.cluster, slots=0),
         history=replace(run.history, settled=settled and replace(settled, members=tuple(sorted(settled.members)))),
-        saves=Saves(tuple(replace(each, ask_at=0.0, heard_at=None) for each in run.saves.pending)),
+        saves=Saves(tuple(replace(each, ask_at=0.0, heard_at=0.0) for each in run.saves.pending)),
         takeover=replace(run.takeover, startups=0),
         watch=Watch(reform_s=run.watch.reform_s),
     )

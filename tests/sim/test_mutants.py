@@ -439,7 +439,7 @@ PATIENCE = {
     "a manifest that nobody can write any more is waited for": (
         "widowed",
         "has been on its way for",
-        Edit("saves", "(each.complete or hopeless)", "each.complete"),
+        Edit("saves", "if each.complete or (each.asked and", "if each.complete or (False and"),
     ),
     "a manifest that can never be written is asked for again": (
         "widowed",

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one copy.  It holds ``copy`` once it is ``complete``."""
+    """A place for one copy.  It holds ``copy`` once it is ``complete``; ``save`` says that the copy is protected as a save."""
 
     copy: Copy
     complete: bool = False
+    save: bool = False
 
 
 Slots = list[Slot | None]
@@ -79,8 +80,9 @@ class Memory:
     def enter(self, plan: Plan) -> None:
         before = self.copies if self.copies is None or self.saving is not None else replace(self.copies, saving=())
         self.copies, self.buddied = Copies.begin(plan, self.worker.name, before, whole(self.slots), self.save_rule), None
-        self.generation = plan.generation
         self._go_on(None)
+        if not any(slot is not None and not slot.complete and slot.copy == self.copies.begun for slot in self.slots):
+            self.generation = plan.generation  # otherwise the keeper gets to know it after the first copy: see ``_complete``
 
     def committed(self, outcome: Outcome, *, fenced: bool = False) -> None:
         """Notes an applied step.  A fenced worker begins no copy, so the copies that its keeper has reported stay in place."""
@@ -88,6 +90,8 @@ class Memory:
         before, self.copies = self.copies, self.copies.after(outcome)
         if not fenced:
             self._go_on(before)
+        elif self.copies.begun != before.begun and self.copies.begun in self.copies.saving:
+            self.saving = self.copies.begun.version
 
     def _go_on(self, before: Copies | None) -> None:
         copies = self.copies
@@ -103,15 +107,19 @@ class Memory:
             self.sim.strikes.passes(self.worker, Point.SAVE)
         if not self.worker.alive:
             return
+        saves = copies.begun in copies.saving
         if place is None:
+            held = self.slots[whole(self.slots).index(copies.begun)]
+            assert held is not None
+            held.save |= saves
             self._send(copies.begun)
             return
-        old, slot = self.slots[place], Slot(copies.begun)
+        old, slot = self.slots[place], Slot(copies.begun, save=saves)
         self.slots[place] = slot
         if old is not None:
             self.sim.oracle.copies.overwritten(self.worker, old)
         work_s = 0.05 + (0.4 if self.sim.rng.random() < 0.8 else 2.5) * self.sim.rng.random()
-        self.sim.clock.after(work_s, self.worker.receive, self._complete, slot)
+        self.sim.clock.after(work_s, self.worker.receive, self._complete, slot, copies.plan.generation)
 
     def _make_room(self, copies: Copies) -> None:
         """Tries again to find a slot.  The last save of a world gets none while the save before it is on its way."""
@@ -126,8 +134,9 @@ class Memory:
         if self.saving is not None and keeper.latest.is_over(self.worker.name, self.saving):
             self.saving = None
 
-    def _complete(self, slot: Slot) -> None:
-        slot.complete = True
+    def _complete(self, slot: Slot, generation: int) -> None:
+        """Ends a copy that was begun in the world of ``generation``.  It may be the one that a save of an earlier world lacks."""
+        slot.complete, self.generation = True, max(generation, self.generation)
         self._send(slot.copy)
 
     def through(self) -> Copied:

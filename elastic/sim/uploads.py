@@ -10,7 +10,7 @@ from elastic.protocol import lineage, uploads
 from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import SaveFailed, ShardSaved
-from elastic.sim.memory import Slot, Slots, whole
+from elastic.sim.memory import Slot, Slots
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -63,9 +63,10 @@ class Uploads:
         worker = self.cluster.workers[name]
         copy = Copy(save.version, cell_of(save.layout, save.members.index(name)))
         slots = worker.memory.slots if worker.alive else self.node.shelf.left.get(name, [])
-        if copy in whole(slots):
+        place = next((n for n, slot in enumerate(slots) if slot and slot.complete and slot.save and slot.copy == copy), None)
+        if place is not None:
             self.cluster.sim.oracle.occasions["a dead worker's copy is saved"] += not worker.alive
-            self._write(save, name, slots, whole(slots).index(copy), slots[whole(slots).index(copy)])
+            self._write(save, name, slots, place, slots[place])
         elif why := uploads.hopeless(save, worker.memory.generation, ended=not worker.alive):
             self._end(save, name, SaveFailed(save.version, f"no part of {name}: {why}", save.by, again=False))
         else:

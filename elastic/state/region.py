@@ -33,7 +33,7 @@ from storage.slices import Tensor, Version, nbytes
 
 NAME = "elastic-copies"
 """Name of the anonymous file."""
-MAGIC = 0x656C617374696335
+MAGIC = 0x656C617374696336
 """First word of every region of this version."""
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
@@ -76,8 +76,10 @@ POPULATE_WRITE = 23
 """Advice for ``madvise`` that takes memory for writing, since Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
 REMOVE = mmap.MADV_REMOVE
 """Advice for ``madvise`` that gives memory of a file back: for every process that has it open, it is zero from then on."""
-SLOT = ("complete", "step", "generation", "bytes", *CELL)
-"""Words of a slot's header.  ``complete`` is 1 while the slot holds a whole copy, whose size is ``bytes``; otherwise it is 0."""
+SLOT = ("complete", "step", "generation", "bytes", "save", *CELL)
+"""Words of a slot's header.  ``complete`` is 1 while the slot holds a whole copy, whose size is ``bytes``; otherwise it is 0.  ``save`` is
+1 if the worker has made the copy for a save, and does not overwrite it before that save is over.  No other copy may be uploaded: a world
+that begins with the version of a save makes one, but its members may not know of the save."""
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -203,10 +205,15 @@ class Region:
         self["asked"] += 1
 
     def begin_save(self, copy: Copy) -> None:
-        """Says that ``copy`` is a save: the worker does not overwrite it before the keeper says that the save is over."""
+        """Says that ``copy`` is a save: the worker does not overwrite it before the keeper says that the save is over.
+
+        The copy may be in a slot already, or not be made yet.
+        """
         self["save_failed"] = 0
         self.set_copy("save", copy)
         self["saves"] += 1
+        if (slot := self.find(copy)) is not None:
+            self.header(slot)[SLOT.index("save")] = 1
 
     def failed(self, copy: Copy) -> bool:
         """Returns whether ``copy`` is the newest save and the worker could not make it.
@@ -227,7 +234,7 @@ class Region:
 
     def held(self, slot: int) -> Copy | None:
         """Returns the complete copy in the slot, or None."""
-        complete, step, generation, _, *cell = self.header(slot)
+        complete, step, generation, _, _, *cell = self.header(slot)
         return Copy(Version(step, generation), _cell(cell)) if complete else None
 
     def all_held(self) -> list[Copy | None]:
@@ -238,6 +245,11 @@ class Region:
         """Returns the slot that holds ``copy`` complete, or None."""
         return next((slot for slot, held in enumerate(self.all_held()) if held == copy), None)
 
+    def find_save(self, copy: Copy) -> int | None:
+        """Returns the slot that holds ``copy`` complete and for a save, or None."""
+        slot = self.find(copy)
+        return slot if slot is not None and self.header(slot)[SLOT.index("save")] else None
+
     def filled(self, slot: int) -> int:
         """Returns the size of what the slot holds, in bytes."""
         return self.header(slot)[SLOT.index("bytes")]
@@ -246,10 +258,10 @@ class Region:
         """Marks the slot as empty."""
         self.header(slot)[0] = 0
 
-    def finish(self, slot: int, copy: Copy, size: int) -> None:
-        """Marks the slot as one that holds ``copy``, which has ``size`` bytes."""
+    def finish(self, slot: int, copy: Copy, size: int, *, save: bool = False) -> None:
+        """Marks the slot as one that holds ``copy``, which has ``size`` bytes and was made for a save if ``save`` says so."""
         words = self.header(slot)
-        fields = (copy.version.step, copy.version.generation, size, *_words(copy.cell))
+        fields = (copy.version.step, copy.version.generation, size, int(save), *_words(copy.cell))
         words[1:] = memoryview(_packed(*fields)).cast("q")
         words[0] = 1
 

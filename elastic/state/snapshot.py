@@ -124,10 +124,14 @@ class Snapshots:
             self.pace.copied(self._took_s)
             self._took_s = None
         before, self.copies = self.copies, self.copies.after(outcome)
-        if shard is not None and self.copies.begun != before.begun:
+        if self.copies.begun == before.begun:
+            return
+        if shard is not None:
             if self.copies.sent != before.sent:
                 self.region.send(self.copies.sent)
             self._begin(shard)
+        elif self.copies.begun in self.copies.saving:  # the next world may begin with this very copy
+            self.region.begin_save(self.copies.begun)
 
     def _begin(self, shard: Shard) -> None:
         copies = self.copies
@@ -169,7 +173,7 @@ class Snapshots:
         self._make_fit(slot)
         with torch.no_grad():
             self._way.fill(slot, self._parts(slot, shard, saves))
-        self.region.finish(slot, copy, self.bytes)
+        self.region.finish(slot, copy, self.bytes, save=saves)
         self._took_s = time.monotonic() - began
 
     def _make_fit(self, slot: int) -> None:

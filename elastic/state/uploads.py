@@ -181,7 +181,7 @@ class Uploads:
         if region is None:
             return "its keeper has not opened its memory" if time.monotonic() - task.since > UNKNOWN_S else ""
         generation = region["generation"]  # like ``ended`` before ``find``: the copy may become complete just before either changes
-        if region.find(copy) is not None:
+        if region.find_save(copy) is not None:
             task.region = region
             self._hand_over(task)
             return ""

@@ -160,26 +160,41 @@ def test_what_a_dead_worker_left_is_freed_once_its_save_is_over(tmp_path: Path, 
                 assert node.store.regions()
 
 
-@pytest.mark.parametrize("version", [Version(6, 2), Version(5, 2)], ids=["the same version", "another"])
-def test_a_copy_that_a_later_world_begins_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: Version) -> None:
+@pytest.mark.parametrize(
+    ("version", "knows"),
+    [(Version(6, 2), True), (Version(5, 2), True), (Version(6, 2), False)],
+    ids=["the same version", "another", "the same version, but its member never heard of the save"],
+)
+def test_a_copy_that_a_later_world_begins_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: Version, knows: bool
+) -> None:
     """Its member heard of the commit when the world was over, and begins no copy then.  The next world begins with a copy, which may be the
-    one that the save lacks; the save fails once that copy has ended and is another."""
+    one that the save lacks: then it stays until the save is over.  If it is another one, or the member did not hear of the save and would
+    overwrite it, the save fails once that copy has ended."""
     goes_on = threading.Event()
     with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
         monkeypatch.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
+        if knows:
+            snapshots.committed(replace(outcome(6), saves=True), None)
         uploads.obey((1, 1), (Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 2, Version(6, 2))
         time.sleep(0.1)
         assert told.events.empty(), "it may still come"
-        snapshots.enter(replace(PLAN, generation=3, version=version, nodes=(node.name,)), WorkerId("w0"), shard_of(version, 1, 0))
+        plan = replace(PLAN, generation=3, version=version, nodes=(node.name,), lineage=((2, version.step),))
+        snapshots.enter(plan, WorkerId("w0"), shard_of(version, 1, 0))
         time.sleep(0.2)
         assert told.events.empty(), "it may be the copy that is being made"
         goes_on.set()
         snapshots.settle()
         event, _ = told.next()
-    if version == Version(6, 2):
-        assert event == ShardSaved(WorkerId("w0"), Version(6, 2), by=2)
+        for step in range(7, 10):
+            now = replace(outcome(step, copied=step - 1), generation=3, behind=True, saves=False)
+            snapshots.committed(now, shard_of(Version(step, 3), 1, 0))
+            snapshots.settle()
+        stays = snapshots.region.find(Copy(Version(6, 2), WHOLE)) is not None
+    if knows and version == Version(6, 2):
+        assert event == ShardSaved(WorkerId("w0"), Version(6, 2), by=2) and stays, "the save is not over yet"
     else:
-        assert isinstance(event, SaveFailed) and "it went on without a copy" in event.reason
+        assert isinstance(event, SaveFailed) and "it went on without a copy" in event.reason and not stays
 
 
 def test_a_copy_that_becomes_complete_while_the_keeper_looks_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +210,9 @@ def test_a_copy_that_becomes_complete_while_the_keeper_looks_is_no_failure(tmp_p
 
     with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
         monkeypatch.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
-        snapshots.enter(
-            replace(PLAN, generation=3, version=wanted.version, nodes=(node.name,)), WorkerId("w0"), shard_of(wanted.version, 1, 0)
-        )
+        snapshots.committed(replace(outcome(6), saves=True), None)
+        plan = replace(PLAN, generation=3, version=wanted.version, nodes=(node.name,), lineage=((2, wanted.version.step),))
+        snapshots.enter(plan, WorkerId("w0"), shard_of(wanted.version, 1, 0))
         monkeypatch.setattr(Region, "find", find_too_early)
         uploads.obey((1, 1), (Save(wanted.version, 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 3, wanted.version)
         snapshots.settle()

@@ -298,11 +298,14 @@ class Coordinator:
                 os._exit(DEPOSED)
             self.story.say(time.time(), "the coordinator failed; the run can be resumed\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
-        self.journal.close()  # before the keepers close: they delete their and this node's part of the journal
-        if self.journal.behind:
-            self.story.say(time.time(), f"the end of the run could not be written to the bucket: {self.journal.behind}")
-        self.group.reap(GRACE_S)
-        shutil.rmtree(log_folder(self.token), ignore_errors=True)  # a late worker may have made it again after the last keeper left
+        try:
+            self.journal.close()  # before the keepers close: they delete their and this node's part of the journal
+            if self.journal.behind:
+                self.story.say(time.time(), f"the end of the run could not be written to the bucket: {self.journal.behind}")
+            self.group.reap(GRACE_S)
+            shutil.rmtree(log_folder(self.token), ignore_errors=True)  # a late worker may have made it again after the last keeper left
+        except Exception:  # the process boundary: drivers wait for the end
+            self.story.say(time.time(), f"the run has left something on its nodes; elastic clean removes it\n{traceback.format_exc()}")
         self.over.set()
         while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)

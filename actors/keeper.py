@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 from actors.logs import Logs
-from actors.processes import Process, describe, end_on_sigterm, log_folder, sweep
+from actors.processes import Process, describe, end_on_sigterm, log_folder, remove_logs, sweep
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
@@ -218,7 +218,7 @@ class Keeper:
                 asked = None
             if time.monotonic() - heard_at > self.silence_s:
                 print(f"keeper of {self.node[:8]}: no coordinator answered for {self.silence_s:.0f} s; leaving", flush=True)
-                self.close(self.replica.heeds)
+                self._end()
                 os._exit(3)
 
     def _operation(self, process: Process, counters: Counters) -> str:
@@ -236,6 +236,14 @@ class Keeper:
     def close(self, incarnation: int) -> None:
         """Ends the keeper because the run is over: it stores the remaining logs and leaves nothing on the node."""
         self._heed(incarnation)
+        self._end()
+        shutil.rmtree(log_folder(self.run), ignore_errors=True)
+
+    def _end(self) -> None:
+        """Stores the remaining logs and removes what the workers have left.  A coordinator's part of the journal on this node stays.
+
+        A keeper that has not been answered for long cannot know whether that coordinator only stands still, and goes on afterwards.
+        """
         self._closed.set()
         self._watching.join()
         deadline = time.monotonic() + CLOSE_S
@@ -253,7 +261,7 @@ class Keeper:
         self.keeper_store.close()
         with contextlib.suppress(StorageError):
             self.probe.remove(self.node)
-        shutil.rmtree(log_folder(self.run), ignore_errors=True)
+        remove_logs(self.run)
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:

@@ -30,6 +30,14 @@ def log_file(run: str, worker: str) -> Path:
     return log_folder(run) / f"{worker}.log"
 
 
+def remove_logs(run: str) -> None:
+    """Removes the logs of the run's workers on this node, but not what a coordinator has written of the journal."""
+    for path in log_folder(run).glob("*.log"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a coordinator's part of the journal is there, or a worker has just made a log
+        log_folder(run).rmdir()
+
+
 def sweep(name: str) -> None:
     """Removes the counters of dead processes that earlier lives of the run left on this node.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.control import edges
 from elastic.control.decision import Decision
 from elastic.control.run import Finished, Finishing
-from elastic.control.saves import patient_until, refused_since, target_is_saved
+from elastic.control.saves import patient_until, refused_until, target_is_saved
 
 
 def go_on(decision: Decision, state: Finishing) -> None:
@@ -19,4 +19,4 @@ def go_on(decision: Decision, state: Finishing) -> None:
     elif decision.now >= patient_until(decision, state.deadline):
         refused = f"the bucket refused the last checkpoint for {decision.rules.wait_s:g} s"
         silent = f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s"
-        edges.stop(decision, silent if refused_since(run) is None else refused)
+        edges.stop(decision, refused if refused_until(decision.rules, run.saves.pending) else silent)

@@ -111,6 +111,11 @@ def shard_saved(decision: Decision, event: ShardSaved) -> None:
     if known is None or event.worker not in known.members or not known.is_of(event.by):
         return decision.refuse(f"nobody waits for a part of {event.version} from {event.worker}")
     _put(decision, known.report(event.worker, decision.now))
+    _wait_on(decision)
+
+
+def _wait_on(decision: Decision) -> None:
+    """Lets the end of the run, or of a planned stop, wait for ``stop_s`` from now on."""
     state = decision.run.state
     if isinstance(state, Finishing) or (isinstance(state, Stopping) and state.planned and not state.pending):
         decision.amend(deadline=decision.now + decision.rules.stop_s)
@@ -150,7 +155,7 @@ def give_up_the_silent(decision: Decision) -> None:
     run, rules, now = decision.run, decision.rules, decision.now
     for each in run.saves.pending:
         heard_at = max(each.heard_at, run.watch.uploaded_at)
-        until = heard_at + rules.stop_s if each.refused_at is None else each.refused_at + rules.wait_s
+        until = max([heard_at + rules.stop_s, *refused_until(rules, [each])])
         waited_for = each.version == run.version and isinstance(run.state, Finishing | Stopping)
         if now >= until and not waited_for and not each.complete:
             _forget(decision, each.version, f"nothing was heard of it for {now - heard_at:.0f} s")
@@ -159,19 +164,18 @@ def give_up_the_silent(decision: Decision) -> None:
 def patient_until(decision: Decision, deadline: float) -> float:
     """Returns the time until which the end of the run waits for the save of its present version, no less than ``deadline``.
 
-    That is ``stop_s`` after something was last heard of a save, or ``wait_s`` after the bucket began to refuse one.  The save before counts
-    too: where only saves are copied, its slot is waited for.
+    That is ``stop_s`` after something was last heard of a save, and at least ``wait_s`` after the bucket began to refuse one.  The save
+    before counts too: where only saves are copied, its slot is waited for.
     """
     run, rules = decision.run, decision.rules
-    if (since := refused_since(run)) is not None:
-        return max(deadline, since + rules.wait_s)
     manifests_until = [each.ask_at + rules.stop_s for each in run.saves.pending if each.asked and each.complete]
-    return max(deadline, run.watch.uploaded_at + rules.stop_s, *manifests_until)
+    return max(deadline, run.watch.uploaded_at + rules.stop_s, *refused_until(rules, run.saves.pending), *manifests_until)
 
 
-def refused_since(run: RunState) -> float | None:
-    """Returns the time since which the bucket refuses what it is given of the saves on their way; None if it does not."""
-    return min((each.refused_at for each in run.saves.pending if each.refused_at is not None), default=None)
+def refused_until(rules: Rules, pending: Iterable[Saving]) -> list[float]:
+    """Returns the time until which the bucket may refuse what it is given of ``pending``, as a list; empty if it refuses nothing."""
+    since = [each.refused_at for each in pending if each.refused_at is not None]
+    return [min(since) + rules.wait_s] if since else []
 
 
 def saved(decision: Decision, event: Saved) -> None:
@@ -220,6 +224,8 @@ def _forget(decision: Decision, version: Version, why: str) -> None:
         tell(decision)
         decision.durable = True
     decision.say(f"the checkpoint of {version} failed ({why})")
+    if version != decision.run.version:  # where only saves are copied, the next save gets its slot only now
+        _wait_on(decision)
 
 
 def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:

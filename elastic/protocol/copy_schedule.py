@@ -160,6 +160,16 @@ class Copies:
         sends = self.sent is not None and buddied == self.sent and _due(self.sent, step, plan.buddy_every, outcome.buddy_every)
         return replace(new, begun=begun, sent=begun if sends else self.sent, saving=(*new.saving, begun) if outcome.saves else new.saving)
 
+    def promised(self, before: Copies) -> Copy | None:
+        """Returns the save that the last commit began and that the next world may copy, if that world would not know of it.
+
+        A member that applies a commit when its world is over makes no copy.  But the next world begins with a copy of its version, perhaps
+        in the same cell: then it stays protected if the member has named it to the keeper as a save.  Where nothing but saves is copied,
+        the next world does not begin with a copy; after the last step, it saves its version itself.
+        """
+        new = self.begun if self.begun != before.begun and self.begun in self.saving else None
+        return new if self.plan.copy_every and self.step < self.rule.target_step else None
+
     def _of(self, step: int) -> Copy | None:
         """Returns this member's part of ``step``."""
         version = version_at(self.plan, step)

@@ -9,6 +9,9 @@ from elastic.ids import Version, WorkerId
 from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import age
 
+REFUSALS = 5
+"""Number of times that a part is refused in its midst before its progress no longer counts: it may be refused at its end for ever."""
+
 
 @dataclass(frozen=True)
 class Told:

@@ -84,14 +84,14 @@ class Memory:
         if not any(slot is not None and not slot.complete and slot.copy == self.copies.begun for slot in self.slots):
             self.generation = plan.generation  # otherwise the keeper gets to know it after the first copy: see ``_complete``
 
-    def committed(self, outcome: Outcome, *, fenced: bool = False) -> None:
-        """Notes an applied step.  A fenced worker begins no copy, so the copies that its keeper has reported stay in place."""
+    def committed(self, outcome: Outcome, *, settled: bool = False) -> None:
+        """Notes an applied step.  No copy begins after a settled step, so those that the keeper has reported stay."""
         assert self.copies is not None
         before, self.copies = self.copies, self.copies.after(outcome)
-        if not fenced:
+        if not settled:
             self._go_on(before)
-        elif self.copies.begun != before.begun and self.copies.begun in self.copies.saving:
-            self.saving = self.copies.begun.version
+        elif save := self.copies.promised(before):
+            self.saving = save.version
 
     def _go_on(self, before: Copies | None) -> None:
         copies = self.copies

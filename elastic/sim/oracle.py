@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from elastic.sim.worker import Worker
 
 ORIGIN = Version(0, 0)
-LONGEST_SAVE_S = 60.0
-"""Longest time in seconds, after the last fault has ended, that a save may be on its way; a slow part takes 30 s, a new world some more."""
+LONGEST_SAVE_S = 90.0
+"""Longest time in seconds, after the last fault has ended, that a save may be on its way.  A slow part takes 30 s, and the last save may
+wait for the one before, which has a slow part too and then lacks one for ``stop_s``."""
 
 
 class Oracle:
@@ -208,8 +209,8 @@ class Oracle:
             self.refused_at.clear()
         waits = isinstance(before.state, Finishing) and before.saves.find(before.version) is not None
         if waits and isinstance(after.state, Stopping) and isinstance(event, Beat | Tick | Renewed):
-            uploading = any(node.uploads.uploading for node in self.sim.cluster.nodes.values())
-            if uploading and now > calm_at + self.sim.rules.stop_s:
+            writing = any(node.uploads.writing for node in self.sim.cluster.nodes.values())
+            if writing and now > calm_at + self.sim.rules.stop_s:
                 raise Violation("the run does not wait for its last save, which is being written")
             under_way = {(each.version, each.by or each.version.generation) for each in before.saves.pending}
             if any(now < since + self.sim.rules.wait_s for save, since in self.refused_at.items() if save in under_way):

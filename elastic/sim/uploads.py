@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from elastic.ids import Version, WorkerId
@@ -32,8 +33,11 @@ class Uploads:
         self.latest = uploads.Told()
         self.told: dict[tuple[Save, WorkerId], ShardSaved | SaveFailed] = {}
         self._begun: set[tuple[Save, WorkerId]] = set()
+        self._refusals: Counter[tuple[Save, WorkerId]] = Counter()
         self._refused: dict[tuple[Save, WorkerId], bool] = {}
         """The parts that are being written; the value is True if the bucket has refused the part, and the coordinator was told so."""
+        self.writing: set[tuple[Save, WorkerId]] = set()
+        """The parts of which the bucket takes bytes now, as is true and not as it is said."""
 
     @property
     def lives(self) -> bool:
@@ -79,15 +83,23 @@ class Uploads:
 
     def _write(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
         self._refused.setdefault((save, name), False)
+        self.writing.add((save, name))
         longest_s = SLOW_S if self.cluster.rng.random() < SLOW else 0.9
         self.cluster.clock.after(0.1 + longest_s * self.cluster.rng.random(), self._written, save, name, slots, place, slot)
+
+    def _is_over(self, save: Save, name: WorkerId) -> bool:
+        """Returns whether the keeper no longer writes this part; then it forgets the part."""
+        if self.lives and save in self.latest.saves:
+            return False
+        self._begun.discard((save, name))
+        self._refused.pop((save, name), None)
+        self.writing.discard((save, name))
+        return True
 
     def _written(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
         """Ends the upload.  A slot that was released stays while it is being written, one that was overwritten does not."""
         overwritten = slots[place] is not None and slots[place] is not slot
-        if not self.lives or save not in self.latest.saves:
-            self._begun.discard((save, name))
-            self._refused.pop((save, name), None)
+        if self._is_over(save, name):
             return
         if overwritten and self._superseded(save, name):
             return self._end(save, name, SaveFailed(save.version, f"{name} was to save it again", save.by, again=False))
@@ -99,10 +111,21 @@ class Uploads:
         self._end(save, name, ShardSaved(name, save.version, save.by))
 
     def _try_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
+        self.writing.discard((save, name))
         if not self._refused[save, name]:
             self._refused[save, name] = True
+            self._refusals[save, name] += 1
             self._say(save, name, SaveFailed(save.version, f"no part of {name} yet: store unavailable", save.by, again=True))
-        self.cluster.clock.after(AGAIN_S, self._write, save, name, slots, place, slot)
+        self.cluster.clock.after(AGAIN_S, self._write_again, save, name, slots, place, slot)
+
+    def _write_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
+        """Begins the part again.  If the bucket takes its first bytes, the part counts as one that is being written."""
+        if self._is_over(save, name):
+            return
+        if self.cluster.bucket_fails():
+            return self._try_again(save, name, slots, place, slot)
+        self._refused[save, name] = self._refusals[save, name] >= uploads.REFUSALS
+        self._write(save, name, slots, place, slot)
 
     def _superseded(self, save: Save, name: WorkerId) -> bool:
         """Returns whether the worker is in a later world, which saves the same version again or has given it up."""
@@ -115,6 +138,7 @@ class Uploads:
     def _end(self, save: Save, name: WorkerId, event: ShardSaved | SaveFailed) -> None:
         self.told[save, name] = event
         self._refused.pop((save, name), None)
+        self.writing.discard((save, name))
         self._say(save, name, event)
 
     def _say(self, save: Save, name: WorkerId, event: ShardSaved | SaveFailed) -> None:

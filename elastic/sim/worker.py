@@ -16,7 +16,7 @@ from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
-from elastic.protocol.commit_record import GO_ON, Outcome
+from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Broken, Fenced, Here, Joined, Progress, Ready, StepDone
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
@@ -234,19 +234,19 @@ class Worker(Process):
             self.phase = Phase.APPLYING
             self.work(0.02 + 0.1 * self.sim.rng.random(), Point.IN_UPDATE, then, outcome)
 
-    def _update_done(self, outcome: Outcome, *, fenced: bool) -> None:
+    def _update_done(self, outcome: Outcome, *, settled: bool) -> None:
         version = Version(outcome.step, outcome.generation)
         self.member.applied(outcome)
         self.newest = (outcome.step, outcome.generation)
         self.held = {(version, self.cell)}
         self.phase = Phase.DONE
-        self.memory.committed(outcome, fenced=fenced)
+        self.memory.committed(outcome, settled=settled)
         self._count(outcome.step + 1, 0, 0)
 
     def _applied(self, outcome: Outcome) -> None:
         if self.phase is not Phase.APPLYING:
             return
-        self._update_done(outcome, fenced=self.member.barred or (outcome.boundary != GO_ON and not outcome.saves))
+        self._update_done(outcome, settled=False)
         assert self.world is not None
         if self.world.plan.members[0] == self.name:
             self.report(StepDone(self.name, outcome.generation, outcome))
@@ -287,7 +287,7 @@ class Worker(Process):
             self._leave()
 
     def _settled(self, outcome: Outcome) -> None:
-        self._update_done(outcome, fenced=True)
+        self._update_done(outcome, settled=True)
         self._leave()
 
     def _leave(self) -> None:

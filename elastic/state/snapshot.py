@@ -124,14 +124,13 @@ class Snapshots:
             self.pace.copied(self._took_s)
             self._took_s = None
         before, self.copies = self.copies, self.copies.after(outcome)
-        if self.copies.begun == before.begun:
-            return
-        if shard is not None:
+        if shard is None:
+            if save := self.copies.promised(before):
+                self.region.begin_save(save)
+        elif self.copies.begun != before.begun:
             if self.copies.sent != before.sent:
                 self.region.send(self.copies.sent)
             self._begin(shard)
-        elif self.copies.begun in self.copies.saving:  # the next world may begin with this very copy
-            self.region.begin_save(self.copies.begun)
 
     def _begin(self, shard: Shard) -> None:
         copies = self.copies

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any, TextIO
 
 import numpy as np
@@ -150,7 +151,8 @@ class Uploader:
     def _write(self, part: Part) -> None:
         try:
             region = Region.of_process(part.pid, part.descriptor)
-            receipt = upload(self.checkpoints, region, part, lambda: self._goes_on(part.number))
+            slices = count()
+            receipt = upload(self.checkpoints, region, part, lambda: self._goes_on(part.number, next(slices)))
         except GivenUp:
             self._say(part.number, failed="it was given up")
         except Unavailable as error:
@@ -162,14 +164,14 @@ class Uploader:
         else:
             self._say(part.number, receipt=receipt.to_json())
 
-    def _goes_on(self, number: int) -> bool:
-        """Tells the keeper now and then that a part goes on.  Returns whether it is given up."""
-        if time.monotonic() - self._said_at >= PROGRESS_S:
+    def _goes_on(self, number: int, slices: int) -> bool:
+        """Tells the keeper, at the first and then now and then, how many slices of a part are written.  Returns whether it is given up."""
+        if slices == 1 or time.monotonic() - self._said_at >= PROGRESS_S:
             self._said_at = time.monotonic()
-            self._say(number)
+            self._say(number, slices=slices)
         return number in self._given_up
 
-    def _say(self, number: int, **what: str) -> None:
+    def _say(self, number: int, **what: str | int) -> None:
         with self._one_says:
             print(json.dumps({"number": number, **what}), file=self.out, flush=True)
 

@@ -24,7 +24,7 @@ from elastic.plan.placement import cell_of
 from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import SaveFailed, ShardSaved
-from elastic.protocol.uploads import Told, hopeless
+from elastic.protocol.uploads import REFUSALS, Told, hopeless
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region
 from elastic.state.uploader import Part, name_of
@@ -65,6 +65,8 @@ class Task:
     """The time before which the part is not tried again."""
     refused: bool = False
     """True if the bucket has refused the part and the coordinator was told so; nothing has reached the bucket since."""
+    refusals: int = 0
+    """Number of times that the bucket refused the part after it had taken some of it."""
     told: tuple[ShardSaved | SaveFailed, ShardReceipt | None] | None = None
 
     @property
@@ -220,7 +222,7 @@ class Uploads:
         """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so once."""
         with self._lock:
             task.number, task.attempts, task.again_at = 0, 0, time.monotonic() + AGAIN_S
-            known, task.refused = task.refused, True
+            known, task.refused, task.refusals = task.refused, True, task.refusals + (not task.refused)
         if not known:
             self.tell(task.save, _failed(task, f" yet: {why}", again=True), None)
 
@@ -256,7 +258,10 @@ class Uploads:
             self._heard_at = time.monotonic()
             with self._lock:
                 task = next((each for each in self._tasks.values() if each.number == answer["number"]), None)
-            if task is None or task.told or answer.keys() == {"number"}:  # a number alone says that a part goes on
+            if task is None or task.told:
+                continue
+            if "slices" in answer:  # the part goes on
+                task.refused = task.refused and not (answer["slices"] and task.refusals < REFUSALS)
                 continue
             if "refused" in answer:
                 self._refused(task, answer["refused"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,8 +16,9 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.processes import log_folder
+from actors.processes import log_folder, remove_logs
 from elastic.train.counters import segment
+from storage.journal.replicas import folder_of
 from tests.support.chaos import assert_nothing_left
 from tests.support.commands import assert_no_actor_left
 from tests.support.left import left_of
@@ -138,3 +140,20 @@ def test_what_is_of_another_run_or_of_another_cluster_is_not_looked_at(tmp_path:
         orphan(tmp_path / "session_2020-01-01_00-00-00_000000_7" / "log"),
     ):
         assert left_of(NAME, TOKEN, deadline_s=0.0) == []
+
+
+@pytest.mark.parametrize("coordinator", [True, False])
+def test_a_keeper_that_leaves_by_itself_keeps_the_journal_of_a_coordinator(coordinator: bool) -> None:
+    """R6: the coordinator on its node may only have stood still, and goes on.  The control: without it the folder goes."""
+    token = f"{NAME}-0001-{'abcdef' if coordinator else 'fedcba'}"
+    folder, journal = log_folder(token), folder_of(log_folder(token), 1)
+    try:
+        (journal if coordinator else folder).mkdir(parents=True)
+        (folder / "w1.log").touch()
+        if coordinator:
+            (journal / "000000000000000.jsonl").touch()
+        remove_logs(token)
+        assert not (folder / "w1.log").exists() and folder.exists() == coordinator
+        assert [path.name for path in journal.glob("*")] == ["000000000000000.jsonl"] * coordinator
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

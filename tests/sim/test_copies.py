@@ -19,7 +19,7 @@ from elastic.sim.coordinators import Advance
 from elastic.sim.faults import Fault, Kind, draw
 from elastic.sim.scenario import Scenario, small_rules
 from tests.sim.mutants import Edit, Mutant
-from tests.sim.scenarios import CALM, LayoutRule
+from tests.sim.scenarios import CALM, LayoutRule, last_minute
 from tests.sim.test_mutants import first_violation, killed_by
 
 HELD = "although every slice of it is held"
@@ -209,9 +209,15 @@ def test_members_that_skip_copies_by_themselves_are_noticed(monkeypatch: pytest.
 
 def test_overwriting_a_save_on_its_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant does not protect the slot of a save under way."""
-    after = Copies.after
-    monkeypatch.setattr(Copies, "after", lambda copies, outcome: replace(after(copies, outcome), saving=()))
+    free = Copies.free
+    monkeypatch.setattr(Copies, "free", lambda copies, slots: free(replace(copies, saving=()), slots))
     assert "was overwritten before it was in the bucket" in first_violation(advance, "drawn")
+
+
+def test_not_waiting_for_the_slot_of_the_save_before_is_noticed() -> None:
+    """Where nothing but saves is copied, the last save begins only once the one before is over, and the end then waits for it anew."""
+    decide = Mutant("slotless", (Edit("saves", "    if version != decision.run.version:", "    if False:"),)).advance()
+    assert "does not wait for its last save" in first_violation_of(decide, last_minute, range(746, 747))
 
 
 def test_counting_a_torn_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

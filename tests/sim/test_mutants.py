@@ -399,6 +399,7 @@ def test_a_copy_of_the_authority_is_really_used() -> None:
 UNDER_WAY = "if any(age(save.version) <= age(version) and"
 KNOWN = "return version.step <= self.version.step"
 UPLOADS = {
+    "a part that was refused once never counts again": ("last_minute", "which is being written", ("REFUSALS = 5", "REFUSALS = 0")),
     "a save is over although it is under way": ("drawn", "was overwritten before it was in the bucket", (UNDER_WAY, "if any(False and")),
     "a save is over although its commit is not known": ("isolation", "was overwritten before it was in the bucket", (KNOWN, "return True")),
 }
@@ -424,12 +425,12 @@ PATIENCE = {
     "a part that is being written does not count": (
         "widowed",
         "does not wait for its last save",
-        Edit("saves", "return max(deadline, run.watch.uploaded_at + rules.stop_s, *manifests_until)", "return deadline"),
+        Edit("saves", "max(deadline, run.watch.uploaded_at + rules.stop_s, *refused_until", "max(deadline, *refused_until"),
     ),
     "a bucket that is down at the end is not waited for": (
         "outage",
         "does not wait for the bucket",
-        Edit("saves", "return max(deadline, since + rules.wait_s)", "return deadline"),
+        Edit("saves", "*refused_until(rules, run.saves.pending), *manifests_until", "*manifests_until"),
     ),
     "parts that nobody can report any more are waited for": (
         "widowed",

@@ -197,6 +197,28 @@ def test_a_copy_that_a_later_world_begins_is_waited_for(
         assert isinstance(event, SaveFailed) and "it went on without a copy" in event.reason and not stays
 
 
+def test_the_last_save_gets_the_slot_of_the_one_before_after_a_settled_step(tmp_path: Path) -> None:
+    """Where nothing but saves is copied, there is one slot.  The member applied the last step when its world was over, and the save before
+    was on its way: the next world saves the last step once that one is in the bucket."""
+    rule, last = SaveRule(2, 7), Version(7, 2)
+    with copied(slots=1, copy_every=0) as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
+        assert snapshots.copies is not None
+        snapshots.saves, snapshots.copies = rule, replace(snapshots.copies, rule=rule)
+        snapshots.committed(replace(outcome(6), saves=True), shard_of(Version(6, 2), 1, 0))
+        snapshots.settle()
+        snapshots.committed(replace(outcome(7), behind=True, saves=True), None)
+        saves = [
+            Save(version, by, Layout(1, 1), (WorkerId("w0"),), (node.name,)) for version, by in ((Version(6, 2), 2), (last, 2), (last, 3))
+        ]
+        uploads.obey((1, 1), saves[:2], 2, last)
+        assert told.next()[0] == ShardSaved(WorkerId("w0"), Version(6, 2), by=2)
+        plan = replace(PLAN, generation=3, version=last, copy_every=0, nodes=(node.name,), lineage=((2, 7),))
+        snapshots.enter(plan, WorkerId("w0"), shard_of(last, 1, 0))
+        uploads.obey((1, 2), saves[2:], 3, last)
+        snapshots.make_room(lapse())
+        assert told.next()[0] == ShardSaved(WorkerId("w0"), last, by=3)
+
+
 def test_a_copy_that_becomes_complete_while_the_keeper_looks_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper has just not found it when it becomes complete and the worker goes on."""
     find, goes_on, wanted = Region.find, threading.Event(), Copy(Version(6, 2), WHOLE)

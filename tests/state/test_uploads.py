@@ -27,6 +27,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import Copy, SaveRule
 from elastic.protocol.events import SaveFailed, ShardSaved
+from elastic.protocol.uploads import REFUSALS
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
@@ -90,6 +91,9 @@ def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layou
     told = []
     with cluster(layout, 2) as (plan, nodes):
         enter(plan, nodes)
+        for snapshots in (each for node in nodes for each in node.workers.values()):
+            assert snapshots.copies is not None and snapshots.copies.begun is not None
+            snapshots.region.begin_save(snapshots.copies.begun)
         save = Save(AT, AT.generation, layout, plan.members, plan.nodes)
         for node in nodes:
             with uploading(node.store, tmp_path) as (uploads, heard):
@@ -226,7 +230,7 @@ def test_an_uploader_that_hangs_is_followed_by_another(tmp_path: Path, monkeypat
 def test_an_uploader_that_goes_on_is_not_taken_for_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole part takes longer than ``HUNG_S``, but the uploader says again and again that it goes on."""
     monkeypatch.setattr("elastic.state.uploads.HUNG_S", 3.0)
-    slow = "import sys, time; n = sys.stdin.readline()\nwhile 1: print('{\"number\": 1}', flush=True); time.sleep(0.1)"
+    slow = 'import sys, time; n = sys.stdin.readline()\nwhile 1: print(\'{"number": 1, "slices": 0}\', flush=True); time.sleep(0.1)'
     with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
         uploads.command = [sys.executable, "-S", "-c", slow]
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
@@ -242,7 +246,38 @@ def test_an_uploader_says_that_a_part_goes_on(tmp_path: Path) -> None:
         out = io.StringIO()
         Uploader(checkpoints(tmp_path), out)._write(part(snapshots.region))
     words = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert words[0] == {"number": 1} and words[-1].keys() == {"number", "receipt"} and len(words) == 2
+    assert (
+        words[:2] == [{"number": 1, "slices": 0}, {"number": 1, "slices": 1}]
+        and words[2].keys() == {"number", "receipt"}
+        and len(words) == 3
+    )
+
+
+REFUSED = """
+import json, sys, time
+for attempt, line in enumerate(sys.stdin):
+    for slices in range(2 if attempt else 1):
+        print(json.dumps({"number": json.loads(line)["number"], "slices": slices}), flush=True)
+    time.sleep(0.5)
+    if attempt < int(sys.argv[1]):
+        print(json.dumps({"number": json.loads(line)["number"], "refused": "store unavailable"}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("refusals", [1, 1 + REFUSALS])
+def test_a_part_that_the_bucket_takes_again_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int) -> None:
+    """R11: the first attempt is refused before a byte is written, the others in their midst.  A part that is refused there again and again
+    counts no more: otherwise nothing would end the wait for it."""
+    monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.1)
+    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+        uploads.command = [sys.executable, "-S", "-c", REFUSED, str(refusals)]
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        for _ in range(min(refusals, REFUSALS)):
+            event = told.next()[0]
+            assert isinstance(event, SaveFailed) and event.again and "store unavailable" in event.reason
+        until(lambda: next(iter(uploads._tasks.values())).number > refusals)
+        time.sleep(0.4)
+        assert uploads.uploading() == ((SAVED,) if refusals < REFUSALS else ()) and told.events.empty()
 
 
 def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from actors import cluster
 from actors.cli import main
+from elastic.engine.loss import next_token
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job, Workers
 from tests.support.commands import Command, assert_no_actor_left
@@ -22,6 +24,7 @@ from tests.support.state_hash import state_hash
 from tests.support.toys import toy_job
 
 Shown = pytest.CaptureFixture[str]
+ROWS = 3
 
 
 def written(folder: Path, name: str = "toy", **changes: object) -> str:
@@ -205,6 +208,56 @@ def test_too_little_data(tmp_path: Path, capsys: Shown, monkeypatch: pytest.Monk
     assert main(["train", job]) == 1
     assert "the dataset has 5 samples, fewer than one step's global_batch = 16" in sentence(capsys)
     assert_no_actor_left("toy")
+
+
+def mean(model: Any, batch: Any) -> Any:
+    return torch.zeros((), requires_grad=True)
+
+
+def unreduced(model: Any, batch: Any) -> Any:
+    return torch.zeros(2, requires_grad=True), 2
+
+
+def misnamed(model: Any, batch: Any) -> Any:
+    return batch["z"].sum(), 1
+
+
+def no_count(model: Any, batch: Any) -> Any:
+    return next_token(model, batch)[0], None
+
+
+def plain_count(model: Any, batch: Any) -> Any:
+    return next_token(model, batch)[0], 16
+
+
+@pytest.mark.parametrize(
+    ("loss", "said", "traced"),
+    [
+        ("mean", "returned a tensor of shape []; it must return (sum, count): two scalars", False),
+        ("unreduced", "returned (a tensor of shape [2], int 2); it must return (sum, count)", False),
+        ("no_count", "returned (a tensor of shape [], NoneType None); it must return (sum, count)", False),
+        ("misnamed", "failed with KeyError: 'z' (in FILE, line LINE); it gets the model and a batch of ['tokens'], and it must", True),
+        ("Path", "names a class; name a function: loss(model, batch) returns (sum, count)", False),
+        ("ROWS", "names a int; name a function", False),
+    ],
+)
+def test_a_loss_that_breaks_its_contract(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, loss: str, said: str, traced: bool
+) -> None:
+    """The last line says so; the traceback of the user's code stays above it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", written(tmp_path), "--local", "--loss", f"{__name__}:{loss}"]) == 1
+    shown = capsys.readouterr().out
+    line = misnamed.__code__.co_firstlineno + 1
+    said = said.replace("FILE", __file__).replace("LINE", str(line))
+    assert shown.splitlines()[-1].startswith(f"elastic: loss = '{__name__}:{loss}' {said}")
+    assert (f'File "{__file__}", line {line}, in misnamed' in shown) == traced
+
+
+def test_a_loss_may_count_with_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the control of the test above."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", written(tmp_path), "--local", "--loss", f"{__name__}:plain_count"]) == 0
 
 
 def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,23 @@ def test_a_loss_may_count_with_a_number(tmp_path: Path, monkeypatch: pytest.Monk
     assert main(["train", written(tmp_path), "--local", "--loss", f"{__name__}:plain_count"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("bucket", "said"),
+    [
+        ("afile", "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that is, or a URL such as s3:"),
+        ("afile/below", "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that is, or a URL"),
+        ("/proc/nope", "is not a folder that this user can write (/proc: No such file or directory); name one that is, or a URL"),
+        ("gs://x/y", "needs a package: Please install gcsfs to access Google Storage; install it on every node, or name another bucket"),
+    ],
+)
+def test_a_bucket_that_cannot_be_written(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, bucket: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("afile").touch()
+    assert main(["train", written(tmp_path), "--local", "--bucket", bucket]) == 1
+    named = bucket if bucket[0] == "/" or ":" in bucket else f"{tmp_path}/{bucket}"
+    assert sentence(capsys).startswith(f"elastic: bucket = {named!r} {said.replace('FOLDER', str(tmp_path))}")
+
+
 def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings that differ are named; those that may differ are not."""
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -18,7 +18,10 @@ from actors.terminal import console, say, show, show_result
 from elastic.config.command_line import COMMAND_LINE, Parser
 from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
 from elastic.job import Job
-from storage.errors import StorageError
+from storage.errors import Damaged, StorageError
+
+if TYPE_CHECKING:
+    from storage.journal import Segment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -196,7 +199,7 @@ def _replay(known: Namespace) -> int:
     elif known.line:
         raise JobError(f"{COMMAND_LINE}: {shlex.join(known.line)}: {str(known.job)!r} is a file of a journal, and has no settings")
     else:
-        segments = journal.parse(_bytes_of(known.job))
+        segments = _journal_of(known.job)
     if not known.check:
         for line in tell(segments):
             say(line)
@@ -209,12 +212,28 @@ def _replay(known: Namespace) -> int:
     return 1 if other else 0
 
 
-def _bytes_of(path: Path) -> bytes:
+def _journal_of(path: Path) -> list[Segment]:
+    """Returns the segments in a file of a journal.  Raises :class:`JobError` for another file, and one that begins without a snapshot."""
+    from storage import journal
+
+    advice, named = "name a job file, or a file of a journal that begins with a snapshot", repr(str(path))
     try:
         raw = path.read_bytes()
+        segments = journal.parse(gzip.decompress(raw) if path.suffix == ".gz" else raw, tail=True)
+    except gzip.BadGzipFile:
+        segments = []
     except OSError as error:
-        raise JobError(f"there is no journal {str(path)!r} ({error.strerror}): name a job file, or a file of a journal") from None
-    return gzip.decompress(raw) if path.suffix == ".gz" else raw
+        raise JobError(f"there is no journal {named} ({error.strerror}): {advice}") from None
+    except Damaged as error:
+        if error.object != "line 1":
+            raise Damaged(f"{path}, {error.object}", error.expected, error.found) from None
+        segments = []
+    if not segments:
+        raise JobError(f"{named} is not a file of a journal; {advice}")
+    if (base := segments[0][0].get("continues")) is not None:
+        where = f"the snapshot before it begins {base:012d}.jsonl"
+        raise JobError(f"{named} goes on where another file of the journal ends: {where}; {advice}; the job file replays them all")
+    return segments
 
 
 def _chaos(known: Namespace) -> int:

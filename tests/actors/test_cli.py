@@ -110,6 +110,30 @@ def test_commands_that_need_a_run_fail_where_there_is_none(tmp_path: Path, capsy
     assert "there is no journal of toy in" in sentence(capsys)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"continues":7}\n{"n":12}\n', "goes on where another file of the journal ends: the snapshot before it begins 000000000007.jsonl"),
+        ('"""A module."""\n', "is not a file of a journal; name a job file, or a file of a journal that begins with a snapshot"),
+        ("{}\n", "is not a file of a journal; "),
+        ("", "is not a file of a journal; "),
+    ],
+)
+def test_replay_of_a_file_that_it_cannot_tell_of(tmp_path: Path, capsys: Shown, text: str, said: str) -> None:
+    (tmp_path / "one.jsonl").write_text(text)
+    (tmp_path / "one.gz").write_text(text)
+    assert main(["replay", f"{tmp_path}/one.jsonl"]) == 1
+    assert sentence(capsys).startswith(f"elastic: '{tmp_path}/one.jsonl' {said}")
+    assert main(["replay", f"{tmp_path}/one.gz"]) == 1
+    assert "one.gz' is not a file of a journal; name a job file" in sentence(capsys)
+
+
+def test_replay_names_the_file_with_a_damaged_line(tmp_path: Path, capsys: Shown) -> None:
+    (tmp_path / "one.jsonl").write_text('{"run":{}}\n{"n":0}\nno JSON\n')
+    assert main(["replay", f"{tmp_path}/one.jsonl"]) == 2
+    assert sentence(capsys).startswith(f"elastic: {tmp_path}/one.jsonl, line 3 is damaged: expected a snapshot, or a record after one")
+
+
 def test_a_run_that_is_over_is_attached_to_with_the_code_of_its_end(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = written(tmp_path)

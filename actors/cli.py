@@ -305,7 +305,8 @@ def _checkpoint_ls(known: Namespace) -> int:
     table = Table("step", "generation", "files", "bytes", "layout", "state")
     for listed in run.checkpoints.versions():
         version, manifest = listed.version, listed.manifest
-        state = "damaged" if listed.damaged else "incomplete" if manifest is None else "newest good" if version == newest else "good"
+        whole = "newest complete" if version == newest else "complete"  # the digests are not checked here
+        state = "damaged" if listed.damaged else "incomplete" if manifest is None else whole
         files = manifest.files if manifest else ()
         layout = "×".join(str(n) for n in manifest.about["layout"].values()) if manifest else ""
         table.add_row(str(version.step), str(version.generation), str(len(files)), f"{sum(f.size for f in files):,}", layout, state)
@@ -326,6 +327,10 @@ def _checkpoint_export(known: Namespace) -> int:
     from elastic.runs import Run
 
     run = Run.look(_job(known))
-    for path in run.checkpoints.export(run.version_at(known.step), known.to):
+    try:
+        written = run.checkpoints.export(run.version_at(known.step), known.to)
+    except OSError as error:  # an error of the bucket would be a StorageError
+        raise JobError(f"--to = {str(known.to)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
+    for path in written:
         say(str(path))
     return 0

@@ -65,14 +65,18 @@ def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytes
 
     assert main(["checkpoint", "ls", job]) == 0
     table = capsys.readouterr().out
-    assert re.search(r"│ 2 .*│ good ", table) and re.search(r"│ 4 .*│ newest good ", table)
+    assert re.search(r"│ 2 .*│ complete ", table) and re.search(r"│ 4 .*│ newest complete ", table)
     assert main(["checkpoint", "verify", job]) == 0
     assert "every digest as written" in sentence(capsys)
     for step in ("2", "4"):
         assert main(["checkpoint", "export", job, "--step", step, "--to", str(tmp_path / step)]) == 0
+    capsys.readouterr()
     files = [sorted((tmp_path / step).glob("*.safetensors")) for step in ("2", "4")]
     assert [len(each) for each in files] == [2, 2]
     assert state_hash(files[0]) != state_hash(files[1])
+    for to in (job, f"{job}/below"):
+        assert main(["checkpoint", "export", job, "--to", to]) == 1
+        assert re.fullmatch(rf"elastic: --to = '{to}' is not a folder that can be written: .*; name a new folder", sentence(capsys))
     assert main(["checkpoint", "verify", job, "--step", "3"]) == 1
 
 

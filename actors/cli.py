@@ -158,7 +158,8 @@ def _train(known: Namespace) -> int:
     job = _job(known)
     for warning in job.warnings():
         say(warning, "note: ", "yellow")
-    return show_result(launch(job, address=known.address, local=known.local, show=show), job, _line(known))
+    line = f"{_line(known)} --local" if known.local else _line(known)
+    return show_result(launch(job, address=known.address, local=known.local, show=show), job, line)
 
 
 def _on_run(known: Namespace) -> int:

@@ -57,7 +57,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     Run.look(job).check_data(build.data)
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
     state_bytes = bytes_of(tensors_of(model, session.rule))
-    return Checked(build, notes if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
+    return Checked(build, [*notes, *_unused(job)] if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
 
 
 def _bucket(job: Job) -> ObjectStore:
@@ -82,6 +82,13 @@ def _bucket(job: Job) -> ObjectStore:
             wrong = f"{named} is not a folder that this user can write ({there}: {error.strerror})"
             raise JobError(f"{wrong}; name one that is, or a URL such as s3://bucket/prefix") from error
     return store
+
+
+def _unused(job: Job) -> list[str]:
+    """Returns a sentence about the settings that ask for more than the one worker of ``--local``."""
+    asked = {"workers.min": job.workers.min} | {f"parallel.{name}": value for name, value in job.parallel.model_dump().items()}
+    unused = [f"{name} = {value!r}" for name, value in asked.items() if value not in (1, "auto", "all")]
+    return [f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect"] if unused else []
 
 
 def _copying(job: Job, state_bytes: int) -> str:

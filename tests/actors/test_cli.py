@@ -15,9 +15,11 @@ import torch
 
 from actors import cluster
 from actors.cli import main
+from actors.terminal import show
 from elastic.engine.loss import next_token
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job, Workers
+from elastic.report.story import Line, StepLine
 from tests.support.commands import Command, assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.state_hash import state_hash
@@ -25,6 +27,8 @@ from tests.support.toys import toy_job
 
 Shown = pytest.CaptureFixture[str]
 ROWS = 3
+SHARDED = ["--workers.min", "2", "--parallel.dp-shard", "2", "--parallel.use", "fit"]
+UNUSED = "workers.min = 2, parallel.dp_shard = 2, parallel.use = 'fit' have"
 
 
 def written(folder: Path, name: str = "toy", **changes: object) -> str:
@@ -78,6 +82,29 @@ def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytes
         assert main(["checkpoint", "export", job, "--to", to]) == 1
         assert re.fullmatch(rf"elastic: --to = '{to}' is not a folder that can be written: .*; name a new folder", sentence(capsys))
     assert main(["checkpoint", "verify", job, "--step", "3"]) == 1
+
+
+@pytest.mark.parametrize(("settings", "said"), [([], ""), (["--workers.min", "2"], "workers.min = 2 has"), (SHARDED, UNUSED)])
+def test_local_says_what_it_does_not_use_and_how_it_goes_on(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, settings: list[str], said: str
+) -> None:
+    """Ctrl-C comes at step 2.  The control: without such settings nothing is said."""
+    monkeypatch.chdir(tmp_path)
+    job = written(tmp_path, workers={"max": 4})
+
+    def ctrl_c(line: Line) -> None:
+        show(line)
+        if isinstance(line, StepLine) and line.step == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("actors.cli.show", ctrl_c)
+    assert main(["train", job, "--local", *settings]) == 3
+    shown = capsys.readouterr().out
+    assert [line.split(" ", 1)[1] for line in shown.splitlines() if " no effect" in line] == (
+        [f"--local trains with one worker: {said} no effect"] if said else []
+    )
+    typed = " ".join([job, *settings])
+    assert shown.splitlines()[-1] == f"`elastic train {typed} --local` goes on from the newest good checkpoint"
 
 
 def test_simulate(capsys: Shown) -> None:

@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -18,7 +18,10 @@ from actors.terminal import console, say, show, show_result
 from elastic.config.command_line import COMMAND_LINE, Parser
 from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
 from elastic.job import Job
-from storage.errors import StorageError
+from storage.errors import Damaged, StorageError
+
+if TYPE_CHECKING:
+    from storage.journal import Segment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,7 +158,8 @@ def _train(known: Namespace) -> int:
     job = _job(known)
     for warning in job.warnings():
         say(warning, "note: ", "yellow")
-    return show_result(launch(job, address=known.address, local=known.local, show=show), job, _line(known))
+    line = f"{_line(known)} --local" if known.local else _line(known)
+    return show_result(launch(job, address=known.address, local=known.local, show=show), job, line)
 
 
 def _on_run(known: Namespace) -> int:
@@ -196,7 +200,7 @@ def _replay(known: Namespace) -> int:
     elif known.line:
         raise JobError(f"{COMMAND_LINE}: {shlex.join(known.line)}: {str(known.job)!r} is a file of a journal, and has no settings")
     else:
-        segments = journal.parse(_bytes_of(known.job))
+        segments = _journal_of(known.job)
     if not known.check:
         for line in tell(segments):
             say(line)
@@ -209,12 +213,28 @@ def _replay(known: Namespace) -> int:
     return 1 if other else 0
 
 
-def _bytes_of(path: Path) -> bytes:
+def _journal_of(path: Path) -> list[Segment]:
+    """Returns the segments in a file of a journal.  Raises :class:`JobError` for another file, and one that begins without a snapshot."""
+    from storage import journal
+
+    advice, named = "name a job file, or a file of a journal that begins with a snapshot", repr(str(path))
     try:
         raw = path.read_bytes()
+        segments = journal.parse(gzip.decompress(raw) if path.suffix == ".gz" else raw, tail=True)
+    except gzip.BadGzipFile:
+        segments = []
     except OSError as error:
-        raise JobError(f"there is no journal {str(path)!r} ({error.strerror}): name a job file, or a file of a journal") from None
-    return gzip.decompress(raw) if path.suffix == ".gz" else raw
+        raise JobError(f"there is no journal {named} ({error.strerror}): {advice}") from None
+    except Damaged as error:
+        if error.object != "line 1":
+            raise Damaged(f"{path}, {error.object}", error.expected, error.found) from None
+        segments = []
+    if not segments:
+        raise JobError(f"{named} is not a file of a journal; {advice}")
+    if (base := segments[0][0].get("continues")) is not None:
+        where = f"the snapshot before it begins {base:012d}.jsonl"
+        raise JobError(f"{named} goes on where another file of the journal ends: {where}; {advice}; the job file replays them all")
+    return segments
 
 
 def _chaos(known: Namespace) -> int:
@@ -286,7 +306,8 @@ def _checkpoint_ls(known: Namespace) -> int:
     table = Table("step", "generation", "files", "bytes", "layout", "state")
     for listed in run.checkpoints.versions():
         version, manifest = listed.version, listed.manifest
-        state = "damaged" if listed.damaged else "incomplete" if manifest is None else "newest good" if version == newest else "good"
+        whole = "newest complete" if version == newest else "complete"  # the digests are not checked here
+        state = "damaged" if listed.damaged else "incomplete" if manifest is None else whole
         files = manifest.files if manifest else ()
         layout = "×".join(str(n) for n in manifest.about["layout"].values()) if manifest else ""
         table.add_row(str(version.step), str(version.generation), str(len(files)), f"{sum(f.size for f in files):,}", layout, state)
@@ -307,6 +328,10 @@ def _checkpoint_export(known: Namespace) -> int:
     from elastic.runs import Run
 
     run = Run.look(_job(known))
-    for path in run.checkpoints.export(run.version_at(known.step), known.to):
+    try:
+        written = run.checkpoints.export(run.version_at(known.step), known.to)
+    except OSError as error:  # an error of the bucket would be a StorageError
+        raise JobError(f"--to = {str(known.to)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
+    for path in written:
         say(str(path))
     return 0

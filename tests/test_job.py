@@ -113,7 +113,25 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         ("", ["--worker.max", "3"], "command line: unknown setting '--worker.max'; did you mean '--workers.max'?"),
         ("", ["--max=3"], "command line: unknown setting '--max'; did you mean '--workers.max'?"),
         ("", ["--steps.x", "1"], "command line: unknown setting '--steps.x'; did you mean '--steps'?"),
-        ("", ["--no-steps"], "command line: unknown setting '--no_steps'; did you mean '--steps'?"),
+        ("", ["--no-steps"], "command line: unknown setting '--no-steps'; did you mean '--steps'?"),
+        ("", ["--no_steps"], "command line: unknown setting '--no_steps'; did you mean '--steps'?"),
+        ("", ["--optim.learning-rate=1"], "command line: unknown setting '--optim.learning-rate'; did you mean '--optim.lr'?"),
+        ("", ["--save_evry", "1"], "command line: unknown setting '--save_evry'; did you mean '--checkpoint.save-every'?"),
+        ("[optim]\nlearning_rate = 1", [], "job.toml: unknown setting 'optim.learning_rate'; did you mean 'optim.lr'?"),
+        ("lerning_rate = 1", [], "job.toml: unknown setting 'lerning_rate'; did you mean 'optim.lr'?"),
+        ("batch_size = 1", [], "job.toml: unknown setting 'batch_size'; did you mean 'global_batch' or 'microbatch'?"),
+        ("epochs = 1", [], "job.toml: unknown setting 'epochs'; did you mean 'steps'?"),
+        ("num_workers = 1", [], "job.toml: unknown setting 'num_workers'; did you mean 'workers.max'?"),
+        (
+            "[optim]\nmomentum = 1",
+            [],
+            "job.toml: unknown setting 'optim.momentum'; [optim] has kind, args, lr, betas, eps, weight_decay, clip_norm",
+        ),
+        (
+            "",
+            ["--parallel.tensor", "2"],
+            "command line: unknown setting '--parallel.tensor'; [parallel] has dp_replicate, dp_shard, min_shard, use",
+        ),
         (
             '[[faults]]\npoint = "save"\nstep = 1\nstp = 2',
             [],
@@ -252,10 +270,10 @@ def test_a_job_is_immutable() -> None:
 
 def test_nearest_knows_places_and_spelling() -> None:
     known = ["steps", "workers.min", "workers.max", "optim.lr"]
-    assert nearest("lr", known) == "optim.lr"
-    assert nearest("worker.max", known) == "workers.max"
-    assert nearest("maxx", known) == "workers.max"
-    assert nearest("qqqq", known) is None
+    assert nearest("lr", known) == ("optim.lr",)
+    assert nearest("worker.max", known) == ("workers.max",)
+    assert nearest("maxx", known) == ("workers.max",)
+    assert nearest("qqqq", known) == ()
 
 
 # ---- writing and reading again

@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         if rest and self._several and not unread:
             getattr(known, self._several).extend(rest)
         elif rest:
-            raise JobError(f"{COMMAND_LINE}: {self._refusal(self._model, (unread or rest)[0])}")
+            raise JobError(f"{COMMAND_LINE}: {self._refusal(self._model, _as_typed((unread or rest)[0], args))}")
         return known, []
 
     def own_options(self) -> list[str]:
@@ -88,12 +88,13 @@ class Parser(argparse.ArgumentParser):
     def _refusal(self, model: Model, word: str) -> str:
         if not word.startswith("--"):
             return f"{word!r} is no option; write '--section.option value', say '--workers.max 3'"
-        option = word.partition("=")[0]
+        typed = word.partition("=")[0]
+        option = _dashed(typed)
         for other in self._beside.values():
             if isinstance(other, Parser) and option in other.own_options():
                 return f"'{self.prog}' has no option '{option}', unlike '{other.prog}'; leave it out"
         own = [_name(each) for each in self.own_options() if each.startswith("--")]
-        return unknown(_name(option), model, prefix="--", also=own)
+        return unknown(_name(option), model, typed, also=own)
 
     def _add_settings(self, model: Model, listed: bool) -> None:
         groups: dict[str, Any] = {}
@@ -148,6 +149,11 @@ def _dashed(word: str) -> str:
     """Returns the word with dashes in the name of an option: ``--checkpoint.save_every`` and ``--checkpoint.save-every`` are the same."""
     option, equals, value = word.partition("=")
     return f"{option.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
+
+
+def _as_typed(word: str, args: Sequence[str]) -> str:
+    """Returns the word of the line that :func:`_dashed` made ``word`` of."""
+    return next((typed for typed in args if _dashed(typed) == word), word)
 
 
 def _name(option: str) -> str:

@@ -20,6 +20,13 @@ from elastic.errors import JobError
 Model = type[BaseModel]
 Where = Callable[[str], str]
 """Returns the source of a setting: the name of a file, or the command line."""
+ELSEWHERE = {
+    "learning_rate": ("optim.lr",),
+    "batch_size": ("global_batch", "microbatch"),
+    "epochs": ("steps",),
+    "num_workers": ("workers.max",),
+}
+"""Names that other trainers have, and that are spelt like none of our settings, with the settings that do the same."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -69,30 +76,47 @@ def sentences(error: ValidationError, model: Model, where: Where) -> list[str]:
     return [f"{where(setting)}: {line}" for setting, (_, said) in found.items() for line in _joined(said)]
 
 
-def unknown(setting: str, model: Model, prefix: str = "", also: Iterable[str] = ()) -> str:
-    """Returns the sentence for a setting that does not exist.  It names the nearest setting, or the nearest of ``also``."""
+def unknown(setting: str, model: Model, typed: str = "", also: Iterable[str] = ()) -> str:
+    """Returns the sentence for a setting that does not exist.  It names the nearest setting, or the nearest of ``also``.
+
+    If none is near, it lists the settings of the section.  ``typed`` is the option that stands for the setting on the command line.
+    """
     wanted = re.sub(r"\[\d+\]", "[]", setting)
     known = [*leaves(model), *(name for name, field in model.model_fields.items() if section_of(field.annotation)), *also]
     near = nearest(wanted, [name for name in known if ("[]" in name) == ("[]" in wanted)])
-    hint = f"did you mean '{prefix}{near}'?" if near else "see 'elastic train --help' for all settings"
-    return f"unknown setting '{prefix}{setting}'; {hint}"
+    section = wanted.rpartition(".")[0]
+    beside = [name.rpartition(".")[2] for name in known if section and name.rpartition(".")[0] == section]
+    if near:
+        hint = f"did you mean {' or '.join(repr(option_of(name) if typed else name) for name in near)}?"
+    elif beside:
+        hint = f"{f'[[{section[:-2]}]]' if '[]' in section else f'[{section}]'} has {', '.join(beside)}"
+    else:
+        hint = "see 'elastic train --help' for all settings"
+    return f"unknown setting '{typed or setting}'; {hint}"
 
 
-def nearest(setting: str, known: Sequence[str]) -> str | None:
-    """Returns the known setting that is most like ``setting``.
+def option_of(setting: str) -> str:
+    """Returns the option that stands for a setting."""
+    return f"--{setting.replace('_', '-')}"
 
-    A setting with the same last part comes first (the right name in a wrong section).  Next comes one that is spelt alike, then one whose
-    last part is spelt alike.
+
+def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Returns the known settings that are probably meant by ``setting``: one, rarely two, or none.
+
+    A setting with the same last part comes first (the right name in a wrong section), then what other trainers call so.  Next comes one
+    of the same section whose last part is spelt alike, then one that is spelt alike as a whole, then one whose last part is.
     """
-    last = setting.rpartition(".")[2]
-    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    if last in by_last:
-        return by_last[last]
-    for wanted, candidates in ((setting, {name: name for name in known}), (last, by_last)):
-        match = difflib.get_close_matches(wanted, list(candidates), 1)
-        if match:
+    section, _, last = setting.rpartition(".")
+    by_last = {name.rpartition(".")[2]: (name,) for name in reversed(known)}
+    if found := by_last.get(last) or ELSEWHERE.get(last):
+        return found
+    beside = {part: names for part, names in by_last.items() if section and names[0].rpartition(".")[0] == section}
+    ours = {section, *(name for names in beside.values() for name in names)} if beside else set()  # a common section is no likeness
+    others = {name: (name,) for name in known if name not in ours}
+    for wanted, candidates in ((last, beside), (setting, others), (last, by_last | ELSEWHERE)):
+        if match := difflib.get_close_matches(wanted, list(candidates), 1):
             return candidates[match[0]]
-    return None
+    return ()
 
 
 def leaves(model: Model, prefix: str = "") -> dict[str, FieldInfo]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from elastic.data.cursor import Cursor
 from elastic.errors import DataError
@@ -126,8 +128,28 @@ class Loader:
 
     def _read(self, ids: Ids) -> Batch:
         try:
-            return self.dataset.read(ids)
+            batch = self.dataset.read(ids)
         except Unavailable:  # a store that does not answer, after all retries, is a fault of the platform and not of the job
             raise
         except Exception as error:  # the user's dataset may raise anything; without this nobody would see for which samples
             raise DataError(f"data.dataset: samples {list(ids)} cannot be read: {type(error).__name__}: {error}") from error
+        return _checked(batch, ids)
+
+
+def _checked(batch: object, ids: Ids) -> Batch:
+    """Returns what ``read(ids)`` returned.  Raises :class:`DataError` unless it has a row of each tensor for each id."""
+    came = None
+    if not isinstance(batch, Mapping):
+        came = f"a {type(batch).__name__}"
+    else:
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                came = f"a {type(value).__name__} as {name!r}"
+            elif value.shape[:1] != (len(ids),):
+                came = f"{name!r} of shape {list(value.shape)}"
+    if came is None:
+        return batch  # type: ignore[return-value]
+    raise DataError(
+        f"data.dataset: read() returned {came} for the {len(ids)} ids {list(ids)}; "
+        f"it must return a dictionary of tensors of shape [{len(ids)}, ...], with one row for each id"
+    )

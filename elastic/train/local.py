@@ -7,6 +7,7 @@ itself, slice for slice as an uploader does.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from elastic.control.run import RunState
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
-from elastic.errors import PlatformGaveUp
+from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -56,8 +57,13 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         run.trains_on(session.loader.dataset.fingerprint())
         world = World.alone(device, generation=start.generation + 1)
+        local = _Local(run, session, world, start, show)
         try:
-            return _Local(run, session, world, start, show).train()
+            return local.train()
+        except JobError as error:
+            if error.__cause__ is not None:
+                local.show_sentence("".join(traceback.format_exception(error.__cause__)))  # of the user's code
+            raise
         finally:
             world.close()
             session.loader.close()
@@ -121,14 +127,14 @@ class _Local:
             version = max(self.saved, default=Version(0, 0))
             self.lineage = lineage.cut(self.lineage, version)
             self.plan = replace(self.plan, version=version, tier="bucket" if self.saved else "init", lineage=self.lineage)
-            self._show_sentence(f"one worker in this process, from {version} ({self.plan.tier})")
+            self.show_sentence(f"one worker in this process, from {version} ({self.plan.tier})")
             state = State(self.session.job, self.session.builder, self.session.rule, self.world, version)
             try:
                 Healing(state, self.plan, WORKER, self.session).finish([], self.run.checkpoints)
             except Damaged as error:
                 self.saved.remove(version)
                 before = f"the one of {max(self.saved)} takes its place" if self.saved else "there is none before it"
-                self._show_sentence(f"the checkpoint of {version} is damaged ({error}): {before}")
+                self.show_sentence(f"the checkpoint of {version} is damaged ({error}): {before}")
                 self.run.checkpoints.quarantine(version, str(error))
             else:
                 return state
@@ -147,6 +153,6 @@ class _Local:
             raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
         self.run.commit(version, [receipt], self.lineage, self.world.layout)
 
-    def _show_sentence(self, text: str) -> None:
+    def show_sentence(self, text: str) -> None:
         self.story.say(time.time(), text)
         self.show(self.story.lines[-1])

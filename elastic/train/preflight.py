@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from errno import EACCES, ENOENT, ENOTDIR, EPERM, EROFS
 from math import ceil
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from torch import nn
 
 from elastic.data.loader import Dataset
 from elastic.engine.parallelize import sharding_table
-from elastic.errors import ModelError
+from elastic.errors import JobError, ModelError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.layout import table
@@ -21,11 +23,15 @@ from elastic.runs import Run
 from elastic.train.counters import Counters
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import build_of, make_session
+from storage.errors import Unavailable
 from storage.objects import ObjectStore
 from storage.objects.selftest import check
 
 SLOW = 5e8
 """Bytes of state a second at which a slow bucket, or ``init_weights`` on one core, fills a forming world."""
+
+WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
+"""Errors of a write that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,42 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
         build = build_of(session)
         session.loader.close()
     _check_vocabulary(model, session.loader.dataset)
-    check(ObjectStore.open(job.bucket), job.name)
+    check(_bucket(job), job.name)
     Run.look(job).check_data(build.data)
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
     state_bytes = bytes_of(tensors_of(model, session.rule))
-    return Checked(build, notes if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
+    return Checked(build, [*notes, *_unused(job)] if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
+
+
+def _bucket(job: Job) -> ObjectStore:
+    """Returns the bucket.  Raises :class:`JobError` for a folder that this user cannot write, and for a URL whose package is missing."""
+    named = f"bucket = {job.bucket!r}"
+    try:
+        store = ObjectStore.open(job.bucket)
+    except Unavailable as error:
+        if isinstance(error.__cause__, ImportError):
+            raise JobError(f"{named} needs a package: {error.__cause__}; install it on every node, or name another bucket") from error
+        raise
+    if store.local:
+        there = Path(store.url, job.name)
+        while not os.path.lexists(there):
+            there = there.parent
+        try:
+            with TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            if error.errno not in WRONG_FOLDER:
+                raise Unavailable(str(there), str(error)) from error
+            wrong = f"{named} is not a folder that this user can write ({there}: {error.strerror})"
+            raise JobError(f"{wrong}; name one that is, or a URL such as s3://bucket/prefix") from error
+    return store
+
+
+def _unused(job: Job) -> list[str]:
+    """Returns a sentence about the settings that ask for more than the one worker of ``--local``."""
+    asked = {"workers.min": job.workers.min} | {f"parallel.{name}": value for name, value in job.parallel.model_dump().items()}
+    unused = [f"{name} = {value!r}" for name, value in asked.items() if value not in (1, "auto", "all")]
+    return [f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect"] if unused else []
 
 
 def _copying(job: Job, state_bytes: int) -> str:

@@ -13,7 +13,7 @@ import elastic
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
 from elastic.engine.optim.base import rule_of
-from elastic.errors import DataError, ElasticError, JobError, NoRoomYet
+from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomYet
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
 from elastic.plan.copy_budget import no_room, slots_a_worker, slots_for
@@ -105,8 +105,15 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     rule = rule_of(job)
     cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
-    loss: Loss = load(job.loss, "loss")
-    return Session(job, builder_of(job), rule, loss, cursor, loader, counters, Faults(job.faults))
+    return Session(job, builder_of(job), rule, _loss(job), cursor, loader, counters, Faults(job.faults))
+
+
+def _loss(job: Job) -> Loss:
+    found: Loss = load(job.loss, "loss")
+    if isinstance(found, type) or not callable(found):
+        what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise CodeError(f"loss = {job.loss!r} names {what}; name a function: loss(model, batch) returns (sum, count), two scalars")
+    return found
 
 
 def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults) -> Snapshots:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -19,6 +21,7 @@ from elastic.engine.norm import squared_norm
 from elastic.engine.optim.base import Rule
 from elastic.engine.world import TO_HOST, World
 from elastic.errors import ModelError
+from elastic.imports import failure
 from elastic.job import Job
 from elastic.plan.batch import active, rounds
 from elastic.protocol.commit_record import FROM_DEVICE, HEADER, LOWER, NO_COPIES, CommitShape, Copied, Outcome, conclude, head_of
@@ -111,7 +114,7 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
         session.faults.aim(step, state.model, world)
         torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))
-        loss, count = session.loss(state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
+        loss, count = loss_of(session, state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
         (loss if index is not None else loss * 0).backward()
         _refuse_changes(buffers, state)
         share.losses.append(loss.detach())
@@ -122,6 +125,30 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.counters.at("reads data")
         session.computing = ""
     return share
+
+
+def loss_of(session: Session, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what the user's loss returns.  Raises :class:`ModelError` unless it is (sum, count), two scalars."""
+    named = f"loss = {session.job.loss!r}"
+    must = "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their number, not a mean"
+    try:
+        returned = session.loss(model, batch)
+    except (KeyError, TypeError) as error:  # the usual slips in a loss; any other error speaks for itself
+        if "/torch/distributed/" in traceback.extract_tb(error.__traceback__)[-1].filename:
+            raise  # a peer's doing, see ``blame.py``
+        raise ModelError(f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and {must}") from error
+    match returned:
+        case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
+            return returned
+        case tuple() | list():
+            came = f"({', '.join(map(_described, returned))})"
+        case _:
+            came = _described(returned)
+    raise ModelError(f"{named} returned {came}; {must}")
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r:.40}"
 
 
 def _refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:

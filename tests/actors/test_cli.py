@@ -11,17 +11,24 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from actors import cluster
 from actors.cli import main
+from actors.terminal import show
+from elastic.engine.loss import next_token
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job, Workers
+from elastic.report.story import Line, StepLine
 from tests.support.commands import Command, assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.state_hash import state_hash
 from tests.support.toys import toy_job
 
 Shown = pytest.CaptureFixture[str]
+ROWS = 3
+SHARDED = ["--workers.min", "2", "--parallel.dp-shard", "2", "--parallel.use", "fit"]
+UNUSED = "workers.min = 2, parallel.dp_shard = 2, parallel.use = 'fit' have"
 
 
 def written(folder: Path, name: str = "toy", **changes: object) -> str:
@@ -62,15 +69,42 @@ def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytes
 
     assert main(["checkpoint", "ls", job]) == 0
     table = capsys.readouterr().out
-    assert re.search(r"│ 2 .*│ good ", table) and re.search(r"│ 4 .*│ newest good ", table)
+    assert re.search(r"│ 2 .*│ complete ", table) and re.search(r"│ 4 .*│ newest complete ", table)
     assert main(["checkpoint", "verify", job]) == 0
     assert "every digest as written" in sentence(capsys)
     for step in ("2", "4"):
         assert main(["checkpoint", "export", job, "--step", step, "--to", str(tmp_path / step)]) == 0
+    capsys.readouterr()
     files = [sorted((tmp_path / step).glob("*.safetensors")) for step in ("2", "4")]
     assert [len(each) for each in files] == [2, 2]
     assert state_hash(files[0]) != state_hash(files[1])
+    for to in (job, f"{job}/below"):
+        assert main(["checkpoint", "export", job, "--to", to]) == 1
+        assert re.fullmatch(rf"elastic: --to = '{to}' is not a folder that can be written: .*; name a new folder", sentence(capsys))
     assert main(["checkpoint", "verify", job, "--step", "3"]) == 1
+
+
+@pytest.mark.parametrize(("settings", "said"), [([], ""), (["--workers.min", "2"], "workers.min = 2 has"), (SHARDED, UNUSED)])
+def test_local_says_what_it_does_not_use_and_how_it_goes_on(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, settings: list[str], said: str
+) -> None:
+    """Ctrl-C comes at step 2.  The control: without such settings nothing is said."""
+    monkeypatch.chdir(tmp_path)
+    job = written(tmp_path, workers={"max": 4})
+
+    def ctrl_c(line: Line) -> None:
+        show(line)
+        if isinstance(line, StepLine) and line.step == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("actors.cli.show", ctrl_c)
+    assert main(["train", job, "--local", *settings]) == 3
+    shown = capsys.readouterr().out
+    assert [line.split(" ", 1)[1] for line in shown.splitlines() if " no effect" in line] == (
+        [f"--local trains with one worker: {said} no effect"] if said else []
+    )
+    typed = " ".join([job, *settings])
+    assert shown.splitlines()[-1] == f"`elastic train {typed} --local` goes on from the newest good checkpoint"
 
 
 def test_simulate(capsys: Shown) -> None:
@@ -105,6 +139,30 @@ def test_commands_that_need_a_run_fail_where_there_is_none(tmp_path: Path, capsy
         assert sentence(capsys) == f"elastic: toy has never run in {tmp_path}/bucket"
     assert main(["replay", job]) == 1
     assert "there is no journal of toy in" in sentence(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"continues":7}\n{"n":12}\n', "goes on where another file of the journal ends: the snapshot before it begins 000000000007.jsonl"),
+        ('"""A module."""\n', "is not a file of a journal; name a job file, or a file of a journal that begins with a snapshot"),
+        ("{}\n", "is not a file of a journal; "),
+        ("", "is not a file of a journal; "),
+    ],
+)
+def test_replay_of_a_file_that_it_cannot_tell_of(tmp_path: Path, capsys: Shown, text: str, said: str) -> None:
+    (tmp_path / "one.jsonl").write_text(text)
+    (tmp_path / "one.gz").write_text(text)
+    assert main(["replay", f"{tmp_path}/one.jsonl"]) == 1
+    assert sentence(capsys).startswith(f"elastic: '{tmp_path}/one.jsonl' {said}")
+    assert main(["replay", f"{tmp_path}/one.gz"]) == 1
+    assert "one.gz' is not a file of a journal; name a job file" in sentence(capsys)
+
+
+def test_replay_names_the_file_with_a_damaged_line(tmp_path: Path, capsys: Shown) -> None:
+    (tmp_path / "one.jsonl").write_text('{"run":{}}\n{"n":0}\nno JSON\n')
+    assert main(["replay", f"{tmp_path}/one.jsonl"]) == 2
+    assert sentence(capsys).startswith(f"elastic: {tmp_path}/one.jsonl, line 3 is damaged: expected a snapshot, or a record after one")
 
 
 def test_a_run_that_is_over_is_attached_to_with_the_code_of_its_end(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +263,73 @@ def test_too_little_data(tmp_path: Path, capsys: Shown, monkeypatch: pytest.Monk
     assert main(["train", job]) == 1
     assert "the dataset has 5 samples, fewer than one step's global_batch = 16" in sentence(capsys)
     assert_no_actor_left("toy")
+
+
+def mean(model: Any, batch: Any) -> Any:
+    return torch.zeros((), requires_grad=True)
+
+
+def unreduced(model: Any, batch: Any) -> Any:
+    return torch.zeros(2, requires_grad=True), 2
+
+
+def misnamed(model: Any, batch: Any) -> Any:
+    return batch["z"].sum(), 1
+
+
+def no_count(model: Any, batch: Any) -> Any:
+    return next_token(model, batch)[0], None
+
+
+def plain_count(model: Any, batch: Any) -> Any:
+    return next_token(model, batch)[0], 16
+
+
+@pytest.mark.parametrize(
+    ("loss", "said", "traced"),
+    [
+        ("mean", "returned a tensor of shape []; it must return (sum, count): two scalars", False),
+        ("unreduced", "returned (a tensor of shape [2], int 2); it must return (sum, count)", False),
+        ("no_count", "returned (a tensor of shape [], NoneType None); it must return (sum, count)", False),
+        ("misnamed", "failed with KeyError: 'z' (in FILE, line LINE); it gets the model and a batch of ['tokens'], and it must", True),
+        ("Path", "names a class; name a function: loss(model, batch) returns (sum, count)", False),
+        ("ROWS", "names a int; name a function", False),
+    ],
+)
+def test_a_loss_that_breaks_its_contract(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, loss: str, said: str, traced: bool
+) -> None:
+    """The last line says so; the traceback of the user's code stays above it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", written(tmp_path), "--local", "--loss", f"{__name__}:{loss}"]) == 1
+    shown = capsys.readouterr().out
+    line = misnamed.__code__.co_firstlineno + 1
+    said = said.replace("FILE", __file__).replace("LINE", str(line))
+    assert shown.splitlines()[-1].startswith(f"elastic: loss = '{__name__}:{loss}' {said}")
+    assert (f'File "{__file__}", line {line}, in misnamed' in shown) == traced
+
+
+def test_a_loss_may_count_with_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the control of the test above."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", written(tmp_path), "--local", "--loss", f"{__name__}:plain_count"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("bucket", "said"),
+    [
+        ("afile", "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that is, or a URL such as s3:"),
+        ("afile/below", "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that is, or a URL"),
+        ("/proc/nope", "is not a folder that this user can write (/proc: No such file or directory); name one that is, or a URL"),
+        ("gs://x/y", "needs a package: Please install gcsfs to access Google Storage; install it on every node, or name another bucket"),
+    ],
+)
+def test_a_bucket_that_cannot_be_written(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, bucket: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("afile").touch()
+    assert main(["train", written(tmp_path), "--local", "--bucket", bucket]) == 1
+    named = bucket if bucket[0] == "/" or ":" in bucket else f"{tmp_path}/{bucket}"
+    assert sentence(capsys).startswith(f"elastic: bucket = {named!r} {said.replace('FOLDER', str(tmp_path))}")
 
 
 def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,13 +57,18 @@ class Numbers:
             bad = self.failing & set(ids)
             if bad:
                 raise OSError(f"sector {min(bad)}")
-            return {"tokens": list(ids)}
+            return {"tokens": torch.tensor(ids)}
         finally:
             self._reading.release()
 
     def wait_for(self, reads: int) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.reads) >= reads, DEADLINE_S)
+
+
+def plain(batch: Batch | None) -> dict[str, list[int]]:
+    assert batch is not None
+    return {name: value.tolist() for name, value in batch.items()}
 
 
 def cursor(samples: int = 1000, global_batch: int = 12) -> Cursor:
@@ -94,7 +101,7 @@ def test_the_ranks_of_any_world_read_the_step_and_nothing_else(
                 rounds = list(loader.microbatches(step, rank, data_ranks))
                 assert [round_ for round_, *_ in rounds] == list(range(-(-microbatches // data_ranks)))
                 for round_, index, ids, batch in rounds:
-                    assert (batch or {"tokens": []})["tokens"] == list(ids)
+                    assert plain(batch or {"tokens": torch.tensor([])}) == {"tokens": list(ids)}
                     if index is not None:
                         assert index == round_ * data_ranks + rank and (step, index) not in parts
                         parts[step, index] = ids
@@ -130,7 +137,7 @@ def test_without_prefetch_there_is_no_thread() -> None:
     dataset = Numbers()
     with loading(dataset, cursor(), prefetch=0) as loader:
         list(loader.microbatches(1, 0, 1))
-        assert loader.read((7,)) == {"tokens": [7]}
+        assert plain(loader.read((7,))) == {"tokens": [7]}
     assert dataset.readers == {threading.current_thread()} and len(dataset.reads) == 7
 
 
@@ -141,7 +148,7 @@ def test_a_world_that_breaks_in_the_middle_of_a_step_is_followed_by_any_other() 
         broken = loader.microbatches(4, 0, 2)
         next(broken), next(broken)
         for step, rank, ranks in ((4, 2, 3), (3, 0, 1), (4, 0, 2), (5, 0, 2), (5, 0, 2)):
-            found = [batch for _, _, _, batch in loader.microbatches(step, rank, ranks)]
+            found = [plain(batch) for _, _, _, batch in loader.microbatches(step, rank, ranks)]
             assert found == [{"tokens": list(where.microbatch_ids(step, index, 2))} for index in range(rank, 6, ranks)]
 
 
@@ -152,7 +159,7 @@ def test_a_step_that_is_taken_up_again_goes_on_where_it_was() -> None:
         first = loader.microbatches(1, 0, 2)
         next(first)
         list(loader.microbatches(7, 1, 3))
-        found = [batch for _, _, _, batch in (*first, *loader.microbatches(2, 0, 2))]
+        found = [plain(batch) for _, _, _, batch in (*first, *loader.microbatches(2, 0, 2))]
     places = [(1, 2), (1, 4), (2, 0), (2, 2), (2, 4)]
     assert found == [{"tokens": list(where.microbatch_ids(step, index, 2))} for step, index in places]
 
@@ -190,7 +197,7 @@ def test_what_the_dataset_raises_names_the_samples_where_they_are_used(prefetch:
         assert isinstance(failed.value.__cause__, OSError)
         assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)
         dataset.failing.clear()
-        again = [batch for _, _, _, batch in loader.microbatches(2, 0, 1)]
+        again = [plain(batch) for _, _, _, batch in loader.microbatches(2, 0, 1)]
         expected = [{"tokens": list(where.microbatch_ids(2, index, 2))} for index in range(6)]
         assert again == expected, "a failure that passes does no harm"
 
@@ -220,7 +227,7 @@ def test_idle_ranks_read_nothing_ahead_but_what_they_are_asked_for() -> None:
             assert list(loader.microbatches(step, 4, 5)) == [(0, None, (), None)]
         assert dataset.reads == []
         ids = where.microbatch_ids(2, 0, 2)
-        assert loader.read(ids) == {"tokens": list(ids)}
+        assert plain(loader.read(ids)) == {"tokens": list(ids)}
 
 
 def test_reading_by_id_shares_the_thread() -> None:
@@ -229,5 +236,32 @@ def test_reading_by_id_shares_the_thread() -> None:
     with loading(dataset, cursor(), prefetch=8) as loader:
         for step in range(1, 20):
             for _ in loader.microbatches(step, 0, 2):
-                assert loader.read((3, 4)) == {"tokens": [3, 4]}
+                assert plain(loader.read((3, 4))) == {"tokens": [3, 4]}
     assert len(dataset.readers) == 1 and threading.current_thread() not in dataset.readers
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    ("returned", "came"),
+    [
+        ({"tokens": torch.zeros(1, 4)}, "'tokens' of shape [1, 4]"),
+        ({"fine": torch.zeros(2), "sum": torch.zeros(())}, "'sum' of shape []"),
+        ({"tokens": [1, 2]}, "a list as 'tokens'"),
+        ((torch.zeros(2),), "a tuple"),
+    ],
+)
+def test_what_the_dataset_returns_has_a_row_for_each_sample(prefetch: int, returned: Any, came: str) -> None:
+    """The control: two rows for two samples are taken."""
+    where = cursor()
+    ids = where.microbatch_ids(1, 0, 2)
+    dataset = Numbers()
+    dataset.read = lambda ids: {"tokens": torch.zeros(len(ids), 4)}  # type: ignore[method-assign]
+    with loading(dataset, where, prefetch=prefetch) as loader:
+        assert len(list(loader.microbatches(1, 0, 1))) == 6
+        dataset.read = lambda ids: returned  # type: ignore[method-assign]
+        with pytest.raises(DataError) as refused:
+            loader.read(ids)
+    assert str(refused.value) == (
+        f"data.dataset: read() returned {came} for the 2 ids {list(ids)}; "
+        f"it must return a dictionary of tensors of shape [2, ...], with one row for each id"
+    )

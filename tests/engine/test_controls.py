@@ -45,12 +45,12 @@ class Marked(Sums):
         self.marked, self.weight = marked, weight
 
     def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
-        return {**super().read(ids), "weight": torch.tensor(self.weight if ids[0] == self.marked else 1.0)}
+        return {**super().read(ids), "weight": torch.full((len(ids),), self.weight if ids[0] == self.marked else 1.0)}
 
 
 def weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     loss, count = next_token(model, batch)
-    return loss * batch["weight"], count
+    return loss * batch["weight"][0], count
 
 
 @pytest.fixture(scope="module")

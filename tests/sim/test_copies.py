@@ -215,9 +215,9 @@ def test_overwriting_a_save_on_its_way_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_not_waiting_for_the_slot_of_the_save_before_is_noticed() -> None:
-    """Where nothing but saves is copied, the last save begins only once the one before is over, and the end then waits for it anew."""
+    """The last save begins only once the one before is over, if nothing but saves is copied, and the end then waits for it anew."""
     decide = Mutant("slotless", (Edit("saves", "    if version != decision.run.version:", "    if False:"),)).advance()
-    assert "does not wait for its last save" in first_violation_of(decide, last_minute, range(746, 747))
+    assert "does not wait for its last save" in first_violation_of(decide, last_minute, range(1218, 1219))
 
 
 def test_counting_a_torn_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -425,7 +425,7 @@ PATIENCE = {
     "a part that is being written does not count": (
         "widowed",
         "does not wait for its last save",
-        Edit("saves", "max(deadline, run.watch.uploaded_at + rules.stop_s, *refused_until", "max(deadline, *refused_until"),
+        Edit("saves", "max(deadline, run.watch.uploaded_at + rules.stop_s, *refused_until", "max(deadline, deadline, *refused_until"),
     ),
     "a bucket that is down at the end is not waited for": (
         "outage",

@@ -198,7 +198,7 @@ def test_a_copy_that_a_later_world_begins_is_waited_for(
 
 
 def test_the_last_save_gets_the_slot_of_the_one_before_after_a_settled_step(tmp_path: Path) -> None:
-    """Where nothing but saves is copied, there is one slot.  The member applied the last step when its world was over, and the save before
+    """There is one slot if nothing but saves is copied.  The member applied the last step when its world was over, and the save before
     was on its way: the next world saves the last step once that one is in the bucket."""
     rule, last = SaveRule(2, 7), Version(7, 2)
     with copied(slots=1, copy_every=0) as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):

@@ -68,7 +68,8 @@ def with_a_spare(script: Script, folder: Path, loss: str) -> Trial:
         room.close()
 
 
-@pytest.mark.parametrize("spares", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("spares", [1, 0])
 def test_who_has_lost_its_device_is_replaced(tmp_path: Path, script_reference: Any, spares: int) -> None:
     """R1, R13: both shards are needed; that of the member without a device is in its keeper's memory.  The process of this member ends
     though no fault has killed it, another worker takes its seat, and the other member's process goes on.  With a spare this takes one more

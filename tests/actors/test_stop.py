@@ -83,6 +83,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed_h
     assert_no_actor_left("ctrl-c")
 
 
+@pytest.mark.full
 def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbed_hash: str) -> None:
     """The driver is SIGKILLed, the cluster lives: nobody waits, so the run stops after a save, and its actors end themselves."""
     job = job_of(tmp_path, "vanished", deadlines={"driver_s": 2})

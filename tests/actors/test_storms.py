@@ -31,8 +31,8 @@ DOUBLES = (
 )
 
 
-@pytest.mark.must_run_in_ci
-@pytest.mark.parametrize("changes", [{}, pytest.param(SHARDS, marks=pytest.mark.full)], ids=["replicas", "shards"])
+@pytest.mark.full
+@pytest.mark.parametrize("changes", [{}, SHARDS], ids=["replicas", "shards"])
 def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any, changes: dict[str, Any]) -> None:
     """R8: one of three dies, a second while its world stops, another while the next one forms, which loses its store too."""
     gate = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE_STEP, 0, 2)[0]

@@ -251,6 +251,7 @@ def test_ray_job_stop_and_a_save_that_comes_later(tmp_path: Path, nodes: Nodes, 
     assert "succeeded" in again.ray("status", again.id).lower()
 
 
+@pytest.mark.full
 def test_what_cannot_work_is_said_in_the_jobs_log(tmp_path: Path, nodes: Nodes, wheel: Path) -> None:
     """U8: a folder of the user's that takes the place of ours, a bucket inside the working directory, a job file that is not in it, and
     a cluster that is too small; Ray shows the job as failed, with the exit code."""

@@ -92,9 +92,9 @@ def test_members_say_how_often_they_can_copy_by_what_they_measured(monkeypatch: 
     """Each copy takes at least 60 ms, here and at the buddy; a node sends the copies of both its workers."""
     copied = Region.finish
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(*arguments: Any, **more: Any) -> None:
         time.sleep(0.06)
-        copied(*arguments)
+        copied(*arguments, **more)
 
     monkeypatch.setattr(Region, "finish", slowly)
     with cluster(Layout(1, 4), 2, slots=4) as (plan, nodes):

@@ -67,6 +67,7 @@ def large() -> tuple[Checkpoints, dict[str, bytes]]:
     return checkpoints, values
 
 
+@pytest.mark.full
 def test_of_a_large_index_few_bytes_are_read_for_few_slices() -> None:
     checkpoints, values = large()
     store = checkpoints.store

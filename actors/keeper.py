@@ -219,6 +219,7 @@ class Keeper:
             if time.monotonic() - heard_at > self.silence_s:
                 print(f"keeper of {self.node[:8]}: no coordinator answered for {self.silence_s:.0f} s; leaving", flush=True)
                 self._end()
+                remove_logs(self.run)  # the coordinator on this node may only stand still: its part of the journal stays
                 os._exit(3)
 
     def _operation(self, process: Process, counters: Counters) -> str:
@@ -240,10 +241,7 @@ class Keeper:
         shutil.rmtree(log_folder(self.run), ignore_errors=True)
 
     def _end(self) -> None:
-        """Stores the remaining logs and removes what the workers have left.  A coordinator's part of the journal on this node stays.
-
-        A keeper that has not been answered for long cannot know whether that coordinator only stands still, and goes on afterwards.
-        """
+        """Ends what runs here, stores the remaining logs, and removes what workers and keeper have left outside the run's folder."""
         self._closed.set()
         self._watching.join()
         deadline = time.monotonic() + CLOSE_S
@@ -261,7 +259,6 @@ class Keeper:
         self.keeper_store.close()
         with contextlib.suppress(StorageError):
             self.probe.remove(self.node)
-        remove_logs(self.run)
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:

@@ -87,9 +87,8 @@ def _forgive_the_silence(decision: Decision) -> None:
     run, now, rules = decision.run, decision.now, decision.rules
     lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s)
-    again = tuple(
-        replace(each.heard(now), reported=(), ask_at=0.0) for each in run.saves.pending
-    )  # the keepers know which parts are uploaded
+    # the keepers know which parts are uploaded
+    again = tuple(replace(each.heard(now), reported=(), ask_at=0.0) for each in run.saves.pending)
     decision.know(watch=watch, saves=Saves(again))
     match run.state:
         case Forming():

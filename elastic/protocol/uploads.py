@@ -10,7 +10,7 @@ from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import age
 
 REFUSALS = 5
-"""Number of times that a part is refused in its midst before its progress no longer counts: it may be refused at its end for ever."""
+"""Number of refusals of a part that counted as being written, after which it counts no more: it may be refused at its end for ever."""
 
 
 @dataclass(frozen=True)

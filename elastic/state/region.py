@@ -40,7 +40,7 @@ ALIGNED = 64
 """Bytes to whose multiples the place of each tensor in a slot is rounded up."""
 COPIES = ("send", "safe", "save")
 """``send`` is the copy that the keeper is to bring to its buddy.  ``safe`` is this worker's part of the version that is complete at every
-member's buddy.  ``save`` is the newest copy that this worker has begun and that is a save."""
+member's buddy.  ``save`` is the newest save that this worker has named, see :meth:`Region.begin_save`."""
 BLOCK = 2**18
 """Bytes that one digest covers."""
 WORD = 8
@@ -67,9 +67,9 @@ HEADER = (
 how long the node's link is busy when a copy of every worker there is brought to the buddy, in microseconds; 0: not measured yet.  ``asked``
 counts how often the worker has said what is to be sent; ``brought`` is the last of these numbers whose copy is at the present buddy, as the
 keeper says.  ``generation`` is the latest world whose first copy the worker has ended or does not make; it has ended every copy of earlier
-worlds.  ``saves`` counts the saves that the worker has begun; ``saves_over`` is the last of these numbers whose save is in the bucket or
-given up, as the keeper says.  ``save_failed`` is 1 if the worker could not copy the newest save.  ``lacking`` is the size of the copy for
-which the worker found no memory, 0 while there is room."""
+worlds.  ``saves`` counts the saves that the worker has named, of which the newest may not be copied yet; ``saves_over`` is the last of
+these numbers whose save is in the bucket or given up, as the keeper says.  ``save_failed`` is 1 if the worker could not copy the newest
+save.  ``lacking`` is the size of the copy for which the worker found no memory, 0 while there is room."""
 TAKEN = 2**26
 """Bytes that one call takes from the system.  A call takes 20 ms, and meanwhile no other thread of this process can map or unmap memory."""
 POPULATE_WRITE = 23

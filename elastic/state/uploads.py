@@ -66,7 +66,7 @@ class Task:
     refused: bool = False
     """True if the bucket has refused the part and the coordinator was told so; nothing has reached the bucket since."""
     refusals: int = 0
-    """Number of times that the bucket refused the part after it had taken some of it."""
+    """Number of times that the bucket refused the part while it counted as being written."""
     told: tuple[ShardSaved | SaveFailed, ShardReceipt | None] | None = None
 
     @property

@@ -33,6 +33,8 @@ from elastic.train.model import Builder, State
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 """``loss(model, batch)`` returns a sum over the terms of the microbatch and their number, both scalars; never a mean."""
+CONTRACT = "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their number, not a mean"
+"""End of the message of an error that a wrong :data:`Loss` causes."""
 
 
 @dataclass
@@ -130,13 +132,14 @@ def compute(session: Session, state: State, step: int) -> Share:
 def loss_of(session: Session, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what the user's loss returns.  Raises :class:`ModelError` unless it is (sum, count), two scalars."""
     named = f"loss = {session.job.loss!r}"
-    must = "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their number, not a mean"
     try:
         returned = session.loss(model, batch)
     except (KeyError, TypeError) as error:  # the usual slips in a loss; any other error speaks for itself
         if "/torch/distributed/" in traceback.extract_tb(error.__traceback__)[-1].filename:
             raise  # a peer's doing, see ``blame.py``
-        raise ModelError(f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and {must}") from error
+        raise ModelError(
+            f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and {CONTRACT}"
+        ) from error
     match returned:
         case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
             return returned
@@ -144,7 +147,7 @@ def loss_of(session: Session, model: torch.nn.Module, batch: dict[str, torch.Ten
             came = f"({', '.join(map(_described, returned))})"
         case _:
             came = _described(returned)
-    raise ModelError(f"{named} returned {came}; {must}")
+    raise ModelError(f"{named} returned {came}; {CONTRACT}")
 
 
 def _described(value: object) -> str:

@@ -41,7 +41,7 @@ from elastic.config.values import (
 from elastic.control.rules import Rules
 from elastic.errors import JobError
 from elastic.plan.copy_budget import CopyRule
-from elastic.plan.layout import LayoutRule
+from elastic.plan.layout import Layout, LayoutRule, table
 
 
 class Part(BaseModel):
@@ -328,6 +328,10 @@ class Job(Part):
         degrees = (self.parallel.dp_replicate, self.parallel.dp_shard)
         dp_replicate, dp_shard = (None if degree == "auto" else degree for degree in degrees)
         return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
+
+    def layouts(self) -> list[Layout]:
+        """Returns the layouts that the permitted numbers of workers form; there is at least one."""
+        return [layout for n, layout in table(self.layout_rule(), self.workers.max) if layout is not None and n >= self.workers.min]
 
     def copy_rule(self) -> CopyRule:
         return CopyRule(self.copies.copy_every == "auto", self.copies.buddy_every == "auto", self.copies.link_share)

@@ -89,19 +89,35 @@ def slots_a_worker(copy_every: int, buddy_every: int) -> int:
     return slots_for(copy_every, buddy_every) + (BUDDY_SLOTS if buddy_every else 0)
 
 
-def explained(largest: float, copy_every: int, buddy_every: int) -> str:
-    """Returns the sentence on the memory that copies and saves take.  ``largest`` is the size of a worker's state in bytes."""
+def slot_size(has: int, needed: int, foreseen: int, free: int, others: int) -> int:
+    """Returns how many bytes a pinned slot should have that has ``has`` bytes and gets a copy of ``needed`` bytes.
+
+    It also gets what a copy of ``foreseen`` bytes will need, if ``others`` bytes of the node's ``free`` ones stay free: room for one worker
+    more.  A slot gives back what it has beyond its copy only if half of that room is missing, since memory is slow to pin.
+    """
+    kept = has if has >= needed and free >= others // 2 else needed
+    best = max(kept, foreseen)
+    return best if free - (best - has) >= others else kept
+
+
+def explained(smallest: float, largest: float, copy_every: int, buddy_every: int) -> str:
+    """Returns the sentence on the memory that copies and saves take.
+
+    ``smallest`` and ``largest`` are the bytes of a worker's state in the worlds that cut it into the most and into the fewest parts.
+    """
     slots = slots_a_worker(copy_every, buddy_every)
-    most = f"at most {amount(slots * largest)} of its node for each worker"
+    takes = f"{amount(slots * smallest)} of its node for each worker"
+    most = amount(slots * largest)
+    more = "" if smallest == largest else f"; where fewer workers share the state, more: up to {most}, if the node has it"
     if not copy_every:
         return (
             "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket; "
-            f"a save on its way there takes {most}"
+            f"a save on its way there takes {takes}{more}"
         )
     copies = slots_for(copy_every, buddy_every) - SAVE_SLOTS
-    text = f"copies in host memory and saves take {most}, in {slots} slots of {amount(largest)}: "
+    text = f"copies in host memory and saves take {takes}, in {slots} slots of {amount(smallest)}: "
     text += f"{SAVE_SLOTS} for a save, {copies} for copies of its own state"
-    return text + (f", {BUDDY_SLOTS} for those of a worker on another node" if buddy_every else "")
+    return text + (f", {BUDDY_SLOTS} for those of a worker on another node" if buddy_every else "") + more
 
 
 def amount(size: float) -> str:
@@ -114,7 +130,10 @@ def amount(size: float) -> str:
 
 
 def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: int) -> str:
-    """Returns why copies of ``needed`` bytes do not fit into ``free`` bytes, or "" if they fit.  ``where`` names the limit."""
+    """Returns why copies of ``needed`` bytes do not fit into ``free`` bytes, or "" if they fit.
+
+    ``needed`` is what they take in the world that cuts the state into the most parts; ``where`` names the limit.
+    """
     if needed <= free:
         return ""
     less = [
@@ -123,8 +142,8 @@ def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: in
         if left < slots
     ]
     return (
-        f"copies.copy_every = {copy_every}: this worker's copies and saves take {amount(needed)} of memory ({slots} slots), and {where} "
-        f"leaves only {amount(free)} beside those of the node's other workers; raise the limit by {amount(needed - free)} for each worker "
-        f"(on Kubernetes resources.limits.memory of the pod), or need less: "
+        f"copies.copy_every = {copy_every}: this worker's copies and saves take at least {amount(needed)} of memory ({slots} slots), "
+        f"and {where} leaves only {amount(free)} beside those of the node's other workers; raise the limit by {amount(needed - free)} "
+        f"for each worker (on Kubernetes resources.limits.memory of the pod), or need less: "
         f"{', '.join((*less, 'more workers that share the state make each part smaller (parallel.min_shard, workers.min)'))}"
     )

@@ -10,7 +10,8 @@ memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic.plan.axes import AXES
@@ -121,6 +122,16 @@ def choose(workers: int, rule: LayoutRule) -> Layout | None:
 def table(rule: LayoutRule, n_max: int) -> tuple[tuple[int, Layout | None], ...]:
     """Returns (n, the layout that n workers form) for n = 1 … n_max."""
     return tuple((n, choose(n, rule)) for n in range(1, n_max + 1))
+
+
+def after_a_loss(layout: Layout, nodes: Sequence[str], rule: LayoutRule, min_workers: int) -> Layout | None:
+    """Returns the layout that follows ``layout`` if the node with most members is lost, or one worker where there is only one node.
+
+    ``nodes[i]`` is the node of world rank i.  The result is None if too few workers are left then.
+    """
+    lost = max(Counter(nodes).values()) if len(set(nodes)) > 1 else 1
+    left = layout.world - lost
+    return choose(left, rule) if left >= min_workers else None
 
 
 def _candidates(workers: int, rule: LayoutRule) -> Iterator[Layout]:

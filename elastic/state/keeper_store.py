@@ -206,6 +206,7 @@ class KeeperStore:
             region = self._others.get(worker)
             if region is None or (region.slot_bytes, region.slot_blocks) != (head["slot_bytes"], head["slot_blocks"]):
                 region = self._others[worker] = Region.create(BUDDY_SLOTS, head["slot_bytes"], head["slot_blocks"])
+            region["wanted"] = BUDDY_SLOTS * head["bytes"]
             self._coming[worker] += 1
         try:
             slot = min(range(region.slots), key=lambda each: _worth(region.held(each), safe))

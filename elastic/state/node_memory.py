@@ -74,19 +74,19 @@ def alone() -> Iterator[None]:
 
 
 def copies_here() -> tuple[int, int]:
-    """Returns two sizes of this node's copies, of any run: bytes still to be written, and written bytes that only a keeper still holds.
+    """Returns two sizes of this node's copies, of any run: bytes wanted but not written, and written bytes that only a keeper still holds.
 
     The latter are copies of workers on other nodes and of dead workers.  Those of dead workers are freed once the next world has newer
     copies.
     """
     sizes, holders = dict[int, tuple[int, int]](), defaultdict[int, set[str]](set)
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # the process is gone, or belongs to another user
+        with suppress(OSError, ValueError):  # the process is gone, or belongs to another user; or its build is another one
             if os.readlink(entry).startswith(REGIONS):
                 found = os.stat(entry)
-                sizes[found.st_ino] = found.st_size, 512 * found.st_blocks
+                sizes[found.st_ino] = Region.wanted(entry), 512 * found.st_blocks
                 holders[found.st_ino].add(entry.parts[2])
-    coming = sum(max(size - written, 0) for size, written in sizes.values())
+    coming = sum(max(wanted - written, 0) for wanted, written in sizes.values())
     return coming, sum(written for inode, (_, written) in sizes.items() if len(holders[inode]) == 1)
 
 

@@ -5,12 +5,12 @@ nothing is left on the node when both are gone.  A slot counts as empty while it
 written, and says "complete" after the last.  Each block of a slot has a digest, so that torn or corrupted bytes are never taken for state.
 
 The file is as long as the copies of the largest permitted shard, but that costs nothing: a slot takes memory when it is written, as much
-as its copy needs, and gives back what a larger copy once needed.  On CUDA a slot in use is pinned whole, for the largest permitted shard,
-and keeps that memory as long as the worker lives.  The worker owns a slot's memory for as long as it lives, and its keeper after that.
+as its copy needs, and gives back what a larger copy once needed.  On CUDA a slot is pinned in one piece, which may be longer than its copy:
+``snapshot.py`` says when.  The worker owns a slot's memory for as long as it lives, and its keeper after that.
 
 The alternative is a pool that the keeper owns and lends out extent by extent.  A new worker would not have to take memory anew (four
-gigabytes a second, beside the steps).  But the pool would hold memory for the largest shard on every node, every reader of a copy would
-need a list of extents, and tensors would be cut at the borders of extents.
+gigabytes a second, beside the steps).  But it would have to pin it anew, every reader of a copy would need a list of extents, and tensors
+would be cut at the borders of extents, over which CUDA refuses to copy.
 
     header, a header for each slot | which tensors there are | digests of each slot | slots, page by page
 """
@@ -24,6 +24,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from elastic.errors import StateMissing
 from elastic.ids import Cell
@@ -33,7 +34,7 @@ from storage.slices import Tensor, Version, nbytes
 
 NAME = "elastic-copies"
 """Name of the anonymous file."""
-MAGIC = 0x656C617374696336
+MAGIC = 0x656C617374696337
 """First word of every region of this version."""
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
@@ -61,6 +62,7 @@ HEADER = (
     "saves_over",
     "save_failed",
     "lacking",
+    "wanted",
     *(f"{name}_{part}" for name in COPIES for part in ("step", "generation", *CELL)),
 )
 """``keeper`` is the process that has the region open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us`` is
@@ -69,7 +71,8 @@ counts how often the worker has said what is to be sent; ``brought`` is the last
 keeper says.  ``generation`` is the latest world whose first copy the worker has ended or does not make; it has ended every copy of earlier
 worlds.  ``saves`` counts the saves that the worker has named, of which the newest may not be copied yet; ``saves_over`` is the last of
 these numbers whose save is in the bucket or given up, as the keeper says.  ``save_failed`` is 1 if the worker could not copy the newest
-save.  ``lacking`` is the size of the copy for which the worker found no memory, 0 while there is room."""
+save.  ``lacking`` is the size of the copy for which the worker found no memory, 0 while there is room.  ``wanted`` is how many bytes all
+slots together take in the present world once they are written; before the first world, in the world with the smallest parts."""
 TAKEN = 2**26
 """Bytes that one call takes from the system.  A call takes 20 ms, and meanwhile no other thread of this process can map or unmap memory."""
 POPULATE_WRITE = 23
@@ -152,7 +155,8 @@ class Region:
     def create(cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = ()) -> Region:
         """Makes a region of ``slots`` slots, each of ``slot_bytes`` with ``slot_blocks`` digests.  Memory is given as it is written.
 
-        The slots hold parts of ``tensors``, which are described here for readers that outlive the worker.
+        The slots hold parts of ``tensors``, which are described here for readers that outlive the worker.  All slots count as wanted
+        until ``wanted`` is set.
         """
         described = json.dumps([asdict(tensor) for tensor in tensors]).encode()
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
@@ -164,6 +168,7 @@ class Region:
             words[: len(HEADER)] = memoryview(given + bytes((len(HEADER) - len(given) // WORD) * WORD)).cast("q")
             for name in COPIES:
                 words[HEADER.index(f"{name}_step")] = -1
+            words[HEADER.index("wanted")] = slots * slot_bytes
             words.release()
         return cls(descriptor)
 
@@ -171,6 +176,18 @@ class Region:
         """Returns the tensors that its slots hold parts of, in the order of a frame."""
         described = json.loads(bytes(self.memory[PAGE : PAGE + self._tensors_bytes]))
         return tuple(Tensor(**each | {"shape": tuple(each["shape"])}) for each in described)
+
+    @staticmethod
+    def wanted(path: Path) -> int:
+        """Returns what the header of the region at ``path`` says is ``wanted``.
+
+        Raises OSError if the file cannot be read, and ValueError if it is no region of this version.
+        """
+        with path.open("rb") as file:
+            words = memoryview(file.read(PAGE)).cast("q")
+        if words[HEADER.index("magic")] != MAGIC:
+            raise ValueError(f"{path} is no region of this version of Elastic")
+        return words[HEADER.index("wanted")]
 
     @classmethod
     def of_process(cls, pid: int, descriptor: int) -> Region:

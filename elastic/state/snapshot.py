@@ -5,6 +5,9 @@ memory, piece by piece, because an abort has to wait for everything that was lau
 the next world forms: it reads the shard that is left, and what it writes outlives this process (``state/region.py``).
 
 A save is such a copy.  Making it is all that a worker does for a save: the keeper uploads what the slot holds.
+
+**Memory.**  A slot has as much as its copy needs.  Where slots are pinned they get more while the node has it: as much as a copy will need
+in the next world, if a node or a worker is lost.  To pin memory while a smaller world begins to train would hold up its first steps.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 
 from elastic.engine.streams import finish, stream
 from elastic.ids import Version, WorkerId
-from elastic.plan.copy_budget import CopyRule, Pace, slots_for
+from elastic.plan.copy_budget import CopyRule, Pace, amount, slot_size, slots_for
 from elastic.protocol.commit_record import NO_SAVE, Copied, Outcome
 from elastic.protocol.copy_schedule import NO_SAVES, Copies, Copy, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
@@ -44,10 +47,17 @@ Part = tuple[torch.Tensor, torch.Tensor, slice]
 """The memory of a tensor, its place in the slot, and the range of its digests among those of the slot."""
 Strike = Callable[[Plan, int, int], None]
 """``strike(plan, world_rank, step)`` is called while the copy of ``step``, which is a save, is under way; tests end the process here."""
+Foresee = Callable[[Plan], int]
+"""``foresee(plan)`` returns the bytes of a copy in the world that follows if a part of the plan's members is lost; 0 if none can follow."""
 
 
 def nothing(plan: Plan, world_rank: int, step: int) -> None:
     """Lets the save go on: no test ends this process."""
+
+
+def no_loss(plan: Plan) -> int:
+    """Foresees no smaller world."""
+    return 0
 
 
 class NoMemory(Exception):
@@ -66,9 +76,10 @@ class Snapshots:
         saves: SaveRule = NO_SAVES,
         patience_s: float = 0.0,
         strike: Strike = nothing,
+        foresee: Foresee = no_loss,
     ) -> None:
         """``patience_s`` limits how long a due save waits, once, for the previous save; after that, steps continue and the save is owed."""
-        self.saves, self.patience_s, self.strike = saves, patience_s, strike
+        self.saves, self.patience_s, self.strike, self.foresee = saves, patience_s, strike, foresee
         self._rank = self._awaited = 0
         """``_rank`` is the world rank in the present world; ``_awaited`` is the number of the newest save that was waited for."""
         self._homeless: Shard | None = None
@@ -80,7 +91,7 @@ class Snapshots:
         """The newest version of the present world whose copy was begun here.  It is complete once ``settle`` has returned."""
         self.buddied: Version | None = None
         """The newest version of the present world that the buddy has, according to the keeper."""
-        self._frame = Frame({}, 0, 0)
+        self._frame, self._foreseen = Frame({}, 0, 0), 0
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
         self._way = _Pinned(region, self.memory, device) if device.type == "cuda" else _Plain(region)
@@ -102,7 +113,9 @@ class Snapshots:
             self.made = shard.version
         self.region.set_copy("safe", self.copies.buddied)
         self.region.send(self.copies.sent)
-        self._way.pin(min(slots_for(plan.copy_every, plan.buddy_every), self.region.slots))
+        slots, self._foreseen = min(slots_for(plan.copy_every, plan.buddy_every), self.region.slots), self.foresee(plan)
+        self.region["wanted"] = slots * self.bytes
+        self._way.pin(slots)
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
         self._begin(shard)
         if self._under_way is None:
@@ -180,14 +193,13 @@ class Snapshots:
 
         Raises :class:`NoMemory` if there is still too little.
         """
-        self._way.resize(slot, self.bytes)
-        if why := reserve(self.region, slot, self.bytes):
+        if self._way.fit(slot, self.bytes, self._foreseen):
             assert self.copies is not None
             for other in self.copies.free(self.region.all_held()):
                 if other != slot:
                     self.region.begin(other)
-                    self._way.resize(other, 0)
-            if why := reserve(self.region, slot, self.bytes):
+                    self._way.empty(other)
+            if why := self._way.fit(slot, self.bytes, 0):
                 self.region["lacking"] = self.bytes
                 raise NoMemory(why)
         self.region["lacking"] = 0
@@ -280,9 +292,14 @@ class _Plain:
     def pin(self, slots: int) -> None:
         """Pins nothing: copies from host memory need no pinned memory."""
 
-    def resize(self, slot: int, size: int) -> None:
-        """Gives back what the slot, which holds no copy, has beyond ``size`` bytes."""
+    def fit(self, slot: int, size: int, foreseen: int) -> str:
+        """Gives the slot, which holds no copy, memory of ``size`` bytes and no more.  Returns why there is too little, or ""."""
         self.region.give_back(slot, size)
+        return reserve(self.region, slot, size)
+
+    def empty(self, slot: int) -> None:
+        """Gives back all memory of the slot, which holds no copy."""
+        self.region.give_back(slot)
 
     def computed(self) -> None:
         """Returns at once: no device has work left."""
@@ -302,8 +319,14 @@ class _Pinned:
         self.region, self.memory, self._stream = region, memory, stream("copies", device)
         self._sums = torch.zeros(region.slot_blocks, dtype=torch.int64, device=device)
         self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
+        self._lock = threading.Lock()
+        """It is held while a slot gets or loses memory."""
+        self._pins: dict[int, tuple[int, weakref.finalize[..., _Pinned]]] = {}
+        """The slots that are pinned: how many bytes of each, and a call that ends this."""
         self.slots = 0
         """Number of slots that are pinned or will be soon; the others are not used."""
+        region.take(0, region.data_at(0))
+        _register(self, memory[: region.data_at(0)])
         self._pinning = threading.Thread()
         self.pin(min(slots_for(1, 0), region.slots))
 
@@ -311,36 +334,57 @@ class _Pinned:
         self._pinning.join()
 
     def pin(self, slots: int) -> None:
-        """Pins the first ``slots`` slots, each once.  A thread does it, as a system provides only four gigabytes of new memory a second."""
+        """Pins the first ``slots`` slots, each as long as a copy that the region wants, unless a slot is pinned already.
+
+        A thread does it, as a system provides only four gigabytes of new memory a second.
+        """
         if slots > self.slots:
-            self._pinning = threading.Thread(target=self._pin, args=(self.slots, slots), name="pin", daemon=True)
+            size = self.region["wanted"] // (slots if self.slots else self.region.slots)
+            self._pinning = threading.Thread(target=self._pin, args=(range(self.slots, slots), size), name="pin", daemon=True)
             self.slots = slots
             self._pinning.start()
 
-    def _pin(self, first: int, last: int) -> None:
-        """Pins slots ``first`` to ``last - 1``, because copies to unpinned memory are slow; slot 0 includes headers and digests."""
-        began, region = time.monotonic(), self.region
-        start = region.data_at(first) if first else 0
-        for slot in range(first, last):
-            end = region.data_at(slot) + region.slot_bytes
-            if why := reserve(region, slot, region.slot_bytes):
-                print(f"only {slot} of {region.slots} slots are pinned, copies to others are slow: {why}", flush=True)
-                return
-            # kernel launches wait while memory is pinned: 24 ms a GiB, ten times that if the memory is new
-            place = self.memory[start:end].data_ptr()
-            code = torch.cuda.cudart().cudaHostRegister(place, end - start, 0)
-            if int(code):
-                print(
-                    f"only {slot} of {region.slots} slots are pinned, copies to others are slow: cudaHostRegister said {code}",
-                    flush=True,
-                )
-                return
-            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, place).atexit = False
-            start = region.data_at(slot + 1)
-        print(f"host copies: {start / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
+    def _pin(self, slots: Iterable[int], size: int) -> None:
+        began = time.monotonic()
+        for slot in slots:
+            with self._lock:
+                if slot not in self._pins and (why := self._fit(slot, size)):
+                    print(f"slot {slot} of {self.region.slots} is not pinned yet: {why}", flush=True)
+        with self._lock:
+            pinned = sum(size for size, _ in self._pins.values())
+        print(f"host copies: {pinned / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 
-    def resize(self, slot: int, size: int) -> None:
-        """Gives nothing back: memory stays as long as it is pinned, and a slot is pinned whole, for the largest permitted shard."""
+    def fit(self, slot: int, size: int, foreseen: int) -> str:
+        """Gives the slot, which holds no copy, pinned memory of at least ``size`` bytes.  Returns why there is too little, or ""."""
+        foreseen = min(foreseen, self.region.slot_bytes)
+        with self._lock:
+            has = self._pins[slot][0] if slot in self._pins else 0
+            best = slot_size(has, size, foreseen, free_memory()[0], SPARE + self.slots * size)
+            if best == has:
+                return ""
+            return self._fit(slot, best) and self._fit(slot, size)
+
+    def _fit(self, slot: int, size: int) -> str:
+        """Pins the first ``size`` bytes of the slot instead of what is pinned, and gives back the rest of its memory."""
+        self._unpin(slot)
+        self.region.give_back(slot, size)
+        if why := reserve(self.region, slot, size):
+            return why
+        # kernel launches wait while memory is pinned: 24 ms a GiB, ten times that if the memory is new
+        first = self.region.data_at(slot)
+        self._pins[slot] = size, _register(self, self.memory[first : first + size])
+        return ""
+
+    def empty(self, slot: int) -> None:
+        """Gives back all memory of the slot, which holds no copy."""
+        with self._lock:
+            self._unpin(slot)
+            self.region.give_back(slot)
+
+    def _unpin(self, slot: int) -> None:
+        if slot in self._pins:
+            _, end = self._pins.pop(slot)
+            end()
 
     def computed(self) -> None:
         """Waits for all work on the present stream."""
@@ -374,3 +418,20 @@ class _Pinned:
         self._before, self._last = self._last, self._before
         self._last.record()
         self._before.synchronize()
+
+
+def _was_not_pinned() -> None:
+    """Ends nothing."""
+
+
+def _register(owner: _Pinned, memory: torch.Tensor) -> weakref.finalize[..., _Pinned]:
+    """Pins ``memory``; returns a call that ends this.  It is made once, and at the latest when nothing refers to ``owner`` any more."""
+    cuda, place = torch.cuda.cudart(), memory.data_ptr()
+    ends: weakref.finalize[..., _Pinned]
+    if code := int(cuda.cudaHostRegister(place, len(memory), 0)):
+        print(f"{amount(len(memory))} of host memory are not pinned, copies there are slow: cudaHostRegister said {code}", flush=True)
+        ends = weakref.finalize(owner, _was_not_pinned)
+    else:
+        ends = weakref.finalize(owner, cuda.cudaHostUnregister, place)
+    ends.atexit = False
+    return ends

@@ -16,7 +16,6 @@ from elastic.engine.parallelize import sharding_table
 from elastic.errors import JobError, ModelError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
-from elastic.plan.layout import table
 from elastic.plan.placement import number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import Run
@@ -92,11 +91,9 @@ def _unused(job: Job) -> list[str]:
 
 
 def _copying(job: Job, state_bytes: int) -> str:
-    """Returns a sentence about the memory that copies take in the layout that cuts the state into the fewest parts."""
-    rules = job.rules()
-    layouts = [layout for n, layout in table(rules.layout, rules.max_workers) if layout is not None and n >= rules.min_workers]
-    cells = min((number_of_cells(layout) for layout in layouts), default=1)
-    return explained(state_bytes / cells, rules.copy_every, rules.buddy_every)
+    """Returns a sentence about the memory that copies take."""
+    rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts()]
+    return explained(state_bytes / max(cells), state_bytes / min(cells), rules.copy_every, rules.buddy_every)
 
 
 def _forming(job: Job, state_bytes: int) -> list[str]:

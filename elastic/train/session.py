@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import traceback
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import torch
@@ -17,13 +18,13 @@ from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomY
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
 from elastic.plan.copy_budget import no_room, slots_a_worker, slots_for
-from elastic.plan.layout import table
-from elastic.plan.placement import distinct_cells, number_of_cells
+from elastic.plan.layout import Layout, after_a_loss
+from elastic.plan.placement import cell_of, distinct_cells, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.protocol.copy_schedule import SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.node_memory import alone, copies_here, free_memory
-from elastic.state.region import Region, slot_sizes
+from elastic.state.region import Region, frame, slot_sizes
 from elastic.state.snapshot import Snapshots
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults, Seat
@@ -117,21 +118,22 @@ def _loss(job: Job) -> Loss:
 
 
 def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults) -> Snapshots:
-    """Returns this worker's slots, each with room for its shard in the smallest possible world.
+    """Returns this worker's slots.  They may become as large as its shard in the smallest permitted world, if the node has the memory.
 
-    Raises :class:`JobError` if this node has no room beside the copies of its other workers.  Raises :class:`NoRoomYet` if it may have
-    room once the memory of dead workers is given back.
+    Raises :class:`JobError` if this node, beside the copies of its other workers, has no room even for the smallest shard that a permitted
+    world gives.  Raises :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.
     """
-    layouts = [layout for n, layout in table(job.layout_rule(), job.workers.max) if layout is not None and n >= job.workers.min]
+    layouts, rule = job.layouts(), job.rules()
     slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
-    rule = job.rules()
+    least = _shard_bytes(tensors, max(layouts, key=number_of_cells))
     own, slots = slots_for(rule.copy_every, rule.buddy_every), slots_a_worker(rule.copy_every, rule.buddy_every)
     with alone():
         (free, where), (coming, kept) = free_memory(), copies_here()
-        needed, left = slots * slot_bytes, max(free - coming, 0)
+        needed, left = slots * least, max(free - coming, 0)
         if why := no_room(job.copies.copy_every, needed, left, where, slots):
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
         region = Region.create(own, slot_bytes, slot_blocks, tensors)
+        region["wanted"] = own * least
         counters["copies"] = region.descriptor
     if device.type == "cuda" and (little := little_lockable(own * slot_bytes, lockable_memory())):
         print(little, flush=True)
@@ -139,8 +141,17 @@ def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, 
     def strike(plan: Plan, rank: int, step: int) -> None:
         faults.strike("save", step, Seat(plan.generation, rank))
 
+    def foresee(plan: Plan) -> int:
+        layout = after_a_loss(plan.layout, plan.nodes, rule.layout, job.workers.min)
+        return _shard_bytes(tensors, layout) if layout is not None else 0
+
     saves = SaveRule(job.checkpoint.save_every, job.steps)
-    return Snapshots(region, tensors, device, job.copy_rule(), saves, min(SAVE_S, job.deadlines.stall_s / 2), strike)
+    return Snapshots(region, tensors, device, job.copy_rule(), saves, min(SAVE_S, job.deadlines.stall_s / 2), strike, foresee)
+
+
+def _shard_bytes(tensors: Sequence[Tensor], layout: Layout) -> int:
+    """Returns the bytes of a copy of the first member's part, as an estimate for every member.  On the data axes none has more."""
+    return frame(tensors, cell_of(layout, 0)).bytes
 
 
 def _opened(job: Job) -> Dataset:

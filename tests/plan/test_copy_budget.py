@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.plan.copy_budget import FIRST_BUDDY_EVERY, CopyRule, Pace, amount, explained, no_room, slots_a_worker
+from elastic.plan.copy_budget import FIRST_BUDDY_EVERY, CopyRule, Pace, amount, explained, no_room, slot_size, slots_a_worker
 
 pytestmark = pytest.mark.fast
 GB = 10**9
@@ -46,18 +46,19 @@ def test_a_step_is_as_long_as_recent_ones() -> None:
 
 
 def test_the_memory_that_copies_take_is_said() -> None:
-    assert explained(48 * GB, 1, 1) == (
-        "copies in host memory and saves take at most 336 GB of its node for each worker, in 7 slots of 48 GB: "
-        "1 for a save, 4 for copies of its own state, 2 for those of a worker on another node"
+    assert explained(12 * GB, 48 * GB, 1, 1) == (
+        "copies in host memory and saves take 84 GB of its node for each worker, in 7 slots of 12 GB: "
+        "1 for a save, 4 for copies of its own state, 2 for those of a worker on another node; "
+        "where fewer workers share the state, more: up to 336 GB, if the node has it"
     )
-    assert slots_a_worker(1, 1) * 48 == 336
-    assert explained(3_000, 5, 0) == (
-        "copies in host memory and saves take at most 9 kB of its node for each worker, in 3 slots of 3 kB: "
+    assert slots_a_worker(1, 1) * 12 == 84
+    assert explained(3_000, 3_000, 5, 0) == (
+        "copies in host memory and saves take 9 kB of its node for each worker, in 3 slots of 3 kB: "
         "1 for a save, 2 for copies of its own state"
     )
-    assert explained(3_000, 0, 0) == (
+    assert explained(3_000, 3_000, 0, 0) == (
         "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket; "
-        "a save on its way there takes at most 3 kB of its node for each worker"
+        "a save on its way there takes 3 kB of its node for each worker"
     )
     assert [amount(size) for size in (0, 999, 1_000, 1.5e9, 2e15)] == ["0 B", "999 B", "1 kB", "1.5 GB", "2e+03 TB"]
 
@@ -65,8 +66,8 @@ def test_the_memory_that_copies_take_is_said() -> None:
 def test_what_does_not_fit_is_refused_by_name() -> None:
     assert no_room("auto", 10, 10, "the node", 5) == ""
     sentence = no_room("auto", 112 * GB, 64 * GB, "the container (memory.max = 80000000000)", 7)
-    assert sentence.startswith("copies.copy_every = auto: this worker's copies and saves take 112 GB")
-    assert "take 112 GB of memory (7 slots), and the container (memory.max = 80000000000) leaves only 64 GB beside" in sentence
+    assert sentence.startswith("copies.copy_every = auto: this worker's copies and saves take at least 112 GB")
+    assert "take at least 112 GB of memory (7 slots), and the container (memory.max = 80000000000) leaves only 64 GB beside" in sentence
     assert (
         "resources.limits.memory" in sentence
         and "raise the limit by 48 GB" in sentence
@@ -74,3 +75,15 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     )
     assert "copies.buddy_every" not in no_room(1, 96 * GB, 64 * GB, "the node", 3)
     assert "or need less: more workers that share the state" in no_room(0, 96 * GB, 64 * GB, "the node", 1)
+
+
+def test_a_pinned_slot_is_as_large_as_the_next_world_needs_where_the_node_has_the_memory() -> None:
+    """``others`` is room for one worker more, 54 GB here.  The copy has 18 GB, and 36 GB after the loss of one of two workers."""
+    assert slot_size(0, 18, 36, free=100, others=54) == 36, "82 GB stay free beside a copy of today, 64 beside what is foreseen"
+    assert slot_size(0, 18, 36, free=89, others=54) == 18, "53 would stay free"
+    assert slot_size(18, 18, 36, free=72, others=54) == 36, "18 more leave 54"
+    assert slot_size(18, 36, 0, free=20, others=108) == 36, "what the copy needs is not a matter of choice"
+    assert slot_size(36, 18, 18, free=27, others=54) == 36, "memory is slow to pin, so it stays while half of the room is there"
+    assert slot_size(36, 18, 18, free=26, others=54) == 18, "then it makes room"
+    assert slot_size(36, 18, 36, free=26, others=54) == 18, "whatever is foreseen"
+    assert slot_size(18, 18, 36, free=44, others=54) == 18, "and does not come back at once"

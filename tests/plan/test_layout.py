@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.plan.layout import Layout, LayoutRule, choose, table
+from elastic.plan.layout import Layout, LayoutRule, after_a_loss, choose, table
 
 pytestmark = pytest.mark.fast
 
@@ -112,3 +112,22 @@ def test_check_says_what_is_missing() -> None:
         match=r"^parallel \(dp_replicate = 2, dp_shard = 2\) allows no world .*; set workers\.max = 4 or smaller degrees$",
     ):
         LayoutRule(2, 2).check(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "becomes"),
+    [
+        (Layout(1, 4), "aaaa", Layout(1, 3)),
+        (Layout(1, 4), "aabb", Layout(1, 2)),
+        (Layout(1, 4), "aaab", Layout(1, 1)),
+        (Layout(2, 2), "aabb", Layout(1, 2)),
+        (Layout(1, 2), "ab", Layout(1, 1)),
+        (Layout(1, 1), "a", None),
+    ],
+    ids=str,
+)
+def test_what_follows_a_loss(layout: Layout, nodes: str, becomes: Layout | None) -> None:
+    """Losing the node with most members is foreseen; of a single node, losing one worker."""
+    rule = LayoutRule(dp_replicate=None if layout.dp_replicate > 1 else 1, min_shard=layout.dp_replicate)
+    assert after_a_loss(layout, nodes, rule, 1) == becomes
+    assert after_a_loss(layout, nodes, rule, layout.world) is None, "too few are left"

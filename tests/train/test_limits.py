@@ -15,7 +15,7 @@ import torch
 from elastic.engine.optim.base import rule_of
 from elastic.errors import JobError, NoRoomYet
 from elastic.state.node_memory import alone, copies_here, free_memory
-from elastic.state.region import PAGE
+from elastic.state.region import PAGE, Region
 from elastic.train import session
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
@@ -28,7 +28,7 @@ from elastic.train.machine.limits import (
     no_segment,
     shared_memory,
 )
-from elastic.train.model import build_model, builder_of, tensors_of
+from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import make_snapshots
 from tests.support.toys import toy_job
 
@@ -73,7 +73,7 @@ def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: p
     before, kept = copies_here()
     first = make_snapshots(job, tensors, cpu, counters[0], Faults(()))
     assert counters[0]["copies"] == first.region.descriptor
-    size = first.region.memory.nbytes
+    size = first.region["wanted"]
     assert size - 5 * PAGE <= copies_here()[0] - before <= size
 
     def free(regions: int, taken: int = 0) -> None:
@@ -95,6 +95,28 @@ def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: p
     assert copies_here()[0] - before <= 5 * PAGE and copies_here()[1] - kept >= size - 5 * PAGE, "written, and nobody else has it open"
     free(2)
     assert make_snapshots(job, tensors, cpu, counters[1], Faults(())).region.slots == first.region.slots
+
+
+def test_slots_are_not_sized_for_the_smallest_permitted_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N11: eight workers of one node share the state, and one worker alone may go on.  The node needs at most four times the state, and
+    refuses nobody; where each worker has all of the state, it refuses the second one."""
+
+    def start(replicas: int | str) -> tuple[int, list[Region]]:
+        job = toy_job(tmp_path, copies={"buddy_every": 0}, workers={"min": 1, "max": 8}, parallel={"dp_replicate": replicas})
+        tensors, regions = tensors_of(build_model(job, builder_of(job)), rule_of(job)), list[Region]()
+        state, (before, _) = bytes_of(tensors), copies_here()
+        monkeypatch.setattr(session, "free_memory", lambda: (4 * state, "the node (MemAvailable)"))
+        monkeypatch.setattr(session, "copies_here", lambda: (copies_here()[0] - before, 0))
+        for number in range(8):
+            counters = Counters(tmp_path / f"{replicas} {number}", create=True)
+            regions.append(make_snapshots(job, tensors, torch.device("cpu"), counters, Faults(())).region)
+        return state, regions
+
+    state, regions = start(1)
+    assert 3 * state <= sum(region["wanted"] for region in regions) <= 4 * state
+    assert all(region.slot_bytes >= state for region in regions), "they may grow until one has all"
+    with pytest.raises(JobError, match="raise the limit"):
+        start("auto")
 
 
 def test_one_worker_of_a_node_at_a_time() -> None:

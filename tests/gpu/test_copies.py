@@ -163,15 +163,45 @@ def test_copies_take_no_more_of_the_device_than_the_first() -> None:
     assert max(taken[3:]) <= max(taken[:3])
 
 
+def world(generation: int, count: int, step: int) -> Plan:
+    members = tuple(WorkerId(f"w{rank}") for rank in range(count))
+    version, nodes = Version(step, generation), (NodeId("n"),) * count
+    return replace(PLAN, generation=generation, layout=Layout(1, count), members=members, version=version, nodes=nodes)
+
+
+def live(snapshots: Snapshots, plan: Plan, steps: range) -> None:
+    """Lives through ``steps`` of a world as its first member, and compares the last copy with what the way of CPUs writes."""
+    count, region = plan.layout.world, snapshots.region
+
+    def shard(step: int) -> Shard:
+        host = shard_of(Version(step, plan.generation), count, 0)
+        return Shard(
+            host.version, host.cell, {key: value if key[0] == "scalar" else value.to("cuda") for key, value in host.values.items()}
+        )
+
+    snapshots.enter(plan, WorkerId("w0"), shard(steps[0]))
+    for step in steps[1:]:
+        assert snapshots.settle().copied_through == step - 1
+        torch.cuda.synchronize()
+        snapshots.committed(replace(outcome(step, copied=step - 1), generation=plan.generation), shard(step))
+    assert snapshots.settle().copied_through == steps[-1]
+    last = Version(steps[-1], plan.generation)
+    slot, size = region.find(Copy(last, cell(count, 0))), frame(TENSORS, cell(count, 0)).bytes
+    assert slot is not None and torch.frombuffer(region.data(slot), dtype=torch.uint8).is_pinned()
+    plain = Snapshots(Region.create(1, region.slot_bytes, region.slot_blocks), TENSORS, torch.device("cpu"), AUTO)
+    plain.enter(replace(plan, version=last), WorkerId("w0"), shard_of(last, count, 0))
+    plain.settle()
+    assert bytes(region.data(slot)[:size]) == bytes(plain.region.data(0)[:size])
+
+
 def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot has what its copy needs; what the next world needs too, while the node has room; and not more where the node has none."""
     whole, half = frame(TENSORS, cell(1, 0)), frame(TENSORS, cell(2, 0)).bytes
-    free = [2**40]
+    free, foreseen = [2**40], [0]
     for module in (node_memory, snapshot):
         monkeypatch.setattr(module, "free_memory", lambda: (free[0], "the node (MemAvailable)"))
     region = Region.create(3, whole.bytes, whole.blocks)
     region["keeper"], region["wanted"] = os.getpid(), 3 * half
-    foreseen = [0]
     snapshots = Snapshots(region, TENSORS, torch.device("cuda"), AUTO, foresee=lambda plan: foreseen[0])
     snapshots.ready()
     way = snapshots._way
@@ -180,57 +210,20 @@ def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: p
     def sizes() -> list[int]:
         return [way._pins[slot][0] if slot in way._pins else 0 for slot in range(3)]
 
-    def live(plan: Plan, count: int, steps: range) -> None:
-        """Lives through ``steps`` of a world, and compares each copy with the shard."""
-
-        def shard(step: int) -> Shard:
-            host = shard_of(Version(step, plan.generation), count, 0)
-            values = {key: value if key[0] == "scalar" else value.to("cuda") for key, value in host.values.items()}
-            return Shard(host.version, cell(count, 0), values)
-
-        snapshots.enter(plan, WorkerId("w0"), shard(steps[0]))
-        for step in steps[1:]:
-            assert snapshots.settle().copied_through == step - 1
-            snapshots.committed(replace(outcome(step, copied=step - 1), generation=plan.generation), shard(step))
-        assert snapshots.settle().copied_through == steps[-1]
-        slot = region.find(Copy(Version(steps[-1], plan.generation), cell(count, 0)))
-        assert slot is not None and torch.frombuffer(region.data(slot), dtype=torch.uint8).is_pinned()
-        plain = Snapshots(Region.create(1, whole.bytes, whole.blocks), TENSORS, torch.device("cpu"), AUTO)
-        plain.enter(
-            replace(plan, version=Version(steps[-1], plan.generation)),
-            WorkerId("w0"),
-            shard_of(Version(steps[-1], plan.generation), count, 0),
-        )
-        plain.settle()
-        size = frame(TENSORS, cell(count, 0)).bytes
-        assert bytes(region.data(slot)[:size]) == bytes(plain.region.data(0)[:size])
-
-    def world(generation: int, count: int, step: int) -> Plan:
-        members = tuple(WorkerId(f"w{rank}") for rank in range(count))
-        return replace(
-            PLAN,
-            generation=generation,
-            layout=Layout(1, count),
-            members=members,
-            version=Version(step, generation),
-            nodes=(NodeId("n"),) * count,
-        )
-
     assert sizes() == [half] * 3, "before the first world: what the world with the smallest parts needs"
-    live(world(2, 2, 4), 2, range(4, 9))
+    live(snapshots, world(2, 2, 4), range(4, 9))
     assert sizes() == [half] * 3
     foreseen[0] = whole.bytes
-    live(world(3, 2, 8), 2, range(8, 13))
+    live(snapshots, world(3, 2, 8), range(8, 13))
     assert sizes() == [whole.bytes] * 3, "room for the copies of the world that follows a loss"
     foreseen[0] = 0
-    live(world(4, 1, 12), 1, range(12, 16))
-    live(world(5, 2, 15), 2, range(15, 19))
+    live(snapshots, world(4, 1, 12), range(12, 16))
+    live(snapshots, world(5, 2, 15), range(15, 19))
     assert sizes() == [whole.bytes] * 3, "what is pinned stays, because the node has memory enough"
     free[0] = 0
-    live(world(6, 2, 18), 2, range(18, 23))
+    live(snapshots, world(6, 2, 18), range(18, 23))
     assert sizes() == [half] * 3, "a node without memory gets back what copies do not need"
     assert os.fstat(region.descriptor).st_blocks * 512 < 4 * half
-    live(world(7, 2, 22), 2, range(22, 26))
     free[0] = node_memory.SPARE + whole.bytes
-    live(world(8, 1, 25), 1, range(25, 29))
+    live(snapshots, world(8, 1, 22), range(22, 26))
     assert max(sizes()) == whole.bytes, "and copies that need more take it"

@@ -100,12 +100,14 @@ class Lease:
     """The answer to a renewal.
 
     ``recorded_step`` says that every commit up to it is in the journal, here and on a majority of the keepers; it is 0 if nothing is known
-    of the generation that was asked about.  ``incarnation`` names the coordinator that answers.
+    of the generation that was asked about.  ``incarnation`` names the coordinator that answers.  ``dismissed`` says that the run does not
+    know the worker any more, which is to end itself.
     """
 
     granted: bool
     recorded_step: int
     incarnation: int
+    dismissed: bool
 
 
 def signature(event: Event, error: Exception) -> str:
@@ -226,8 +228,8 @@ class Coordinator:
         granted = worker in state.workers and state.grants_lease(generation) and self.replicas.holds
         if granted:
             self.inbox.put((Renewed(worker, generation), None))
-        safe = self.replicas.safe
-        return Lease(granted, safe.history.recorded_step if safe.generation == generation else 0, self.incarnation)
+        safe, dismissed = self.replicas.safe, not state.knows(worker) and self.replicas.holds
+        return Lease(granted, safe.history.recorded_step if safe.generation == generation else 0, self.incarnation, dismissed)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def tell(self, sentence: str) -> None:

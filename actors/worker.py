@@ -124,7 +124,11 @@ class Worker:
         self.coordinator.post.remote(event)
 
     def _keep_lease(self) -> None:
-        """Renews the lease again and again.  If no coordinator has answered for two leases, the worker ends itself."""
+        """Renews the lease again and again.
+
+        If the coordinator does not know this worker any more, or none has answered for two leases, the worker ends itself: an order to
+        kill it may have been lost.
+        """
         lease_s = self.job.deadlines.lease_s
         with self.apply_fence as member:
             member.heard(time.monotonic())
@@ -135,8 +139,11 @@ class Worker:
                 answer = ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=lease_s / 4)
             if answer is not None:
                 with self.apply_fence as member:
-                    if member.heed(answer.incarnation):
+                    if heeded := member.heed(answer.incarnation):
                         member.renewed(generation, asked_at, answer.granted, answer.recorded_step)
+                if heeded and answer.dismissed:
+                    print(f"{self.worker}: the run goes on without this worker; leaving", flush=True)
+                    os._exit(3)
             if self.apply_fence.member.forsaken(time.monotonic()):  # without the lock: an update may hang
                 print(f"{self.worker}: no coordinator answered for {2 * lease_s:.0f} s; leaving", flush=True)
                 os._exit(3)

@@ -493,6 +493,10 @@ class RunState:
         """The number of the next generation, which no coordinator has used."""
         return max(self.generation, self.takeover.unread) + 1
 
+    def knows(self, worker: WorkerId) -> bool:
+        """Returns whether ``worker`` is part of the run or on its way to it.  Any other worker that asks is told to leave."""
+        return worker in self.members.workers or worker in self.members.starting
+
     def grants_lease(self, generation: int) -> bool:
         """Returns whether a member's lease on ``generation`` may be prolonged: only the present world's, until it is fenced."""
         state = self.state

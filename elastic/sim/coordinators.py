@@ -265,7 +265,8 @@ class Coordinator:
         if self._decided is not None and safe is self._decided[2].run:
             self.sim.oracle.hears(self._decided[1])  # recorded where the next coordinator finds it, although nothing is performed yet
         recorded_step = safe.history.recorded_step if safe.generation == generation else 0
-        self._tell(worker, worker.renewed, generation, asked_at, granted, recorded_step)
+        dismissed = not known.knows(worker.name) and self.journal.holds()
+        self._tell(worker, worker.renewed, generation, asked_at, granted, recorded_step, dismissed)
 
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
         if not self.reaches(worker.node) or (self.cut and self.sim.rng.random() < 0.5):

@@ -307,8 +307,10 @@ class Worker(Process):
     def _renew(self) -> None:
         self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.renew, self, self.member.generation, self.now)
 
-    def renewed(self, generation: int, asked_at: float, granted: bool, recorded_step: int) -> None:
+    def renewed(self, generation: int, asked_at: float, granted: bool, recorded_step: int, dismissed: bool) -> None:
         """Handles the coordinator's answer to a request for the lease."""
+        if dismissed:
+            return self.end("the run goes on without it")
         before = tuple(self.member.outcomes)
         self.member.renewed(generation, asked_at, granted, recorded_step)
         self.sim.oracle.forgets(self, before[: len(before) - len(self.member.outcomes)])

@@ -78,10 +78,15 @@ class Snapshots:
         strike: Strike = nothing,
         foresee: Foresee = no_loss,
     ) -> None:
-        """``patience_s`` limits how long a due save waits, once, for the previous save; after that, steps continue and the save is owed."""
+        """``patience_s`` limits how long a due save waits, once, for the previous save; after that, steps continue and the save is owed.
+
+        If that was in vain no later save waits, until one finds the save before it over.
+        """
         self.saves, self.patience_s, self.strike, self.foresee = saves, patience_s, strike, foresee
         self._rank = self._awaited = 0
         """``_rank`` is the world rank in the present world; ``_awaited`` is the number of the newest save that was waited for."""
+        self._in_vain = False
+        """True if the previous save was not over when the last one became due, even after waiting for it."""
         self._homeless: Shard | None = None
         """The shard that is copied as soon as a slot is free."""
         self.region, self.tensors, self.pace = region, tensors, Pace(rule)
@@ -238,11 +243,16 @@ class Snapshots:
             self.region["save_failed"] = 1
 
     def _patiently(self) -> bool:
-        """Returns whether the previous save is over.  It waits up to ``patience_s`` for that, but only once for each save."""
-        until = time.monotonic() + (self.patience_s if self._awaited < self.region["saves"] else 0.0)
-        while self.region.saving and time.monotonic() < until:
-            time.sleep(POLL_S)
-        self._awaited = self.region["saves"]
+        """Returns whether the previous save is over.
+
+        It waits up to ``patience_s`` for that, but only once for each save, and not while saves are slower than they become due: then
+        waiting costs steps and brings nothing.
+        """
+        if self._awaited < self.region["saves"]:
+            self._awaited, until = self.region["saves"], time.monotonic() + (0.0 if self._in_vain else self.patience_s)
+            while self.region.saving and time.monotonic() < until:
+                time.sleep(POLL_S)
+            self._in_vain = self.region.saving
         return not self.region.saving
 
     def settle(self) -> Copied:

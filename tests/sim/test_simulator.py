@@ -20,7 +20,7 @@ from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import STATES as STATES_WITH_FAULTS
 from elastic.sim.faults import Fault, Kind, Point, draw
-from elastic.sim.scenario import ROWS
+from elastic.sim.scenario import ROWS, Scenario
 from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers
 from elastic.sim.worker import Phase
@@ -142,6 +142,22 @@ def test_a_stopped_run_is_resumed_by_the_next_incarnation() -> None:
         report = simulate(seed, replace(CALM, stop_at_s=6.0, resumes=True))
         assert report.end == "Finished"
         assert report.occasions["a world starts from tier bucket"] == 1
+
+
+def test_a_worker_that_outlived_its_run_makes_room_for_the_next_one() -> None:
+    """R9, R21: a coordinator that is cut off cannot kill a worker that it gives up; the resumed run does not know it, and needs its place.
+
+    Found as seed 166,389, which waited for ever.
+    """
+    faults = (
+        Fault(5.964, Kind.START_FAILURE, duration_s=11.778, amount=0.859),
+        Fault(9.49, Kind.EXCEPTION, 3, point=Point.BEFORE_UPDATE),
+        Fault(11.319, Kind.COORDINATOR_KILL, 7, 5.105),
+        Fault(17.084, Kind.COORDINATOR_CUT, 3, 7.897, 0.359),
+    )
+    report = simulate(166_389, replace(Scenario.drawn(166_389), faults=faults))
+    assert report.end == "Finished"
+    assert "the run goes on without it" in report.story()
 
 
 @pytest.mark.parametrize("point", list(Point))

@@ -117,6 +117,34 @@ def test_a_save_that_was_waited_for_in_vain_is_waited_for_no_more() -> None:
         assert snapshots.settle().behind == 1
 
 
+def test_saves_that_are_slower_than_they_become_due_hold_up_one_step_only() -> None:
+    """H5: after a wait in vain no later save waits, until one finds the save before it over."""
+    with copied() as (_, snapshots):
+        region, step = snapshots.region, 5
+        snapshots.committed(outcome(step, copied=step - 1), shard_of(Version(step, 2), 1, 0))
+
+        def save(patience_s: float, *, over: bool) -> bool:
+            """Begins a save, makes the next one due, and returns whether that one found the first over; ``over`` says if it is by then."""
+            nonlocal step
+            region["saves_over"] = region["saves"]
+            for saves in (True, False):
+                step += 1
+                behind = not saves and not over
+                change = replace(outcome(step, copied=step - 1), saves=saves, behind=behind)
+                snapshots.committed(change, shard_of(Version(step, 2), 1, 0))
+                snapshots.patience_s = patience_s if not saves else 0.0
+                if over:
+                    region["saves_over"] = region["saves"]
+            return not snapshots.settle().behind
+
+        assert not save(0.01, over=False)
+        assert not save(3600.0, over=False), "it did not wait for this one"
+        assert save(3600.0, over=True)
+        began = time.monotonic()
+        assert not save(0.3, over=False)
+        assert time.monotonic() - began > 0.3, "saves keep up again, so waiting may help"
+
+
 def test_where_nothing_else_is_copied_the_last_save_waits_for_the_one_before(tmp_path: Path) -> None:
     """There is one slot; the member has nothing else to do, and is not held up when it is told to leave."""
     with copied(slots=1, copy_every=0) as (node, snapshots):

@@ -64,6 +64,16 @@ def check_here(address: str) -> None:
         )
 
 
+def on_this_machine(address: str) -> bool:
+    """Returns whether the head of a cluster answers at ``host:port`` and is on this machine: then both ends have the same address."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=2) as there:
+            return bool(there.getsockname()[0] == there.getpeername()[0])
+    except (OSError, ValueError):
+        return False
+
+
 def own() -> bool:
     """Returns whether this process started the cluster.  Such a cluster ends with the process."""
     from ray._private import worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import time
@@ -64,11 +65,33 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
         checked = preflight(job, local=local)
         for sentence in checked.notes:
             show(Sentence(time.time(), sentence))
+        living = None if address else _at_its_cluster(job)
         if local:
+            if living:
+                ray.shutdown()
+                raise JobError(
+                    f"name = {job.name!r}: this run lives on the cluster at {living}; `elastic stop` ends it, or choose another name"
+                )
             return _result(job, *run_local(job, show))
+        Run.look(job).check_local()
         cluster.connect(address)
         requests.note()
         return _follow(_heeding_the_driver(job, show), checked.build, requests, show)
+
+
+def _at_its_cluster(job: Job) -> str:
+    """Joins the cluster that another command has started on this machine for the run, if the run lives there, and returns its address.
+
+    Otherwise, or if this process is part of a cluster already, returns "".
+    """
+    owner = Run.look(job).owner()
+    if ray.is_initialized() or "RAY_ADDRESS" in os.environ or owner is None or not cluster.on_this_machine(owner["address"]):
+        return ""
+    cluster.connect(owner["address"])
+    if attach(job.name) is not None:
+        return str(owner["address"])
+    ray.shutdown()
+    return ""
 
 
 def _heeding_the_driver(job: Job, show: Show) -> Job:

@@ -19,7 +19,7 @@ from actors.terminal import say, show, show_result
 from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs import LOCAL, Run
 from storage.objects import ObjectStore
 
 ANSWER_S = 15.0
@@ -31,7 +31,7 @@ CLEAR_S = 30.0
 def _connected(job: Job) -> bool:
     """Connects to the cluster that the run was on last, and tells whether that cluster answers."""
     owner = Run.look(job).owner()
-    if owner is None or owner["address"] == "local" or not cluster.reachable(owner["address"]):
+    if owner is None or owner["address"] == LOCAL or not cluster.reachable(owner["address"]):
         return False
     if not ray.is_initialized():
         cluster.check_here(owner["address"])
@@ -60,8 +60,12 @@ class Absent:
         run = Run.look(job)
         if (owner := run.owner()) is None:
             return cls(f"{job.name} has never run in {job.bucket}", over=False)
+        if pid := run.local_process():
+            return cls(
+                f"{job.name} is trained by process {pid} of this machine (--local); Ctrl-C there, or `kill -INT {pid}`, stops it", False
+            )
         end = run.end()
-        over = end is not None or ray.is_initialized() or owner["address"] == "local"
+        over = end is not None or ray.is_initialized() or owner["address"] == LOCAL
         unless = "" if over else f", or its cluster, {owner['address']}, cannot be reached from here"
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""

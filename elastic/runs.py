@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ from storage.journal import Journal, claim_owner, latest_claim, owners, replicas
 from storage.journal.replicas import Written
 from storage.objects import ObjectStore
 
+LOCAL = "local"
+"""Address that the owner of a run has if one process trains it by itself."""
 KEPT = 4
 """Largest number of checkpoints whose receipts are kept: the newest is being saved, and an older manifest may be asked for again."""
 
@@ -127,6 +130,30 @@ class Run:
         coordinator's node.
         """
         return claim_owner(self.store, self.job.name, {"address": address, "host": platform.node(), "life": life, "node": node})
+
+    def claim_here(self) -> int:
+        """Claims the next incarnation for this process, which trains the run by itself.
+
+        Raises :class:`JobError` if another process of this machine does so already.
+        """
+        self.check_local()
+        return self.claim(LOCAL, life=_life_of(os.getpid()))
+
+    def local_process(self) -> int:
+        """Returns the id of the process of this machine that trains the run with ``--local``, or 0."""
+        owner = self.owner()
+        if owner is None or (owner["address"], owner["host"]) != (LOCAL, platform.node()):
+            return 0
+        pid = int(owner.get("life", "").partition(" ")[0] or 0)
+        return pid if pid and pid != os.getpid() and _life_of(pid) == owner["life"] else 0
+
+    def check_local(self) -> None:
+        """Raises :class:`JobError` if another process of this machine trains the run with ``--local``: two would both write its steps."""
+        if pid := self.local_process():
+            raise JobError(
+                f"name = {self.job.name!r}: process {pid} of this machine trains this run (--local); wait for its end, stop it with "
+                f"Ctrl-C there (or `kill -INT {pid}`), or choose another name"
+            )
 
     def claims(self, life: str) -> dict[int, NodeId]:
         """Returns the incarnations of ``life``, oldest first, and their nodes.
@@ -275,6 +302,14 @@ class Run:
             "cursor": {"seed": job.seed, "sampling": job.data.sampling, "global_batch": job.global_batch},
             "versions": {name: version_of(name) for name in ("torch", "ray", "safetensors")} | {"elastic": elastic.__version__},
         }
+
+
+def _life_of(pid: int) -> str:
+    """Returns what tells a process from a later one with its id: the id, and when it began, in ticks since the boot; "" if it is gone."""
+    try:
+        return f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except OSError:
+        return ""
 
 
 def _other_job(job: Job, found: Job) -> str:

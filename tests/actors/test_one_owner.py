@@ -1,0 +1,108 @@
+"""R19: a run has one owner, also where several commands are given on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic.runs import Run
+from tests.support.job_file import to_toml
+from tests.support.patience import PATIENCE_S
+from tests.support.toys import toy_job
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(job: Path, *line: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "elastic", *line[:1], str(job), *line[1:]],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def until_it_says(process: subprocess.Popen[str], words: str) -> None:
+    """Reads what ``process`` prints up to a line with ``words``.  If there is none, the test fails."""
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if words in line:
+            return
+    raise AssertionError(f"it never said {words!r}:\n{''.join(said)}")
+
+
+def slow_job(folder: Path, name: str) -> Path:
+    """Writes the file of a job that lasts until it is stopped, and returns its path."""
+    job = toy_job(
+        folder,
+        name=name,
+        steps=100_000,
+        data={"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}},
+        schedule={"kind": "constant"},
+        workers={"min": 1, "max": 1},
+    )
+    (path := folder / "job.toml").write_text(to_toml(job))
+    return path
+
+
+def test_a_second_local_command_does_not_write_into_a_run_that_another_one_trains(tmp_path: Path) -> None:
+    """It is refused by name, as are commands for a cluster; `stop` says who trains.  When the first has ended, the run is free."""
+    job = slow_job(tmp_path, "alone")
+    first = command(job, "train", "--local")
+    try:
+        until_it_says(first, "step     3")
+        for line in (("train", "--local"), ("train",)):
+            second = command(job, *line)
+            said, _ = second.communicate(timeout=PATIENCE_S)
+            assert second.returncode == 1 and f"process {first.pid} of this machine trains this run (--local)" in said, said
+        stop = command(job, "stop")
+        said, _ = stop.communicate(timeout=PATIENCE_S)
+        assert stop.returncode == 2 and f"is trained by process {first.pid} of this machine" in said, said
+    finally:
+        first.send_signal(signal.SIGINT)
+        said, _ = first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == 3 and "saved at step" in said, said
+    third = command(job, "train", "--local")
+    until_it_says(third, "from step")
+    third.send_signal(signal.SIGINT)
+    third.communicate(timeout=PATIENCE_S)
+    assert third.returncode == 3
+
+
+@pytest.mark.full
+def test_the_same_command_again_attaches_to_a_run_on_the_cluster_of_the_first(tmp_path: Path) -> None:
+    """The first command has started a cluster on this machine.  The second one finds the run there, and does not take it over."""
+    job = slow_job(tmp_path, "twice")
+    first = command(job, "train")
+    second = None
+    try:
+        until_it_says(first, "step     3")
+        local = command(job, "train", "--local")
+        said, _ = local.communicate(timeout=PATIENCE_S)
+        assert local.returncode == 1 and "this run lives on the cluster at" in said, said
+        second = command(job, "train")
+        until_it_says(second, "attached to twice, which runs on this cluster already")
+        until_it_says(second, "step")
+        time.sleep(0.5)
+        stop = command(job, "stop")
+        stop.communicate(timeout=PATIENCE_S)
+        for each in (first, second):
+            said, _ = each.communicate(timeout=PATIENCE_S)
+            assert each.returncode == 3, said
+    finally:
+        for each in filter(None, (first, second)):
+            if each.poll() is None:
+                each.kill()
+    found = Run.look(toy_job(tmp_path, name="twice", steps=100_000, **{}).replace()) if False else None
+    assert found is None
+    assert len(list((tmp_path / "twice" / "owner").glob("*.json"))) == 1, "one coordinator, ever"

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elastic.plan.axes import AXES
 
@@ -27,6 +28,11 @@ class Layout:
     dp_replicate: int = 1
     dp_shard: int = 1
     more: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Layout:
+        """Returns the layout whose fields are ``value``, in which JSON has turned tuples into lists."""
+        return cls(**{**value, "more": tuple((axis, degree) for axis, degree in value.get("more", ()))})
 
     @property
     def degrees(self) -> tuple[tuple[str, int], ...]:

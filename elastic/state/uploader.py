@@ -60,7 +60,7 @@ class Part:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Part:
-        return cls(**value | {"version": Version(**value["version"]), "layout": Layout(**value["layout"])})
+        return cls(**value | {"version": Version(**value["version"]), "layout": Layout.from_json(value["layout"])})
 
 
 class GivenUp(Exception):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -131,3 +133,18 @@ def test_what_follows_a_loss(layout: Layout, nodes: str, becomes: Layout | None)
     rule = LayoutRule(dp_replicate=None if layout.dp_replicate > 1 else 1, min_shard=layout.dp_replicate)
     assert after_a_loss(layout, nodes, rule, 1) == becomes
     assert after_a_loss(layout, nodes, rule, layout.world) is None, "too few are left"
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 3), Layout(2, 3, (("columns", 4), ("rows", 2)))])
+def test_a_layout_read_back_from_json_is_the_same(layout: Layout) -> None:
+    """JSON turns tuples into lists; the layout must still be equal and hashable."""
+    value = json.loads(json.dumps(asdict(layout)))
+    assert Layout.from_json(value) == layout and hash(Layout.from_json(value)) == hash(layout)
+
+
+def test_the_fields_of_json_alone_are_another_layout() -> None:
+    """The control."""
+    value = json.loads(json.dumps(asdict(Layout(2, 3, (("columns", 4),)))))
+    assert Layout(**value) != Layout.from_json(value)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Layout(**value))

@@ -85,6 +85,12 @@ def uploading(store: KeeperStore, bucket: Path) -> Iterator[tuple[Uploads, Told]
         uploads.close()
 
 
+def test_a_part_of_a_layout_with_other_axes_arrives_as_it_was_sent() -> None:
+    part = Part(1, 2, 3, AT, Layout(2, 1, (("columns", 2),)), 3)
+    arrived = Part.from_json(json.loads(part.to_json()))
+    assert arrived == part and hash(arrived.layout) == hash(part.layout)
+
+
 @pytest.mark.parametrize("layout", [Layout(1, 3), Layout(2, 2), Layout(3, 1)], ids=str)
 def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layout: Layout) -> None:
     """The manifest would be refused unless the parts were the whole state, each element once; read again, the state is what was copied."""

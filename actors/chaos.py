@@ -163,8 +163,10 @@ class Strike:
     failed: str = ""
 
     def __str__(self) -> str:
-        pid = f" (pid {self.pid})" if self.pid else ""
         where = f"at step {self.step} of generation {self.generation}, {self.state}"
+        if not self.victim:
+            return f"chaos {self.number}: {self.fault['kind']} was not performed {where}: {self.failed}"
+        pid = f" (pid {self.pid})" if self.pid else ""
         due = f", due where it next comes to {self.fault['point']}," if "point" in self.fault else ""
         return f"chaos {self.number}: {self.fault['kind']} of {self.victim}{pid}{due} {where}" + (f": {self.failed}" if self.failed else "")
 
@@ -200,7 +202,10 @@ class Chaos:
         return [strike for strike in self.strikes if not strike.failed]
 
     def run(self, until: Callable[[Chaos], bool] = lambda chaos: not chaos.pending) -> list[Strike]:
-        """Strikes until no fault is left or the run is over, and returns the strikes."""
+        """Performs due faults until ``until(self)`` is true (by default: none is left) or the run is over.
+
+        Returns what was performed or failed.
+        """
         while not until(self) and self.look():
             time.sleep(POLL_S)
         return self.strikes

@@ -208,8 +208,9 @@ def _replay(known: Namespace) -> int:
     found = list(differences(segments, elastic.__version__, rules))
     for each in found:
         say(str(each))
-    decisions, other = sum(len(records) for _, records in segments), [each for each in found if each.what != "reason"]
-    say(f"{decisions} decisions: {len(other)} differ, {len(found) - len(other)} have another reason")
+    decisions, other = sum(len(records) for _, records in segments), {each.n for each in found if each.what != "reason"}
+    worded = {each.n for each in found} - other
+    say(f"{decisions} decisions: this version decides {len(other)} otherwise and words {len(worded)} differently")
     return 1 if other else 0
 
 
@@ -224,7 +225,7 @@ def _journal_of(path: Path) -> list[Segment]:
     except gzip.BadGzipFile:
         segments = []
     except OSError as error:
-        raise JobError(f"there is no journal {named} ({error.strerror}): {advice}") from None
+        raise JobError(f"{named} cannot be read ({error.strerror}); {advice}") from None
     except Damaged as error:
         if error.object != "line 1":
             raise Damaged(f"{path}, {error.object}", error.expected, error.found) from None
@@ -238,11 +239,13 @@ def _journal_of(path: Path) -> list[Segment]:
 
 
 def _chaos(known: Namespace) -> int:
-    from actors.chaos import HARMLESS, Chaos
+    from actors.chaos import HARMLESS, PERFORMED, Chaos
     from actors.run_commands import Absent, coordinator_of
     from elastic.sim.faults import Kind, draw, from_json
 
     job = _job(known)
+    if unknown := [word for word in known.kinds or () if word not in {*Kind}]:
+        raise JobError(f"--kinds: {unknown[0]!r} is no kind of fault; those that can be performed are {', '.join(sorted(PERFORMED))}")
     try:
         kinds = [Kind(kind) for kind in known.kinds or HARMLESS]
         faults = from_json(known.script.read_text()) if known.script else draw(known.seed, known.faults, known.span, kinds)

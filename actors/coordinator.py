@@ -298,7 +298,7 @@ class Coordinator:
         except Exception:  # the process boundary: a decision that failed ends the run, never silently
             if self.journal.deposed or self.replicas.authority.deposed:
                 os._exit(DEPOSED)
-            self.story.say(time.time(), "the coordinator failed; the run can be resumed\n" + traceback.format_exc())
+            self.story.say(time.time(), "the coordinator failed; the same command resumes the run\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
         try:
             self.journal.close()  # before the keepers close: they delete their and this node's part of the journal

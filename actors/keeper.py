@@ -51,7 +51,7 @@ SWITCH_S = 0.0005
 
 
 class Keeper:
-    """The keeper actor, made by ``actors/perform.py``."""
+    """Runs as the keeper actor of one node.  ``actors/perform.py`` starts it."""
 
     def __init__(self, run: str, bucket: str, name: str, coordinator: Any, incarnation: int, silence_s: float, secret: bytes) -> None:
         """``incarnation`` is the coordinator that starts this keeper.

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -140,6 +140,8 @@ class Group:
                         keeper.pair.remote(self.incarnation, address)
             case Exit(workers):
                 self._send(workers, "exit")
+            case _:
+                assert_never(action)
 
     # ---- what another coordinator has left
 
@@ -285,7 +287,7 @@ class Group:
         return [keeper for node in nodes if (keeper := self.keepers.get(node)) is not None]
 
     def keep(self, node: NodeId) -> None:
-        """Starts the keeper of a node that has none, except when the run is over."""
+        """Starts a keeper on ``node``, unless the run is over.  The caller makes sure that the node has none."""
         if self._closing:
             return
         actor = (

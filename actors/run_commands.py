@@ -215,7 +215,7 @@ def logs(job: Job, workers: Collection[str]) -> int:
     keys = [key for key in store.list(prefix) if not workers or Path(key).stem in workers]
     if not keys:
         of = f" of {', '.join(workers)}" if workers else ""
-        say(f"no logs{of} in {job.bucket}/{prefix}: they are kept when a worker ends")
+        say(f"no logs{of} in {job.bucket}/{prefix} yet: a worker's log is stored when the worker ends")
         return 1
     for key in keys:
         print(store.get(key).decode(errors="replace"))

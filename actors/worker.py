@@ -109,7 +109,10 @@ class Worker:
         self.report(StartFailed(self.worker, why))
 
     def _end(self, trainer: Trainer) -> None:
-        """Runs the training to its end and then exits: a detached actor would stay, and a failed one must not look alive."""
+        """Runs the training to its end, then ends the process: with code 0, or 1 after an error.
+
+        A detached actor would otherwise stay alive.
+        """
         code = 1
         try:
             trainer.run()
@@ -170,7 +173,7 @@ class Worker:
             heeded, latest = member.heed(incarnation), member.incarnation
         if not heeded:
             print(
-                f"{self.worker}: {order} of coordinator {incarnation} is refused, because the later coordinator {latest} was heard",
+                f"{self.worker}: ignored the order {order!r} of coordinator {incarnation}: coordinator {latest} has taken over",
                 flush=True,
             )
             return

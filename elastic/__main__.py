@@ -9,7 +9,7 @@ from elastic.imports import check_packages
 
 
 def main() -> int:
-    """Runs the command.  Before it imports our packages, it checks that no folder of the user takes the place of one."""
+    """Checks that nothing on the path shadows our packages, then imports and runs the command.  Returns the exit code."""
     try:
         check_packages()
     except CodeError as error:

@@ -223,7 +223,10 @@ class Job(Part):
     microbatch: Branch[Positive] = 2
     """Samples of one forward and backward.  ``global_batch`` must be a multiple of it."""
     precision: Branch[Literal["fp32", "bf16"]] = "fp32"
-    """Number format of forward and backward.  Weights, moments and the sum of gradients are kept in float32 with either format."""
+    """Number format of forward and backward.  Gradients are summed in float32.
+
+    Weights and moments keep the format of the model, which is float32 unless it says otherwise.
+    """
     compile: Branch[Flag] = False
     """``true`` compiles each block of the model.  New worlds of the same process reuse the compiled code."""
     reproducible: Branch[Flag] = True

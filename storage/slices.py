@@ -46,7 +46,7 @@ class Tensor:
 
 @dataclass(frozen=True, order=True)
 class Slice:
-    """The box ``start <= index < stop`` of the tensor (name, kind); no dimensions for a scalar."""
+    """A box of one tensor: the elements with ``start <= index < stop`` in every dimension.  For a scalar both are empty."""
 
     name: str
     kind: str

@@ -53,7 +53,7 @@ class UnknownFormat(ValueError):
 def snapshot(run: RunState, code: str = "", rules: Rules | None = None) -> dict[str, Json]:
     """Returns the beginning of a segment of the journal: everything that is known about the run.
 
-    ``code`` is the version of Elastic that writes it; ``rules`` are those that it decides by.
+    ``code`` is the version of Elastic that writes it; ``rules`` are the rules by which the run is decided.
     """
     return {"format": FORMAT, "code": code, "rules": encode(rules), "run": encode(run)}
 

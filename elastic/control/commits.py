@@ -67,7 +67,10 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     if saves.begins(outcome, decision.rules.save_every, decision.rules.target_step):
         saves.begin(decision, outcome)
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
-        decision.say("the bucket does not keep up: steps go on, and saves are left out until the one before has been written")
+        decision.say(
+            "a save is due, but the one before is not in the bucket yet, or a member's newest copy is not complete: "
+            "training goes on, and the save follows as soon as there is room"
+        )
         saves.tell(decision)  # in case a member waits for a save that nobody knows of any more
 
 

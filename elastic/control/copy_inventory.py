@@ -192,7 +192,7 @@ def paces(run: RunState) -> tuple[int, int]:
 
 
 def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[NodeId, NodeId]:
-    """Returns the buddy of each of ``nodes`` that can have one; ``nodes`` names a node once for every worker there."""
+    """Returns the buddy of each node in ``nodes``, without those that can have none.  A node is listed once for each of its workers."""
     hosts = run.copies.hosts
     zones = {node: hosts[node].zone if node in hosts else "" for node in run.cluster.keepers}
     return choose_buddies(nodes, zones, run.copies.buddies, cross_zone=rules.cross_zone)

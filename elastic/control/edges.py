@@ -75,7 +75,8 @@ def form(decision: Decision) -> None:
     kinds = sorted({decision.run.workers[member].kind for member in plan.members})
     if len(kinds) > 1:
         decision.know("members", mixed=(*run.members.mixed, plan.generation))
-        decision.say(f"its steps are marked as mixed: the members are {' and '.join(kinds)}")
+        several = f"generation {plan.generation} has members of several kinds ({' and '.join(kinds)})"
+        decision.say(f"{several}: its steps are marked as mixed, since their bits cannot be reproduced")
     admission.refuse_other_kinds(decision)
 
 
@@ -204,7 +205,7 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
 
 
 def end(decision: Decision, state: Finished | Stopped | Failed, sentence: str = "") -> None:
-    """Ends the run, and tells every worker so."""
+    """Ends the run.  Workers that have joined are told to exit; those that are still starting are killed."""
     enter(decision, state)
     decision.durable = True
     decision.say(sentence or getattr(state, "reason", ""))

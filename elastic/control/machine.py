@@ -11,6 +11,8 @@ So it does not matter in which order facts arrive, or how often an event is repe
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from elastic.control import (
     admission,
     commits,
@@ -129,10 +131,12 @@ def _take(decision: Decision, event: Event) -> None:
             takeover.stumbled(decision, event)
         case Tick():
             takeover.stood(decision, event)
+        case _:
+            assert_never(event)
 
 
 def _go_on(decision: Decision) -> None:
-    """Performs the step of the present state that knowledge and time now permit."""
+    """Lets the run do what knowledge and time now permit: ask for manifests, act in its present state, start workers."""
     if decision.run.saves.pending:
         saves.ask_for_manifests(decision)
         saves.give_up_the_silent(decision)

@@ -56,7 +56,7 @@ def start_workers(decision: Decision) -> None:
 
 
 def _forget_the_late(decision: Decision) -> None:
-    """Gives up workers that have not joined in time."""
+    """Gives up and kills workers that have not joined within ``form_s``."""
     form_s = decision.rules.form_s
     late = tuple(worker for worker, asked_at in decision.run.members.starting.items() if decision.now - asked_at >= form_s)
     for worker in late:
@@ -67,7 +67,10 @@ def _forget_the_late(decision: Decision) -> None:
 
 
 def number_of(worker: WorkerId) -> int:
-    """Returns the worker's number: workers are numbered in the order in which they were asked for."""
+    """Returns the worker's number: workers are numbered in the order in which they were asked for.
+
+    Returns 0 for a name of another form.
+    """
     return int(worker.lstrip("w")) if worker.lstrip("w").isdigit() else 0
 
 

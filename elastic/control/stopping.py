@@ -271,7 +271,7 @@ def _next(decision: Decision, state: Stopping) -> None:
     elif run.stop:
         edges.end_as_asked(decision)
     elif fruitless > rules.max_fruitless:
-        budget = f"{fruitless} generations in a row ended without a commit of a new step, {rules.max_fruitless} may"
-        edges.end(decision, Failed(f"{budget}; the last one: {state.cause}"))
+        budget = f"{fruitless} generations in a row committed no new step; at most {rules.max_fruitless} may"
+        edges.end(decision, Failed(f"{budget}.  The last one ended because: {state.cause}"))
     else:
         edges.form(decision)

@@ -42,8 +42,8 @@ class Dataset(Protocol):
     def fingerprint(self) -> str: ...
 
 
-class Place(NamedTuple):
-    """A round of a step, as one data rank sees it."""
+class Reading(NamedTuple):
+    """The next read of one data rank: the step, the round, the rank and the number of data ranks."""
 
     step: int
     round: int
@@ -61,7 +61,7 @@ class Loader:
         self.dataset, self.cursor, self.microbatch, self.prefetch = dataset, cursor, microbatch, prefetch
         self._count = cursor.global_batch // microbatch
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") if prefetch else None
-        self._next: Place | None = None
+        self._next: Reading | None = None
         self._ahead: deque[Future[Batch]] = deque()
         self._unread: Iterator[Ids] = iter(())
 
@@ -80,7 +80,7 @@ class Loader:
             ids = () if index is None else self._ids(step, index)
             batch = None if index is None else self._take(ids)
             after = (step, round_ + 1) if round_ + 1 < count else (step + 1, 0)
-            self._next = Place(*after, data_rank, data_ranks)
+            self._next = Reading(*after, data_rank, data_ranks)
             yield round_, index, ids, batch
 
     def seek(self, step: int, data_rank: int, data_ranks: int, round_: int = 0) -> None:
@@ -91,7 +91,7 @@ class Loader:
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
-        self._next = Place(step, round_, data_rank, data_ranks)
+        self._next = Reading(step, round_, data_rank, data_ranks)
         self._unread = self._work(self._next)
         self._top_up()
 
@@ -115,13 +115,13 @@ class Loader:
         while self._reader is not None and len(self._ahead) < self.prefetch and (ids := next(self._unread, None)) is not None:
             self._ahead.append(self._reader.submit(self._read, ids))
 
-    def _work(self, place: Place) -> Iterator[Ids]:
-        """Yields the sample ids of every microbatch of the rank from ``place`` on, without end; none for a rank that always idles."""
-        first = place.round * place.data_ranks + place.data_rank
-        for step in itertools.count(place.step) if place.data_rank < self._count else ():
-            for index in range(first, self._count, place.data_ranks):
+    def _work(self, reading: Reading) -> Iterator[Ids]:
+        """Yields the sample ids of every microbatch of the rank from ``reading`` on, without end; none for a rank that always idles."""
+        first = reading.round * reading.data_ranks + reading.data_rank
+        for step in itertools.count(reading.step) if reading.data_rank < self._count else ():
+            for index in range(first, self._count, reading.data_ranks):
                 yield self._ids(step, index)
-            first = place.data_rank
+            first = reading.data_rank
 
     def _ids(self, step: int, index: int) -> Ids:
         return self.cursor.microbatch_ids(step, index, self.microbatch)

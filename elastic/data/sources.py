@@ -123,7 +123,7 @@ def _rows(file: TextFile, field: str) -> Iterator[Document]:
             try:
                 text = cell.as_py()
             except UnicodeDecodeError as error:
-                raise DataError(f"{place} {field!r} is not UTF-8: {error}") from None
+                raise DataError(f"{place} {field!r} is not UTF-8: {error}; convert the text to UTF-8") from None
             yield Document(f"{file.key}:{number}", _utf8(text, place, field))
 
 

@@ -1,7 +1,8 @@
 """Precision policies: the dtypes in which a step computes and sums.
 
-The parameters that a member holds (the masters), the moments, and the gradient sum are float32 in every policy.  A policy names
-the dtype in which parameters are gathered and used by forward and backward, and the dtype in which gradients travel.
+A policy names the dtype in which parameters are gathered and used by forward and backward, and the dtype in which gradients travel.  In
+every policy gradients are summed in float32.  The parameters that a member holds (the masters) and the moments keep the dtype of the model,
+which is float32 unless the model says otherwise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Computes how often the state is copied to host memory and on to buddies, and how much memory the copies take.
 
-A copy is made while the next step runs, and costs nothing if it is done before that step is.  So a copy is made every step, or, if a copy
+A copy is made while the next step runs.  It costs nothing if it ends before that step does.  So a copy is made every step, or, if a copy
 takes longer, every few steps.  Copies to buddies share the network with the training, so they are made as often as their share of a node's
 link allows.
 """
@@ -62,9 +62,9 @@ class Pace:
         return ceil(min(self._copies_s) / self.step_s)
 
     def buddy_every(self, brought_s: float) -> int:
-        """Returns the number of steps between copies to the buddy at which they take no more than their share of the link.
+        """Returns the number of steps between copies to the buddy, chosen so that they take at most their share of the link.
 
-        0 keeps the planned number.
+        Returns 0 if the planned number is to stay.
 
         ``brought_s`` is the time for which one copy kept the node's link busy, 0 if it is not known yet.
         """

@@ -45,7 +45,8 @@ class Authority(Generic[Says]):
     def __init__(
         self, incarnation: int, lease_s: float, asked_at: float, keepers: tuple[NodeId, ...], says: Says, *, follows: bool = False
     ) -> None:
-        """``asked_at`` is when this coordinator claimed the run.  ``keepers`` and ``says`` are what is known before its first record.
+        """``asked_at`` is the time just before this coordinator claimed the run.  ``keepers`` and ``says`` are the keepers and the content
+        known before its first record.
 
         ``follows`` means that an earlier coordinator may still be alive.  Then no record counts before the bucket holds the first ones,
         because only then can the earlier coordinator no longer write there.

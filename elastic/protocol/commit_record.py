@@ -61,7 +61,8 @@ NO_COPIES = Copied()
 class Head(NamedTuple):
     """The named fields at the beginning of every record.
 
-    A new field needs one line here, and one in :func:`conclude` that says what the members' values mean together.
+    A new field needs a line here, its value in :func:`head_of`, its meaning in :func:`conclude`, and usually a field of :class:`Outcome`.
+    Fields that the device fills in stand together from ``FROM_DEVICE``.
     """
 
     magic: float

@@ -1,7 +1,8 @@
 """Computes the digest of a copy: for each block of a tensor's bytes the sum of its 64-bit words, modulo 2^64.
 
-It runs on the device that has the bytes, in one pass at the speed of memory, so every copy can have one.  It detects bytes that are torn,
-stale, corrupted or of another tensor; it does not resist an attacker.
+It runs on the device that has the bytes, in one pass at the speed of memory, so every copy can have one.  It detects torn, stale and
+corrupted bytes, but no change that leaves the sum of a block as it was, as when words only change places there.  It does not resist an
+attacker.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Uploads:
         self.tell(task.save, event, receipt)
 
     def _forget_the_dead(self) -> None:
-        """Frees the regions of dead workers once their save is over, where only saves are copied: nothing else frees them there."""
+        """Frees the memory of dead workers once their save is over.  This is for jobs without copies; otherwise ``release`` frees it."""
         for worker, region in self.store.regions():
             if region.slots == slots_for(0, 0) and not region.saving and self.store.region(worker)[1]:
                 self.store.forget(worker)

@@ -158,9 +158,9 @@ def _refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
     for name, mark in state.buffer_marks().items():
         if mark != before.get(name):
             raise ModelError(
-                f"forward or backward changed the buffer {name!r} of {state.job.model!r}: what it holds then depends on which worker "
-                f"computed which microbatch, and a world of another size would train another model; keep such a buffer out of the model, "
-                f"and use LayerNorm, RMSNorm or GroupNorm where it is BatchNorm's"
+                f"forward or backward changed the buffer {name!r} of {state.job.model!r}.  Its value would depend on which worker "
+                f"computed which microbatch, so the result would depend on the number of workers.  Keep it out of the model; in place of "
+                f"BatchNorm use LayerNorm, RMSNorm or GroupNorm"
             )
 
 

@@ -44,7 +44,7 @@ def warm_up(session: Session, device: torch.device) -> None:
     gc.freeze()  # what is here by now stays: later collections need not look at it
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    print(f"warmed up in {time.monotonic() - began:.3f} s", flush=True)
+    print(f"the warm-up took {time.monotonic() - began:.3f} s", flush=True)
 
 
 def _compute(session: Session, world: World) -> None:

@@ -6,12 +6,13 @@ import json
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ray
 
-from actors.chaos import Chaos, Hand
+from actors.chaos import Chaos, Hand, Strike
 from actors.cli import main
 from actors.coordinator import View
 from actors.launch import attach, launch
@@ -43,7 +44,17 @@ def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.Capt
         Chaos(job, [Fault(1.0, Kind.SIGSTOP, duration_s=3.0, point=Point.SAVE)])
     (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["chaos", str(tmp_path / "job.toml"), "--kinds", "earthquake"]) == 1
-    assert "--kinds: 'earthquake' is not a valid Kind" in capsys.readouterr().out
+    assert "--kinds: 'earthquake' is no kind of fault; those that can be performed are SIGABRT, " in capsys.readouterr().out
+
+
+def test_a_fault_that_found_no_victim_says_so() -> None:
+    """The control is a fault that found one."""
+    missed = Strike(3, 0.0, {"kind": "node_kill"}, "", 0, "Running", 1, 5, "nothing was there that this fault could strike")
+    assert str(missed) == (
+        "chaos 3: node_kill was not performed at step 5 of generation 1, Running: nothing was there that this fault could strike"
+    )
+    struck = replace(missed, victim="node 1234abcd", failed="")
+    assert str(struck) == "chaos 3: node_kill of node 1234abcd at step 5 of generation 1, Running"
 
 
 def test_a_hand_rests_when_what_it_stopped_goes_on_or_has_ended() -> None:

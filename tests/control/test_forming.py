@@ -266,7 +266,7 @@ def test_generations_without_a_commit_are_counted_and_a_commit_forgives() -> Non
         reformed(play)
     assert isinstance(play.run.state, Failed)
     assert play.last.reason.startswith(
-        "3 generations in a row ended without a commit of a new step, 2 may; the last one: w1 cannot go on (peer"
+        "3 generations in a row committed no new step; at most 2 may.  The last one ended because: w1 cannot go on (peer"
     )
 
 
@@ -285,7 +285,7 @@ def test_doing_again_what_was_given_up_forgives_nothing() -> None:
     play.lose("w4")
     assert isinstance(play.run.state, Failed)
     assert play.run.history.furthest == Version(5, 1) and play.generation == 4
-    assert "3 generations in a row ended without a commit of a new step, 2 may" in play.run.state.reason
+    assert "3 generations in a row committed no new step; at most 2 may" in play.run.state.reason
 
 
 def test_a_generation_that_ends_on_the_way_to_where_another_was_is_not_counted() -> None:

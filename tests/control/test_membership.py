@@ -283,7 +283,9 @@ def test_without_reproducible_any_kind_may_sit_and_the_steps_are_marked() -> Non
     joins(play, "w1", "n1")
     reason = joins(play, "w2", "n2", kind=OLD, build=replace(THERE, torch="2.11.0"))
     assert play.plan.members == ("w1", "w2")
-    assert reason.endswith("its steps are marked as mixed: the members are cpu torch-2.11 and cpu torch-2.13")
+    assert reason.endswith(
+        "several kinds (cpu torch-2.11 and cpu torch-2.13): its steps are marked as mixed, since their bits cannot be reproduced"
+    )
     assert play.run.members.mixed == (1,) and changes(before, play.run)["members"]["~"]["mixed"] == {"at": 0, "cut": 0, "put": [1]}
     reformed(play)
     play.step(1)

@@ -105,6 +105,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert main(["replay", path]) == 0
     assert "[Finishing → Finished]" in capsys.readouterr().out
     assert main(["replay", path, "--check"]) == 0
-    assert " 0 differ" in capsys.readouterr().out
+    assert " decides 0 otherwise and words " in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "none.jsonl")]) == 1
-    assert "there is no journal" in capsys.readouterr().out
+    assert "none.jsonl' cannot be read (No such file or directory); name a job file" in capsys.readouterr().out

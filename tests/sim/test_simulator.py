@@ -125,7 +125,7 @@ def test_data_that_never_comes_ends_the_run() -> None:
     for seed in range(5):
         report = simulate(seed, replace(CALM, rules=rules, dry_step=6))
         assert report.end == "Failed" and report.occasions["a world starts from tier bucket"] > 2
-        assert "ended without a commit of a new step" in report.story()
+        assert "generations in a row committed no new step" in report.story()
 
 
 def test_a_stop_that_is_asked_for_in_calm_weather_loses_nothing() -> None:

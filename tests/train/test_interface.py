@@ -51,7 +51,7 @@ def test_what_the_job_names_comes_before_what_the_environment_says(monkeypatch: 
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(JobError, match=r"network\.interface = 'eth77': this node has .*lo.*; name one that every node has"):
+    with pytest.raises(JobError, match=r"network\.interface = 'eth77' does not exist on this node, which has .*lo.*; name one that"):
         prepare_process(toy_job("/nowhere", network={"interface": "eth77"}))
 
 

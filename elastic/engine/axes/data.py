@@ -64,7 +64,10 @@ class _Split:
 
 
 class _Unsplit:
-    """The all-reduce hook that FSDP2 calls for parameters that are not split, for which it makes no reduce-scatter."""
+    """Sums the gradients of parameters that are not split.
+
+    FSDP2 calls it as its all-reduce hook, since it runs no reduce-scatter for them.
+    """
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction

@@ -1,1 +1,1 @@
-"""The places from which slices are read while a world heals."""
+"""Reads slices from the keepers' copies; ``heal.py`` reads from members and the bucket."""

@@ -25,7 +25,8 @@ def choose(wanted: str, address: str) -> None:
     """
     there = [name for _, name in socket.if_nameindex()]
     if wanted != "auto" and wanted not in there:
-        raise JobError(f"network.interface = {wanted!r}: this node has {', '.join(there)}; name one that every node has, or leave it out")
+        missing = f"network.interface = {wanted!r} does not exist on this node, which has {', '.join(there)}"
+        raise JobError(f"{missing}; name one that every node has, or leave the setting out")
     found = interface_of(address) if wanted == "auto" else wanted
     for variable in SOCKETS:
         if wanted != "auto":

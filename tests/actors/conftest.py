@@ -8,6 +8,7 @@ import ray
 
 from actors import cluster
 from tests.support.chaos import alone
+from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
 from tests.support.kills import undisturbed
 from tests.support.toys import toy_job
@@ -23,10 +24,13 @@ def no_cluster_is_left() -> Iterator[None]:
 def local_cluster(no_cluster_is_left: None, aws_config: Path) -> Iterator[None]:
     """Connects to one Ray cluster on this machine, for all of these tests and for drivers that they start in other folders.
 
-    A module that needs another cluster overrides this fixture and shuts both down; the next module starts a new one.
+    Its head notices a dead node early, by the settings in ``TUNED``.  A module that needs another cluster overrides this fixture and shuts
+    both down; the next module starts a new one.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_CONFIG_FILE", str(aws_config))  # what a node is allowed to use; nothing, until a test writes it
+        for name, value in TUNED.items():
+            patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(ROOT))  # of the cluster's processes; where Elastic is installed nobody needs it
         cluster.connect("local")
         yield

@@ -42,9 +42,20 @@ def script_reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return undisturbed(tmp_path_factory.mktemp("reference"))
 
 
+def epoch(folder: Path, steps: int) -> Any:
+    """Returns the result of ``toy_job`` after ``steps`` (one epoch: each sample in exactly one step).  ``job`` is the undisturbed job."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * steps}}
+    job = toy_job(folder, name="local", steps=steps, data=data)
+    return SimpleNamespace(job=job, **vars(alone(job)))
+
+
+@pytest.fixture(scope="session")
+def forty(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The result of a job that is long enough for one or two faults."""
+    return epoch(tmp_path_factory.mktemp("forty"), 40)
+
+
 @pytest.fixture(scope="session")
 def sixty(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The result of ``toy_job`` after sixty steps (one epoch, each sample in exactly one step); ``job`` is the undisturbed job."""
-    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * 60}}
-    job = toy_job(tmp_path_factory.mktemp("sixty"), name="local", steps=60, data=data)
-    return SimpleNamespace(job=job, **vars(alone(job)))
+    """The result of a job for long tests."""
+    return epoch(tmp_path_factory.mktemp("sixty"), 60)

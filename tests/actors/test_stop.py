@@ -23,7 +23,7 @@ from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
-STEPS = 60
+STEPS = 40
 
 
 def job_of(folder: Path, name: str, read_s: float = 0.04, steps: int = STEPS, **changes: object) -> Job:
@@ -35,9 +35,9 @@ def job_of(folder: Path, name: str, read_s: float = 0.04, steps: int = STEPS, **
 
 
 @pytest.fixture
-def undisturbed_hash(sixty: Any) -> str:
+def undisturbed_hash(forty: Any) -> str:
     """The hash of the same job on a disk that is not slow."""
-    return str(sixty.hash)
+    return str(forty.hash)
 
 
 def reached(name: str, step: int) -> Callable[[], bool]:

@@ -8,6 +8,7 @@ import ray
 
 from actors import cluster
 from tests.support.chaos import alone
+from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
 from tests.support.kills import undisturbed
 from tests.support.toys import toy_job
@@ -23,10 +24,13 @@ def no_cluster_is_left() -> Iterator[None]:
 def local_cluster(no_cluster_is_left: None, aws_config: Path) -> Iterator[None]:
     """Connects to one Ray cluster on this machine, for all of these tests and for drivers that they start in other folders.
 
-    A module that needs another cluster overrides this fixture and shuts both down; the next module starts a new one.
+    Its head notices a dead node early, by the settings in ``TUNED``.  A module that needs another cluster overrides this fixture and shuts
+    both down; the next module starts a new one.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_CONFIG_FILE", str(aws_config))  # what a node is allowed to use; nothing, until a test writes it
+        for name, value in TUNED.items():
+            patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(ROOT))  # of the cluster's processes; where Elastic is installed nobody needs it
         cluster.connect("local")
         yield
@@ -38,9 +42,20 @@ def script_reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return undisturbed(tmp_path_factory.mktemp("reference"))
 
 
+def epoch(folder: Path, steps: int) -> Any:
+    """Returns the result of ``toy_job`` after ``steps`` (one epoch: each sample in exactly one step).  ``job`` is the undisturbed job."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * steps}}
+    job = toy_job(folder, name="local", steps=steps, data=data)
+    return SimpleNamespace(job=job, **vars(alone(job)))
+
+
+@pytest.fixture(scope="session")
+def forty(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The result of a job that is long enough for one or two faults."""
+    return epoch(tmp_path_factory.mktemp("forty"), 40)
+
+
 @pytest.fixture(scope="session")
 def sixty(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The result of ``toy_job`` after sixty steps (one epoch, each sample in exactly one step); ``job`` is the undisturbed job."""
-    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * 60}}
-    job = toy_job(tmp_path_factory.mktemp("sixty"), name="local", steps=60, data=data)
-    return SimpleNamespace(job=job, **vars(alone(job)))
+    """The result of a job for long tests."""
+    return epoch(tmp_path_factory.mktemp("sixty"), 60)

@@ -45,9 +45,10 @@ def bucket(swift: Swift, swift_bucket: S3, aws_config: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def reference(tmp_path: Path) -> Any:
-    """The undisturbed run: one process, a folder."""
-    return alone(job_of(tmp_path / "folder", "local"))
+def reference(forty: Any) -> Any:
+    """The undisturbed run, of the same samples: one process, a folder."""
+    assert (forty.job.steps, forty.job.data.args["samples"]) == (STEPS, SAMPLES)
+    return forty
 
 
 class Outage:

@@ -85,6 +85,7 @@ def test_an_error_that_comes_once_is_survived_in_place(tmp_path: Path, undisturb
     assert any("InjectedError" in line.text for line in chaos.lines if isinstance(line, Sentence))
 
 
+@pytest.mark.full  # in test_kill_points.py one of many faults is such a crash, whose log is read
 def test_a_crash_leaves_its_traceback(tmp_path: Path, undisturbed_hash: str, capsys: pytest.CaptureFixture[str]) -> None:
     """R1, U10: a segmentation fault; the log names the signal and the line of Python, and stays in the bucket."""
     chaos = trial(job_of(tmp_path, "segv", {"kind": "SIGSEGV", "point": "backward", "step": 5, "world_rank": 1}))

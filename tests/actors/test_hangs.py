@@ -22,7 +22,7 @@ from tests.support.chaos import Trial, Witness, alone, assert_nothing_left, asse
 from tests.support.room import Room
 from tests.support.toys import toy_job
 
-STEPS, STEP = 60, 12
+STEPS, STEP = 40, 5
 SAMPLES = 16 * STEPS
 """One epoch, so that each sample belongs to exactly one step."""
 READ_S, SLOW_S = 0.04, 0.12
@@ -41,9 +41,9 @@ def job_of(bucket: Path, name: str, workers: int, **changes: Any) -> Job:
 
 
 @pytest.fixture
-def undisturbed(sixty: Any) -> Any:
+def undisturbed(forty: Any) -> Any:
     """The result of the same job; only deadlines and pace differ."""
-    return sixty
+    return forty
 
 
 def told(chaos: Trial) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from actors.cli import main
 from elastic.job import Fault
 from elastic.runs import Run
 from tests.support.chaos import Trial, assert_survived, assert_work, formed
+from tests.support.job_file import to_toml
 from tests.support.kills import (
     FATAL,
     LAYOUTS,
@@ -92,6 +95,18 @@ def test_replicas_in_the_update_and_while_healing(survived: tuple[Script, Trial]
     assert script.worlds == [4, 3, 2, 1, 2, 2, 4, 3, 3, 2, 1]
     assert set(script.tiers) == {"init", "live"}
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
+
+
+def test_a_crash_has_left_its_traceback(survived: tuple[Script, Trial], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R1, U10: the log of the member that died of a segmentation fault names the signal and the line of Python, and is in the bucket."""
+    _, chaos = survived
+    (crashed,) = chaos.witness.killed(by=signal.SIGSEGV)
+    (tmp_path / "job.toml").write_text(to_toml(chaos.job))
+    assert main(["logs", str(tmp_path / "job.toml"), crashed.worker]) == 0
+    log = capsys.readouterr().out
+    assert "killed by signal 11 (SIGSEGV)" in log
+    assert "Fatal Python error: Segmentation fault" in log and "in strike" in log
+    assert main(["logs", str(tmp_path / "job.toml"), "w99"]) == 1, "nobody of that name"
 
 
 WRONG_FAULTS: dict[str, Callable[[Fault], dict[str, Any]]] = {

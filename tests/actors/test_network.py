@@ -29,7 +29,7 @@ from tests.support.chaos import REDONE, Trial, Witness, assert_bytes, assert_not
 from tests.support.hosts import Hosts
 from tests.support.toys import toy_job
 
-STEPS = 120
+STEPS = 60
 SAMPLES = 16 * STEPS
 LEASE_S = 12
 DEADLINES = {"grow_debounce_s": 5, "stall_s": 3, "fence_s": 3, "form_s": 20, "lease_s": LEASE_S}
@@ -54,7 +54,7 @@ def local_cluster(hosts: Hosts) -> Iterator[None]:
 
 def job_of(bucket: Path, name: str, **changes: Any) -> Job:
     """Returns a job that is slow enough to be cut and mended on its way, and as fast as it can be once ``calm`` exists."""
-    args = {"samples": SAMPLES, "pace_s": 0.1, "calm": str(bucket / "calm")}
+    args = {"samples": SAMPLES, "pace_s": 0.2, "calm": str(bucket / "calm")}
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
@@ -95,8 +95,8 @@ def assert_same(chaos: Trial, reference: str) -> None:
 
 
 class Cut:
-    """A trial calls this at every look: it cuts the network at step 12, mends it when ``enough`` says so, lets hosts that were given up
-    join again, and then lets the run go on."""
+    """A trial calls this at every look: it slows the run down at step 10, cuts the network at step 12, mends it when ``enough`` says so,
+    lets hosts that were given up join again, and then lets the run go on."""
 
     with_coordinator = False
     """True if the coordinator's host is cut off, False if another host is."""
@@ -105,6 +105,7 @@ class Cut:
 
     def __init__(self, hosts: Hosts, calm: Path, cut: Callable[[int], None], enough: Callable[[View], bool]) -> None:
         self.hosts, self.file, self.cut, self.enough = hosts, calm, cut, enough
+        self.file.touch()
         self.phase, self.at, self.name = "calm", 0, ""
         self.nodes = {host: hosts.node(host) for host in range(1, hosts.number)}
         self.homes: dict[int, str] = {}
@@ -125,6 +126,8 @@ class Cut:
 
     def calm(self, witness: Witness, view: View) -> None:
         self.name = view.token.rpartition("-")[0].rpartition("-")[0]
+        if view.step >= 10:
+            self.file.unlink(missing_ok=True)
         if view.step >= 12 and len(witness.seen) == len(view.workers) == 2:
             self.homes = {host: worker for worker, node in view.workers.items() for host, each in self.nodes.items() if each == node}
             home = cluster.node_of(attach(self.name))
@@ -165,7 +168,7 @@ def test_the_side_without_the_coordinator_commits_nothing_and_ends(
     """R9, R10: a worker and its host are cut off, or frozen; the other worker trains on beside the coordinator.  The first one is a zombie
     until the network is back, or until it thaws; then it ends before it has applied, saved or said anything more."""
     lose = hosts.cut if way == "cut" else hosts.freeze
-    script = Cut(hosts, tmp_path / "calm", lose, lambda view: view.generation == 2 and view.step >= script.at + 6)
+    script = Cut(hosts, tmp_path / "calm", lose, lambda view: view.generation == 2 and view.step >= script.at + 3)
     chaos = trial(job_of(tmp_path, way, **changes), script)
     assert_same(chaos, reference)
     assert len(script.clocks) == 3, "no two hosts have the same monotonic clock"
@@ -227,7 +230,7 @@ def test_one_way(tmp_path: Path, hosts: Hosts, reference: str, way: str) -> None
     def cut(host: int) -> None:
         hosts.cut(host, to=way == "to", off=way == "off")
 
-    script = Cut(hosts, tmp_path / "calm", cut, lambda view: view.generation >= 2 and view.step >= script.at + 6)
+    script = Cut(hosts, tmp_path / "calm", cut, lambda view: view.generation >= 2 and view.step >= script.at + 3)
     chaos = trial(job_of(tmp_path, f"one-way-{way}"), script)
     assert_same(chaos, reference)
     zombie = chaos.witness.seen[script.homes[script.victim]]

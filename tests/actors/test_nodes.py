@@ -5,7 +5,7 @@ The head has room for one worker, the node that dies for the two others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +13,10 @@ from signal import SIGKILL
 from typing import Any
 
 import pytest
-import ray
 
-from actors import cluster
 from actors.coordinator import View
 from elastic.runs import Run
 from tests.support.chaos import Witness, assert_survived, formed, trial
-from tests.support.clusters import TUNED
-from tests.support.commands import ROOT
 from tests.support.kills import Director, Grow, Script
 from tests.support.nodes import Joined, Node, joined
 from tests.support.processes import Ended
@@ -30,19 +26,6 @@ CPUS = 5
 """CPUs of one worker; the head has 8, so it has room for one."""
 BUDDY_EVERY = 2
 LONG = pytest.mark.full
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_cluster() -> Iterator[None]:
-    """Starts a cluster whose head notices a dead node early, by the settings in ``TUNED``."""
-    ray.shutdown()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        for name, value in TUNED.items():
-            patch.setenv(name, value)
-        cluster.connect("local")
-        yield
-        ray.shutdown()
 
 
 class PowerCuts:

@@ -66,11 +66,11 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("tier", ["bucket", pytest.param("host", marks=pytest.mark.full)])
-def test_all_workers_die_at_once(tmp_path: Path, sixty: Any, tier: str) -> None:
+def test_all_workers_die_at_once(tmp_path: Path, forty: Any, tier: str) -> None:
     """H2, R14: without anybody's help the coordinator starts new workers, which go on from the bucket, or from what the dead ones have left
     in the memory of their keeper."""
-    steps, save_every = sixty.job.steps, 4 if tier == "bucket" else 100
-    data = {"dataset": "tests.support.toys:Sums", "args": {**sixty.job.data.args, "read_s": 0.01}}
+    steps, save_every = forty.job.steps, 4 if tier == "bucket" else 100
+    data = {"dataset": "tests.support.toys:Sums", "args": {**forty.job.data.args, "read_s": 0.01}}
     job = toy_job(tmp_path, name="all-die", steps=steps, data=data, checkpoint={"save_every": save_every}, **COPIES[tier])
 
     def kill_all(witness: Witness, view: View) -> bool:
@@ -83,7 +83,7 @@ def test_all_workers_die_at_once(tmp_path: Path, sixty: Any, tier: str) -> None:
         return True
 
     chaos = trial(job, kill_all)
-    assert (chaos.result.state, chaos.hash) == ("Finished", sixty.hash)
+    assert (chaos.result.state, chaos.hash) == ("Finished", forty.hash)
     killed = {each.worker: each.final["step"] for each in chaos.witness.killed()}
     assert sorted(killed) == ["w1", "w2"]
     # world rank 0 reported step 11; the other may have been about to apply it
@@ -107,9 +107,9 @@ def killed_and_resumed(folder: Path, package: str, start: Callable[[], Command],
 
 
 @pytest.mark.must_run_in_ci
-def test_everything_is_killed_twice_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_killed_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: the same command goes on; every loss has the bits of the run that was never killed."""
-    chain(tmp_path, monkeypatch, "chain", kills=2, seed=11)
+    chain(tmp_path, monkeypatch, "chain", kills=1, seed=11)
 
 
 @pytest.mark.full

@@ -26,6 +26,7 @@ import ray
 from actors import cluster
 from actors.coordinator import View
 from actors.launch import Result
+from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.runs import Run
@@ -35,7 +36,8 @@ from tests.support.commands import ROOT, user_job, user_package, view_of
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import processes
 
-STEPS = 60
+STEPS, GATE = 40, 34
+"""Steps of the run that grows, and the step whose data cannot be read before the run is about to grow for the last time."""
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 WATCHED = """
 import hashlib, json, os, sys, time
@@ -43,15 +45,20 @@ from pathlib import Path
 import elastic, actors, storage
 from PACKAGE import code
 
-class Paced(code.Walks):
-    def __init__(self, read_s=0.0):
+class Paced(code.Walks):  # the walks again and again, slowly, and those of "gated" not at all, until there is a file "hurry"
+    def __init__(self, read_s=0.0, gated=()):
         super().__init__()
-        self.pause_s = read_s
+        self.pause_s, self.gated = read_s, set(gated)
+
+    def __len__(self):
+        return 10 * super().__len__()
 
     def read(self, ids):
         if not Path(SEEN, "hurry").exists():
             time.sleep(self.pause_s)
-        return super().read(ids)
+        while self.gated & set(ids) and not Path(SEEN, "hurry").exists():
+            time.sleep(0.01)
+        return super().read(tuple(i % super(Paced, self).__len__() for i in ids))
 
 def digest():
     names = [Path(module.__file__).parent for module in (elastic, actors, storage, code)]
@@ -153,8 +160,8 @@ def test_the_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
 
 
 class StopThenKillThenGrow:
-    """Stops the Ray job at step 1, kills one of two workers at step 3, and starts a third node once the world is whole again; once that
-    node has joined, ``hurry`` lets the user's dataset be as fast as it can."""
+    """Stops the Ray job at step 1, kills one of two workers at step 3, and starts a third node once the world is whole again; once its
+    worker has joined, ``hurry`` opens the gate and lets the user's dataset be as fast as it can."""
 
     def __init__(self, nodes: Nodes, hurry: Path) -> None:
         self.hurry = hurry
@@ -172,7 +179,7 @@ class StopThenKillThenGrow:
         elif not self.added_at and view.generation == 3 and view.state == "Running":
             self.nodes.add()
             self.added_at = view.step
-        elif view.generation == 4 and view.state == "Running":
+        elif self.added_at and (view.generation, view.state) in ((3, "Stopping"), (4, "Running")):
             self.hurry.touch()
         return False
 
@@ -183,7 +190,16 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
 ) -> None:
     """R1, R4, R21, U1, U3, U8, U10: on two nodes, detached; its Ray job is stopped, and what Ray brought it is not taken away: a killed
     worker is replaced, and a node that joins later trains with the same code.  The six assertions."""
-    job = project(tmp_path, "mine", wheel, workers={"min": 1, "max": 3}, on_driver_exit="detach", deadlines={"grow_debounce_s": 8})
+    gated = Cursor(960, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)[:1]
+    job = project(
+        tmp_path,
+        "mine",
+        wheel,
+        data={"dataset": "mine.watched:Paced", "args": {"read_s": 0.2, "gated": list(gated)}},
+        workers={"min": 1, "max": 3},
+        on_driver_exit="detach",
+        deadlines={"grow_debounce_s": 8, "stall_s": 120},  # nobody moves at the gate
+    )
     expected = reference(job, tmp_path, "mine", monkeypatch)
     act = StopThenKillThenGrow(nodes, tmp_path / "project" / "seen" / "hurry")
     witness = Witness("mine", act)
@@ -325,7 +341,8 @@ def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
 ) -> None:
     """R7, H1: every process of the cluster is SIGKILLed at once, head and all; on a new one, of one node with room for one worker, the
     same line goes on from the newest good manifest.  It is the last test of this cluster."""
-    job = project(tmp_path, "again", wheel, steps=20, workers={"min": 1, "max": 3}, checkpoint={"save_every": 2})
+    paced = {"dataset": "again.watched:Paced", "args": {"read_s": 0.2}}
+    job = project(tmp_path, "again", wheel, steps=20, data=paced, workers={"min": 1, "max": 3}, checkpoint={"save_every": 2})
     expected = reference(job, tmp_path, "again", monkeypatch)
     line = shlex.split(documented()[0])
     room = int(ray.cluster_resources()["CPU"])

@@ -138,8 +138,9 @@ class Hosts:
             logging_level="warning",
             _node_ip_address=self.address(0),
         )
-        for host in range(1, self.number):  # one after the other: starting one takes a core for five seconds
+        for host in range(1, self.number):
             self.join(host)
+        for host in range(1, self.number):
             self._until(lambda host=host: self.node(host) is not None)  # type: ignore[misc]
 
     def join(self, host: int) -> None:
@@ -164,12 +165,13 @@ class Hosts:
         ahead = str(UPTIME_S * host)
         clock = ["unshare", "--time", "--fork", "--monotonic", ahead, "--boottime", ahead]
         inside = ["ip", "netns", "exec", self.names[host], *clock] if host else []
-        ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--object-store-memory=80000000"]
+        ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        lean = ["--object-store-memory=80000000", "--include-log-monitor=false"]
         places = [f"--node-ip-address={self.address(host)}", f"--temp-dir={self.folder}/{host}"]
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with open(self.folder / f"host-{host}.log", "wb") as output:
             self.raylets[host] = subprocess.Popen(
-                [*inside, *ray_start, *places, *arguments],
+                [*inside, *ray_start, *lean, *places, *arguments],
                 env=ours | TUNED | {"PYTHONPATH": str(ROOT), MARK: str(self.folder)},
                 stdout=output,
                 stderr=subprocess.STDOUT,

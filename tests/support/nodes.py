@@ -53,7 +53,7 @@ def joined(folder: Path, *nodes: Node) -> Iterator[Joined]:
     found = Joined()
     processes = found.processes
     try:
-        for node in nodes:  # one after the other: Ray gives a node 30 s to register, and starting one takes a core for five
+        for node in nodes:  # one after the other: of two that start at once in one session folder, Ray lost one, which then never came
             processes[node.name] = _started(folder, node)
             _until(lambda: _alive().keys() >= processes.keys(), folder)
         found.update({name: _alive()[name] for name in processes})

@@ -38,7 +38,7 @@ def connect(address: str | None) -> None:
     """
     if ray.is_initialized():
         return
-    local = address == "local" or (address is None and "RAY_ADDRESS" not in os.environ)
+    local = address == "local" or (address is None and begins_here())
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if local:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -49,6 +49,11 @@ def connect(address: str | None) -> None:
         options |= {"object_store_memory": 80 * 2**20, "num_cpus": max(8, os.cpu_count() or 1)}
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
     _leave_deaths_to_the_story()
+
+
+def begins_here() -> bool:
+    """Returns whether this process would start a cluster of its own, because it is part of none and was not submitted to one."""
+    return not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
 
 
 def check_here(address: str) -> None:

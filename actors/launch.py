@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 import time
@@ -85,7 +84,7 @@ def _at_its_cluster(job: Job) -> str:
     Otherwise, or if this process is part of a cluster already, returns "".
     """
     owner = Run.look(job).owner()
-    if ray.is_initialized() or "RAY_ADDRESS" in os.environ or owner is None or not cluster.on_this_machine(owner["address"]):
+    if not cluster.begins_here() or owner is None or not cluster.on_this_machine(owner["address"]):
         return ""
     cluster.connect(owner["address"])
     if attach(job.name) is not None:

@@ -446,12 +446,7 @@ class RunState:
 
     @staticmethod
     def begin(
-        incarnation: int,
-        now: float,
-        saved: tuple[Version, ...] = (),
-        lineage: Lineage = (),
-        generation: int = 0,
-        next_worker: int = 1,
+        incarnation: int, now: float, saved: tuple[Version, ...] = (), lineage: Lineage = (), generation: int = 0, next_worker: int = 1
     ) -> RunState:
         """Returns a new run, or the run that the bucket describes.
 

@@ -366,7 +366,7 @@ def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "bucket").exists(), "no run was begun"
     said, copies = told(capsys)
     assert re.search(
-        r"copies in host memory and saves take at most \S+ [kM]B of its node for each worker, in 7 slots of \S+ kB: "
+        r"copies in host memory and saves take \S+ [kM]B of its node for each worker, in 7 slots of \S+ kB: "
         r"1 for a save, 4 for copies of its own state, 2 for those of a worker on another node$",
         copies,
     ), copies

@@ -27,6 +27,8 @@ PRODUCT = ("elastic", "actors", "storage")
 SMALL, LARGE = (LOCAL, "2x1", "1x2", "2x2", "1x3"), (LOCAL, "2x1", "1x2")
 LAYOUTS = {"quickstart": LARGE, "text": LARGE, "kills": LARGE}
 RUNS = ("undisturbed", "killed", "shards", "coordinator", "stopped")
+RESUMED = "kept run, resumed"
+"""Name among the golden hashes of that with which the kept run ends on a kind of machine."""
 NUMERICS = "1"
 """The numerics number that this code computes by.  It becomes a setting of the job; see ``README.md``."""
 
@@ -62,6 +64,22 @@ def hashes() -> None:
     answer = ask(requests, timeout_s=1800)
     for (name, layout, _), value in zip(requests, answer["hashes"], strict=True):
         keep(made_at, answer["kinds"][name], name, value, (layout,))
+    keep(made_at, answer["kinds"]["stopped"], RESUMED, resumed(), ("run stopped, resumed",))
+
+
+def resumed() -> str:
+    """Returns the hash with which the kept run ends if it goes on here.
+
+    Where its first steps were computed by a machine of another kind, that is not the hash of its job.
+    """
+    from tests.golden.jobs import final_hash
+    from tests.support.job_file import to_toml
+
+    with TemporaryDirectory(prefix="golden-") as folder:
+        job, file = unpack("checkpoint.tar.gz", Path(folder) / "bucket"), Path(folder) / "job.toml"
+        file.write_text(to_toml(job), encoding="utf-8")
+        _checked("-m", "elastic", "train", str(file), "--local")
+        return final_hash(job)
 
 
 def keep(made_at: str, kind: str, job: str, value: str, seen: tuple[str, ...]) -> None:

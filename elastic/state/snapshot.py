@@ -12,10 +12,8 @@ in the next world, if a node or a worker is lost.  To pin memory while a smaller
 
 from __future__ import annotations
 
-import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -25,12 +23,13 @@ import torch
 
 from elastic.engine.streams import finish, stream
 from elastic.ids import Version, WorkerId
-from elastic.plan.copy_budget import CopyRule, Pace, amount, slot_size, slots_for
+from elastic.plan.copy_budget import CopyRule, Pace, slots_for
 from elastic.protocol.commit_record import NO_SAVE, Copied, Outcome
 from elastic.protocol.copy_schedule import NO_SAVES, Copies, Copy, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
 from elastic.state.node_memory import SPARE, free_memory, reserve
+from elastic.state.pins import Pins
 from elastic.state.region import Frame, Region, frame
 from elastic.state.shard import Shard
 from storage.background import begin
@@ -326,75 +325,17 @@ class _Pinned:
     """Copies memory of a device into a slot, on a stream of its own."""
 
     def __init__(self, region: Region, memory: torch.Tensor, device: torch.device) -> None:
-        self.region, self.memory, self._stream = region, memory, stream("copies", device)
+        self.region, self._stream = region, stream("copies", device)
         self._sums = torch.zeros(region.slot_blocks, dtype=torch.int64, device=device)
         self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
-        self._lock = threading.Lock()
-        """It is held while a slot gets or loses memory."""
-        self._pins: dict[int, tuple[int, weakref.finalize[..., _Pinned]]] = {}
-        """The slots that are pinned: how many bytes of each, and a call that ends this."""
-        self.slots = 0
+        self.pins = Pins(region, memory)
+        self.pins.begin(min(slots_for(1, 0), region.slots))
+        self.ready, self.pin, self.fit, self.empty = self.pins.ready, self.pins.begin, self.pins.fit, self.pins.empty
+
+    @property
+    def slots(self) -> int:
         """Number of slots that are pinned or will be soon; the others are not used."""
-        region.take(0, region.data_at(0))
-        _register(self, memory[: region.data_at(0)])
-        self._pinning = threading.Thread()
-        self.pin(min(slots_for(1, 0), region.slots))
-
-    def ready(self) -> None:
-        self._pinning.join()
-
-    def pin(self, slots: int) -> None:
-        """Pins the first ``slots`` slots, each as long as a copy that the region wants, unless a slot is pinned already.
-
-        A thread does it, as a system provides only four gigabytes of new memory a second.
-        """
-        if slots > self.slots:
-            size = self.region["wanted"] // (slots if self.slots else self.region.slots)
-            self._pinning = threading.Thread(target=self._pin, args=(range(self.slots, slots), size), name="pin", daemon=True)
-            self.slots = slots
-            self._pinning.start()
-
-    def _pin(self, slots: Iterable[int], size: int) -> None:
-        began = time.monotonic()
-        for slot in slots:
-            with self._lock:
-                if slot not in self._pins and (why := self._fit(slot, size)):
-                    print(f"slot {slot} of {self.region.slots} is not pinned yet: {why}", flush=True)
-        with self._lock:
-            pinned = sum(size for size, _ in self._pins.values())
-        print(f"host copies: {pinned / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
-
-    def fit(self, slot: int, size: int, foreseen: int) -> str:
-        """Gives the slot, which holds no copy, pinned memory of at least ``size`` bytes.  Returns why there is too little, or ""."""
-        foreseen = min(foreseen, self.region.slot_bytes)
-        with self._lock:
-            has = self._pins[slot][0] if slot in self._pins else 0
-            best = slot_size(has, size, foreseen, free_memory()[0], SPARE + self.slots * size)
-            if best == has:
-                return ""
-            return self._fit(slot, best) and self._fit(slot, size)
-
-    def _fit(self, slot: int, size: int) -> str:
-        """Pins the first ``size`` bytes of the slot instead of what is pinned, and gives back the rest of its memory."""
-        self._unpin(slot)
-        self.region.give_back(slot, size)
-        if why := reserve(self.region, slot, size):
-            return why
-        # kernel launches wait while memory is pinned: 24 ms a GiB, ten times that if the memory is new
-        first = self.region.data_at(slot)
-        self._pins[slot] = size, _register(self, self.memory[first : first + size])
-        return ""
-
-    def empty(self, slot: int) -> None:
-        """Gives back all memory of the slot, which holds no copy."""
-        with self._lock:
-            self._unpin(slot)
-            self.region.give_back(slot)
-
-    def _unpin(self, slot: int) -> None:
-        if slot in self._pins:
-            _, end = self._pins.pop(slot)
-            end()
+        return self.pins.slots
 
     def computed(self) -> None:
         """Waits for all work on the present stream."""
@@ -428,20 +369,3 @@ class _Pinned:
         self._before, self._last = self._last, self._before
         self._last.record()
         self._before.synchronize()
-
-
-def _was_not_pinned() -> None:
-    """Ends nothing."""
-
-
-def _register(owner: _Pinned, memory: torch.Tensor) -> weakref.finalize[..., _Pinned]:
-    """Pins ``memory``; returns a call that ends this.  It is made once, and at the latest when nothing refers to ``owner`` any more."""
-    cuda, place = torch.cuda.cudart(), memory.data_ptr()
-    ends: weakref.finalize[..., _Pinned]
-    if code := int(cuda.cudaHostRegister(place, len(memory), 0)):
-        print(f"{amount(len(memory))} of host memory are not pinned, copies there are slow: cudaHostRegister said {code}", flush=True)
-        ends = weakref.finalize(owner, _was_not_pinned)
-    else:
-        ends = weakref.finalize(owner, cuda.cudaHostUnregister, place)
-    ends.atexit = False
-    return ends

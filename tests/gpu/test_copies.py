@@ -17,7 +17,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.transfer import moves
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
-from elastic.state import node_memory, snapshot
+from elastic.state import node_memory, pins, snapshot
 from elastic.state.digest import digests
 from elastic.state.heal import nothing
 from elastic.state.keeper_store import KeeperStore
@@ -170,7 +170,7 @@ def world(generation: int, count: int, step: int) -> Plan:
 
 
 def live(snapshots: Snapshots, plan: Plan, steps: range) -> None:
-    """Lives through ``steps`` of a world as its first member, and compares the last copy with what the way of CPUs writes."""
+    """Lives through ``steps`` of a world as its first member, and compares the last copy with the shard."""
     count, region = plan.layout.world, snapshots.region
 
     def shard(step: int) -> Shard:
@@ -188,19 +188,17 @@ def live(snapshots: Snapshots, plan: Plan, steps: range) -> None:
     last = Version(steps[-1], plan.generation)
     slot = region.find(Copy(last, cell(count, 0)))
     assert slot is not None and torch.frombuffer(region.data(slot), dtype=torch.uint8).is_pinned()
-    plain = Snapshots(Region.create(1, region.slot_bytes, region.slot_blocks), TENSORS, torch.device("cpu"), AUTO)
-    plain.enter(replace(plan, version=last), WorkerId("w0"), shard_of(last, count, 0))
-    plain.settle()
-    for place in frame(TENSORS, cell(count, 0)).places.values():
-        part = slice(place.offset, place.offset + place.bytes)
-        assert bytes(region.data(slot)[part]) == bytes(plain.region.data(0)[part])
+    values = shard_of(last, count, 0).values
+    for tensor, place in frame(TENSORS, cell(count, 0)).places.items():
+        expected = values[tensor.kind, tensor.name].contiguous().flatten().view(torch.uint8)
+        assert bytes(region.data(slot)[place.offset : place.offset + place.bytes]) == bytes(expected.numpy())
 
 
 def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot has what its copy needs; what the next world needs too, while the node has room; and not more where the node has none."""
     whole, half = frame(TENSORS, cell(1, 0)), frame(TENSORS, cell(2, 0)).bytes
     free, foreseen = [2**40], [0]
-    for module in (node_memory, snapshot):
+    for module in (node_memory, pins):
         monkeypatch.setattr(module, "free_memory", lambda: (free[0], "the node (MemAvailable)"))
     region = Region.create(3, whole.bytes, whole.blocks)
     region["keeper"], region["wanted"] = os.getpid(), 3 * half
@@ -209,23 +207,20 @@ def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: p
     way = snapshots._way
     assert isinstance(way, snapshot._Pinned)
 
-    def sizes() -> list[int]:
-        return [way._pins[slot][0] if slot in way._pins else 0 for slot in range(3)]
-
-    assert sizes() == [half] * 3, "before the first world: what the world with the smallest parts needs"
+    assert way.pins.sizes() == [half] * 3, "before the first world: what the world with the smallest parts needs"
     live(snapshots, world(2, 2, 4), range(4, 9))
-    assert sizes() == [half] * 3
+    assert way.pins.sizes() == [half] * 3
     foreseen[0] = whole.bytes
     live(snapshots, world(3, 2, 8), range(8, 13))
-    assert sizes() == [whole.bytes] * 3, "room for the copies of the world that follows a loss"
+    assert way.pins.sizes() == [whole.bytes] * 3, "room for the copies of the world that follows a loss"
     foreseen[0] = 0
     live(snapshots, world(4, 1, 12), range(12, 16))
     live(snapshots, world(5, 2, 15), range(15, 19))
-    assert sizes() == [whole.bytes] * 3, "what is pinned stays, because the node has memory enough"
+    assert way.pins.sizes() == [whole.bytes] * 3, "what is pinned stays, because the node has memory enough"
     free[0] = 0
     live(snapshots, world(6, 2, 18), range(18, 23))
-    assert sizes() == [half] * 3, "a node without memory gets back what copies do not need"
+    assert way.pins.sizes() == [half] * 3, "a node without memory gets back what copies do not need"
     assert os.fstat(region.descriptor).st_blocks * 512 < 4 * half
     free[0] = node_memory.SPARE + whole.bytes
     live(snapshots, world(8, 1, 22), range(22, 26))
-    assert max(sizes()) == whole.bytes, "and copies that need more take it"
+    assert max(way.pins.sizes()) == whole.bytes, "and copies that need more take it"

@@ -1,0 +1,113 @@
+"""The pinned memory of a worker's slots: how much of each slot is pinned, and when that changes.
+
+A device copies to pinned memory three times as fast as to other memory, and without holding up the step.  But memory is slow to pin: new
+memory comes from the system at four gigabytes a second, and kernel launches wait while it is pinned.  So a slot gets what its copy needs
+and, while the node has room, what a copy will need in the next world.  A slot is pinned in one piece, because CUDA refuses a copy over the
+border of two pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+
+from elastic.plan.copy_budget import amount, slot_size
+from elastic.state.node_memory import SPARE, free_memory, reserve
+from elastic.state.region import Region
+
+Register = Callable[[torch.Tensor], Callable[[], object] | None]
+"""``register(memory)`` pins memory and returns a call that ends this; None if it could not."""
+
+
+def register(memory: torch.Tensor) -> Callable[[], object] | None:
+    """Pins ``memory`` for the devices of this process."""
+    cuda, place = torch.cuda.cudart(), memory.data_ptr()
+    if code := int(cuda.cudaHostRegister(place, len(memory), 0)):
+        print(f"{amount(len(memory))} of host memory are not pinned, copies there are slow: cudaHostRegister said {code}", flush=True)
+        return None
+    return lambda: cuda.cudaHostUnregister(place)
+
+
+class Pins:
+    """The pinned memory of one region, of which ``memory`` (uint8) is a view."""
+
+    def __init__(self, region: Region, memory: torch.Tensor, register: Register = register) -> None:
+        self.region, self._memory, self._register = region, memory, register
+        self._lock = threading.Lock()
+        """It is held while a slot gets or loses memory."""
+        self._ends: dict[int, tuple[int, weakref.finalize[[], Pins] | None]] = {}
+        """The slots that have memory: how many bytes of each, and a call that ends that they are pinned."""
+        self.slots = 0
+        """Number of slots that have memory or will have it soon."""
+        region.take(0, region.data_at(0))
+        self._pinned(0, region.data_at(0))
+        self._thread = threading.Thread()
+
+    def sizes(self) -> list[int]:
+        """Returns how many bytes of each slot are pinned."""
+        with self._lock:
+            return [self._ends[slot][0] if slot in self._ends else 0 for slot in range(self.region.slots)]
+
+    def ready(self) -> None:
+        """Returns once all slots of :meth:`begin` have been seen to."""
+        self._thread.join()
+
+    def begin(self, slots: int) -> None:
+        """Begins to pin the first ``slots`` slots, each as long as a copy that the region wants, unless a slot is pinned already."""
+        if slots > self.slots:
+            size = self.region["wanted"] // (slots if self.slots else self.region.slots)
+            self._thread = threading.Thread(target=self._pin, args=(range(self.slots, slots), size), name="pin", daemon=True)
+            self.slots = slots
+            self._thread.start()
+
+    def _pin(self, slots: Iterable[int], size: int) -> None:
+        began = time.monotonic()
+        for slot in slots:
+            with self._lock:
+                if slot not in self._ends and (why := self._fit(slot, size)):
+                    print(f"slot {slot} of {self.region.slots} is not pinned yet: {why}", flush=True)
+        print(f"host copies: {sum(self.sizes()) / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
+
+    def fit(self, slot: int, size: int, foreseen: int) -> str:
+        """Gives the slot, which holds no copy, pinned memory of at least ``size`` bytes.  Returns why there is too little, or ""."""
+        foreseen = min(foreseen, self.region.slot_bytes)
+        with self._lock:
+            has = self._ends[slot][0] if slot in self._ends else 0
+            best = slot_size(has, size, foreseen, free_memory()[0], SPARE + self.slots * size)
+            if best == has:
+                return ""
+            return self._fit(slot, best) and self._fit(slot, size)
+
+    def empty(self, slot: int) -> None:
+        """Gives back all memory of the slot, which holds no copy."""
+        with self._lock:
+            self._end(slot)
+            self.region.give_back(slot)
+
+    def _fit(self, slot: int, size: int) -> str:
+        """Pins the first ``size`` bytes of the slot instead of what is pinned, and gives back the rest of its memory."""
+        self._end(slot)
+        self.region.give_back(slot, size)
+        if why := reserve(self.region, slot, size):
+            return why
+        # kernel launches wait while memory is pinned: 24 ms a GiB, ten times that if the memory is new
+        first = self.region.data_at(slot)
+        self._ends[slot] = size, self._pinned(first, first + size)
+        return ""
+
+    def _pinned(self, first: int, last: int) -> weakref.finalize[[], Pins] | None:
+        end = self._register(self._memory[first:last])
+        if end is None:
+            return None
+        ends = weakref.finalize(self, end)
+        ends.atexit = False
+        return ends
+
+    def _end(self, slot: int) -> None:
+        _, end = self._ends.pop(slot, (0, None))
+        if end is not None:
+            end()

@@ -1,0 +1,119 @@
+"""Slots have as much pinned memory as the world needs: who pins is a stand-in that notes what it was asked for, the memory is real.
+
+``tests/gpu/test_copies.py`` has the same with CUDA.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from elastic.state import node_memory, pins
+from elastic.state.pins import Pins
+from elastic.state.region import Region
+
+MIB = 2**20
+WHOLE, HALF = 8 * MIB, 4 * MIB
+PLENTY = 2**40
+
+
+class Driver:
+    """Notes what is pinned, by its address, and refuses what CUDA refuses: memory that is pinned already."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.able = True
+
+    def register(self, memory: torch.Tensor) -> Callable[[], object] | None:
+        place, size = memory.data_ptr(), len(memory)
+        assert all(place + size <= other or other + length <= place for other, length in self.pinned.items()), "pinned twice"
+        if not self.able:
+            return None
+        self.pinned[place] = size
+        return lambda: self.pinned.pop(place)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The free memory of the node, which a test may set."""
+    found = [PLENTY]
+    for module in (node_memory, pins):
+        monkeypatch.setattr(module, "free_memory", lambda: (found[0], "the node (MemAvailable)"))
+    return found
+
+
+def pinned_slots(driver: Driver) -> Pins:
+    """Returns the pins of three slots for a state of which this worker has half; one worker alone would have all of it."""
+    region = Region.create(3, WHOLE, 1)
+    region["wanted"] = 3 * HALF
+    made = Pins(region, torch.frombuffer(region.memory, dtype=torch.uint8), driver.register)
+    made.begin(3)
+    made.ready()
+    return made
+
+
+def taken(region: Region) -> int:
+    return os.fstat(region.descriptor).st_blocks * 512
+
+
+def test_slots_follow_the_world_and_the_memory_of_the_node(free: list[int]) -> None:
+    """N11: what a copy needs; what the next world needs too, while the node has room for one worker more; no more where it has none."""
+    driver = Driver()
+    made = pinned_slots(driver)
+
+    def fit(size: int, foreseen: int) -> list[int]:
+        assert [made.fit(slot, size, foreseen) for slot in range(3)] == [""] * 3
+        assert sorted(driver.pinned.values())[1:] == sorted(made.sizes()), "beside the headers and digests"
+        assert taken(made.region) < sum(made.sizes()) + MIB, "no more memory than what is pinned"
+        return made.sizes()
+
+    assert made.sizes() == [HALF] * 3, "before the first world: what the world with the smallest parts needs"
+    assert fit(HALF, 0) == [HALF] * 3
+    assert fit(HALF, WHOLE) == [WHOLE] * 3, "room for the copies of the world that follows a loss"
+    assert fit(HALF, 0) == [WHOLE] * 3, "it stays, because the node has memory enough"
+    free[0] = 0
+    assert fit(HALF, WHOLE) == [HALF] * 3, "a node without memory gets back what copies do not need"
+    free[0] = node_memory.SPARE + WHOLE
+    assert fit(WHOLE, 0) == [WHOLE] * 3, "what a copy needs is taken, if it is there"
+
+
+def test_a_copy_for_which_there_is_no_memory_is_refused_and_costs_nothing(free: list[int]) -> None:
+    driver = Driver()
+    made = pinned_slots(driver)
+    free[0] = node_memory.SPARE
+    assert "it needs" in made.fit(0, WHOLE, 0)
+    assert made.sizes() == [0, HALF, HALF], "the slot holds nothing, and is not pinned until there is room"
+    made.empty(1)
+    assert made.sizes() == [0, 0, HALF] and taken(made.region) < 2 * HALF + MIB
+    free[0] = PLENTY
+    assert made.fit(0, WHOLE, 0) == "" and made.sizes() == [WHOLE, 0, HALF]
+
+
+def test_what_is_foreseen_is_left_where_it_does_not_fit(free: list[int]) -> None:
+    """The first two slots leave room for one worker more, a third one would not."""
+    made = pinned_slots(Driver())
+    for slot in range(3):
+        free[0] = node_memory.SPARE + 3 * HALF + (2 - slot) * HALF
+        made.fit(slot, HALF, WHOLE)
+    assert made.sizes() == [WHOLE, WHOLE, HALF]
+
+
+def test_what_cannot_be_pinned_is_used_all_the_same() -> None:
+    driver = Driver()
+    driver.able = False
+    made = pinned_slots(driver)
+    assert made.sizes() == [HALF] * 3 and driver.pinned == {}
+    assert made.fit(0, WHOLE, 0) == ""
+
+
+def test_nothing_stays_pinned_behind_a_worker() -> None:
+    driver = Driver()
+    made = pinned_slots(driver)
+    assert len(driver.pinned) == 4
+    del made
+    gc.collect()
+    assert driver.pinned == {}

@@ -122,7 +122,21 @@ class LayoutRule:
 
 def choose(workers: int, rule: LayoutRule) -> Layout | None:
     """Returns the layout that ``workers`` form: with the most members, then with the smallest shard degree.  None means that they wait."""
-    return max(_candidates(workers, rule), key=lambda layout: (layout.world, -layout.dp_shard), default=None)
+    lowest, replicas = rule.dp_shard or rule.min_shard, rule.dp_replicate
+    if workers < lowest * (replicas or 1):
+        return None
+    if rule.dp_shard is not None or rule.use == "fit":
+        return Layout(replicas or workers // lowest, lowest)
+    if replicas is not None:
+        return Layout(replicas, workers // replicas)
+    shards = min(shards for shards in _divisors(workers) if shards >= lowest)  # nobody is left over
+    return Layout(workers // shards, shards)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    for low in range(1, math.isqrt(number) + 1):
+        if number % low == 0:
+            yield from (low, number // low)
 
 
 def table(rule: LayoutRule, n_max: int) -> tuple[tuple[int, Layout | None], ...]:
@@ -138,16 +152,3 @@ def after_a_loss(layout: Layout, nodes: Sequence[str], rule: LayoutRule, min_wor
     lost = max(Counter(nodes).values()) if len(set(nodes)) > 1 else 1
     left = layout.world - lost
     return choose(left, rule) if left >= min_workers else None
-
-
-def _candidates(workers: int, rule: LayoutRule) -> Iterator[Layout]:
-    for dp_shard in _shard_degrees(workers, rule):
-        dp_replicate = rule.dp_replicate or workers // dp_shard
-        if 1 <= dp_replicate * dp_shard <= workers:
-            yield Layout(dp_replicate, dp_shard)
-
-
-def _shard_degrees(workers: int, rule: LayoutRule) -> range:
-    lowest = rule.dp_shard or rule.min_shard
-    fixed = rule.dp_shard is not None or rule.use == "fit"
-    return range(lowest, lowest + 1 if fixed else workers + 1)

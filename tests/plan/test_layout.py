@@ -116,6 +116,19 @@ def test_check_says_what_is_missing() -> None:
         LayoutRule(2, 2).check(1, 3)
 
 
+@given(st.integers(1, 60), rules())
+def test_the_choice_is_the_best_of_all_that_are_allowed(workers: int, rule: LayoutRule) -> None:
+    """The dumb planner looks at every pair of degrees."""
+    lowest, most = rule.dp_shard or rule.min_shard, rule.dp_shard or (rule.min_shard if rule.use == "fit" else workers)
+    allowed = [
+        Layout(replicas, shards)
+        for replicas in range(1, workers + 1)
+        for shards in range(lowest, most + 1)
+        if replicas * shards <= workers and replicas == (rule.dp_replicate or workers // shards)
+    ]
+    assert choose(workers, rule) == max(allowed, key=lambda layout: (layout.world, -layout.dp_shard), default=None)
+
+
 @pytest.mark.parametrize(
     ("layout", "nodes", "becomes"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -64,7 +66,7 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
         checked = preflight(job, local=local)
         for sentence in checked.notes:
             show(Sentence(time.time(), sentence))
-        living = None if address else _at_its_cluster(job)
+        living = "" if address else _at_its_cluster(job, show)
         if local:
             if living:
                 ray.shutdown()
@@ -78,18 +80,31 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
         return _follow(_heeding_the_driver(job, show), checked.build, requests, show)
 
 
-def _at_its_cluster(job: Job) -> str:
+def _at_its_cluster(job: Job, show: Show) -> str:
     """Joins the cluster that another command has started on this machine for the run, if the run lives there, and returns its address.
 
-    Otherwise, or if this process is part of a cluster already, returns "".
+    Otherwise, or if this process is part of a cluster already, returns "".  A run that is ending there is waited for, because its cluster
+    ends with it.
     """
     owner = Run.look(job).owner()
     if not cluster.begins_here() or owner is None or not cluster.on_this_machine(owner["address"]):
         return ""
-    cluster.connect(owner["address"])
-    if attach(job.name) is not None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        cluster.check_here(owner["address"])
+        cluster.connect(owner["address"])
+    except (PlatformGaveUp, ConnectionError, RuntimeError):  # something else answers there
+        return ""
+    coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s
+    if coordinator is not None and not _is_ending(coordinator, deadline_s):
         return str(owner["address"])
+    if coordinator is not None:
+        show(Sentence(time.time(), f"{job.name} is stopping; this command goes on from there"))
+    while coordinator is not None and (view := _view_of(coordinator, deadline_s)) is not None and not view.over:
+        time.sleep(POLL_S)
     ray.shutdown()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # Ray has replaced it
     return ""
 
 

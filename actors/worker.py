@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from actors import cluster
+from actors.logs import EXAMINE_S
 from actors.processes import end_on_sigterm, log_file
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
@@ -35,6 +36,8 @@ from storage.errors import Unavailable
 if TYPE_CHECKING:
     from elastic.train.loop import Trainer
 
+DISMISSED_S = EXAMINE_S + 2
+"""Seconds after which a worker that the run has given up ends itself: if it is to be examined and killed, that comes first."""
 AT_ONCE = ("held_gil", "clock_skew", "memory_hog")
 """Faults that strike the process whichever of its threads performs them."""
 
@@ -146,6 +149,7 @@ class Worker:
                         member.renewed(generation, asked_at, answer.granted, answer.recorded_step)
                 if heeded and answer.dismissed:
                     print(f"{self.worker}: the run goes on without this worker; leaving", flush=True)
+                    time.sleep(DISMISSED_S)
                     os._exit(3)
             if self.apply_fence.member.forsaken(time.monotonic()):  # without the lock: an update may hang
                 print(f"{self.worker}: no coordinator answered for {2 * lease_s:.0f} s; leaving", flush=True)

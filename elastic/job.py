@@ -333,7 +333,7 @@ class Job(Part):
         return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
 
     def layouts(self) -> list[Layout]:
-        """Returns the layouts that the permitted numbers of workers form; there is at least one."""
+        """Returns the layouts that the permitted numbers of workers form, from the fewest workers to ``workers.max``; at least one."""
         return [layout for n, layout in table(self.layout_rule(), self.workers.max) if layout is not None and n >= self.workers.min]
 
     def copy_rule(self) -> CopyRule:

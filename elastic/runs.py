@@ -26,7 +26,7 @@ from storage import journal
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.documents import digest_of, seal, unseal
 from storage.errors import Deposed, Exists, Missing
-from storage.journal import Journal, claim_owner, latest_claim, owners, replicas
+from storage.journal import Journal, claim_owner, latest_claim, newest_owner, owners, replicas
 from storage.journal.replicas import Written
 from storage.objects import ObjectStore
 
@@ -172,8 +172,8 @@ class Run:
 
     def owner(self) -> dict[str, Any] | None:
         """Returns the newest claim of the run, or None."""
-        claims = owners(self.store, self.job.name)
-        return dict(claims[max(claims)]) if claims else None
+        claim = newest_owner(self.store, self.job.name)
+        return dict(claim) if claim is not None else None
 
     def standing(self, incarnation: int, now: float) -> RunState:
         """Returns the run's state as the bucket knows it: ``Waiting``, with every good checkpoint of the newest lineage.
@@ -307,9 +307,10 @@ class Run:
 def _life_of(pid: int) -> str:
     """Returns what tells a process from a later one with its id: the id, and when it began, in ticks since the boot; "" if it is gone."""
     try:
-        return f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    return "" if state in "ZX" else f"{pid} {fields[18]}"
 
 
 def _other_job(job: Job, found: Job) -> str:

@@ -92,18 +92,19 @@ def slots_a_worker(copy_every: int, buddy_every: int) -> int:
 def slot_size(has: int, needed: int, foreseen: int, free: int, others: int) -> int:
     """Returns how many bytes a pinned slot should have that has ``has`` bytes and gets a copy of ``needed`` bytes.
 
-    It also gets what a copy of ``foreseen`` bytes will need, if ``others`` bytes of the node's ``free`` ones stay free: room for one worker
-    more.  A slot gives back what it has beyond its copy only if half of that room is missing, since memory is slow to pin.
+    Memory that is pinned stays, and the slot also gets what a copy of ``foreseen`` bytes will need, as long as ``others`` bytes of the node
+    are ``free`` then: room for one worker more.  If less is free, the slot gives back what its copy does not need.
     """
-    kept = has if has >= needed and free >= others // 2 else needed
-    best = max(kept, foreseen)
-    return best if free - (best - has) >= others else kept
+    wished = max(has, needed, foreseen)
+    if free - (wished - has) >= others:
+        return wished
+    return needed if has < needed or free < others else has
 
 
 def explained(smallest: float, largest: float, copy_every: int, buddy_every: int) -> str:
     """Returns the sentence on the memory that copies and saves take.
 
-    ``smallest`` and ``largest`` are the bytes of a worker's state in the worlds that cut it into the most and into the fewest parts.
+    ``smallest`` and ``largest`` are the bytes of a worker's state in a world of all workers, and in one that cuts it into the fewest parts.
     """
     slots = slots_a_worker(copy_every, buddy_every)
     takes = f"{amount(slots * smallest)} of its node for each worker"
@@ -132,7 +133,7 @@ def amount(size: float) -> str:
 def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: int) -> str:
     """Returns why copies of ``needed`` bytes do not fit into ``free`` bytes, or "" if they fit.
 
-    ``needed`` is what they take in the world that cuts the state into the most parts; ``where`` names the limit.
+    ``needed`` is what they take in a world of all workers; ``where`` names the limit.
     """
     if needed <= free:
         return ""

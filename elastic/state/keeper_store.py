@@ -84,6 +84,7 @@ class KeeperStore:
                 if copy is None or copy in left - saves:
                     region.begin(slot)
                     region.give_back(slot)
+            region["wanted"] = 0
             self._dead.add(worker)
             self._sent_s.pop(worker, None)
 

@@ -74,10 +74,10 @@ def alone() -> Iterator[None]:
 
 
 def copies_here() -> tuple[int, int]:
-    """Returns two sizes of this node's copies, of any run: bytes wanted but not written, and written bytes that only a keeper still holds.
+    """Returns two sizes of this node's copies, of any run: bytes wanted but not written, and written bytes that may become free.
 
-    The latter are copies of workers on other nodes and of dead workers.  Those of dead workers are freed once the next world has newer
-    copies.
+    The latter are what living workers have beyond what they want, and what only a keeper still holds: copies of workers on other nodes, and
+    of dead workers.  Those of dead workers are freed once the next world has newer copies.
     """
     sizes, holders = dict[int, tuple[int, int]](), defaultdict[int, set[str]](set)
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
@@ -87,7 +87,8 @@ def copies_here() -> tuple[int, int]:
                 sizes[found.st_ino] = Region.wanted(entry), 512 * found.st_blocks
                 holders[found.st_ino].add(entry.parts[2])
     coming = sum(max(wanted - written, 0) for wanted, written in sizes.values())
-    return coming, sum(written for inode, (_, written) in sizes.items() if len(holders[inode]) == 1)
+    only_kept = {inode for inode in sizes if len(holders[inode]) == 1}
+    return coming, sum(written if inode in only_kept else max(written - wanted, 0) for inode, (wanted, written) in sizes.items())
 
 
 def reserve(region: Region, slot: int, size: int) -> str:
@@ -95,10 +96,15 @@ def reserve(region: Region, slot: int, size: int) -> str:
     if not region.lacks(slot, size):
         return ""
     with alone():
-        (free, where), lacking = free_memory(), region.lacks(slot, size)
-        if lacking + SPARE > free:
-            return f"it needs {amount(lacking)} more, and {where} leaves {amount(free)}, of which {amount(SPARE)} stay free"
-        region.reserve(slot, size)
+        return take(region, slot, size)
+
+
+def take(region: Region, slot: int, size: int) -> str:
+    """Takes memory like :func:`reserve`, for a caller that is :func:`alone` already."""
+    (free, where), lacking = free_memory(), region.lacks(slot, size)
+    if lacking and lacking + SPARE > free:
+        return f"it needs {amount(lacking)} more, and {where} leaves {amount(free)}, of which {amount(SPARE)} stay free"
+    region.reserve(slot, size)
     return ""
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from elastic.plan.copy_budget import amount, slot_size
-from elastic.state.node_memory import SPARE, free_memory, reserve
+from elastic.plan.copy_budget import BUDDY_SLOTS, amount, slot_size
+from elastic.state.node_memory import SPARE, alone, free_memory, take
 from elastic.state.region import Region
 
 Register = Callable[[torch.Tensor], Callable[[], object] | None]
@@ -56,10 +56,9 @@ class Pins:
         """Returns once all slots of :meth:`begin` have been seen to."""
         self._thread.join()
 
-    def begin(self, slots: int) -> None:
-        """Begins to pin the first ``slots`` slots, each as long as a copy that the region wants, unless a slot is pinned already."""
+    def begin(self, slots: int, size: int) -> None:
+        """Begins to pin the first ``size`` bytes of the first ``slots`` slots, unless a slot is pinned already."""
         if slots > self.slots:
-            size = self.region["wanted"] // (slots if self.slots else self.region.slots)
             self._thread = threading.Thread(target=self._pin, args=(range(self.slots, slots), size), name="pin", daemon=True)
             self.slots = slots
             self._thread.start()
@@ -68,36 +67,35 @@ class Pins:
         began = time.monotonic()
         for slot in slots:
             with self._lock:
-                if slot not in self._ends and (why := self._fit(slot, size)):
+                if slot not in self._ends and (why := self._fit(slot, size, 0)):
                     print(f"slot {slot} of {self.region.slots} is not pinned yet: {why}", flush=True)
         print(f"host copies: {sum(self.sizes()) / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 
     def fit(self, slot: int, size: int, foreseen: int) -> str:
         """Gives the slot, which holds no copy, pinned memory of at least ``size`` bytes.  Returns why there is too little, or ""."""
-        foreseen = min(foreseen, self.region.slot_bytes)
         with self._lock:
-            has = self._ends[slot][0] if slot in self._ends else 0
-            best = slot_size(has, size, foreseen, free_memory()[0], SPARE + self.slots * size)
+            return self._fit(slot, size, min(foreseen, self.region.slot_bytes))
+
+    def _fit(self, slot: int, size: int, foreseen: int) -> str:
+        has = self._ends[slot][0] if slot in self._ends else 0
+        with alone():  # the workers of a node come here at the same time, and each must see what the others have taken
+            best = slot_size(has, size, foreseen, free_memory()[0], SPARE + (self.slots + BUDDY_SLOTS) * size)
             if best == has:
                 return ""
-            return self._fit(slot, best) and self._fit(slot, size)
+            self._end(slot)
+            self.region.give_back(slot, best)
+            why = take(self.region, slot, best)
+        if not why:
+            # kernel launches wait while memory is pinned: 24 ms a GiB, ten times that if the memory is new
+            first = self.region.data_at(slot)
+            self._ends[slot] = best, self._pinned(first, first + best)
+        return why
 
     def empty(self, slot: int) -> None:
         """Gives back all memory of the slot, which holds no copy."""
         with self._lock:
             self._end(slot)
             self.region.give_back(slot)
-
-    def _fit(self, slot: int, size: int) -> str:
-        """Pins the first ``size`` bytes of the slot instead of what is pinned, and gives back the rest of its memory."""
-        self._end(slot)
-        self.region.give_back(slot, size)
-        if why := reserve(self.region, slot, size):
-            return why
-        # kernel launches wait while memory is pinned: 24 ms a GiB, ten times that if the memory is new
-        first = self.region.data_at(slot)
-        self._ends[slot] = size, self._pinned(first, first + size)
-        return ""
 
     def _pinned(self, first: int, last: int) -> weakref.finalize[[], Pins] | None:
         end = self._register(self._memory[first:last])

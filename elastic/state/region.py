@@ -184,7 +184,8 @@ class Region:
         Raises OSError if the file cannot be read, and ValueError if it is no region of this version.
         """
         with path.open("rb") as file:
-            words = memoryview(file.read(PAGE)).cast("q")
+            header = file.read(PAGE)
+        words = memoryview(header.ljust(PAGE, b"\0")).cast("q")
         if words[HEADER.index("magic")] != MAGIC:
             raise ValueError(f"{path} is no region of this version of Elastic")
         return words[HEADER.index("wanted")]

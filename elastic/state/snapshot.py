@@ -118,8 +118,8 @@ class Snapshots:
         self.region.set_copy("safe", self.copies.buddied)
         self.region.send(self.copies.sent)
         slots, self._foreseen = min(slots_for(plan.copy_every, plan.buddy_every), self.region.slots), self.foresee(plan)
-        self.region["wanted"] = slots * self.bytes
-        self._way.pin(slots)
+        self._way.pin(slots, self.bytes)
+        self.region["wanted"] = self._way.slots * self.bytes
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
         self._begin(shard)
         if self._under_way is None:
@@ -298,7 +298,7 @@ class _Plain:
     def ready(self) -> None:
         """Returns at once: copies always run at full speed here."""
 
-    def pin(self, slots: int) -> None:
+    def pin(self, slots: int, size: int) -> None:
         """Pins nothing: copies from host memory need no pinned memory."""
 
     def fit(self, slot: int, size: int, foreseen: int) -> str:
@@ -329,7 +329,7 @@ class _Pinned:
         self._sums = torch.zeros(region.slot_blocks, dtype=torch.int64, device=device)
         self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
         self.pins = Pins(region, memory)
-        self.pins.begin(min(slots_for(1, 0), region.slots))
+        self.pins.begin(min(slots_for(1, 0), region.slots), region["wanted"] // region.slots)
         self.ready, self.pin, self.fit, self.empty = self.pins.ready, self.pins.begin, self.pins.fit, self.pins.empty
 
     @property

@@ -146,6 +146,11 @@ class _Local:
 
     def _save(self, state: State) -> None:
         version = state.shard.version
+        if (latest := self.run.latest_claim()) != self.incarnation:
+            raise PlatformGaveUp(
+                f"another command has taken this run over (owner {latest}; this one is {self.incarnation}): "
+                f"{version} is not saved, and this command ends"
+            )
         try:
             receipt = save_here(self.run.checkpoints, state, lambda: self.session.faults.strike("save", version.step, self.world))
         except (StorageError, OSError) as error:

@@ -93,7 +93,7 @@ def _unused(job: Job) -> list[str]:
 def _copying(job: Job, state_bytes: int) -> str:
     """Returns a sentence about the memory that copies take."""
     rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts()]
-    return explained(state_bytes / max(cells), state_bytes / min(cells), rules.copy_every, rules.buddy_every)
+    return explained(state_bytes / cells[-1], state_bytes / min(cells), rules.copy_every, rules.buddy_every)
 
 
 def _forming(job: Job, state_bytes: int) -> list[str]:

@@ -120,12 +120,12 @@ def _loss(job: Job) -> Loss:
 def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults) -> Snapshots:
     """Returns this worker's slots.  They may become as large as its shard in the smallest permitted world, if the node has the memory.
 
-    Raises :class:`JobError` if this node, beside the copies of its other workers, has no room even for the smallest shard that a permitted
-    world gives.  Raises :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.
+    Raises :class:`JobError` if this node, beside the copies of its other workers, has no room for its shard in a world of ``workers.max``.
+    Raises :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.
     """
     layouts, rule = job.layouts(), job.rules()
     slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
-    least = _shard_bytes(tensors, max(layouts, key=number_of_cells))
+    least = _shard_bytes(tensors, layouts[-1])
     own, slots = slots_for(rule.copy_every, rule.buddy_every), slots_a_worker(rule.copy_every, rule.buddy_every)
     with alone():
         (free, where), (coming, kept) = free_memory(), copies_here()

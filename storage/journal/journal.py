@@ -429,11 +429,18 @@ def claim_owner(store: ObjectStore, run: str, information: Json) -> int:
 
 def owners(store: ObjectStore, run: str) -> dict[int, Json]:
     """Returns the information that each claimant of the run wrote, by incarnation."""
-    found: dict[int, Json] = {}
-    for number in _claims(store, run):
-        key = _claim(run, number)
-        found[number] = unseal(store.get(key), store.full_name(key), 1)
-    return found
+    return {number: _claimed(store, run, number) for number in _claims(store, run)}
+
+
+def newest_owner(store: ObjectStore, run: str) -> Json | None:
+    """Returns the information that the newest claimant of the run wrote, or None."""
+    latest = latest_claim(store, run)
+    return _claimed(store, run, latest) if latest else None
+
+
+def _claimed(store: ObjectStore, run: str, number: int) -> Json:
+    key = _claim(run, number)
+    return unseal(store.get(key), store.full_name(key), 1)
 
 
 def latest_claim(store: ObjectStore, run: str) -> int:

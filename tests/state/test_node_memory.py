@@ -59,6 +59,7 @@ def test_deaths_in_a_row_do_not_fill_the_node(same: bool) -> None:
         process.communicate()
         assert sum(taken(region) for _, region in store.regions()) >= 16 * MIB, "the control: SIGKILL alone gives nothing back"
         store.ended(WorkerId(f"w{number}"))
+        assert store.region(WorkerId(f"w{number}"))[0]["wanted"] == 0, "nobody writes to it any more"  # type: ignore[index]
     copies = 1 if same else 2
     assert copies * 8 * MIB <= sum(taken(region) for _, region in store.regions()) <= (copies * 8 + 1) * MIB
     assert len(store.held()) == copies
@@ -113,7 +114,9 @@ def test_a_smaller_copy_gives_back_what_a_larger_one_took() -> None:
         large = taken(snapshots.region)
         members = tuple(WorkerId(f"w{rank}") for rank in range(4))
         small = replace(plan, generation=3, version=Version(5, 2), layout=Layout(1, 4), members=members, nodes=(nodes[0].name,) * 4)
+        assert snapshots.region["wanted"] == 2 * frame(TENSORS, cell(1, 0)).bytes
         snapshots.enter(small, WorkerId("w0"), shard_of(Version(5, 2), 4, 0))
+        assert snapshots.region["wanted"] == 2 * frame(TENSORS, cell(4, 0)).bytes, "what other workers must leave for it"
         snapshots.settle()
         kept = snapshots.region.find(Copy(AT, cell(1, 0))), snapshots.region.find(Copy(Version(5, 2), cell(1, 0)))
         assert sum(each is not None for each in kept) == 1, "the protected copy of the layout before stays whole"

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from elastic.plan.copy_budget import BUDDY_SLOTS
 from elastic.state import node_memory, pins
 from elastic.state.pins import Pins
 from elastic.state.region import Region
@@ -49,9 +51,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def pinned_slots(driver: Driver) -> Pins:
     """Returns the pins of three slots for a state of which this worker has half; one worker alone would have all of it."""
     region = Region.create(3, WHOLE, 1)
-    region["wanted"] = 3 * HALF
     made = Pins(region, torch.frombuffer(region.memory, dtype=torch.uint8), driver.register)
-    made.begin(3)
+    made.begin(3, HALF)
     made.ready()
     return made
 
@@ -97,9 +98,31 @@ def test_what_is_foreseen_is_left_where_it_does_not_fit(free: list[int]) -> None
     """The first two slots leave room for one worker more, a third one would not."""
     made = pinned_slots(Driver())
     for slot in range(3):
-        free[0] = node_memory.SPARE + 3 * HALF + (2 - slot) * HALF
+        free[0] = node_memory.SPARE + (3 + BUDDY_SLOTS) * HALF + (2 - slot) * HALF
         made.fit(slot, HALF, WHOLE)
     assert made.sizes() == [WHOLE, WHOLE, HALF]
+
+
+@pytest.mark.parametrize("room", [0.0, 1.5, 4.0, 9.0, 20.0, 40.0])
+def test_the_workers_of_a_node_agree_and_come_to_rest(free: list[int], monkeypatch: pytest.MonkeyPatch, room: float) -> None:
+    """Six workers, whose commits make them look at the same moment.  The node has ``room`` halves more than they need now.
+
+    No slot is pinned anew once all have had their say, and room for one worker more is left, unless there never was as much.
+    """
+    workers = [pinned_slots(Driver()) for _ in range(6)]
+    node = sum(sum(each.sizes()) for each in workers) + int(room * HALF) + node_memory.SPARE
+    for module in (node_memory, pins):
+        monkeypatch.setattr(module, "free_memory", lambda: (node - sum(taken(each.region) for each in workers), "the node"))
+    history = []
+    for _ in range(4):
+        with ThreadPoolExecutor(len(workers)) as pool:
+            for slot in range(3):
+                assert set(pool.map(lambda each: each.fit(slot, HALF, WHOLE), workers)) == {""}  # noqa: B023
+        history.append([each.sizes() for each in workers])
+    assert history[1] == history[2] == history[3], "nothing is pinned again and again"
+    left = node - sum(taken(each.region) for each in workers) - node_memory.SPARE
+    assert left >= min(room, 3 + BUDDY_SLOTS) * HALF - MIB
+    assert (sum(map(sum, history[-1])) > 18 * HALF) == (room > 3 + BUDDY_SLOTS), "headroom is taken where there is room for it"
 
 
 def test_what_cannot_be_pinned_is_used_all_the_same() -> None:

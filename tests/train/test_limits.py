@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,12 @@ import torch
 
 from elastic.engine.optim.base import rule_of
 from elastic.errors import JobError, NoRoomYet
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.protocol.plan import Plan
 from elastic.state.node_memory import alone, copies_here, free_memory
-from elastic.state.region import PAGE, Region
+from elastic.state.region import PAGE
+from elastic.state.snapshot import Snapshots
 from elastic.train import session
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
@@ -101,20 +106,24 @@ def test_slots_are_not_sized_for_the_smallest_permitted_world(tmp_path: Path, mo
     """N11: eight workers of one node share the state, and one worker alone may go on.  The node needs at most four times the state, and
     refuses nobody; where each worker has all of the state, it refuses the second one."""
 
-    def start(replicas: int | str) -> tuple[int, list[Region]]:
+    def start(replicas: int | str) -> tuple[int, list[Snapshots]]:
         job = toy_job(tmp_path, copies={"buddy_every": 0}, workers={"min": 1, "max": 8}, parallel={"dp_replicate": replicas})
-        tensors, regions = tensors_of(build_model(job, builder_of(job)), rule_of(job)), list[Region]()
+        tensors, made = tensors_of(build_model(job, builder_of(job)), rule_of(job)), list[Snapshots]()
         state, (before, _) = bytes_of(tensors), copies_here()
         monkeypatch.setattr(session, "free_memory", lambda: (4 * state, "the node (MemAvailable)"))
         monkeypatch.setattr(session, "copies_here", lambda: (copies_here()[0] - before, 0))
         for number in range(8):
             counters = Counters(tmp_path / f"{replicas} {number}", create=True)
-            regions.append(make_snapshots(job, tensors, torch.device("cpu"), counters, Faults(())).region)
-        return state, regions
+            made.append(make_snapshots(job, tensors, torch.device("cpu"), counters, Faults(())))
+        return state, made
 
-    state, regions = start(1)
-    assert 3 * state <= sum(region["wanted"] for region in regions) <= 4 * state
-    assert all(region.slot_bytes >= state for region in regions), "they may grow until one has all"
+    state, made = start(1)
+    assert 3 * state <= sum(each.region["wanted"] for each in made) <= 4 * state
+    assert all(each.region.slot_bytes >= state for each in made), "they may grow until one has all"
+    members = tuple(WorkerId(f"w{rank}") for rank in range(8))
+    plan = Plan(1, 1, Layout(1, 8), members, Version(0, 0), "init", (), NodeId("n"), (NodeId("n"),) * 8, copy_every=1)
+    assert state / 7 <= made[0].foresee(plan) < state / 6, "one worker of the only node may be lost"
+    assert state / 4 <= made[0].foresee(replace(plan, nodes=(NodeId("n"), NodeId("m")) * 4)) < state / 3, "or a node of two"
     with pytest.raises(JobError, match="raise the limit"):
         start("auto")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import shutil
 import threading
 import time
@@ -22,6 +21,7 @@ import ray
 
 import elastic
 from actors import cluster
+from actors.inbox import Inbox
 from actors.journal_replicas import JournalReplicas
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder
@@ -134,9 +134,9 @@ class Coordinator:
         end_on_sigterm()
         self.secret = secret
         self.job, self.rules, self.search_path = job, job.rules(), search_path
-        self.inbox: queue.SimpleQueue[tuple[Event, Any]] = queue.SimpleQueue()
-        self.story = Story(job.steps)
         self.clock = steady_clock()
+        self.inbox = Inbox(self.clock)
+        self.story = Story(job.steps)
         self.reason = ""
         self.audience = Audience(driver, job.on_driver_exit, job.deadlines.driver_s, time.monotonic())
         self.over = threading.Event()
@@ -214,12 +214,12 @@ class Coordinator:
     # ---- inbox
 
     def post_local(self, event: Event) -> None:
-        self.inbox.put((event, None))
+        self.inbox.put(event)
 
     @ray.method(concurrency_group="inbox")  # type: ignore[untyped-decorator]
     def post(self, event: Event, shard: Any = None) -> None:
         """Puts an event into the inbox; any process of the run may call it."""
-        self.inbox.put((event, shard))
+        self.inbox.put(event, shard)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def renew(self, worker: WorkerId, generation: int) -> Lease:
@@ -227,7 +227,7 @@ class Coordinator:
         state = self.recorded
         granted = worker in state.workers and state.grants_lease(generation) and self.replicas.holds
         if granted:
-            self.inbox.put((Renewed(worker, generation), None))
+            self.inbox.put(Renewed(worker, generation))
         safe, dismissed = self.replicas.safe, not state.knows(worker) and self.replicas.holds
         return Lease(granted, safe.history.recorded_step if safe.generation == generation else 0, self.incarnation, dismissed)
 
@@ -239,7 +239,7 @@ class Coordinator:
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def stop(self, reason: str) -> None:
         """Asks for a clean stop with a save."""
-        self.inbox.put((StopRequested(reason), None))
+        self.inbox.put(StopRequested(reason))
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def leave(self, driver: str, reason: str = "", only: bool = False) -> bool:
@@ -323,10 +323,7 @@ class Coordinator:
 
     def _take(self) -> None:
         self.replicas.raise_if_deposed()
-        try:
-            event, shard = self.inbox.get(timeout=TICK_S)
-        except queue.Empty:
-            event, shard = Tick(), None
+        event, shard = self.inbox.take(TICK_S) or (Tick(), None)
         self._handle(event, shard)
         if self.inbox.empty():
             self.replicas.send()
@@ -351,11 +348,11 @@ class Coordinator:
                 os._exit(STUMBLED)
 
     def _advance(self, event: Event) -> None:
-        now = self.clock()
+        now, heard_until = self.inbox.heard_until()
         before = self.state
-        transition = advance(before, event, now, self.rules)
+        transition = advance(before, event, now, self.rules, heard_until)
         if codec.worth_recording(event, before, transition):
-            self._record(now, event, before, transition)
+            self._record(now, event, before, transition, heard_until)
         self.state = transition.run  # only now, so that nobody is shown what may still be forgotten
         stood_s = self.clock() - now
         for action in transition.actions:
@@ -364,9 +361,10 @@ class Coordinator:
         if stood_s > STOOD_S:
             self._advance(Tick(stood_s))
 
-    def _record(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
+    def _record(self, now: float, event: Event, before: RunState, transition: Transition, heard_until: float) -> None:
         run, durable = transition.run, transition.durable
-        record = codec.record(self.journal.next, now, event, before, transition, self.recorded)
+        late = heard_until if heard_until < now else None
+        record = codec.record(self.journal.next, now, event, before, transition, self.recorded, late)
         last, self.recorded = self.recorded, run
         try:
             self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)

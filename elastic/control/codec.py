@@ -70,9 +70,17 @@ def worth_recording(event: Event, before: RunState, transition: Transition) -> b
 
 
 def record(
-    number: int, at: float, event: Event, before: RunState, transition: Transition, recorded: RunState | None = None
+    number: int,
+    at: float,
+    event: Event,
+    before: RunState,
+    transition: Transition,
+    recorded: RunState | None = None,
+    heard_until: float | None = None,
 ) -> dict[str, Json]:
-    """Returns the record of one decision, made from ``before``.
+    """Returns the record of one decision, made from ``before`` at the time ``at``.
+
+    ``heard_until`` is what ``advance`` was given, None if that was ``at``.
 
     ``recorded`` is the run after the last record; it differs from ``before`` if unrecorded events came between.
     """
@@ -86,6 +94,7 @@ def record(
     return {
         "n": number,
         "at": at,
+        **({"heard": heard_until} if heard_until is not None else {}),
         **({"commits": encode(tuple(commits))} if commits else {}),
         "event": encode(event, {**told, **planned}),
         **({"meanwhile": meanwhile} if meanwhile else {}),

@@ -101,7 +101,7 @@ def awaited(decision: Decision, plan: Plan) -> tuple[NodeId, ...]:
         ask(decision)
     copies = decision.run.copies
     missing = tuple(node for node in run.cluster.keepers if node not in copies.hosts or copies.hosts[node].asked != copies.asked)
-    return missing if decision.now < copies.answers_until else ()
+    return () if decision.due(copies.answers_until) else missing
 
 
 def complete_before(run: RunState, version: Version) -> tuple[Version | None, Version | None]:

@@ -36,8 +36,9 @@ class Transition:
 class Decision:
     """A decision that is being worked out.  It is private to one call; only its result leaves the call."""
 
-    def __init__(self, run: RunState, now: float, rules: Rules) -> None:
-        self.run, self.now, self.rules = run, now, rules
+    def __init__(self, run: RunState, now: float, rules: Rules, heard_until: float) -> None:
+        """Everything that arrived before ``heard_until`` has been handled.  It is earlier than ``now`` while events wait."""
+        self.run, self.now, self.rules, self.heard_until = run, now, rules, min(heard_until, now)
         self.actions: list[Action] = []
         self.reasons: list[str] = []
         self.refused = False
@@ -58,6 +59,10 @@ class Decision:
     def amend(self, **changes: Any) -> None:
         """Replaces fields of the present state.  Only ``edges.py`` enters another state."""
         self.know("state", **changes)
+
+    def due(self, deadline: float) -> bool:
+        """Returns whether ``deadline`` is over and whatever arrived before it has been handled: an answer in time is never overlooked."""
+        return self.heard_until >= deadline
 
     def do(self, action: Action) -> None:
         self.actions.append(action)

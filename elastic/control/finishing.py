@@ -16,7 +16,7 @@ def go_on(decision: Decision, state: Finishing) -> None:
         edges.end(decision, Finished(), f"finished at step {run.step}")
     elif run.saves.find(run.version) is None:
         edges.stop(decision, "the last checkpoint cannot become complete")
-    elif decision.now >= patient_until(decision, state.deadline):
+    elif decision.due(patient_until(decision, state.deadline)):
         refused = f"the bucket refused the last checkpoint for {decision.rules.wait_s:g} s"
         silent = f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s"
         edges.stop(decision, refused if refused_until(decision.rules, run.saves.pending) else silent)

@@ -50,11 +50,11 @@ def go_on(decision: Decision, state: Forming) -> None:
         edges.go(decision, plan)
     elif run.stop and (plan.tier == "init" or plan.version in run.history.saved):
         edges.stop(decision, f"stop asked for ({run.stop}) with nothing to save")
-    elif there < len(plan.members) and decision.now >= state.here_at + decision.rules.leave_s:
+    elif there < len(plan.members) and decision.due(state.here_at + decision.rules.leave_s):
         _expel_the_absent(decision, state, f"within {decision.rules.leave_s:g} s of the others")
-    elif decision.now >= state.deadline and there < len(plan.members):
+    elif decision.due(state.deadline) and there < len(plan.members):
         _expel_the_absent(decision, state, f"within {decision.rules.form_s:g} s")
-    elif decision.now >= state.deadline:
+    elif decision.due(state.deadline):
         _blame_the_store(decision, state)
 
 

@@ -1,6 +1,6 @@
 """The state machine of a run: failure, growth and a user's stop all go through it.
 
-    advance(run, event, now, rules) -> Transition(run, actions, reason)
+    advance(run, event, now, rules, heard_until) -> Transition(run, actions, reason)
 
 Facts and the time go in.  The new knowledge of the run, the actions in their order, and the sentence that explains them come out.  There is
 no clock, no randomness and no I/O, so the same code runs in production, in the simulator and in tests.
@@ -11,6 +11,7 @@ So it does not matter in which order facts arrive, or how often an event is repe
 
 from __future__ import annotations
 
+from math import inf
 from typing import assert_never
 
 from elastic.control import (
@@ -63,9 +64,13 @@ from elastic.protocol.events import (
 __all__ = ["Transition", "advance"]
 
 
-def advance(run: RunState, event: Event, now: float, rules: Rules) -> Transition:
-    """Returns the run after ``event``, and the actions to perform.  ``now`` is in seconds of any clock that never goes back."""
-    decision = Decision(run, now, rules)
+def advance(run: RunState, event: Event, now: float, rules: Rules, heard_until: float = inf) -> Transition:
+    """Returns the run after ``event``, and the actions to perform.  ``now`` is in seconds of any clock that never goes back.
+
+    ``heard_until`` is the time before which nothing has arrived that waits behind ``event``.  New deadlines count from ``now``, but a
+    deadline is over only at ``heard_until``: a coordinator that is slow must not give up members whose answers it has not read yet.
+    """
+    decision = Decision(run, now, rules, heard_until)
     if why := admission.refusal(run, event, now):
         decision.refuse(why)
         if run.over and isinstance(event, Joined):

@@ -48,7 +48,7 @@ def start_workers(decision: Decision) -> None:
     asked = {**starting, **dict.fromkeys(new, decision.now)}
     decision.know("members", starting=asked, next_worker=run.members.next_worker + number)
     decision.know("cluster", slots=run.cluster.slots - number)
-    avoid = (*run.cluster.refused, *silent(run.watch, run.cluster.keepers, decision.now, rules.silence_s, rules.silence_s))
+    avoid = (*run.cluster.refused, *silent(run.watch, run.cluster.keepers, decision.heard_until, rules.silence_s, rules.silence_s))
     decision.do(StartWorkers(new, tuple(dict.fromkeys(avoid))))
     decision.say(
         f"start {names(new)}: {count(len(run.workers), 'worker')} of at most {rules.max_workers}{f' and {spares}' if rules.spares else ''}"
@@ -58,7 +58,7 @@ def start_workers(decision: Decision) -> None:
 def _forget_the_late(decision: Decision) -> None:
     """Gives up and kills workers that have not joined within ``form_s``."""
     form_s = decision.rules.form_s
-    late = tuple(worker for worker, asked_at in decision.run.members.starting.items() if decision.now - asked_at >= form_s)
+    late = tuple(worker for worker, asked_at in decision.run.members.starting.items() if decision.due(asked_at + form_s))
     for worker in late:
         decision.know(members=decision.run.members.without_starting(worker))
     if late:

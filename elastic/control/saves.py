@@ -152,13 +152,13 @@ def give_up_the_silent(decision: Decision) -> None:
     No cause of that is known; but while a save is on its way no other one begins.  The last save of a run or of a stop is waited for in
     its state.
     """
-    run, rules, now = decision.run, decision.rules, decision.now
+    run, rules = decision.run, decision.rules
     for each in run.saves.pending:
         heard_at = max(each.heard_at, run.watch.uploaded_at)
         until = max([heard_at + rules.stop_s, *refused_until(rules, [each])])
         waited_for = each.version == run.version and isinstance(run.state, Finishing | Stopping)
-        if now >= until and not waited_for and not each.complete:
-            _forget(decision, each.version, f"nothing was heard of it for {now - heard_at:.0f} s")
+        if decision.due(until) and not waited_for and not each.complete:
+            _forget(decision, each.version, f"nothing was heard of it for {decision.now - heard_at:.0f} s")
 
 
 def patient_until(decision: Decision, deadline: float) -> float:

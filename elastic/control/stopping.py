@@ -76,8 +76,8 @@ def _note_failure(decision: Decision, event: Broken) -> str:
 
 def stands_still(decision: Decision, plan: Plan) -> Stall | None:
     """Returns the stall of the world of ``plan``, with its cause as far as that is known; None while the world moves."""
-    watch, rules = decision.run.watch, decision.rules
-    return silence(watch, plan.nodes, decision.now, rules.silence_s) or stall(watch, plan.members, decision.now, rules.stall_s)
+    watch, rules, until = decision.run.watch, decision.rules, decision.heard_until
+    return silence(watch, plan.nodes, until, rules.silence_s) or stall(watch, plan.members, until, rules.stall_s)
 
 
 def unblock(decision: Decision, stalled: Stall) -> None:
@@ -165,7 +165,7 @@ def go_on(decision: Decision, state: Stopping) -> None:
     if state.planned and state.pending:
         stalled = stands_still(decision, state.plan)
         return unblock(decision, stalled) if stalled else None
-    if state.pending and decision.now >= state.deadline:
+    if state.pending and decision.due(state.deadline):
         state = _expel_the_silent(decision, state)
     elif state.pending:
         state = _expel_silent_nodes(decision, state)
@@ -181,7 +181,7 @@ def _certain(decision: Decision, state: Stopping) -> bool:
     If no member can be reached, that is certain only once every lease has run out.
     """
     run = decision.run
-    return decision.now >= run.takeover.blind_until and (bool(state.answers or state.lost) or decision.now >= run.watch.lease_until)
+    return decision.due(run.takeover.blind_until) and (bool(state.answers or state.lost) or decision.due(run.watch.lease_until))
 
 
 def _expel_the_silent(decision: Decision, state: Stopping) -> Stopping:
@@ -207,7 +207,7 @@ def _expel_the_silent(decision: Decision, state: Stopping) -> Stopping:
 def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
     """Expels the members on silent nodes, once only their answers to the fence are missing."""
     run, silence_s = decision.run, decision.rules.silence_s
-    gone = silent(run.watch, state.plan.nodes, decision.now, LONGER * silence_s, silence_s)
+    gone = silent(run.watch, state.plan.nodes, decision.heard_until, LONGER * silence_s, silence_s)
     elsewhere = [worker for worker in state.pending if worker not in run.workers or run.workers[worker].node not in gone]
     if elsewhere or not _certain(decision, state):  # a worker may be fenced whose join was never read, so its node is unknown
         return state
@@ -224,7 +224,7 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
 
 def _awaits_save(decision: Decision, state: Stopping) -> bool:
     on_its_way = decision.run.saves.find(decision.run.version) is not None
-    return state.planned and state.save and on_its_way and decision.now < saves.patient_until(decision, state.deadline)
+    return state.planned and state.save and on_its_way and not decision.due(saves.patient_until(decision, state.deadline))
 
 
 # ---- the outcome, and what comes next

@@ -23,11 +23,11 @@ def go_on(decision: Decision, state: Waiting) -> None:
         edges.end_as_asked(decision)
     elif not begun and (split := [refusal.why for refusal in run.cluster.refused.values() if refusal.shared]):
         edges.end(decision, Failed(split[0]), "no step has run yet, so the run ends now")
-    elif decision.now >= run.takeover.blind_until and not _waits_for_others(decision, state, there):
+    elif decision.due(run.takeover.blind_until) and not _waits_for_others(decision, state, there):
         edges.form(decision)
     if not isinstance(decision.run.state, Waiting):
         return
-    if decision.now - max(state.since, run.takeover.blind_until) >= rules.wait_s:
+    if decision.due(max(state.since, run.takeover.blind_until) + rules.wait_s):
         edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, there)}"))
     elif not begun and _only_refused_are_left(decision, state):
         edges.end(decision, Failed(f"no node has room for a worker that can be a member: {_have(decision, there)}"))

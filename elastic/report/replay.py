@@ -153,7 +153,8 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, unknown: 
     for record in records:
         record = codec.written_out(record, snapshot["run"])
         before = codec.before(snapshot["run"], record)
-        decided = advance(codec.decode_run(before), codec.decode_event(record["event"]), record["at"], rules)
+        heard_until = record.get("heard", record["at"])
+        decided = advance(codec.decode_run(before), codec.decode_event(record["event"]), record["at"], rules, heard_until)
         state = type(decided.run.state).__name__
         if state != record["state"]:
             yield Difference(record["n"], "state", record["state"], state)

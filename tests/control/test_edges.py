@@ -156,6 +156,6 @@ def test_what_ends_stays_ended() -> None:
 
 
 def test_no_other_edge_can_be_taken() -> None:
-    decision = Decision(RunState.begin(1, 0.0), 0.0, RULES)
+    decision = Decision(RunState.begin(1, 0.0), 0.0, RULES, 0.0)
     with pytest.raises(AssertionError, match="no edge from Waiting to Running"):
         enter(decision, Running(started(1).plan, 0.0))

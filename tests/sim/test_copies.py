@@ -116,7 +116,7 @@ def test_not_asking_what_keepers_hold_is_noticed() -> None:
 
 def test_not_waiting_for_the_answers_of_keepers_is_noticed() -> None:
     assert HELD in killed_by(
-        "hasty_of_keepers", Edit("copy_inventory", "    return missing if decision.now < copies.answers_until else ()", "    return ()")
+        "hasty_of_keepers", Edit("copy_inventory", "    return () if decision.due(copies.answers_until) else missing", "    return ()")
     )
 
 

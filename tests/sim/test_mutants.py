@@ -92,7 +92,7 @@ def test_giving_up_what_is_still_held_is_noticed() -> None:
 
 
 def test_forgetting_the_leases_of_a_silent_world_is_noticed() -> None:
-    edit = Edit("stopping", "bool(state.answers or state.lost) or decision.now >= run.watch.lease_until", "True")
+    edit = Edit("stopping", "bool(state.answers or state.lost) or decision.due(run.watch.lease_until)", "True")
     assert "nobody is out and a lease runs" in killed_by("impatient", edit, scenario="isolation")
 
 
@@ -119,7 +119,7 @@ def test_failing_with_the_budget_unspent_is_noticed() -> None:
 
 
 def test_never_expelling_the_silent_is_noticed() -> None:
-    edit = Edit("stopping", "if state.pending and decision.now >= state.deadline:", "if False:")
+    edit = Edit("stopping", "if state.pending and decision.due(state.deadline):", "if False:")
     assert "no end after" in killed_by("patient", edit)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import elastic
 from actors.coordinator import Coordinator
+from actors.inbox import Inbox
 from elastic.control import codec
 from elastic.control.decision import Transition
 from elastic.control.run import RunState
@@ -39,6 +40,7 @@ def test_who_stood_still_says_so_after_it_acted(record_s: float) -> None:
 
     values = {
         "clock": lambda: now[0],
+        "inbox": Inbox(lambda: now[0]),
         "state": RunState.begin(1, 100.0),
         "rules": rules(),
         "group": SimpleNamespace(perform=told.append),
@@ -61,6 +63,7 @@ def test_a_stumble_over_a_full_disk_is_told_from_what_the_journal_has(tmp_path: 
     coordinator = object.__new__(Coordinator)
     values = {
         "clock": lambda: 100.0,
+        "inbox": Inbox(lambda: 100.0),
         "state": begun,
         "recorded": begun,
         "rules": rules(),

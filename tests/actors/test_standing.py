@@ -34,7 +34,7 @@ def test_who_stood_still_says_so_after_it_acted(record_s: float) -> None:
     coordinator = object.__new__(Coordinator)
     now = [100.0]
 
-    def record(at: float, event: ev.Event, before: RunState, transition: Transition) -> None:
+    def record(at: float, event: ev.Event, before: RunState, transition: Transition, heard_until: float) -> None:
         told.append(event)
         now[0] += record_s if isinstance(event, ev.Capacity) else 0.0
 

@@ -86,8 +86,8 @@ def _at_its_cluster(job: Job, show: Show) -> str:
     Otherwise, or if this process is part of a cluster already, returns "".  A run that is ending there is waited for, because its cluster
     ends with it.
     """
-    owner = Run.look(job).owner()
-    if not cluster.begins_here() or owner is None or not cluster.on_this_machine(owner["address"]):
+    owner = Run.look(job).owner() if cluster.begins_here() else None
+    if owner is None or not cluster.on_this_machine(owner["address"]):
         return ""
     before = signal.getsignal(signal.SIGTERM)
     try:

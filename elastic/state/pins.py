@@ -77,9 +77,11 @@ class Pins:
             return self._fit(slot, size, min(foreseen, self.region.slot_bytes))
 
     def _fit(self, slot: int, size: int, foreseen: int) -> str:
-        has = self._ends[slot][0] if slot in self._ends else 0
+        has, others = self._ends[slot][0] if slot in self._ends else 0, SPARE + (self.slots + BUDDY_SLOTS) * size
+        if slot_size(has, size, foreseen, free_memory()[0], others) == has:  # as for most copies: they need not wait for other workers
+            return ""
         with alone():  # the workers of a node come here at the same time, and each must see what the others have taken
-            best = slot_size(has, size, foreseen, free_memory()[0], SPARE + (self.slots + BUDDY_SLOTS) * size)
+            best = slot_size(has, size, foreseen, free_memory()[0], others)
             if best == has:
                 return ""
             self._end(slot)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -28,26 +27,53 @@ FAST = ("architecture", "control", "data", "plan", "sim")
 """Folders of tests without Ray; with the files beside them they are ``pytest -m fast``."""
 
 
+MACHINE = ("actors", "examples", "gpu", "state", "train")
+"""Folders of tests that use the machine as a whole: they start clusters, or measure its memory.  One process runs them all, in order."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Lets two processes share a whole run: one for the tests in ``MACHINE``, and one for all others.
+
+    A run of chosen files, and the long tests, stay in this process.
+    """
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.option.markexpr != "full"
+    config.option.dist = "loadgroup" if whole else "no"
+    return 2 if whole else 0
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         folder = item.path.relative_to(here).parts[:-1] if item.path.is_relative_to(here) else ("elsewhere",)
         if (not folder or folder[0] in FAST) and not item.get_closest_marker("full"):
             item.add_marker("fast")
+        item.add_marker(pytest.mark.xdist_group("machine" if folder and folder[0] in MACHINE else "others"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_outcomes], config.stash[_skipped] = {}, []
+    config.pluginmanager.register(Results(config))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.when == "call" or report.outcome != "passed":
-        item.config.stash[_outcomes][item.nodeid] = report.outcome
-    if report.skipped and item.get_closest_marker(MUST):
-        item.config.stash[_skipped].append(item.nodeid)
-    return report
+class Results:
+    """Notes every report, also those that come from another process of the run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        nodeid = report.nodeid.removesuffix("@machine").removesuffix("@others")  # a distributed run adds the group
+        if report.when == "call" or report.outcome != "passed":
+            self.config.stash[_outcomes][nodeid] = report.outcome
+        if report.skipped and MUST in report.keywords:
+            self.config.stash[_skipped].append(nodeid)
+
+
+def _distributed(config: pytest.Config) -> bool:
+    """Returns whether this process runs a share of the tests for another one, which keeps the results."""
+    return hasattr(config, "workerinput")
 
 
 def _skipped_whole(config: pytest.Config) -> list[str]:
@@ -61,6 +87,8 @@ def _skipped_whole(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
+    if _distributed(config):
+        return
     cache = getattr(config, "cache", None)  # absent under -p no:cacheprovider
     if cache is not None:
         cache.set(RESULTS, {**cache.get(RESULTS, {}), **config.stash[_outcomes]})

@@ -312,6 +312,8 @@ class Saving:
     """The time at which the save began or the last part was reported; NEVER in older journals, whose silent saves are not given up."""
     refused_at: float | None = None
     """The time since which the bucket refuses what it is given of the checkpoint; None if it does not."""
+    refused: tuple[WorkerId, ...] = ()
+    """The workers whose parts the bucket has refused and does not have yet.  Their keepers say so once."""
     nodes: tuple[NodeId, ...] = ()
     """The node of each member, whose keeper uploads the part.  Empty in older journals: there, members uploaded their parts themselves."""
 
@@ -325,12 +327,12 @@ class Saving:
 
     def report(self, worker: WorkerId, now: float) -> Saving:
         """Returns the saving after the part of ``worker`` has reached the bucket."""
-        reported = {*self.reported, worker}
-        return evolve(self.heard(now), reported=tuple(each for each in self.members if each in reported))
+        reported, refused = {*self.reported, worker}, tuple(each for each in self.refused if each != worker)
+        return evolve(self, reported=tuple(each for each in self.members if each in reported), refused=refused).heard(now)
 
     def heard(self, now: float) -> Saving:
         """Returns the saving after something was heard of it, so that its silence and its refusal count from ``now`` on."""
-        return evolve(self, heard_at=self.heard_at if self.heard_at == NEVER else now, refused_at=None)
+        return evolve(self, heard_at=self.heard_at if self.heard_at == NEVER else now, refused_at=now if self.refused else None)
 
     def needs(self, node: NodeId) -> bool:
         """Returns whether the keeper of ``node`` has still to report a part."""

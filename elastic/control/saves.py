@@ -205,7 +205,9 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
     what = f"{'the manifest' if of_manifest else 'a part'} of {event.version} was not written ({event.reason})"
     if event.again or (event.again is None and of_manifest):
         ask_at = decision.now + decision.rules.fence_s if known.asked else known.ask_at
-        _put(decision, replace(known, ask_at=ask_at, refused_at=decision.now if known.refused_at is None else known.refused_at))
+        since = decision.now if known.refused_at is None else known.refused_at
+        refused = (*known.refused, event.worker) if event.worker and event.worker not in known.refused else known.refused
+        _put(decision, replace(known, ask_at=ask_at, refused_at=since, refused=refused))
         decision.say(f"{what}; again in {decision.rules.fence_s:g} s" if of_manifest else f"{what}; its keeper tries again")
     elif known.asked and not of_manifest and event.again is not None:
         _put(decision, replace(known, failed=event.reason))  # an earlier coordinator's manifest may be there: it is asked for once more

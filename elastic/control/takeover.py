@@ -88,7 +88,7 @@ def _forgive_the_silence(decision: Decision) -> None:
     lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until
     watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s)
     # the keepers know which parts are uploaded
-    again = tuple(replace(each.heard(now), reported=(), ask_at=0.0) for each in run.saves.pending)
+    again = tuple(replace(each, reported=(), refused=(), ask_at=0.0).heard(now) for each in run.saves.pending)
     decision.know(watch=watch, saves=Saves(again))
     match run.state:
         case Forming():

@@ -263,6 +263,8 @@ class SaveFailed:
     """
     manifest: bool = False
     """True if it is the manifest that was not written; older journals do not say so."""
+    worker: WorkerId | None = None
+    """The worker whose part was not written; None for a manifest and in older journals."""
 
 
 @dataclass(frozen=True)

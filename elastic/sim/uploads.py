@@ -115,7 +115,7 @@ class Uploads:
         if not self._refused[save, name]:
             self._refused[save, name] = True
             self._refusals[save, name] += 1
-            self._say(save, name, SaveFailed(save.version, f"no part of {name} yet: store unavailable", save.by, again=True))
+            self._say(save, name, SaveFailed(save.version, f"no part of {name} yet: store unavailable", save.by, again=True, worker=name))
         self.cluster.clock.after(AGAIN_S, self._write_again, save, name, slots, place, slot)
 
     def _write_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:

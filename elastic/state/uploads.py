@@ -293,7 +293,7 @@ class Uploads:
 def _failed(task: Task, why: str, *, again: bool) -> SaveFailed:
     """Returns the report that a part was not written; ``again`` says that it is tried again."""
     name = name_of(task.save.layout, task.rank)
-    return SaveFailed(task.save.version, f"no part of {task.worker} ({name}){why}", task.save.by, again=again)
+    return SaveFailed(task.save.version, f"no part of {task.worker} ({name}){why}", task.save.by, again=again, worker=task.worker)
 
 
 def _copy(save: Save, worker: WorkerId) -> Copy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,20 @@ def test_a_bucket_that_is_back_is_given_the_last_checkpoint() -> None:
     play.tell(ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True))
     assert play.later(10.0) == "" and play.did(CommitManifest), "the manifest is tried again too"
     assert play.tell(ev.Saved(Version(6, 1), "digest")).endswith("finished at step 6")
+
+
+def test_a_part_that_is_still_refused_is_waited_for_after_another_part_has_arrived() -> None:
+    """Its keeper says only once that the bucket refuses it, and a part that was refused often does not count as being written."""
+    play, refused = finishing(wait_s=600.0), ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True)
+    play.tell(replace(refused, worker=W1))
+    play.tell(replace(refused, worker=W2))
+    play.tell(ev.ShardSaved(W1, Version(6, 1)))
+    assert play.later(599.0) == ""
+    assert play.later(1.0).startswith("the bucket refused the last checkpoint for 600 s: stop generation 1")
+    control = finishing(wait_s=600.0)
+    control.tell(replace(refused, worker=W1))
+    control.tell(ev.ShardSaved(W1, Version(6, 1)))
+    assert control.later(15.0).startswith("nothing of the last checkpoint arrived for 15 s"), "nothing is refused any more"
 
 
 def test_a_stop_waits_for_its_checkpoint_too() -> None:

@@ -6,8 +6,7 @@
              ├─ history    what was committed, saved and given up   └─ takeover  what coordinators before this one left open
              └─ saves      checkpoints on their way to the bucket
 
-All values are immutable: a method returns a new value, and dictionaries are replaced, never changed.  Which state may follow which is
-in ``edges.py``.
+All values are immutable; dictionaries are replaced, never changed.  Which state may follow which is in ``edges.py``.
 """
 
 from __future__ import annotations

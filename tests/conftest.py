@@ -38,7 +38,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     A run of chosen files, and the long tests, stay in this process.
     """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.option.markexpr != "full"
-    config.option.dist = "loadgroup" if whole else "no"
     return 2 if whole else 0
 
 

@@ -196,14 +196,17 @@ def outage(seed: int) -> Scenario:
 
 
 def last_minute(seed: int) -> Scenario:
-    """Nothing but saves is copied, the bucket is down until the last step is near, and members die in its commit."""
+    """Nothing but saves is copied, the bucket is down until the last step is near, and members die in its commit.
+
+    ``wait_s`` is shorter than a slow part takes, so a refusal alone does not keep the run waiting.
+    """
     rng = random.Random(seed)
     rules = small_rules(1, 4, LayoutRule(None, None, 1, "all"), target_step=10, save_every=9)
     at = rng.uniform(10.0, 16.0)
     points = (Point.BEFORE_UPDATE, Point.IN_UPDATE, Point.BEFORE_COMMIT)
     deaths = (Fault(at + rng.uniform(0.0, 1.5), Kind.SIGKILL, rng.randrange(3), point=rng.choice(points)) for _ in range(2))
     down = Fault(at - 3.0, Kind.BUCKET_DOWN, duration_s=10.0, amount=1.0)
-    return Scenario(rules=replace(rules, copy_every=0, buddy_every=0), faults=(down, *deaths), nodes=3, slots=6)
+    return Scenario(rules=replace(rules, copy_every=0, buddy_every=0, wait_s=15.0), faults=(down, *deaths), nodes=3, slots=6)
 
 
 def laggard(seed: int) -> Scenario:

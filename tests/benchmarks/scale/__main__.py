@@ -1,0 +1,123 @@
+"""``python -m tests.benchmarks.scale [MODULE ...] [--sizes 64 256 …] [--limit SECONDS]`` measures the product at many sizes.
+
+Workers, nodes and network are modelled; all that one coordinator, worker or keeper computes, writes and reads is the product's.  Each
+module of this package has ``measure(n)``, which returns figures by name for n workers; a name ends with its unit.  A figure that does
+not come within the limit is missing.  Results go to results/scale.json, and results/scale.png draws them in both logarithms, with the
+slope between the two largest sizes: 1 is linear, 2 is quadratic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+SIZES = (64, 256, 1_024, 4_096, 10_240)
+RESULTS = Path(__file__).parents[1] / "results"
+ONE = """
+import importlib, json, resource, sys
+found = importlib.import_module(sys.argv[1]).measure(int(sys.argv[2]))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print("figures: " + json.dumps({**found, "process_peak_bytes": peak}))
+"""
+
+Figures = dict[str, dict[int, float]]
+"""Maps a figure's name to its values by size."""
+
+
+def modules() -> list[str]:
+    """Returns the names of all modules that measure something."""
+    return sorted(each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)]) if not each.name.startswith("_"))
+
+
+def measure(module: str, size: int, limit_s: float) -> dict[str, float]:
+    """Returns the figures of one module at one size, from a process of its own; empty if it took too long or failed."""
+    command = [sys.executable, "-c", ONE, f"tests.benchmarks.scale.{module}", str(size)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{module} {size}: more than {limit_s:g} s", flush=True)
+        return {}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("figures: ")]
+    if done.returncode or not lines:
+        print(f"{module} {size}: failed\n{done.stderr[-2000:]}", flush=True)
+        return {}
+    found: dict[str, float] = json.loads(lines[-1].removeprefix("figures: "))
+    return found
+
+
+def slope(values: dict[int, float]) -> float | None:
+    """Returns the exponent with which a figure grows between its two largest sizes, or None if it has not two values above zero."""
+    known = [(size, value) for size, value in sorted(values.items()) if value > 0][-2:]
+    if len(known) < 2:
+        return None
+    (small, low), (large, high) = known
+    return math.log(high / low) / math.log(large / small)
+
+
+def table(figures: dict[str, Figures]) -> str:
+    """Returns all figures as the rows of a Markdown table."""
+    sizes = sorted({size for each in figures.values() for values in each.values() for size in values})
+    head = f"| figure | {' | '.join(f'{size:,}' for size in sizes)} | slope |\n|---|{'---|' * (len(sizes) + 1)}"
+    rows = [head]
+    for module, each in figures.items():
+        for name, values in each.items():
+            shown = [f"{values[size]:.4g}" if size in values else "" for size in sizes]
+            grows = slope(values)
+            rows.append(f"| {module} {name} | {' | '.join(shown)} | {'' if grows is None else f'{grows:.2f}'} |")
+    return "\n".join(rows)
+
+
+def draw(figures: dict[str, Figures], path: Path) -> None:
+    """Draws each module's figures over the number of workers, both logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = 3
+    rows = math.ceil(len(figures) / columns)
+    picture, places = pyplot.subplots(rows, columns, figsize=(6 * columns, 4 * rows), squeeze=False)
+    for place in places.flat[len(figures) :]:
+        place.axis("off")
+    for place, (module, each) in zip(places.flat, figures.items(), strict=False):
+        for name, values in each.items():
+            points = sorted((size, value) for size, value in values.items() if value > 0)
+            grows = slope(values)
+            label = name if grows is None else f"{name} (slope {grows:.2f})"
+            place.loglog([size for size, _ in points], [value for _, value in points], marker="o", label=label)
+        place.set_title(module)
+        place.set_xlabel("workers")
+        place.legend(fontsize=7)
+    picture.tight_layout()
+    picture.savefig(path, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("modules", nargs="*", default=None)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one module at one size")
+    known = parser.parse_args()
+    path = RESULTS / "scale.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    figures: dict[str, Figures] = {
+        module: {name: {int(size): value for size, value in values.items()} for name, values in each.items()}
+        for module, each in before.items()
+    }
+    for module in known.modules or modules():
+        figures[module] = {}
+        for size in known.sizes:
+            for name, value in measure(module, size, known.limit).items():
+                figures[module].setdefault(name, {})[size] = value
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        print(table({module: figures[module]}), flush=True)
+    draw(figures, RESULTS / "scale.png")
+
+
+if __name__ == "__main__":
+    main()

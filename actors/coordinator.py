@@ -154,6 +154,7 @@ class Coordinator:
         context = ray.get_runtime_context()
         try:
             self.run = Run.open(self.job)
+            self.job = self.run.job
             before, asked_at = self.run.claims(life), time.monotonic()
             self.incarnation = self.run.claim(context.gcs_address, life, cluster.here())
             self._find_out(reference, before, life)

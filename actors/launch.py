@@ -222,7 +222,9 @@ def start(job: Job, reference: Build, driver: str) -> Any:
 
     ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it.  Raises as :meth:`Run.trains_on`.
     """
-    Run.open(job).trains_on(reference.data)
+    run = Run.open(job)
+    run.trains_on(reference.data)
+    job = run.job
     coordinator = (
         ray.remote(concurrency_groups={"inbox": 1, "view": 4})(Coordinator)
         .options(

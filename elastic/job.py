@@ -43,6 +43,9 @@ from elastic.errors import JobError
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout, LayoutRule, table
 
+NUMERICS = 2
+"""The newest number of the setting ``numerics``; a new run begins with it."""
+
 
 class Part(BaseModel):
     """A group of settings.  It is immutable, and refuses a key that is not declared."""
@@ -231,6 +234,10 @@ class Job(Part):
     """``true`` compiles each block of the model.  New worlds of the same process reuse the compiled code."""
     reproducible: Branch[Flag] = True
     """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""
+    numerics: Refused[Annotated[Whole, Field(ge=1, le=NUMERICS)]] = NUMERICS
+    """Number of the rules by which the bits are computed.  Leave it out: a new run begins with the newest, and each run goes on with its
+    own.  1: the first worker initialises the model on its CPU.  2: every worker initialises its part on its own device.
+    """
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
     """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""
     data: Data = Data()
@@ -278,18 +285,22 @@ class Job(Part):
     @classmethod
     def from_json(cls, text: str) -> Job:
         """Returns the job that :meth:`to_json` wrote.  Raises :class:`JobError` if its settings are no longer valid."""
-        return cls(**json.loads(text))
+        return cls(**BEFORE_NUMERICS | json.loads(text))
 
     def replace(self, **settings: Any) -> Job:
-        """Returns the job with other values for some of its settings, checked again."""
-        return Job(**{name: getattr(self, name) for name in Job.model_fields} | settings)
+        """Returns the job with other values for some of its settings, checked again.  A setting that was left out stays so."""
+        return Job(**{name: getattr(self, name) for name in self.model_fields_set} | settings)
+
+    def going_on(self, stored: dict[str, Any]) -> Job:
+        """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names a number itself."""
+        return self if "numerics" in self.model_fields_set else self.replace(numerics=(BEFORE_NUMERICS | stored)["numerics"])
 
     def begun_as(self, stored: dict[str, Any]) -> Job:
         """Returns the job of a run's ``job.json`` as this code reads it.
 
         Free settings of the top level, and sections that have only free ones, are left out: their stored values may be invalid by now.
         """
-        theirs = {name: value for name, value in stored.items() if _NOT_THE_TRAJECTORY.get(name) is not True}
+        theirs = {name: value for name, value in (BEFORE_NUMERICS | stored).items() if _NOT_THE_TRAJECTORY.get(name) is not True}
         return Job(**theirs, name=self.name, bucket=self.bucket)
 
     def to_json(self) -> str:
@@ -310,7 +321,7 @@ class Job(Part):
         settings = self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
         for section, later in _LATER.items():
             settings[section] = {name: value for name, value in settings[section].items() if name not in later or value != later[name]}
-        return settings
+        return {name: value for name, value in settings.items() if BEFORE_NUMERICS.get(name) != value}
 
     @classmethod
     def refuses(cls, setting: str) -> bool:
@@ -383,6 +394,9 @@ _LATER: dict[str, dict[str, Any]] = {"optim": {"kind": "adamw", "args": {}}}
 
 A setting with that value is left out of the digest, so that the digest of an older run stays the same.
 """
+
+BEFORE_NUMERICS: dict[str, Any] = {"numerics": 1}
+"""The setting of a run whose ``job.json`` does not say by which rules it computes.  The digest leaves this value out, as above."""
 
 
 FENCED_LEASES = 4

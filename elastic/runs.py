@@ -18,7 +18,7 @@ from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.job import Job
+from elastic.job import BEFORE_NUMERICS, Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage
@@ -92,12 +92,15 @@ class Run:
 
     @classmethod
     def look(cls, job: Job) -> Run:
-        """Returns the run in order to read it, even if it has not begun.  Raises :class:`JobError` if the folder has another trajectory's
-        run.
+        """Returns the run in order to read it, even if it has not begun.  Its job has the ``numerics`` that the run began with.
+
+        Raises :class:`JobError` if the folder has another trajectory's run.
         """
         store = ObjectStore.open(job.bucket)
         with suppress(Missing):
-            found = job.begun_as(json.loads(store.get(f"{job.name}/job.json"))["job"])
+            stored = json.loads(store.get(f"{job.name}/job.json"))["job"]
+            job = job.going_on(stored)
+            found = job.begun_as(stored)
             if found.digest != job.digest:
                 raise JobError(_other_job(job, found))
         return cls(job, store)
@@ -315,7 +318,7 @@ def _life_of(pid: int) -> str:
 
 def _other_job(job: Job, found: Job) -> str:
     """Returns the sentence that names the settings in which two jobs differ, why the run cannot go on with them, and what to do."""
-    ours, theirs = flat(job.trajectory()), flat(found.trajectory())
+    ours, theirs = (flat(BEFORE_NUMERICS | each.trajectory()) for each in (job, found))
     changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
     shown = ", ".join(f"{key} = {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in changed[:4])
     refused = [key for key in changed if Job.refuses(key)]

@@ -14,7 +14,7 @@ from elastic.control.run import Failed, Finished, RunState, State, Stopped
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import Version, WorkerId
-from elastic.job import Job
+from elastic.job import NUMERICS, Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import Recovered, Tick
@@ -126,6 +126,22 @@ def test_another_job_is_told_why_it_cannot_go_on() -> None:
         Run.look(job.replace(seed=3, model_args={"dim": 9}))
     does_not_fit = "the state of that run does not fit another value of model_args.dim"
     assert str(caught.value).endswith(f"(model_args.dim = 8 there and 9 here, seed = 0 there and 3 here); {does_not_fit}{to_do}")
+
+
+def test_a_run_goes_on_with_its_own_numerics() -> None:
+    """A run of an earlier release has number 1, which its ``job.json`` does not say; a number that the user names must be the run's."""
+    old = Job(name="old", bucket=a_run().job.bucket)
+    new = Run.open(old.replace(name="new"))
+    assert new.job.numerics == NUMERICS and json.loads(new.store.get("new/job.json"))["job"]["numerics"] == NUMERICS
+    about = json.loads(new.store.get("new/job.json"))
+    del about["job"]["numerics"]
+    new.store.put("old/job.json", json.dumps(about).encode())
+    for job in (old, old.replace(steps=old.steps), old.replace(numerics=1)):
+        assert (Run.open(job).job.numerics, Run.open(Run.open(job).job).job.numerics) == (1, 1)
+    assert Run.open(old).job.digest == old.replace(numerics=1).digest != old.digest
+    with pytest.raises(JobError, match=r"\(numerics = 1 there and 2 here\); the state of that run does not fit another value of numerics"):
+        Run.open(old.replace(numerics=2))
+    assert Job.from_json(json.dumps(about["job"])).numerics == 1
 
 
 def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_valid() -> None:

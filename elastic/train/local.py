@@ -52,6 +52,7 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
     """
     device = prepare_process(job)
     run = Run.open(job)
+    job = run.job
     start = run.standing(run.claim_here(), time.time())
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)

@@ -40,6 +40,7 @@ COMMON = {
     "optim": {"lr": 0.01},
     "schedule": {"warmup_steps": 2},
     "checkpoint": {"save_every": 1000},
+    "numerics": 1,
 }
 """Settings of every golden job that ``jobs.json`` does not replace.  They are written out, so that a default that changes is noticed."""
 PINNED = {

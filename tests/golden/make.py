@@ -30,7 +30,7 @@ RUNS = ("undisturbed", "killed", "shards", "coordinator", "stopped")
 RESUMED = "kept run, resumed"
 """Name among the golden hashes of that with which the kept run ends on a kind of machine."""
 NUMERICS = "1"
-"""The numerics number that this code computes by.  It becomes a setting of the job; see ``README.md``."""
+"""The ``numerics`` of the golden jobs; see ``README.md``."""
 
 
 def commit() -> str:
@@ -142,7 +142,7 @@ def unpack(name: str, bucket: Path) -> Any:
     settings = json.loads(about.read_text(encoding="utf-8"))["job"]
     settings["data"]["args"].pop("gates", None)
     settings["copies"].pop("price_per_gb", None)  # a retired setting, used only in sentences of the launch
-    return Job(**{**settings, "bucket": str(bucket)})
+    return Job(**{"numerics": 1, **settings, "bucket": str(bucket)})
 
 
 def facts(bucket: Path, name: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import shutil
 import sys
 import threading
 import time
-from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -40,6 +39,8 @@ BEAT_S = 0.5
 """Seconds from one beat to the next."""
 CLOSE_S = 5.0
 """Seconds that all workers of the keeper together may take to end by themselves when the run is over."""
+STORE_S = 60.0
+"""Seconds in which the keeper's own store must answer it."""
 REAPED_S = 0.5
 """Seconds that the parent of an ended process may take to reap it."""
 SAID_S, SAID = 60.0, 10
@@ -128,11 +129,11 @@ class Keeper:
     def open_store(self, incarnation: int, generation: int) -> tuple[str, int]:
         """Hosts the store of ``generation`` here and returns its address."""
         self._heed(incarnation)
-        from torch.distributed import TCPStore
+        from elastic.engine.stores import host_store
 
         host = ray.util.get_node_ip_address()
         if generation not in self.stores:
-            self.stores[generation] = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+            self.stores[generation] = host_store(host, STORE_S)
         return host, self.stores[generation].port
 
     def close_store(self, incarnation: int, generation: int) -> None:

@@ -94,6 +94,8 @@ class World:
     """Events of the last ``LEAD`` calls of ``keep_up``."""
     formed_ns: int = field(default_factory=time.time_ns)
     """Wall-clock time in nanoseconds at which this world formed."""
+    kept: dist.Store | None = None
+    """The store in which the members met.  torch keeps the C++ half of a store only, and part of ours is Python."""
 
     def __post_init__(self) -> None:
         everyone = dist.group.WORLD
@@ -118,7 +120,7 @@ class World:
         No collective runs before ``connect``.  With ``replicas`` the members that hold the same shard get a group.  ``met`` is called after
         the group of all members is made and before the smaller ones are.
         """
-        store = dist.PrefixStore(f"g{generation}", store)
+        kept, store = store, dist.PrefixStore(f"g{generation}", store)
         store.set_timeout(datetime.timedelta(seconds=form_s))
         before = sockets.listening()
         with contextlib.ExitStack() as undo:
@@ -130,6 +132,7 @@ class World:
             listening = sockets.listening() - before
             peers = _exchange_endpoints(store, rank, layout.world, listening) if device.type == "cpu" else frozenset[Endpoint]()
             world = cls(generation, layout, rank, device, shard, replicate, store, frozenset(p for _, p in listening), peers)
+            world.kept = kept
             undo.pop_all()
         return world
 

@@ -17,13 +17,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from elastic.engine.parallelize import scheme_of
+from elastic.engine.stores import join_store
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.plan.transfer import Holding
@@ -302,7 +301,7 @@ class Trainer:
         return self.session.job.deadlines.form_s / 2
 
     def _meet(self, plan: Plan, store: tuple[str, int]) -> World:
-        client = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._form_s))
+        client = join_store(*store, self.session.secret, self._form_s)
         seat = Seat(plan.generation, plan.world_rank(self.worker))
         return World.form(
             client,

@@ -16,6 +16,8 @@ from typing import Any
 from elastic.plan.layout import Layout
 from tests.support.patience import PATIENCE_S
 
+SECRET = b"known to the members only"
+
 
 class Ranks:
     def __init__(self, count: int, device: str = "cpu") -> None:
@@ -42,10 +44,10 @@ class Ranks:
 
     def start(self, layout: Layout, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> None:
         """Begins to run the function in these processes, which get the world ranks 0, 1, …, and returns at once."""
-        from torch.distributed import TCPStore
+        from elastic.engine.stores import host_store
 
         self.generation += 1
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = host_store("127.0.0.1", PATIENCE_S)
         for rank, process in enumerate(processes):
             self.pipes[process].send((layout, rank, self.generation, self.store.port, function, arguments))
 
@@ -75,8 +77,7 @@ def _value(process: int, failed: bool, value: Any) -> Any:
 def _serve(pipe: Connection, kind: str, number: int) -> None:
     if kind == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number)  # one device, as Ray shows it to a worker
-    from torch.distributed import TCPStore
-
+    from elastic.engine.stores import join_store
     from elastic.engine.world import World
     from elastic.job import Job
     from elastic.train.session import prepare_process
@@ -86,7 +87,7 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
         layout, rank, generation, port, function, arguments = task
         world = None
         try:
-            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+            store = join_store("127.0.0.1", port, SECRET, PATIENCE_S)
             world = World.form(store, generation=generation, layout=layout, rank=rank, device=device, form_s=60)
             world.connect(60, 60)
             pipe.send((False, function(world, *arguments)))

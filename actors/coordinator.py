@@ -24,7 +24,7 @@ from actors import cluster
 from actors.inbox import Inbox
 from actors.journal_replicas import JournalReplicas
 from actors.perform import Group
-from actors.processes import end_on_sigterm, log_folder
+from actors.processes import end_on_sigterm, log_folder, make_log_folder
 from actors.survivors import Left, find
 from elastic.control import codec, copy_inventory
 from elastic.control.machine import Transition, advance
@@ -178,9 +178,9 @@ class Coordinator:
         first = min([*before, self.incarnation])
         self.again = first < self.incarnation
         self.token = f"{self.job.name}-{first:04d}-{life}"
-        folder = log_folder(self.token)
+        folder = make_log_folder(self.token)
         local = replicas.folder_of(folder, self.incarnation)
-        local.mkdir(parents=True, exist_ok=True)  # it must exist, because a later coordinator may look for it
+        local.mkdir(mode=0o700, exist_ok=True)  # it must exist, because a later coordinator may look for it
         self.left, self.whole = Left(), True
         found = self.run.recover(first, local, self._look_back(before, folder)) if self.again else None
         if found is None:

@@ -15,6 +15,7 @@ import time
 import weakref
 from pathlib import Path
 
+from elastic.errors import JobError
 from elastic.train.counters import segment
 
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
@@ -22,7 +23,41 @@ _PIDFD_INFO_EXIT = 1 << 3
 
 
 def log_folder(run: str) -> Path:
-    return Path(tempfile.gettempdir()) / "elastic" / run
+    """Returns the folder of this node for what the run's processes print, and for the local journal of a coordinator.
+
+    Its parent, in the temporary folder, belongs to the user alone.  Its name has a dash, because a folder called ``elastic`` there would
+    be a package of that name for every process that works in the temporary folder.
+    """
+    return Path(tempfile.gettempdir()) / f"elastic-{os.getuid()}" / run
+
+
+def make_log_folder(run: str) -> Path:
+    """Makes :func:`log_folder`, which only this user can read and write.
+
+    Raises :class:`JobError` if another user has put something else there: what is written there could then be read or replaced.
+    """
+    folder = log_folder(run)
+    with contextlib.suppress(FileExistsError):
+        folder.parent.mkdir(mode=0o700)
+    if not _is_ours(folder.parent):
+        raise JobError(f"{folder.parent} is a link, or belongs to another user: remove it, or set TMPDIR to a folder of your own")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _is_ours(folder: Path) -> bool:
+    """Returns whether ``folder`` is a folder of this user and no link; if so, takes it from everybody else."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        ours = os.fstat(descriptor).st_uid == os.getuid()
+        if ours:
+            os.fchmod(descriptor, 0o700)
+        return ours
+    finally:
+        os.close(descriptor)
 
 
 def log_file(run: str, worker: str) -> Path:
@@ -71,7 +106,7 @@ def clear(name: str, deadline_s: float) -> list[str]:
         if not alive:
             path.unlink(missing_ok=True)
             removed.append(f"{path}")
-    for folder in sorted(log_folder("").glob(f"{name}-????-??????")):
+    for folder in sorted(log_folder("").glob(f"{name}-????-??????")) if _is_ours(log_folder("")) else ():
         shutil.rmtree(folder, ignore_errors=True)
         removed.append(f"{folder}")
     return removed

@@ -22,7 +22,7 @@ import ray
 
 from actors import cluster
 from actors.logs import EXAMINE_S
-from actors.processes import end_on_sigterm, log_file
+from actors.processes import end_on_sigterm, log_file, make_log_folder
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
@@ -52,6 +52,7 @@ class Worker:
         self.job, self.worker, self.coordinator, self.secret = job, worker, coordinator, secret
         end_on_sigterm()
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
+        make_log_folder(run)
         _redirect_output(log_file(run, worker))
         faulthandler.register(signal.SIGUSR1)  # on SIGUSR1 it writes all stacks into its log, which shows where it hangs
         if why := no_segment(shared_memory()):
@@ -209,8 +210,7 @@ class Worker:
 
 def _redirect_output(path: Path) -> None:
     """Sends the process's output to a file that its keeper can read after its death."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import ray
 
 from actors import cluster
 from actors.coordinator import View
+from actors.processes import make_log_folder
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from tests.actors.test_failover import GATE, STEPS, job_of, take_overs, undisturbed
@@ -123,8 +123,7 @@ class PowerCut:
 @pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
 def test_the_node_of_the_coordinator_dies(tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch, ahead_s: int) -> None:
     """R6: also if its clock was an hour behind that of the next coordinator, or ahead of it (``coordinator_clock``)."""
-    own_disk = Path(tempfile.gettempdir()) / "elastic"
-    own_disk.mkdir(exist_ok=True)
+    own_disk = make_log_folder("power").parent
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(AHEAD.format(ahead_s=ahead_s))
     first = Node("first", 0, empty=(own_disk,), environment={"PYTHONPATH": f"{tmp_path / 'clock'}{os.pathsep}{ROOT}"})

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from elastic.protocol.events import (
 )
 from elastic.report.story import Line, Story
 from elastic.runs import Run
+from elastic.threads import go_or_end, keep_going
 from storage.errors import Deposed, Unavailable
 from storage.journal import replicas
 
@@ -143,7 +145,7 @@ class Coordinator:
         deadline = time.monotonic() + 2 * job.deadlines.lease_s  # by then the workers have ended themselves
         while not self._stands(reference, life, deadline):
             time.sleep(RETRY_S)
-        threading.Thread(target=self._run, name="loop", daemon=True).start()
+        go_or_end(self._run, "loop")
 
     def _stands(self, reference: Build, life: str, deadline: float) -> bool:
         """Claims the run and reads where it stands.
@@ -161,7 +163,7 @@ class Coordinator:
             self.group = Group(
                 self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local
             )
-            self.group.tell = lambda sentence: self.story.say(self.clock(), sentence)
+            self.group.tell = self._say
         except (Unavailable, OSError):
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise
@@ -235,6 +237,9 @@ class Coordinator:
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def tell(self, sentence: str) -> None:
         """Adds a sentence to the run's story: something that a keeper has found out and that decides nothing."""
+        self._say(sentence)
+
+    def _say(self, sentence: str) -> None:
         self.story.say(self.clock(), sentence)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
@@ -286,11 +291,11 @@ class Coordinator:
 
     def _run(self) -> None:
         """Runs until the run is over and nothing of it is left; then this actor ends too."""
-        threading.Thread(target=self.replicas.keep_lease, args=(self.over,), name="lease", daemon=True).start()
+        keep_going(partial(self.replicas.keep_lease, self.over), "lease", self._say)
         try:
             if self.again:
                 self._take_over()
-            threading.Thread(target=self._watch_cluster, name="cluster", daemon=True).start()
+            self._begin_to_watch()
             while not isinstance(self.state.state, TERMINAL):
                 self._take()
         except Deposed as error:  # another coordinator acts for the run, so this one changes nothing
@@ -385,6 +390,9 @@ class Coordinator:
             self.story.say(now, reason)
 
     # ---- what nobody reports by itself
+
+    def _begin_to_watch(self) -> None:
+        keep_going(self._watch_cluster, "cluster", self._say)
 
     def _watch_cluster(self) -> None:
         placed: frozenset[WorkerId] = frozenset()

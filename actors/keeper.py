@@ -30,6 +30,7 @@ from elastic.protocol.events import STOPPED, Beat, Kept, Progress, SaveFailed, S
 from elastic.runs import SavedShard
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.uploads import Uploads
+from elastic.threads import keep_going
 from elastic.train.counters import OPERATIONS, Counters, segment
 from storage.checkpoints import ShardReceipt
 from storage.errors import Deposed, StorageError
@@ -81,9 +82,8 @@ class Keeper:
         self._closed = threading.Event()
         sys.setswitchinterval(SWITCH_S)
         threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while a world waits
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
-        self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._watching.start()
+        keep_going(self._beat, "beat", self._say)
+        self._watching = keep_going(self._watch, "watch", self._say)
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def attach(self, incarnation: int) -> tuple[int, bytes]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -104,7 +105,7 @@ class Group:
                 for worker in workers:
                     self._start(worker, avoid)
             case Form():
-                self._forms.submit(self._form, action)
+                self._do(self._forms, self._form, action)
             case Go(generation, members):
                 self._send(members, "go", generation)
             case Pause(generation, members, save):
@@ -125,9 +126,9 @@ class Group:
             case CommitManifest(version, lineage, by):
                 if version not in self._committing:  # a manifest of many members takes its time
                     self._committing.add(version)
-                    self._pool.submit(self._commit, version, lineage, by)
+                    self._do(self._pool, self._commit, version, lineage, by)
             case Quarantine(version, reason):
-                self._pool.submit(self.run.checkpoints.quarantine, version, reason)
+                self._do(self._pool, self.run.checkpoints.quarantine, version, reason)
             case ListCopies(generation, keepers):
                 for keeper in self._those(keepers):
                     keeper.list_copies.remote(self.incarnation, generation)
@@ -142,6 +143,18 @@ class Group:
                 self._send(workers, "exit")
             case _:
                 assert_never(action)
+
+    def _do(self, pool: ThreadPoolExecutor, work: Callable[..., object], *arguments: Any) -> None:
+        """Runs ``work`` on the pool.  If it fails, the story says so: nobody asks for its result."""
+
+        def done(future: Future[object]) -> None:
+            error = None if future.cancelled() else future.exception()
+            if isinstance(error, StorageError | OSError):
+                self.tell(f"{work.__name__.strip('_')} failed: {error}")
+            elif error is not None:
+                self.tell(f"{work.__name__} failed; this is a fault of Elastic\n{''.join(traceback.format_exception(error))}")
+
+        pool.submit(work, *arguments).add_done_callback(done)
 
     # ---- what another coordinator has left
 
@@ -161,7 +174,7 @@ class Group:
         """Asks the workers where they stand; they answer with events.  There may be manifests of the versions in ``asked`` already."""
         self._send(tuple(self.workers), "attach")
         for version in asked:
-            self._pool.submit(self._look_for, version)
+            self._do(self._pool, self._look_for, version)
 
     def _look_for(self, version: Version) -> bool:
         """Reports the manifest of ``version`` as written if there is one.  Returns whether there is."""
@@ -193,7 +206,7 @@ class Group:
     def _ended(self, worker: WorkerId, error: BaseException | None) -> None:
         if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
             if not self._closing:
-                self._pool.submit(self._not_made, worker, error)
+                self._do(self._pool, self._not_made, worker, error)
             return
         reason = _why(error)
         self.post(Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED)))
@@ -316,9 +329,9 @@ class Group:
         if self._closing:
             return
         if error is None:
-            self._pool.submit(self._look, node)
+            self._do(self._pool, self._look, node)
         elif isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
-            self._pool.submit(self._refuse, node, f"cannot start a keeper: {_why_not_made(error)}", False)
+            self._do(self._pool, self._refuse, node, f"cannot start a keeper: {_why_not_made(error)}", False)
         else:
             self._keeper_lost(node, error)
 

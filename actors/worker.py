@@ -28,6 +28,7 @@ from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed
 from elastic.protocol.member import Member
+from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters, segment
 from elastic.train.machine.limits import no_segment, shared_memory
@@ -97,7 +98,7 @@ class Worker:
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
         warm_up(session, device)
         session.snapshots.ready()
-        threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
+        go_or_end(self._keep_lease, "lease")
         self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build)
         self.report(self._joined)
         self._end(self.trainer)

@@ -22,6 +22,7 @@ from elastic.protocol.copy_schedule import Copy, age
 from elastic.state.node_memory import reserve
 from elastic.state.region import Region
 from elastic.state.wire import Listener, Wire
+from elastic.threads import keep_going
 
 POLL_S = 0.02
 """Seconds between two looks for a copy that is due at the buddy."""
@@ -56,7 +57,7 @@ class KeeperStore:
         self._closed = threading.Event()
         self._listener = Listener(host, secret, self._serve, say)
         self.address = self._listener.address
-        threading.Thread(target=self._bring, name="buddy", daemon=True).start()
+        keep_going(self._bring, "buddy", say)
 
     def adopt(self, worker: WorkerId, pid: int, descriptor: int) -> None:
         """Opens the region of a living worker and keeps it.  Raises :class:`StateMissing` or OSError if it cannot be opened."""

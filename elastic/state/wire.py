@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from elastic.errors import WireError
+from elastic.threads import keep_going
 
 NONCE = 32
 SILENCE_S = 10.0
@@ -128,7 +129,7 @@ class Listener:
         self._secret, self._serve, self._say, self._closed = secret, serve, say, threading.Event()
         self._socket = socket.create_server((host, 0))
         self.address = f"{host}:{self._socket.getsockname()[1]}"
-        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+        keep_going(self._accept, "listener", say)
 
     def __enter__(self) -> Self:
         return self

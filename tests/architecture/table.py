@@ -20,7 +20,7 @@ class Row:
 
 
 DOCUMENTS = ("storage.background", "storage.documents", "storage.errors")
-NAMES = ("elastic.ids", "elastic.errors", "elastic.imports", "storage.slices")
+NAMES = ("elastic.ids", "elastic.errors", "elastic.imports", "elastic.threads", "storage.slices")
 
 IMPORTS = {
     "storage": Row(("storage.errors",), ("blake3",)),
@@ -38,6 +38,7 @@ IMPORTS = {
     "elastic.ids": Row(("storage.slices",)),
     "elastic.errors": Row(),
     "elastic.imports": Row(("elastic.errors",)),
+    "elastic.threads": Row(),
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
     "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")),
     "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")),
@@ -73,7 +74,7 @@ IMPORTS = {
     ),
     "elastic.state.region": Row(("elastic.protocol.copy_schedule", "elastic.plan.placement", *NAMES)),
     "elastic.state.node_memory": Row(("elastic.state.region", "elastic.plan.copy_budget", *NAMES)),
-    "elastic.state.wire": Row(("elastic.errors",)),
+    "elastic.state.wire": Row(("elastic.errors", "elastic.threads")),
     "elastic.state.keeper_store": Row(
         ("elastic.state.*", "elastic.protocol.actions", "elastic.protocol.copy_schedule", "elastic.plan.*", *NAMES)
     ),

@@ -1,0 +1,67 @@
+"""Background threads whose errors are heard of: the work begins anew, or the process ends.
+
+An exception that leaves an ordinary thread ends it with a line in some log, and what it did is done no more while all else goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+FIRST_S, LONGEST_S = 0.1, 2.0
+"""Seconds from a failure until the work begins anew: they double with each failure up to the second number, after which they are the first
+again once the work has lasted as long.
+"""
+
+
+def keep_going(work: Callable[[], object], name: str, say: Callable[[str], None] = print) -> threading.Thread:
+    """Runs ``work`` on a daemon thread, and begins it anew whenever it fails.  The thread ends when ``work`` returns.
+
+    ``say`` receives a sentence with the traceback, once for each place where it fails.
+    """
+    thread = threading.Thread(target=_keep_going, args=(work, name, say), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def go_or_end(work: Callable[[], object], name: str) -> threading.Thread:
+    """Runs ``work`` on a daemon thread.  If it fails, the process ends with code 1: others then know, and replace it."""
+    thread = threading.Thread(target=_go_or_end, args=(work, name), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _keep_going(work: Callable[[], object], name: str, say: Callable[[str], None]) -> None:
+    said, pause_s = set[str](), FIRST_S
+    while True:
+        began = time.monotonic()
+        try:
+            work()
+            return
+        except Exception as error:  # the boundary of a thread
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{type(error).__name__} at {os.path.basename(frame.filename)}:{frame.lineno}"
+            if place not in said:
+                said.add(place)
+                sentence = f"the thread {name!r} failed ({place}) and begins anew; this is a fault of Elastic\n{traceback.format_exc()}"
+                try:
+                    say(sentence)
+                except Exception:  # nobody hears it any more, but the work goes on
+                    print(sentence, flush=True)
+        if time.monotonic() - began > LONGEST_S:
+            pause_s = FIRST_S
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_S)
+
+
+def _go_or_end(work: Callable[[], object], name: str) -> None:
+    try:
+        work()
+    except BaseException:  # the boundary of a thread
+        print(f"the thread {name!r} failed, and this process ends; this is a fault of Elastic\n{traceback.format_exc()}", flush=True)
+        sys.stderr.flush()
+        os._exit(1)

@@ -8,10 +8,12 @@ border of two pieces.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 
@@ -27,9 +29,24 @@ def register(memory: torch.Tensor) -> Callable[[], object] | None:
     """Pins ``memory`` for the devices of this process."""
     cuda, place = torch.cuda.cudart(), memory.data_ptr()
     if code := int(cuda.cudaHostRegister(place, len(memory), 0)):
+        forget_error()
         print(f"{amount(len(memory))} of host memory are not pinned, copies there are slow: cudaHostRegister said {code}", flush=True)
         return None
-    return lambda: cuda.cudaHostUnregister(place)
+
+    def end() -> None:
+        if int(cuda.cudaHostUnregister(place)):
+            forget_error()
+
+    return end
+
+
+def forget_error() -> None:
+    """Makes CUDA forget the error of this thread's last call.  Otherwise the next launch of this thread would be taken for the failure.
+
+    torch has no call for that, but the library that it has loaded for all of the process has one.
+    """
+    with suppress(AttributeError):  # this build of torch hides it
+        ctypes.CDLL(None).cudaGetLastError()
 
 
 class Pins:

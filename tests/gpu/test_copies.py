@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
@@ -224,3 +225,27 @@ def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: p
     free[0] = node_memory.SPARE + whole.bytes
     live(snapshots, world(8, 1, 22), range(22, 26))
     assert max(way.pins.sizes()) == whole.bytes, "and copies that need more take it"
+
+
+def launches(memory: torch.Tensor) -> str:
+    """Returns how a launch ends on a thread that has just pinned ``memory``, which is pinned already."""
+    pins.register(memory)
+    try:
+        torch.ones(1, device="cuda").add_(1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("forgets", [True, False], ids=["ours", "control"])
+def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_launch(monkeypatch: pytest.MonkeyPatch, forgets: bool) -> None:
+    """CUDA keeps an error for each thread, and torch asks for it after a launch.  The control does not make CUDA forget it."""
+    memory = torch.zeros(2**20, dtype=torch.uint8)
+    end = pins.register(memory)
+    assert end is not None
+    if not forgets:
+        monkeypatch.setattr(pins, "forget_error", lambda: None)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(launches, memory).result()
+    assert ("already" in found) is not forgets, found
+    end()

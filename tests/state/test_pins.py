@@ -133,6 +133,35 @@ def test_what_cannot_be_pinned_is_used_all_the_same() -> None:
     assert made.fit(0, WHOLE, 0) == ""
 
 
+class Runtime:
+    """What torch shows of CUDA's runtime: a call that fails leaves its error to the thread's next launch, until somebody asks for it."""
+
+    def __init__(self) -> None:
+        self.refuses = 0
+        self.last = 0
+
+    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+        self.last = self.refuses or self.last
+        return self.refuses
+
+    def cudaHostUnregister(self, place: int) -> int:
+        return self.cudaHostRegister(place, 0, 0)
+
+
+def test_a_call_that_fails_leaves_no_error_to_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/gpu/test_copies.py`` has the same with CUDA.  An error that another call has left stays, for whoever made that call."""
+    cuda, memory = Runtime(), torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(pins, "forget_error", lambda: setattr(cuda, "last", 0))
+    cuda.last = 700
+    end = pins.register(memory)
+    assert end is not None and cuda.last == 700
+    cuda.refuses = 712
+    assert pins.register(memory) is None and cuda.last == 0
+    end()
+    assert cuda.last == 0
+
+
 def test_nothing_stays_pinned_behind_a_worker() -> None:
     driver = Driver()
     made = pinned_slots(driver)

@@ -23,6 +23,14 @@ from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched, children, frozen, kill_all, wait_gone
 
 
+JOIN_S = 100.0
+"""Seconds in which a node must join: it takes about 3.  Of two ``ray start`` at once in one session folder, Ray loses one for ever."""
+
+
+class NeverJoined(AssertionError):
+    """A node that was started is no part of the cluster."""
+
+
 @dataclass(frozen=True)
 class Node:
     """A node to be.  ``instead`` maps a path to the path that it finds there; ``empty`` names folders of its own, which are empty."""
@@ -55,7 +63,7 @@ def joined(folder: Path, *nodes: Node) -> Iterator[Joined]:
     try:
         for node in nodes:  # one after the other: of two that start at once in one session folder, Ray lost one, which then never came
             processes[node.name] = _started(folder, node)
-            _until(lambda: _alive().keys() >= processes.keys(), folder)
+            _await(node.name, processes[node.name], folder)
         found.update({name: _alive()[name] for name in processes})
         yield found
     finally:
@@ -99,6 +107,16 @@ def _alive() -> dict[str, str]:
     """Returns the living nodes of the tests by name."""
     resources = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]}
     return {name.removeprefix("test-"): node for node, has in resources.items() for name in has if name.startswith("test-")}
+
+
+def _await(name: str, process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Waits until the node is part of the cluster.  Raises :class:`NeverJoined` if its process ends first, or after ``JOIN_S``."""
+    end = time.monotonic() + JOIN_S
+    while name not in _alive():
+        if (code := process.poll()) is not None or time.monotonic() > end:
+            why = f"ended with code {code}" if code is not None else f"did not join within {JOIN_S:g} s, as if two started at the same time"
+            raise NeverJoined(f"node {name!r} {why}; it printed:\n{(folder / f'node-{name}.log').read_text(errors='replace')}")
+        time.sleep(0.01)
 
 
 def _until(true: Callable[[], bool], folder: Path) -> None:

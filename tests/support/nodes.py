@@ -22,7 +22,6 @@ import ray
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched, children, frozen, kill_all, wait_gone
 
-
 JOIN_S = 100.0
 """Seconds in which a node must join: it takes about 3.  Of two ``ray start`` at once in one session folder, Ray loses one for ever."""
 

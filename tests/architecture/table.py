@@ -135,6 +135,7 @@ BOUNDARIES = {
     "elastic/train/model.py": "whatever the user's model raises while it is built becomes a sentence",
     "elastic/train/session.py": "whatever the user's dataset raises while it is opened becomes a sentence",
     "storage/background.py": "whatever ends a thread is raised where its result is waited for",
+    "elastic/threads.py": "whatever ends a thread's work is told, and the work begins anew or the process ends",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
 """Places that may catch every exception, and why."""

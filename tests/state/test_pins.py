@@ -134,7 +134,7 @@ def test_what_cannot_be_pinned_is_used_all_the_same() -> None:
 
 
 class Runtime:
-    """What torch shows of CUDA's runtime: a call that fails leaves its error to the thread's next launch, until somebody asks for it."""
+    """Stands in for CUDA's runtime, in which a call that fails leaves its error to the thread's next launch until somebody asks for it."""
 
     def __init__(self) -> None:
         self.refuses = 0

@@ -75,7 +75,7 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
                 )
             return _result(job, *run_local(job, show))
         Run.look(job).check_local()
-        cluster.connect(address)
+        cluster.connect(address, job.workers)
         requests.note()
         return _follow(_heeding_the_driver(job, show), checked.build, requests, show)
 

@@ -51,6 +51,7 @@ class Worker:
 
     def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes) -> None:
         self.job, self.worker, self.coordinator, self.secret = job, worker, coordinator, secret
+        self._made_at, self._made_with_s = time.monotonic(), time.process_time()
         end_on_sigterm()
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         make_log_folder(run)
@@ -101,6 +102,8 @@ class Worker:
         go_or_end(self._keep_lease, "lease")
         self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build)
         self.report(self._joined)
+        took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
+        print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)
         self._end(self.trainer)
 
     def _cannot_start(self, error: Exception) -> None:

@@ -1,0 +1,43 @@
+"""A process that Ray has prepared has imported nearly all that a worker imports before it joins."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from actors.cluster import PRELOADED
+from tests.support.commands import ROOT
+from tests.support.patience import PATIENCE_S
+
+JOINS = """
+import importlib, json, ray, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+before = set(sys.modules)
+import actors.worker, elastic.train.loop, elastic.train.model, elastic.train.session, elastic.train.warmup, storage.checkpoints
+from elastic.train.session import prepare_process
+from tests.support.toys import toy_job
+prepare_process(toy_job("/nowhere", reproducible=True))
+ours = ("actors", "elastic", "storage", "tests", "ray")
+print(json.dumps(sorted(name for name in set(sys.modules) - before if not name.startswith(ours))))
+"""
+
+
+def imported_after(modules: list[str]) -> list[str]:
+    """Returns the installed modules that a worker still imports once it has ``modules``."""
+    done = subprocess.run(
+        [sys.executable, "-c", JOINS, *modules], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("preloaded", [True, False], ids=["prepared", "control"])
+def test_a_prepared_process_has_imported_what_a_worker_needs(preloaded: bool) -> None:
+    """N13: the figures count modules, since these do not depend on the machine.  A worker imports more than a thousand."""
+    left = imported_after(PRELOADED.split(",") if preloaded else [])
+    assert len(left) < 50 if preloaded else len(left) > 1000, left

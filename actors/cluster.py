@@ -45,9 +45,8 @@ ROOM_S, ROOM_POLL_S = 5.0, 0.1
 def connect(address: str | None, workers: Workers | None = None) -> None:
     """Joins the cluster at ``address``, or the one that this process was submitted to, or starts one here ("local").
 
-    A cluster that starts here for ``workers`` has a process for each of them, and for ``OTHERS``, that has imported ``PRELOADED`` before
-    it is needed: a worker then joins in a fraction of the time.  Ray starts a process for each CPU that it is told of, so it is told of
-    no more than that.
+    A cluster that starts here for ``workers`` has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so: a worker
+    then joins in a fraction of the time.  Ray starts a process for each CPU that it is told of, so it is told of no more than these.
 
     The environment variables are Ray's own and must be set before it starts: no usage reports; for a local cluster also no token,
     because only this machine can reach it, no waiting for a drain when it ends, and no monitor that kills processes to free memory.
@@ -63,12 +62,22 @@ def connect(address: str | None, workers: Workers | None = None) -> None:
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address or "auto"}
     if local:
         cpus = max(8, os.cpu_count() or 1)
-        if workers is not None:
+        if workers is not None and (cpus_of_prepared := prepared(workers, os.cpu_count() or 1)):
             os.environ.setdefault("RAY_preload_python_modules", PRELOADED)
-            cpus = min(cpus, math.ceil((workers.max + workers.spares) * workers.cpus) + OTHERS)
+            cpus = cpus_of_prepared
         options |= {"object_store_memory": 80 * 2**20, "num_cpus": cpus}
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
     _leave_deaths_to_the_story()
+
+
+def prepared(workers: Workers, cores: int) -> int:
+    """Returns how many processes wait, with their imports done, in a cluster that starts on a machine of so many cores; 0: none do.
+
+    There is one for each worker and spare, and ``OTHERS``.  All of them import at once, while the run begins: without a core for each,
+    the first worker would come later than it does without them.
+    """
+    wanted = math.ceil((workers.max + workers.spares) * max(workers.cpus, 1)) + OTHERS
+    return wanted if wanted <= cores else 0
 
 
 def begins_here() -> bool:

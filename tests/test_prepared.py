@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from actors.cluster import PRELOADED
+from actors.cluster import PRELOADED, prepared
+from elastic.job import Workers
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -24,6 +25,20 @@ prepare_process(toy_job("/nowhere", reproducible=True))
 ours = ("actors", "elastic", "storage", "tests", "ray")
 print(json.dumps(sorted(name for name in set(sys.modules) - before if not name.startswith(ours))))
 """
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "processes"),
+    [
+        ({"max": 2}, 8, 5),  # two workers, coordinator, keeper, and one that takes a dead one's place
+        ({"max": 2}, 64, 5),  # Ray alone would start 64
+        ({"max": 2}, 2, 0),  # five would import on two cores, while the first worker waits
+        ({"max": 8, "spares": 1, "gpus": 1, "cpus": 0}, 32, 12),
+        ({"max": 4, "cpus": 2}, 16, 11),  # a CPU for Ray is a process
+    ],
+)
+def test_processes_wait_where_each_has_a_core(workers: dict[str, int], cores: int, processes: int) -> None:
+    assert prepared(Workers(min=1, **workers), cores) == processes
 
 
 def imported_after(modules: list[str]) -> list[str]:

@@ -67,7 +67,9 @@ def measure(way: str, kills: int) -> dict[str, float | list[float]]:
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         workers, deadlines = {"min": 1, "max": 2, "cpus": 1}, {"grow_debounce_s": 1}
         job = toy_job(folder, name="starts", steps=100_000, workers=workers, deadlines=deadlines)
-        cluster.connect("local", job.workers if way == "prepared" else None)
+        if way == "prepared":
+            os.environ |= {"RAY_preload_python_modules": cluster.PRELOADED}  # also on a machine with too few cores for it
+        cluster.connect("local")
         waiting = settle(int(ray.cluster_resources()["CPU"]))
         memory = [each.memory_full_info() for each in waiting]
         found: dict[str, float | list[float]] = {

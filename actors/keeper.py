@@ -174,7 +174,7 @@ class Keeper:
         self.uploads.obey((incarnation, number), saves, generation, version)
 
     def _uploaded(self, save: Save, event: ShardSaved | SaveFailed, receipt: ShardReceipt | None) -> None:
-        self.coordinator.post.remote(event, SavedShard(save.by, save.layout, receipt) if receipt is not None else None)
+        self.coordinator.post.remote(event, SavedShard(save.by, save.layout, receipt.packed()) if receipt is not None else None)
 
     def pair(self, incarnation: int, address: str) -> None:
         """Sends copies on to the keeper at ``address`` from now on."""

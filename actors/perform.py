@@ -47,7 +47,7 @@ from elastic.protocol.actions import (
 )
 from elastic.protocol.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
 from elastic.runs import Parts, Run
-from storage.documents import digest_of
+from storage.checkpoints import ShardReceipt
 from storage.errors import StorageError, Unavailable
 
 STORE_DEADLINE_S = 20
@@ -179,7 +179,7 @@ class Group:
     def _look_for(self, version: Version) -> bool:
         """Reports the manifest of ``version`` as written if there is one.  Returns whether there is."""
         with contextlib.suppress(StorageError, OSError):
-            self.post(Saved(version, digest_of(self.run.checkpoints.manifest(version).to_bytes())))
+            self.post(Saved(version, self.run.checkpoints.manifest(version).digest))
             return True
         return False
 
@@ -383,7 +383,7 @@ class Group:
                 why = "the manifest is written only after the journal, which has the steps that made the checkpoint"
                 raise Unavailable(f"the journal of {self.job.name}", why)
             written = self.parts.of(version, by or version.generation)
-            digest = self.run.commit(version, [shard.receipt for shard in written], lineage, written[0].layout)
+            digest = self.run.commit(version, [ShardReceipt.unpacked(shard.receipt) for shard in written], lineage, written[0].layout)
         except (StorageError, OSError, KeyError) as error:
             if not self._look_for(version):
                 self.post(

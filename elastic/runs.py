@@ -23,8 +23,8 @@ from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage
 from storage import journal
-from storage.checkpoints import Checkpoints, ShardReceipt
-from storage.documents import digest_of, seal, unseal
+from storage.checkpoints import Checkpoints, Listed, ShardReceipt
+from storage.documents import seal, unseal
 from storage.errors import Deposed, Exists, Missing
 from storage.journal import Journal, claim_owner, latest_claim, newest_owner, owners, replicas
 from storage.journal.replicas import Written
@@ -38,14 +38,14 @@ KEPT = 4
 
 @dataclass(frozen=True)
 class SavedShard:
-    """The receipt of a shard, which goes to the coordinator with ``ShardSaved``.
+    """The receipt of a shard, packed, which goes to the coordinator with ``ShardSaved``.
 
     A checkpoint consists of the shards of one generation, in that generation's layout.
     """
 
     generation: int
     layout: Layout
-    receipt: ShardReceipt
+    receipt: bytes
 
 
 class Parts:
@@ -178,24 +178,30 @@ class Run:
         claim = newest_owner(self.store, self.job.name)
         return dict(claim) if claim is not None else None
 
-    def standing(self, incarnation: int, now: float) -> RunState:
-        """Returns the run's state as the bucket knows it: ``Waiting``, with every good checkpoint of the newest lineage.
+    def standing(self, incarnation: int, now: float, step: int | None = None) -> RunState:
+        """Returns the run's state as the bucket knows it: ``Waiting``, with the good checkpoints of the newest lineage.
 
-        The newest manifest says which generation committed which steps; checkpoints that are not on that lineage were abandoned.  If the
-        journal in the bucket does not reach the end of the run, it may lack the newest generations.  So an ``incarnation`` that begins anew
-        skips numbers; 0 stands for a reader or a takeover, which skips none.
+        Of the checkpoints, only the newest, the last one that the journal knows, and those of ``step`` are looked at.  The newest manifest
+        says which generation committed which steps; checkpoints that are not on that lineage were abandoned.  If the journal in the bucket
+        does not reach the end of the run, it may lack the newest generations.  So an ``incarnation`` that begins anew skips numbers; 0
+        stands for a reader or a takeover, which skips none.
         """
         last = self._last_recorded()
         generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
         if incarnation and last is not None and not last.over:
             generation += UNREAD * incarnation
-        listed = self.checkpoints.versions()
-        whole = [(each.version, each.manifest) for each in listed if each.manifest is not None]
-        if not whole:
-            return RunState.begin(incarnation, now, generation=generation, next_worker=next_worker)
-        newest, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
-        good = tuple(each.version for each in listed if each.manifest is not None and not each.damaged)
-        return RunState.begin(incarnation, now, good, manifest.lineage, max(generation, newest.generation), next_worker)
+        steps = {each.step for each in last.history.saved[-1:]} if last is not None else set()
+        known = [listed for at in sorted(steps | ({step} if step is not None else set())) for listed in self.checkpoints.at(at)]
+
+        def state(recent: Sequence[Listed]) -> RunState:
+            whole = [(each.version, each.manifest) for each in (*known, *recent) if each.manifest is not None]
+            if not whole:
+                return RunState.begin(incarnation, now, generation=generation, next_worker=next_worker)
+            newest, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
+            good = {each.version for each in (*known, *recent) if each.good}
+            return RunState.begin(incarnation, now, tuple(good), manifest.lineage, max(generation, newest.generation), next_worker)
+
+        return state(self.checkpoints.recent(lambda found: bool(state(found).history.saved)))
 
     def _last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""
@@ -273,7 +279,7 @@ class Run:
 
     def version_at(self, step: int | None) -> Version:
         """Returns the good checkpoint at ``step``, or the newest if ``step`` is None.  Raises :class:`JobError` if there is none."""
-        saved = self.standing(0, 0.0).history.saved
+        saved = self.standing(0, 0.0, step).history.saved
         found = [version for version in saved if step in (None, version.step)]
         if not found:
             have = ", ".join(str(version.step) for version in saved) or "none"
@@ -294,7 +300,7 @@ class Run:
             there = self.checkpoints.manifest(version)
             if there.lineage != lineage or there.layout == about["layout"]:
                 raise
-            return digest_of(there.to_bytes())
+            return there.digest
 
     def _about(self, lineage: Lineage, layout: Layout) -> dict[str, Any]:
         job = self.job

@@ -19,8 +19,6 @@ from elastic.plan.layout import Layout
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import Recovered, Tick
 from elastic.runs import KEPT, Parts, Run, SavedShard
-from storage.checkpoints import ShardReceipt
-from storage.documents import File
 from storage.errors import Damaged, Deposed, Exists
 from storage.journal import Journal, replicas
 from tests.control.play import Play, stepping
@@ -289,7 +287,7 @@ def test_a_run_that_has_saved_its_last_step_is_finished_whoever_did_it() -> None
 
 
 def part(generation: int) -> SavedShard:
-    return SavedShard(generation, Layout(), ShardReceipt(Version(6, 1), File("a", 0, ""), ()))
+    return SavedShard(generation, Layout(), b"")
 
 
 def test_a_manifest_is_made_of_the_parts_of_one_world() -> None:

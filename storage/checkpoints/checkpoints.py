@@ -1,7 +1,7 @@
 """Checkpoints of a run.  Writers write shards, and take digests before the upload; the manifest is written last.
 
-    <run>/steps/<step>/g<generation>/<name>.safetensors   one writer's slices
-    <run>/steps/<step>/g<generation>/index.parquet        one row for each slice
+    <run>/steps/<step>/g<generation>/<name>.safetensors   one writer's slices; its header is their index
+    <run>/steps/<step>/g<generation>/index.jsonl          which file has which box of which tensors
     <run>/steps/<step>/g<generation>/MANIFEST.json        before it is written, there is no checkpoint
     <run>/steps/<step>/g<generation>/DAMAGED.json         a note that the checkpoint is damaged; nothing is deleted
 
@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from blake3 import blake3
 
-from storage.checkpoints.cover import check_exact_cover, describe
+from storage.checkpoints.cover import describe
 from storage.checkpoints.export import export
-from storage.checkpoints.index import to_parquet
-from storage.checkpoints.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, Manifest, Stored
+from storage.checkpoints.index import Cut, Index, cuts_of, grouped
+from storage.checkpoints.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, Manifest
 from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
 from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of, metadata_of
 from storage.documents import File, digest_of, seal, unseal
@@ -33,27 +34,45 @@ from storage.errors import Damaged, Exists, Incomplete, Missing
 from storage.objects import ObjectStore, Piece
 from storage.slices import Slice, Tensor, Version
 
+T = TypeVar("T")
+R = TypeVar("R")
 Part = tuple[Tensor, Slice, memoryview]
 """A slice and its bytes: contiguous, row-major, little-endian."""
 
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """Tells the committer what a writer wrote.  ``state``: digest of the list of all tensors of the whole state, or "" if unknown."""
+    """Tells the committer what a writer wrote: the file, its header as a file of its own, and its slices.
+
+    ``state``: digest of the list of all tensors of the whole state, or "" if unknown.
+    """
 
     version: Version
     file: File
-    rows: tuple[Stored, ...]
+    header: File
+    cuts: tuple[Cut, ...]
     state: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> ShardReceipt:
+    def from_json(cls, text: str | bytes) -> ShardReceipt:
         value = json.loads(text)
-        rows = tuple(Stored(**row | {"tensor": _tensor(row["tensor"]), "slice": _slice(row["slice"])}) for row in value["rows"])
-        return cls(Version(**value["version"]), File(**value["file"]), rows, value["state"])
+        cuts = tuple(Cut(each["tensors"], tuple(each["start"]), tuple(each["stop"])) for each in value["cuts"])
+        return cls(Version(**value["version"]), File(**value["file"]), File(**value["header"]), cuts, value["state"])
+
+    def packed(self) -> bytes:
+        """Returns the receipt as few bytes: a committer keeps those of a thousand writers."""
+        return zlib.compress(self.to_json().encode())
+
+    @classmethod
+    def unpacked(cls, raw: bytes) -> ShardReceipt:
+        return cls.from_json(zlib.decompress(raw))
+
+
+RECENT = 32
+"""Number of steps whose checkpoints are looked at together, newest first."""
 
 
 class Listed(NamedTuple):
@@ -62,6 +81,11 @@ class Listed(NamedTuple):
     version: Version
     manifest: Manifest | None
     damaged: str
+
+    @property
+    def good(self) -> bool:
+        """True if nothing is known against the checkpoint; its slices were not read."""
+        return self.manifest is not None and not self.damaged
 
 
 class Checkpoints:
@@ -92,16 +116,12 @@ class Checkpoints:
         for entry, (_, _, data) in ordered:
             if data.nbytes != entry.size:
                 raise ValueError(f"{entry.key} as {entry.dtype} has {entry.size} bytes; {data.nbytes} were given")
-        header = header_of([entry for entry, _ in ordered], metadata_of(version))
         slices = [part for _, part in ordered]
-        digests = [digest_of(data) for _, _, data in slices]
+        header = header_of([entry for entry, _ in ordered], metadata_of(version, [digest_of(data) for _, _, data in slices]))
         file = _digested(f"{name}.safetensors", [header, *(data for _, _, data in slices)])
         file = self._create(version, file, lambda: _chunks(header, slices, hook))
-        rows, first = [], len(header)
-        for (tensor, part, data), digest in zip(slices, digests, strict=True):
-            rows.append(Stored(tensor, part, file.name, first, first + data.nbytes, digest))
-            first += data.nbytes
-        return ShardReceipt(version, file, tuple(rows), "" if state is None else _state_digest(state))
+        cuts = cuts_of((tensor, part) for tensor, part, _ in slices)
+        return ShardReceipt(version, file, _digested(file.name, [header]), cuts, "" if state is None else _state_digest(state))
 
     def commit(self, version: Version, receipts: Iterable[ShardReceipt], about: Mapping[str, Any]) -> str:
         """Writes index and manifest; returns the manifest's digest.  ``about``: see :class:`Manifest`.
@@ -112,10 +132,9 @@ class Checkpoints:
         if unknown := about.keys() - ABOUT:
             raise ValueError(f"a manifest has no entry {', '.join(sorted(unknown))}; its entries are {', '.join(sorted(ABOUT))}")
         receipts = sorted(receipts, key=lambda receipt: receipt.file)
-        rows = self._complete(version, receipts)
-        index, blocks = to_parquet(rows)
+        index = self._complete(version, receipts).to_bytes()
         indexed = self._create(version, _digested(INDEX, [index]), lambda: [index])
-        manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about, blocks).to_bytes()
+        manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about).to_bytes()
         key = f"{self.folder(version)}/{MANIFEST}"
         try:
             self.store.put_if_absent(key, manifest)
@@ -135,15 +154,26 @@ class Checkpoints:
 
     def versions(self) -> list[Listed]:
         """Returns every checkpoint that was ever begun, oldest first.  Raises :class:`BadFormat` if a newer release wrote one of them."""
-        found: dict[Version, set[str]] = {}
-        for key in self.store.list(f"{self.run}/steps/"):
-            if place := re.fullmatch(r"(\d+)/g(\d+)/([^/]+)", key.removeprefix(f"{self.run}/steps/")):
-                found.setdefault(Version(int(place[1]), int(place[2])), set()).add(place[3])
-        return [self._listed(version, names) for version, names in sorted(found.items())]
+        return self._listed(self._steps())
+
+    def recent(self, enough: Callable[[Sequence[Listed]], bool]) -> list[Listed]:
+        """Returns the checkpoints of the newest steps, oldest first: those of :data:`RECENT` steps, and more until they are ``enough``.
+
+        So what it reads does not grow with the age of the run.  Raises as :meth:`versions` does.
+        """
+        steps, found = self._steps(), list[Listed]()
+        while steps and not (found and enough(found)):
+            found = self._listed(steps[-RECENT:]) + found
+            del steps[-RECENT:]
+        return found
+
+    def at(self, step: int) -> list[Listed]:
+        """Returns the checkpoints of one step.  Raises as :meth:`versions` does."""
+        return self._listed([step])
 
     def latest_good(self) -> Version | None:
         """Returns the greatest version that has a manifest and no note of damage, or None.  Raises as :meth:`versions` does."""
-        return max((version for version, manifest, damaged in self.versions() if manifest is not None and not damaged), default=None)
+        return max((each.version for each in self.recent(lambda found: any(each.good for each in found)) if each.good), default=None)
 
     def manifest(self, version: Version) -> Manifest:
         """Returns the manifest.  Raises :class:`Missing`, :class:`Damaged` or :class:`BadFormat`."""
@@ -193,42 +223,56 @@ class Checkpoints:
             digest.update(self.store.get(key, first, min(first + FETCH_BYTES, file.size)))
         return digest.hexdigest() == file.blake3
 
-    def _sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Returns the size of each object, or None if there is none.  Sends one request for each, as many at a time as the store takes."""
+    def _at_once(self, call: Callable[[T], R], arguments: Iterable[T]) -> list[R]:
+        """Returns ``call`` of each argument; makes as many calls at a time as the store takes."""
+        with ThreadPoolExecutor(self.store.at_once, "checkpoints") as pool:
+            return list(pool.map(call, arguments))
 
-        def size(key: str) -> int | None:
-            try:
-                return self.store.size(key)
-            except Missing:
-                return None
+    def _size(self, key: str) -> int | None:
+        """Returns the size of an object, or None if there is none."""
+        try:
+            return self.store.size(key)
+        except Missing:
+            return None
 
-        with ThreadPoolExecutor(self.store.at_once, "sizes") as pool:
-            return list(pool.map(size, keys))
-
-    def _complete(self, version: Version, receipts: Sequence[ShardReceipt]) -> list[Stored]:
-        """Returns the rows of the receipts.  Raises :class:`Incomplete` unless they are of this version, stored, and the whole state."""
+    def _complete(self, version: Version, receipts: Sequence[ShardReceipt]) -> Index:
+        """Returns the index of the receipts.  Raises :class:`Incomplete` unless they are of this version, stored, and the whole state."""
         keys = [f"{self.folder(version)}/{receipt.file.name}" for receipt in receipts]
         for key, receipt in zip(keys, receipts, strict=True):
             if receipt.version != version:
                 raise Incomplete(self.store.full_name(key), f"it was written for {receipt.version}, not for {version}")
-        for key, receipt, size in zip(keys, receipts, self._sizes(keys), strict=True):
+        for key, receipt, size in zip(keys, receipts, self._at_once(self._size, keys), strict=True):
             if size != receipt.file.size:
                 there = "no" if size is None else size
                 raise Incomplete(self.store.full_name(key), f"its writer wrote {receipt.file.size} bytes and {there} bytes are there")
-        rows = [row for receipt in receipts for row in receipt.rows]
-        check_exact_cover([(row.tensor, row.slice) for row in rows])
+        groups = grouped((receipt.file.name, cut) for receipt in receipts for cut in receipt.cuts)
+        index = Index(groups, {receipt.file.name: receipt.header for receipt in receipts})
+        index.check()
         states = {receipt.state for receipt in receipts if receipt.state}
-        if not rows or (states and states != {_state_digest(row.tensor for row in rows)}):
-            tensors = len({row.tensor for row in rows})
-            raise Incomplete(self.folder(version), f"{len(receipts)} receipts with {tensors} tensors are not the whole state")
-        return rows
+        if not index.tensors or (states and states != {_state_digest(index.tensors.values())}):
+            raise Incomplete(self.folder(version), f"{len(receipts)} receipts with {len(index.tensors)} tensors are not the whole state")
+        return index
 
-    def _listed(self, version: Version, names: set[str]) -> Listed:
-        damaged = self._quarantined(version) if DAMAGED in names else ""
-        if MANIFEST not in names:
-            return Listed(version, None, damaged)
+    def _steps(self) -> list[int]:
+        """Returns the steps of which a checkpoint was begun, in order."""
+        return sorted(int(name[:-1]) for name in self.store.children(f"{self.run}/steps/") if re.fullmatch(r"\d+/", name))
+
+    def _listed(self, steps: Sequence[int]) -> list[Listed]:
+        """Returns the checkpoints of these steps, oldest first."""
+
+        def generations(step: int) -> list[int]:
+            folder = self.folder(Version(step, 0)).rpartition("/")[0]
+            return sorted(int(name[1:-1]) for name in self.store.children(f"{folder}/") if re.fullmatch(r"g\d+/", name))
+
+        found = zip(steps, self._at_once(generations, steps), strict=True)
+        return self._at_once(self._look, [Version(step, generation) for step, generations in found for generation in generations])
+
+    def _look(self, version: Version) -> Listed:
+        damaged = self._quarantined(version)
         try:
             return Listed(version, self.manifest(version), damaged)
+        except Missing:
+            return Listed(version, None, damaged)
         except Damaged as error:
             return Listed(version, None, damaged or str(error))
 
@@ -236,6 +280,8 @@ class Checkpoints:
         key = f"{self.folder(version)}/{DAMAGED}"
         try:
             return str(unseal(self.store.get(key), key, 1)["reason"]) or "no reason was given"
+        except Missing:
+            return ""
         except Damaged:
             return "it is marked as damaged, and the note that says why is damaged too"
 
@@ -263,11 +309,3 @@ def _alignment(item: tuple[Entry, Part]) -> int:
 def _state_digest(tensors: Iterable[Tensor]) -> str:
     names = sorted({f"{describe(tensor.whole())} {tensor.dtype}" for tensor in tensors if tensor.whole().count})
     return digest_of("\n".join(names).encode())
-
-
-def _tensor(value: Mapping[str, Any]) -> Tensor:
-    return Tensor(value["name"], value["kind"], value["dtype"], tuple(value["shape"]))
-
-
-def _slice(value: Mapping[str, Any]) -> Slice:
-    return Slice(value["name"], value["kind"], tuple(value["start"]), tuple(value["stop"]))

@@ -1,28 +1,16 @@
-"""Finds the stored slices that supply a wanted one, and checks that slices make up whole tensors.  Pure interval arithmetic."""
+"""Checks that slices make up whole tensors.  Pure interval arithmetic."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from storage.errors import Incomplete
 from storage.slices import Slice, Tensor
 
 Key = tuple[str, str]
 """The (name, kind) of a tensor."""
-
-
-def covering(stored: Iterable[Slice], wanted: Slice) -> list[tuple[Slice, Slice]]:
-    """Returns (stored slice, the part of ``wanted`` that it supplies), in order.  No two of ``stored`` may overlap.
-
-    Raises :class:`Incomplete` if an element of ``wanted`` is in none of them.
-    """
-    parts = [(held, part) for held in sorted(stored) if (part := held.intersect(wanted))]
-    found = sum(part.count for _, part in parts)
-    if found != wanted.count:
-        raise Incomplete(describe(wanted), f"{found} of {wanted.count} elements are stored")
-    return parts
 
 
 def check_exact_cover(pieces: Sequence[tuple[Tensor, Slice]]) -> None:

@@ -10,19 +10,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from storage.documents import File, seal, unseal
+from storage.documents import File, digest_of, seal, unseal
 from storage.errors import Damaged
 from storage.slices import Slice, Tensor, Version
 
-FORMAT = 1
-"""The newest format.  Readers accept 1 to this one."""
-MANIFEST, INDEX, DAMAGED = "MANIFEST.json", "index.parquet", "DAMAGED.json"
+FORMAT = 2
+"""The newest format.  Readers accept 1 to this one; format 1 has another index (:mod:`storage.checkpoints.old_index`)."""
+MANIFEST, INDEX, DAMAGED = "MANIFEST.json", "index.jsonl", "DAMAGED.json"
+OLD_INDEX = ".parquet"
+"""Suffix of the index of format 1."""
 ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions"}
 
 
 @dataclass(frozen=True, order=True)
 class Stored:
-    """A row of the index: the slice is bytes ``[first, last)`` of ``file``."""
+    """A slice in its place: bytes ``[first, last)`` of ``file``."""
 
     tensor: Tensor
     slice: Slice
@@ -33,23 +35,10 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Bytes ``[first, last)`` of a large index: one row group, or, as the last block, its footer.
-
-    ``name``: the tensor of the row group's first row; "" for the footer.
-    """
-
-    first: int
-    last: int
-    blake3: str
-    name: str
-
-
-@dataclass(frozen=True)
 class Manifest:
     """The content of ``MANIFEST.json``.
 
-    ``files``: the shards and the index.  ``blocks``: those of the index, if it is large (see :mod:`storage.checkpoints.index`).
+    ``files``: the shards and the index.  ``digest``: that of the document, "" if it was not read from one.
 
     ``about``: what the writer says of the run, all of it optional:
 
@@ -60,11 +49,11 @@ class Manifest:
     version: Version
     files: tuple[File, ...]
     about: Mapping[str, Any]
-    blocks: tuple[Block, ...] = ()
+    digest: str = ""
 
     @property
     def index(self) -> File:
-        return next(file for file in self.files if file.name.endswith(".parquet"))
+        return next(file for file in self.files if file.name.endswith((INDEX[INDEX.rindex(".") :], OLD_INDEX)))
 
     @property
     def lineage(self) -> tuple[tuple[int, int], ...]:
@@ -77,8 +66,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the manifest's bytes: always the same for the same manifest."""
-        blocks = {"blocks": [asdict(block) for block in self.blocks]} if self.blocks else {}
-        return seal({"format": FORMAT, **asdict(self.version), "files": [asdict(file) for file in self.files], **blocks, **self.about})
+        return seal({"format": FORMAT, **asdict(self.version), "files": [asdict(file) for file in self.files], **self.about})
 
     @classmethod
     def from_bytes(cls, raw: bytes, object: str, version: Version) -> Manifest:
@@ -88,5 +76,4 @@ class Manifest:
         if found != version:
             raise Damaged(object, f"the manifest of {version}", f"that of {found}")
         files = tuple(File(**file) for file in content["files"])
-        blocks = tuple(Block(**block) for block in content.get("blocks", ()))
-        return cls(version, files, {key: content[key] for key in sorted(content.keys() & ABOUT)}, blocks)
+        return cls(version, files, {key: content[key] for key in sorted(content.keys() & ABOUT)}, digest_of(raw))

@@ -3,25 +3,28 @@
 A digest covers a stored slice, so the reader fetches a stored slice whole even if only a part of it is wanted.  With tensors cut along one
 dimension, that is at most one slice too many at each edge, and none if the layout is the one that was saved.  Slices that are neighbours in
 a file come in one request of up to ``FETCH_BYTES``.  Several requests are under way while the caller uses the bytes of earlier ones.
+
+The index says in which files the wanted slices are; the headers of these files, and of no others, say where.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 from storage.background import begin
-from storage.checkpoints.cover import Key, check_exact_cover, covering, describe
-from storage.checkpoints.index import from_block, from_parquet, groups_with
-from storage.checkpoints.manifest import Block, Manifest, Stored
-from storage.checkpoints.shards import ITEM_BYTES, check_header
+from storage.checkpoints.cover import describe
+from storage.checkpoints.index import Index, cuts_of, grouped
+from storage.checkpoints.manifest import OLD_INDEX, Manifest, Stored
+from storage.checkpoints.old_index import from_parquet
+from storage.checkpoints.shards import ITEM_BYTES, Place, check_header, places_in
 from storage.documents import File, digest_of
 from storage.errors import Damaged, Incomplete, Missing, StorageError
 from storage.objects import ObjectStore
@@ -38,32 +41,35 @@ class Reader:
     def __init__(self, store: ObjectStore, folder: str, manifest: Manifest) -> None:
         self.store, self.folder, self.manifest = store, folder, manifest
         self.bytes_read = 0
-        self._footer = b""
-        self._read: set[int] = set()
-        """Numbers of the row groups of a large index that have been read."""
-        self._held: dict[Key, dict[Slice, Stored]] = defaultdict(dict)
-        self._in_file: dict[str, list[Stored]] = defaultdict(list)
-        """The rows of each file in order of their bytes.  Filled when the whole index is read; from then on headers are checked too."""
         self._sizes = {file.name: file.size for file in manifest.files}
-        self._begun: set[str] = set()
-        """The files whose header has been checked or is being checked."""
-        if manifest.blocks:
-            self._footer = self._index_bytes(manifest.blocks[-1:])
-        else:
-            self._hold(self.rows)
+        self._places: dict[str, dict[str, Place]] = {}
+        """For each file whose header was read, where its slices lie."""
+        self._old: dict[str, list[Stored]] = defaultdict(list)
+        """The rows of each file, in order of their bytes, if the checkpoint has format 1."""
+        self._is_old = manifest.index.name.endswith(OLD_INDEX)
+        self.index = self._index()
 
-    @cached_property
+    def _index(self) -> Index:
+        file = self.manifest.index
+        name, raw = self.name_of(file.name), self._get(file.name, 0, file.size)
+        check_digest(name, raw, file.blake3)
+        if not self._is_old:
+            return Index.from_bytes(raw, name)
+        for row in sorted(from_parquet(raw, name), key=place):
+            self._old[row.file].append(row)
+        cuts = ((file, cut) for file, rows in self._old.items() for cut in cuts_of((row.tensor, row.slice) for row in rows))
+        return Index(grouped(cuts), {})
+
+    @property
     def rows(self) -> tuple[Stored, ...]:
-        """All rows of the index, sorted.  The first use reads the whole index."""
-        index = self.manifest.index
-        rows = from_parquet(self._index_bytes([Block(0, index.size, index.blake3, "")]), self.name_of(index.name))
-        for row in sorted(rows, key=place):
-            self._in_file[row.file].append(row)
-        return rows
+        """All slices in their places, sorted.  It reads the headers of all files."""
+        files = [file.name for file in self.manifest.files if file != self.manifest.index]
+        self._read_headers(files)
+        return tuple(sorted(self._row(file, tensor, part) for file in files for tensor, part in self.index.slices_in(file)))
 
     def tensors(self) -> list[Tensor]:
         """Returns every tensor of the state, sorted."""
-        return sorted({row.tensor for row in self.rows})
+        return list(self.index.tensors.values())
 
     def read(self, wanted: Iterable[Slice]) -> Iterator[tuple[Slice, bytearray | memoryview]]:
         """Yields each wanted slice with its bytes, which the caller must not change, in the order in which they lie in the files.
@@ -71,14 +77,13 @@ class Reader:
         Raises :class:`Incomplete`, before it fetches any slice, if the checkpoint lacks a part of one.
         """
         slices = list(wanted)
-        self._find({each.name for each in slices})
+        parts = [self.index.covering(each) for each in slices]
+        self._read_headers({file for each in parts for file, _, _ in each})
         users: dict[Stored, list[tuple[int, Slice]]] = defaultdict(list)
-        missing = [0] * len(slices)
-        for number, each in enumerate(slices):
-            held = self._held.get((each.name, each.kind), {})
-            for stored, part in covering(held, each):
-                users[held[stored]].append((number, part))
-                missing[number] += 1
+        missing = [len(each) for each in parts]
+        for number, those in enumerate(parts):
+            for file, stored, part in those:
+                users[self._row(file, self.index.tensors[stored.name, stored.kind], stored)].append((number, part))
         yield from ((each, bytearray()) for number, each in enumerate(slices) if not missing[number])
         buffers: dict[int, bytearray] = {}
         for row, data in self._fetch(sorted(users, key=place)):
@@ -106,40 +111,36 @@ class Reader:
         """Returns the file's name for messages."""
         return self.store.full_name(f"{self.folder}/{file}")
 
-    def _find(self, names: set[str]) -> None:
-        """Reads the row groups of a large index that hold these tensors, unless they have been read.
+    def places_of(self, file: str, raw: bytes) -> dict[str, Place]:
+        """Returns where the slices of ``file`` lie.  Raises :class:`Damaged` unless ``raw`` is the header that was written.
 
-        Neighbouring row groups come in one request.  So does the whole index, if half of it is wanted.
+        ``verify`` and every reader judge a header by this function.
         """
-        blocks = self.manifest.blocks
-        missing = [number for number in groups_with(blocks, names) if number not in self._read] if blocks else []
-        if missing and (self._in_file or 2 * len(missing) >= len(blocks) - 1):  # ``_in_file``: the rows have been read already
-            self._hold(self.rows)
-            self._read.update(range(len(blocks) - 1))
-            return
-        for run in runs(missing):
-            first, raw = blocks[run[0]].first, self._index_bytes([blocks[number] for number in run])
-            for number in run:
-                part = raw[blocks[number].first - first : blocks[number].last - first]
-                self._hold(from_block(self._footer, blocks[number], number, part, self.name_of(self.manifest.index.name)))
-                self._read.add(number)
+        name = self.name_of(file)
+        if not self._is_old:
+            check_digest(f"{name} (its header)", raw, self.index.headers[file].blake3)
+            return places_in(raw, self.index.slices_in(file), name)
+        check_header(raw, self._old[file], self.manifest.version, name)
+        return {describe(row.slice): (row.first, row.last, row.blake3) for row in self._old[file]}
 
-    def _hold(self, rows: Iterable[Stored]) -> None:
-        for row in rows:
-            self._held[row.tensor.name, row.tensor.kind][row.slice] = row
+    def header_bytes(self, file: str) -> int:
+        """Returns the length of the header of ``file``."""
+        if not self._is_old:
+            return self.index.headers[file].size
+        return self._old[file][0].first if self._old[file] else self._sizes[file]
 
-    def _index_bytes(self, blocks: Sequence[Block]) -> bytes:
-        """Returns neighbouring blocks of the index, each checked.  At the end of the index it asks for one more, to notice added bytes."""
-        index, first, last = self.manifest.index, blocks[0].first, blocks[-1].last
-        name = self.name_of(index.name)
-        try:
-            raw = self.store.get(f"{self.folder}/{index.name}", first, last + (last == index.size))
-        except Missing:
-            raise Damaged(name, f"{index.size} bytes", "no object") from None
-        for block in blocks:
-            end = len(raw) if block.last == last else block.last - first
-            check_digest(f"{name} (bytes {block.first}-{block.last})", raw[block.first - first : end], block.blake3)
-        return raw
+    def _read_headers(self, files: Iterable[str]) -> None:
+        """Reads the headers of these files, unless they were read."""
+
+        def read(file: str) -> dict[str, Place]:
+            return self.places_of(file, self._get(file, 0, self.header_bytes(file)))
+
+        todo = sorted(set(files) - self._places.keys())
+        with ThreadPoolExecutor(self.store.at_once, "headers") as pool:
+            self._places.update(zip(todo, pool.map(read, todo), strict=True))
+
+    def _row(self, file: str, tensor: Tensor, stored: Slice) -> Stored:
+        return Stored(tensor, stored, file, *self._places[file][describe(stored)])
 
     def _fetch(self, rows: Iterable[Stored]) -> Iterator[tuple[Stored, memoryview]]:
         """Yields each row with its checked bytes, in the order of ``rows``."""
@@ -153,22 +154,12 @@ class Reader:
                 self.bytes_read += len(data)
                 yield from ((row, data[row.first - done[0].first : row.last - done[0].first]) for row in done)
             if group is not None:
-                file = group[0].file
-                checks_header = file in self._in_file and file not in self._begun
-                self._begun.add(file)
-                waiting.append((group, begin(partial(self._checked, group, checks_header), "fetch")))
+                waiting.append((group, begin(partial(self._checked, group), "fetch")))
                 ahead += _bytes(group)
 
-    def _checked(self, group: Sequence[Stored], checks_header: bool) -> memoryview:
-        """Returns the bytes of the rows, each checked.  The header comes in the same request if the rows are the first of their file."""
-        if checks_header:
-            file, rows = group[0].file, self._in_file[group[0].file]
-            together = rows[0] == group[0]
-            raw = memoryview(self._get(file, 0, group[-1].last if together else rows[0].first))
-            check_header(raw[: rows[0].first], rows, self.manifest.version, self.name_of(file))
-            data = raw[rows[0].first :] if together else self.fetch(group)
-        else:
-            data = self.fetch(group)
+    def _checked(self, group: Sequence[Stored]) -> memoryview:
+        """Returns the bytes of the rows, each checked."""
+        data = self.fetch(group)
         for row in group:
             self.check(row, data[row.first - group[0].first : row.last - group[0].first])
         return data
@@ -208,18 +199,6 @@ def neighbours(rows: Iterable[Stored]) -> Iterator[list[Stored]]:
         yield group
 
 
-def runs(numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Yields ascending numbers in groups without a gap."""
-    run: list[int] = []
-    for number in numbers:
-        if run and number != run[-1] + 1:
-            yield run
-            run = []
-        run.append(number)
-    if run:
-        yield run
-
-
 def check_digest(object: str, data: bytes | memoryview, expected: str) -> None:
     """Raises :class:`Damaged`, naming ``object``, if ``data`` has another digest than ``expected``."""
     found = digest_of(data)
@@ -257,37 +236,35 @@ class Verified:
 
 def verify(reader: Reader) -> Verified:
     """Reads every file once, in order, and compares manifest, index, headers and bytes with each other."""
-    rows: dict[str, list[Stored]] = {file.name: [] for file in reader.manifest.files}
     problems: list[StorageError] = []
-    for row in sorted(reader.rows, key=place):
-        if row.file in rows:
-            rows[row.file].append(row)
-        else:
-            problems.append(Damaged(reader.name_of(row.file), "a file that the manifest lists", "one that it does not"))
+    listed = {file.name for file in reader.manifest.files}
+    named = {*reader.index.headers, *(file for group in reader.index.groups for file, _ in group.boxes)}
+    problems += [Damaged(reader.name_of(file), "a file that the manifest lists", "one that it does not") for file in sorted(named - listed)]
     try:
-        check_exact_cover([(row.tensor, row.slice) for row in reader.rows])
+        reader.index.check()
     except Incomplete as error:
         problems.append(error)
-    for file in reader.manifest.files:
-        if file != reader.manifest.index:
-            problems += _problems_of(reader, file, rows[file.name])
     files = reader.manifest.files
-    return Verified(reader.manifest.version, len(files), len(reader.rows), sum(file.size for file in files), tuple(problems))
+    for file in files:
+        if file != reader.manifest.index:
+            problems += _problems_of(reader, file)
+    return Verified(reader.manifest.version, len(files), reader.index.slices, sum(file.size for file in files), tuple(problems))
 
 
-def _problems_of(reader: Reader, file: File, rows: list[Stored]) -> list[StorageError]:
+def _problems_of(reader: Reader, file: File) -> list[StorageError]:
     name, whole, problems = reader.name_of(file.name), blake3(), list[StorageError]()
     try:
         size = reader.store.size(f"{reader.folder}/{file.name}")
         if size != file.size:
             return [Damaged(name, f"{file.size} bytes", f"{size} bytes")]
-        position = rows[0].first if rows else size
+        position = reader.header_bytes(file.name)
         header = reader.store.get(f"{reader.folder}/{file.name}", 0, position)
         whole.update(header)
-        check_header(header, rows, reader.manifest.version, name)
-        for row in rows:
+        places = reader.places_of(file.name, header)
+        slices = reader.index.slices_in(file.name)
+        for row in sorted((Stored(tensor, part, file.name, *places[describe(part)]) for tensor, part in slices), key=place):
             if row.first != position:
-                return [Damaged(name, f"a slice at byte {position}", f"{describe(row.slice)} at {row.first} in the index")]
+                return [Damaged(name, f"a slice at byte {position}", f"{describe(row.slice)} at {row.first}")]
             data = reader.fetch([row])
             whole.update(data)
             position = row.last

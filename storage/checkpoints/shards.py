@@ -7,6 +7,9 @@
 In a shard the key of a slice is ``kind/name@start-stop`` in the tensor's global coordinates (``parameter/w@0,0-16,64`` is
 ``w[0:16, 0:64]``), so any tool that reads safetensors can read a shard and show what it holds.  All sizes are known before the first
 byte is written, so a writer can write slice by slice.  Wider types come first, which aligns every tensor to its type.
+
+The header is also the index of its file.  Its metadata has the digest of each slice, in the order of the data, and the index of the
+checkpoint has the digest of the header.
 """
 
 from __future__ import annotations
@@ -68,15 +71,41 @@ def header_of(entries: Iterable[Entry], about: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def metadata_of(version: Version) -> dict[str, str]:
-    """Returns the metadata of every shard of this version."""
-    return {"elastic": "1", "version": str(version)}
+def metadata_of(version: Version, digests: Iterable[str] | None = None) -> dict[str, str]:
+    """Returns the metadata of a shard of this version, with the ``digests`` of its slices in their order; format 1 has none."""
+    if digests is None:
+        return {"elastic": "1", "version": str(version)}
+    return {"elastic": "2", "version": str(version), "blake3": " ".join(digests)}
+
+
+Place = tuple[int, int, str]
+"""Where a slice lies in its file, and its digest: (first byte, last byte, blake3)."""
+
+
+def places_in(raw: bytes | memoryview, slices: Iterable[tuple[Tensor, Slice]], object: str) -> dict[str, Place]:
+    """Returns where each slice lies, by its key, from the header ``raw`` of its file, whose digest was checked before.
+
+    Raises :class:`Damaged` unless the header has exactly ``slices``.
+    """
+    try:
+        header = json.loads(bytes(raw[8:]))
+        digests = header.pop("__metadata__")["blake3"].split()
+        places = {
+            key: (len(raw) + entry["data_offsets"][0], len(raw) + entry["data_offsets"][1], digest)
+            for (key, entry), digest in zip(header.items(), digests, strict=True)
+        }
+        found = {key: (entry["dtype"], tuple(entry["shape"])) for key, entry in header.items()}
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise Damaged(object, "a header with the digests of its slices", "something else") from None
+    if found != {describe(part): (tensor.dtype, part.shape) for tensor, part in slices}:
+        raise Damaged(object, "a header that lists what the index lists", "another header")
+    return places
 
 
 def check_header(raw: bytes | memoryview, rows: Iterable[Stored], version: Version, object: str) -> None:
-    """Raises :class:`Damaged` unless ``raw``, the file up to its data, is the header of a shard with these rows.
+    """Raises :class:`Damaged` unless ``raw``, the file up to its data, is the header of a shard of format 1 with these rows.
 
-    ``verify`` and every reader of a whole state judge by this function.  It compares bytes, since JSON can say the same in many ways.
+    It compares bytes, since JSON can say the same in many ways.
     """
     try:
         header = json.loads(bytes(raw[8:]))

@@ -60,6 +60,11 @@ class Folder(ObjectStore):
             raise Missing(key, self.url)
         return found.st_size
 
+    def children(self, folder: str = "") -> list[str]:
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{self.root}/{folder}") as found:
+            return sorted(f"{each.name}/" if each.is_dir() else each.name for each in found if not each.name.startswith(PARTIAL))
+        return []
+
     def list(self, prefix: str = "") -> list[str]:
         found = []
         for folder, _, files in os.walk(f"{self.root}/{prefix.rpartition('/')[0]}"):

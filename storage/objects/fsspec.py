@@ -76,6 +76,13 @@ class Fsspec(ObjectStore):
             raise Missing(key, self.url)
         return int(info["size"])
 
+    def children(self, folder: str = "") -> list[str]:
+        try:
+            found = self._call(folder, "ls", f"{self.root}/{folder}".rstrip("/"), detail=True)
+        except Missing:
+            return []
+        return sorted(each["name"].rstrip("/").rpartition("/")[2] + ("/" if each["type"] == "directory" else "") for each in found)
+
     def list(self, prefix: str = "") -> list[str]:
         try:
             paths = self._call(prefix, "find", f"{self.root}/{prefix.rpartition('/')[0]}")

@@ -44,6 +44,10 @@ class Memory(ObjectStore):
     def size(self, key: str) -> int:
         return len(self._found(key))
 
+    def children(self, folder: str = "") -> list[str]:
+        names = (key.removeprefix(folder).partition("/") for key in self.list(folder))
+        return sorted({name + slash for name, slash, _ in names})
+
     def list(self, prefix: str = "") -> list[str]:
         with _lock:
             paths = list(_objects)

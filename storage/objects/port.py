@@ -77,6 +77,13 @@ class ObjectStore(ABC):
         """Returns the size of the object in bytes."""
 
     @abstractmethod
+    def children(self, folder: str = "") -> list[str]:
+        """Returns the names that stand directly below ``folder``, sorted: of objects, and of folders, which end with "/".
+
+        ``folder`` is "" or ends with "/".  Unlike :meth:`list`, it does not look into the folders.
+        """
+
+    @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
         """Returns all keys that begin with ``prefix``, sorted."""
 

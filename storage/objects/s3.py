@@ -117,19 +117,31 @@ class S3(ObjectStore):
     def size(self, key: str) -> int:
         return int(self._call(key, "head_object")["ContentLength"])
 
+    def children(self, folder: str = "") -> list[str]:
+        above, found = self._above + folder, list[str]()
+        for page in self._pages(folder, {"Delimiter": "/"}):
+            found += [each["Key"].removeprefix(above) for each in _objects(page)]
+            found += [each["Prefix"].removeprefix(above) for each in page.get("CommonPrefixes", ())]
+        return sorted(found)
+
     def list(self, prefix: str = "") -> list[str]:
-        """Asks the store, page by page.  Leaves out the empty objects ``…/`` with which consoles show folders."""
-        above = f"{self.prefix}/" if self.prefix else ""
-        found: list[str] = []
+        return sorted(each["Key"].removeprefix(self._above) for page in self._pages(prefix) for each in _objects(page))
+
+    @property
+    def _above(self) -> str:
+        return f"{self.prefix}/" if self.prefix else ""
+
+    def _pages(self, prefix: str, options: Mapping[str, str] | None = None) -> Iterator[Answer]:
+        """Yields the store's answers, a thousand names in each."""
         more: dict[str, str] | None = {}
         while more is not None:
             try:
-                page = self._request(f"{self.url}/{prefix}*", "list_objects_v2", {"Prefix": above + prefix, **more})
+                arguments = {"Prefix": self._above + prefix, **(options or {}), **more}
+                page = self._request(f"{self.url}/{prefix}*", "list_objects_v2", arguments)
             except Refused as refused:
                 raise Unavailable(f"{self.url}/{prefix}*", meaning(refused)) from refused
-            found += [each["Key"].removeprefix(above) for each in page.get("Contents", ()) if not each["Key"].endswith("/")]
+            yield page
             more = {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else None
-        return sorted(found)
 
     def delete(self, key: str) -> None:
         with suppress(Missing):
@@ -240,6 +252,11 @@ class S3(ObjectStore):
         except FAILURES as error:
             raise judged(error, seconds) from error
         return answer
+
+
+def _objects(page: Answer) -> list[Mapping[str, Any]]:
+    """Returns the objects of a page, without the empty objects ``…/`` with which consoles show folders."""
+    return [each for each in page.get("Contents", ()) if not each["Key"].endswith("/")]
 
 
 def blocks_of(data: Data, size: int) -> Iterator[bytes]:

@@ -39,6 +39,7 @@ from storage.objects.folder import Folder
 from storage.objects.port import Data
 from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, shard_of, truth
 from tests.state.saver import NODE, PLAN, SAVED, WORKER
+from tests.storage.states import slices_of
 from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 
@@ -110,7 +111,9 @@ def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layou
     receipts = [receipt for _, receipt in told if receipt is not None]
     found = checkpoints(tmp_path)
     found.commit(AT, receipts, {})
-    assert found.verify(AT).good and sum(len(receipt.rows) for receipt in receipts) == len({row for each in receipts for row in each.rows})
+    assert found.verify(AT).good and sum(len(slices_of(receipt)) for receipt in receipts) == len(
+        {part for each in receipts for part in slices_of(each)}
+    )
     reader = found.open(AT)
     for tensor, value in truth(AT).items():
         expected = shard_of(AT, 1, 0).values[tensor.kind, tensor.name]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from storage.checkpoints import Checkpoints, Part, ShardReceipt
+from storage.checkpoints.index import tensors_of
 from storage.checkpoints.shards import ITEM_BYTES
 from storage.slices import Slice, Tensor, Version
 from tests.support.cells import shard_slice
@@ -46,6 +47,11 @@ def part_of(state: State, tensor: Tensor, part: Slice) -> Part:
 def save(checkpoints: Checkpoints, version: Version, state: State, shards: int, **about: object) -> str:
     """Saves with ``shards`` writers, split along dim 0, and returns the manifest's digest."""
     return checkpoints.commit(version, write(checkpoints, version, state, shards), about)
+
+
+def slices_of(receipt: ShardReceipt) -> list[tuple[Tensor, Slice]]:
+    """Returns the slices that the receipt names."""
+    return [(t, Slice(t.name, t.kind, cut.start, cut.stop)) for cut in receipt.cuts for t in tensors_of(cut.tensors)]
 
 
 def write(checkpoints: Checkpoints, version: Version, state: State, shards: int) -> list[ShardReceipt]:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoints.cover import check_exact_cover, covering, describe
+from storage.checkpoints.cover import check_exact_cover, describe
+from storage.checkpoints.index import Group, Index
 from storage.errors import Incomplete
 from storage.slices import Slice, Tensor
 
@@ -46,16 +47,18 @@ def elements(part: Slice) -> list[tuple[int, ...]]:
 
 @given(SIZES.flatmap(lambda shape: st.tuples(st.just(shape), tilings(shape), boxes(shape), st.integers(0, 9))))
 def test_covering_finds_each_wanted_element_once(case: tuple[tuple[int, ...], list[Slice], Slice, int]) -> None:
-    _, stored, wanted, dropped = case
+    shape, stored, wanted, dropped = case
     kept = [part for number, part in enumerate(stored) if number != dropped]
     there = {index for part in kept for index in elements(part)}
+    group = Group((Tensor("w", "parameter", "F32", shape),), tuple((f"file {n}", (part.start, part.stop)) for n, part in enumerate(kept)))
+    index = Index((group,), {})
     if there >= set(elements(wanted)):
-        parts = covering(kept, wanted)
+        parts = [(held, part) for _, held, part in index.covering(wanted)]
         assert Counter(index for _, part in parts for index in elements(part)) == Counter(elements(wanted))
         assert all(set(elements(part)) <= set(elements(held)) for held, part in parts)
     else:
         with pytest.raises(Incomplete, match="parameter/w"):
-            covering(kept, wanted)
+            index.covering(wanted)
 
 
 @given(SIZES.flatmap(lambda shape: st.tuples(st.just(shape), st.one_of(tilings(shape), st.lists(boxes(shape), max_size=5)))))

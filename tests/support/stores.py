@@ -32,6 +32,9 @@ class Forwarding(ObjectStore):
     def size(self, key: str) -> int:
         return self.store.size(key)
 
+    def children(self, folder: str = "") -> list[str]:
+        return self.store.children(folder)
+
     def list(self, prefix: str = "") -> list[str]:
         return self.store.list(prefix)
 

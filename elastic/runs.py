@@ -59,7 +59,9 @@ class Parts:
 
         That is not always the lowest version: a higher one may have been given up.
         """
-        self._parts[version] = self._parts.pop(version, {}) | {(shard.generation, worker): shard}
+        known = self._parts.pop(version, {})
+        known[shard.generation, worker] = shard
+        self._parts[version] = known
         if len(self._parts) > KEPT:
             del self._parts[next(iter(self._parts))]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +60,8 @@ class ShardReceipt:
     @classmethod
     def from_json(cls, text: str | bytes) -> ShardReceipt:
         value = json.loads(text)
-        cuts = tuple(Cut(each["tensors"], tuple(each["start"]), tuple(each["stop"])) for each in value["cuts"])
+        # interned: the receipts of a thousand writers name the same few lists of tensors
+        cuts = tuple(Cut(sys.intern(each["tensors"]), tuple(each["start"]), tuple(each["stop"])) for each in value["cuts"])
         return cls(Version(**value["version"]), File(**value["file"]), File(**value["header"]), cuts, value["state"])
 
     def packed(self) -> bytes:

@@ -21,7 +21,7 @@ import fsspec
 
 from storage.background import begin
 from storage.errors import Exists, Missing, Unavailable
-from storage.objects.port import Data, ObjectStore, pieces_of
+from storage.objects.port import Data, ObjectStore, below, pieces_of
 from storage.objects.remote import RemotePolicy, Transient
 
 MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -81,6 +81,10 @@ class Fsspec(ObjectStore):
             found = self._call(folder, "ls", f"{self.root}/{folder}".rstrip("/"), detail=True)
         except Missing:
             return []
+        except Unavailable as error:
+            if not isinstance(error.__cause__, NotImplementedError):
+                raise
+            return below(folder, self.list(folder))  # a filesystem may have ``find`` alone
         return sorted(each["name"].rstrip("/").rpartition("/")[2] + ("/" if each["type"] == "directory" else "") for each in found)
 
     def list(self, prefix: str = "") -> list[str]:

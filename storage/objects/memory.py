@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from storage.errors import Exists, Missing
-from storage.objects.port import Data, ObjectStore, pieces_of
+from storage.objects.port import Data, ObjectStore, below, pieces_of
 
 _objects: dict[str, bytes] = {}
 _lock = threading.Lock()
@@ -45,8 +45,7 @@ class Memory(ObjectStore):
         return len(self._found(key))
 
     def children(self, folder: str = "") -> list[str]:
-        names = (key.removeprefix(folder).partition("/") for key in self.list(folder))
-        return sorted({name + slash for name, slash, _ in names})
+        return below(folder, self.list(folder))
 
     def list(self, prefix: str = "") -> list[str]:
         with _lock:

@@ -115,6 +115,12 @@ class ObjectStore(ABC):
         return f"{self.root}/{key}"
 
 
+def below(folder: str, keys: Iterable[str]) -> list[str]:
+    """Returns what :meth:`ObjectStore.children` returns of ``folder``, whose keys are all in ``keys``."""
+    names = (key.removeprefix(folder).partition("/") for key in keys)
+    return sorted({name + slash for name, slash, _ in names})
+
+
 def pieces_of(data: Data) -> Iterable[Piece]:
     """Returns ``data`` as its pieces."""
     return (data,) if isinstance(data, bytes | bytearray | memoryview) else data

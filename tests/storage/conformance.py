@@ -73,6 +73,15 @@ class Conformance:
         store.delete("ab")
         assert "ab" not in store.list()
 
+    def test_children_are_the_names_directly_below(self, store: ObjectStore) -> None:
+        assert store.children() == store.children("none/") == []
+        for key in ("a/1", "a/10/x", "a/10/y", "a/2", "ab", "b/c/d/e"):
+            store.put(key, b"")
+        assert store.children() == ["a/", "ab", "b/"]
+        assert store.children("a/") == ["1", "10/", "2"]
+        assert store.children("a/10/") == ["x", "y"]
+        assert store.children("b/") == ["c/"] and store.children("b/c/") == ["d/"]
+
     def test_delete_is_idempotent(self, store: ObjectStore) -> None:
         store.put("a", b"")
         store.delete("a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import shlex
 import sys
 import time
@@ -221,13 +220,11 @@ def _journal_of(path: Path) -> list[Segment]:
     advice, named = "name a job file, or a file of a journal that begins with a snapshot", repr(str(path))
     try:
         raw = path.read_bytes()
-        segments = journal.parse(gzip.decompress(raw) if path.suffix == ".gz" else raw, tail=True)
-    except gzip.BadGzipFile:
-        segments = []
+        segments = journal.parse(journal.unpacked(raw, str(path)) if path.suffix == ".gz" else raw, tail=True)
     except OSError as error:
         raise JobError(f"{named} cannot be read ({error.strerror}); {advice}") from None
     except Damaged as error:
-        if error.object != "line 1":
+        if error.object not in ("line 1", str(path)):
             raise Damaged(f"{path}, {error.object}", error.expected, error.found) from None
         segments = []
     if not segments:

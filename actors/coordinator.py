@@ -83,6 +83,8 @@ class View:
     step: int
     steps: int
     workers: dict[WorkerId, str]
+    told: int
+    """The number of lines of the story so far; ``lines`` are the last of them."""
     lines: list[Line]
     stopping: str
     """The reason why the run was asked to stop; "" if it was not."""
@@ -261,13 +263,14 @@ class Coordinator:
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def view(self, seen: int = 0, driver: str = "", incarnation: int = 0, only: bool = False) -> View:
-        """Returns where the run stands, and the lines of the story of ``incarnation`` after the first ``seen``.
+        """Returns where the run stands, and the lines of the story of ``incarnation`` after the first ``seen``, as far as they are kept.
 
         ``driver`` names the driver that asks and waits for the run.  ``only`` means that it merely watches, and is no reason to go on.
         """
         if driver:
             self.audience.hear(driver, time.monotonic(), only=only)
         state = self.state
+        told, lines = self.story.since(seen if incarnation in (0, self.incarnation) else 0)
         return View(
             state=type(state.state).__name__,
             reason=self.reason,
@@ -278,7 +281,8 @@ class Coordinator:
             step=state.version.step,
             steps=self.job.steps,
             workers={worker: node for worker, node in list(self.group.joined.items()) if worker in state.workers},
-            lines=self.story.since(seen if incarnation in (0, self.incarnation) else 0),
+            told=told,
+            lines=lines,
             stopping=state.stop,
             over=self.over.is_set(),
             job_error=state.state.job_error if isinstance(state.state, Failed) else "",

@@ -254,7 +254,7 @@ def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadlin
         view: View = ask(coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s)
         if view.incarnation != incarnation:
             seen, told, incarnation = 0, False, view.incarnation
-        seen += len(view.lines)
+        seen = view.told
         for line in view.lines:
             show(line)
         if view.over:

@@ -82,8 +82,8 @@ class Group:
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
         self.parts = Parts()
-        self._lives: list[Any] = []
-        """One call to each actor; the call ends when the actor ends."""
+        self._lives: set[Any] = set()
+        """One call to each actor that is not known to have ended; the call ends when the actor ends."""
         self.ship: Callable[[float], bool] = lambda timeout_s: True
         """Writes the whole journal to the bucket and returns whether that succeeded."""
         self._committing: set[Version] = set()
@@ -230,12 +230,13 @@ class Group:
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
+            self._lives.discard(ref)
             if isinstance(error, ray.exceptions.ActorUnavailableError) and again and not self._closing:
                 _later(REACH_S, lambda: self._when_done(actor.lives.remote(), actor, then, again - 1))
             else:
                 then(error)
 
-        self._lives.append(ref)
+        self._lives.add(ref)
         ref.future().add_done_callback(done)
 
     def welcome(self, worker: WorkerId, node: NodeId) -> None:
@@ -408,7 +409,8 @@ class Group:
         for actor in [*self.workers.values(), *self.keepers.values()]:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor, no_restart=True)
-        ray.wait(self._lives, num_returns=len(self._lives), timeout=grace_s) if self._lives else None
+        lives = list(self._lives.copy())
+        ray.wait(lives, num_returns=len(lives), timeout=grace_s) if lives else None
         with contextlib.suppress(StorageError):
             self.probe.remove_all()  # last, since a keeper that was being checked may have left its sign after it was closed
 

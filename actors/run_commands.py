@@ -133,7 +133,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
             shown = stands
             for line in view.lines[-20:]:
                 show(line)
-            seen += len(view.lines)
+            seen = view.told
             if view.over and driver:
                 coordinator.leave.remote(driver)
             if once or view.over:

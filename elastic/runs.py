@@ -82,6 +82,9 @@ class Run:
     def __init__(self, job: Job, store: ObjectStore) -> None:
         self.job, self.store = job, store
         self.checkpoints = Checkpoints(store, job.name)
+        self._newest = journal.Newest(store, job.name)
+        self._tails: dict[Written, list[journal.Segment]] = {}
+        """The tails that other coordinators have left, as they were parsed last."""
 
     @classmethod
     def open(cls, job: Job) -> Run:
@@ -207,7 +210,7 @@ class Run:
 
     def _last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""
-        segment = journal.newest(self.store, self.job.name)
+        segment = self._newest.segment()
         return codec.fold(*segment) if segment is not None else None
 
     def end(self) -> Ended | None:
@@ -224,7 +227,7 @@ class Run:
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
         """Returns the journal, ready to be continued.  ``snapshot``: what is known before its next record; ``local``: its local folder."""
-        written = journal.newest(self.store, self.job.name)
+        written = self._newest.segment()
         return Journal(self.store, self.job.name, local, written[1][-1]["n"] + 1 if written else 0, snapshot)
 
     def read(self, first: int, ends: Iterable[Written]) -> RunState | None:
@@ -238,12 +241,14 @@ class Run:
 
         The segments are taken from the bucket or from ``ends``, whichever reach further.
         """
-        written = journal.newest(self.store, self.job.name)
-        end, by = (written[1][-1]["n"] + 1, codec.fold(*written).incarnation) if written else (0, 0)
-        parsed = [(incarnation, replicas.segments_of(data)) for incarnation, data in ends if incarnation >= by]  # the others are of no use
+        written = self._newest.segment()
+        end, by = (written[1][-1]["n"] + 1, codec.incarnation_after(written)) if written else (0, 0)
+        ends = [each for each in ends if each[0] >= by]  # the others are of no use
+        self._tails = {each: self._tails.get(each) or replicas.segments_of(each[1]) for each in ends}
+        parsed = [(incarnation, segments) for (incarnation, _), segments in self._tails.items()]
         copies = [Found(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
         found = furthest(end, by, copies)
-        left = journal.rejoined(self.store, self.job.name, found.records) if found is not None else [written] if written else []
+        left = self._newest.rejoined(found.records) if found is not None else [written] if written else []
         return end, [codec.modern(*segment) for segment in left]
 
     def recover(self, first: int, local: Path, ends: Iterable[Written]) -> tuple[RunState, Journal] | None:
@@ -253,7 +258,7 @@ class Run:
         what the bucket does not have yet: see :mod:`storage.journal.replicas`.
         """
         end, segments = self._left(ends)
-        if not segments or codec.fold(*segments[-1]).incarnation < first:
+        if not segments or codec.incarnation_after(segments[-1]) < first:
             return None
         known, ahead = segments[0][0], []
         for record in (record for _, records in segments for record in records):

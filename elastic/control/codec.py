@@ -190,6 +190,14 @@ def field_after(segment: Segment, part: str, name: str) -> Json:
     return value
 
 
+def incarnation_after(segment: Segment) -> int:
+    """Returns the incarnation of the run after the last record of a segment of any format; it builds nothing else."""
+    snapshot, records = segment
+    changes = (changed for record in records for changed in (record.get("meanwhile", {}), record["changed"]))
+    found: int = max([snapshot["run"]["incarnation"], *(each["incarnation"] for each in changes if "incarnation" in each)])
+    return found
+
+
 def written_out(record: Mapping[str, Json], run: Json) -> Mapping[str, Json]:
     """Returns the record with each commit, and the plan, in full where a short form stood for it.
 

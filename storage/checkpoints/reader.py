@@ -43,7 +43,7 @@ class Reader:
         self.bytes_read = 0
         self._sizes = {file.name: file.size for file in manifest.files}
         self._places: dict[str, dict[str, Place]] = {}
-        """For each file whose header was read, where its slices lie."""
+        """Maps each file whose header was read to the places of its slices."""
         self._old: dict[str, list[Stored]] = defaultdict(list)
         """The rows of each file, in order of their bytes, if the checkpoint has format 1."""
         self._is_old = manifest.index.name.endswith(OLD_INDEX)

@@ -79,7 +79,7 @@ def metadata_of(version: Version, digests: Iterable[str] | None = None) -> dict[
 
 
 Place = tuple[int, int, str]
-"""Where a slice lies in its file, and its digest: (first byte, last byte, blake3)."""
+"""The place of a slice in its file, and its digest: (first byte, last byte, blake3)."""
 
 
 def places_in(raw: bytes | memoryview, slices: Iterable[tuple[Tensor, Slice]], object: str) -> dict[str, Place]:

@@ -4,24 +4,20 @@ from storage.journal.journal import (
     CONTINUATIONS,
     SEGMENT_RECORDS,
     Journal,
-    Json,
-    Segment,
     claim_owner,
     latest_claim,
-    newest,
     newest_owner,
     owners,
-    parse,
-    read,
-    records,
-    rejoined,
 )
+from storage.journal.objects import Json, Segment, unpacked
+from storage.journal.reading import Newest, newest, parse, read, records
 
 __all__ = [
     "CONTINUATIONS",
     "SEGMENT_RECORDS",
     "Journal",
     "Json",
+    "Newest",
     "Segment",
     "claim_owner",
     "latest_claim",
@@ -31,5 +27,5 @@ __all__ = [
     "parse",
     "read",
     "records",
-    "rejoined",
+    "unpacked",
 ]

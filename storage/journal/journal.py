@@ -1,8 +1,14 @@
 """The journal of a run, and the claims on it.
 
-Object stores cannot append.  So the journal is a sequence of create-only objects, ``<run>/journal/<first record>.jsonl``.  An object has a
-head, the records of at most five seconds, and the digest of both.  The head is a snapshot of all that was known before, or a reference to
-the object with the last snapshot.  An object with a reference is a continuation.  A snapshot and its continuations are one segment.
+Object stores cannot append.  So the journal is a sequence of create-only objects.  An object has a head, the records of at most five
+seconds, and the digest of both.  The head is a snapshot of all that was known before, or a reference to the object with the last snapshot.
+An object with a reference is a continuation.  A snapshot and its continuations are one segment.
+
+    <run>/journal/000/000/012/000000012345.jsonl.gz     the object whose first record has the number 12,345
+
+Three folders have the leading digits of that number, so no folder has more than a thousand names, and the newest object is found by four
+short listings however old the run is.  The lines are compressed (gzip); the digest follows them.  Releases before 2 wrote them as they are
+to ``<run>/journal/<first record>.jsonl``; these objects are read too.
 
 A new snapshot is written once the records since the last snapshot have as many bytes as that snapshot, or after :data:`CONTINUATIONS`
 objects.  The first rule keeps snapshots at half of the journal at most, however long they are.  The second rule gives a run that records
@@ -14,39 +20,31 @@ Records are numbered without gaps, by one writer; a writer that finds its next o
 A record is in a local file before ``append`` returns, and on the disk if it must be durable.  The local folder has one file per object.  A
 thread copies these files to the bucket, in order: a store that is slow or down delays nothing and costs no memory.  When a file begins,
 the files that are in the bucket already are removed, so the disk holds what the bucket lacks, and little more.  A reader of these files
-that finds a continuation first takes its snapshot from the bucket (:func:`rejoined`), which got it earlier.
+that finds a continuation first takes its snapshot from the bucket (:class:`Newest`), which got it earlier.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from storage.documents import digest_of, seal, unseal
-from storage.errors import Damaged, Deposed, Exists, StorageError
+from storage.documents import seal, unseal
+from storage.errors import Deposed, Exists, StorageError
+from storage.journal.objects import CONTINUED, Json, key_of, line, packed
 from storage.objects import ObjectStore
 
 SEGMENT_RECORDS = 256
 """Number of records after which an object may end before its time is over."""
 CONTINUATIONS = 32
 """Largest number of continuations of a snapshot: a takeover reads them all.  With 5 s each, a snapshot is due after 165 s at the latest."""
-READS = 8
-"""Number of objects that are read at a time."""
-CONTINUED = 4
-"""The format that a reference states.  Releases that know no continuations read formats up to 3, and refuse this one by its number."""
 CLOSE_S = 10.0
 """Seconds for the bucket to take what is left when the journal is closed."""
-
-Json = Mapping[str, Any]
 
 
 @dataclass
@@ -120,7 +118,7 @@ class Journal:
                 raise Deposed(self.deposed)
             if record["n"] != self.next:
                 raise ValueError(f"record {record['n']} was appended where {self.next} comes next")
-            part, snapshot, lines = self._open, self._snapshot, _line(record)
+            part, snapshot, lines = self._open, self._snapshot, line(record)
             if part is None:
                 part = self._begin()
                 snapshot, head = self._head()
@@ -197,10 +195,10 @@ class Journal:
     def _head(self) -> tuple[_Snapshot, bytes]:
         """Returns the head of a new object, and the snapshot to which it refers: the last one, or a new one if that is due."""
         if (last := self._snapshot) is not None and last.continued < CONTINUATIONS:
-            reference = _line({"format": CONTINUED, "continues": last.first})
+            reference = line({"format": CONTINUED, "continues": last.first})
             if not self._snapshot_is_due(len(reference)):
                 return replace(last, continued=last.continued + 1), reference
-        snapshot = _line(self._known())
+        snapshot = line(self._known())
         return _Snapshot(self.next, len(snapshot), self._size + len(snapshot)), snapshot
 
     def _snapshot_is_due(self, more: int = 0) -> bool:
@@ -262,8 +260,8 @@ class Journal:
 
     def _ship(self, part: _Part) -> bool:
         """Creates the object.  Returns False if the store cannot, or has another object in its place (then :attr:`deposed` is set)."""
-        key = _key(self.run, part.first)
-        data = _sealed(part.read(part.begin))
+        key = key_of(self.run, part.first)
+        data = packed(part.read(part.begin))
         try:
             try:
                 self.store.put_if_absent(key, data)
@@ -290,129 +288,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-Segment = tuple[Json, list[Json]]
-"""A snapshot and the records after it."""
-
-
-def read(store: ObjectStore, run: str) -> list[Segment]:
-    """Returns every segment in the bucket, oldest first.  Raises :class:`Damaged` if a record is missing or is there twice.
-
-    If the oldest objects are gone, it begins with the first snapshot that is there.
-    """
-    return _segments(store, store.list(f"{run}/journal/"))
-
-
-def newest(store: ObjectStore, run: str) -> Segment | None:
-    """Returns the last segment in the bucket, or None.  A coordinator that takes over must not have to read days of segments.
-
-    Raises :class:`Damaged` if its snapshot is gone.
-    """
-    keys = store.list(f"{run}/journal/")
-    return _rejoined(store, keys, [_object(store, keys[-1])])[0] if keys else None
-
-
-def rejoined(store: ObjectStore, run: str, segments: Sequence[Segment]) -> list[Segment]:
-    """Returns ``segments``, the first of which may be a continuation, with the snapshot and the records that it continues.
-
-    These must be in the bucket, since a writer's objects reach it in order.  Raises :class:`Damaged` if they are not.
-    """
-    continued = segments and "continues" in segments[0][0]
-    return _rejoined(store, store.list(f"{run}/journal/"), segments) if continued else list(segments)
-
-
-def _rejoined(store: ObjectStore, keys: Sequence[str], segments: Sequence[Segment]) -> list[Segment]:
-    (head, records), *more = segments
-    if "continues" not in head:
-        return list(segments)
-    base, end = head["continues"], records[0]["n"]
-    found = _segments(store, [key for key in keys if base <= _first(key) < end])
-    numbers = [record["n"] for _, before in found for record in before]
-    if len(found) != 1 or (numbers[0], numbers[-1]) != (base, end - 1):
-        there = f"records {numbers[0]} to {numbers[-1]} after {len(found)} snapshots" if numbers else "nothing"
-        raise Damaged(f"{store.url}: the journal", f"a snapshot and records {base} to {end - 1}, which record {end} continues", there)
-    snapshot, before = found[0]
-    return [(snapshot, [*before, *records]), *more]
-
-
-def _segments(store: ObjectStore, keys: Sequence[str]) -> list[Segment]:
-    """Returns the segments that the objects ``keys`` make up, from the first snapshot on."""
-    segments: list[Segment] = []
-    expected: int | None = None
-    with ThreadPoolExecutor(READS, "journal-read") as pool:
-        for key, (head, records) in zip(keys, pool.map(lambda key: _object(store, key), keys), strict=True):
-            if expected not in (None, _first(key)):
-                raise Damaged(store.full_name(key), f"records from {expected} on", f"records {_first(key)} to {records[-1]['n']}")
-            expected = records[-1]["n"] + 1
-            if segments or "continues" not in head:
-                _join(segments, head, records, store.full_name(key))
-    return segments
-
-
-def _join(segments: list[Segment], head: Json, records: list[Json], where: str) -> None:
-    """Adds an object to ``segments``: as a new one, or to the last one.  Raises :class:`Damaged` if it continues another."""
-    if "continues" not in head:
-        return segments.append((head, records))
-    base = _base(*segments[-1]) if segments else None
-    if base != head["continues"]:
-        there = "there is no snapshot" if base is None else f"the snapshot is that of record {base}"
-        raise Damaged(where, f"the object of record {head['continues']} before it, which it continues", there)
-    segments[-1][1].extend(records)
-    return None
-
-
-def _base(head: Json, records: Sequence[Json]) -> int | None:
-    """Returns the number of the first record after a segment's snapshot."""
-    return head["continues"] if "continues" in head else records[0]["n"] if records else None
-
-
-def _object(store: ObjectStore, key: str) -> Segment:
-    """Returns the head of an object, and its records.  Raises :class:`Damaged`."""
-    object, first = store.full_name(key), _first(key)
-    lines = _unsealed(store.get(key), object).splitlines()
-    try:
-        head, *records = map(json.loads, lines)
-        numbers = [record["n"] for record in records]
-    except (ValueError, TypeError, KeyError):
-        raise Damaged(object, "a head and its records, one a line", "lines that are something else") from None
-    if not numbers or numbers != list(range(first, first + len(numbers))):
-        raise Damaged(object, f"records from {first} on", f"records {numbers[:1]} to {numbers[-1:]}")
-    return head, records
-
-
-def records(store: ObjectStore, run: str) -> list[Json]:
-    """Returns all records in the bucket, in order."""
-    return [record for _, segment in read(store, run) for record in segment]
-
-
-def parse(lines: bytes, *, tail: bool = False) -> list[Segment]:
-    """Returns the segments in ``lines``: a coordinator's local file, a copy of an object, or several of them in a row.
-
-    ``tail``: the first may be a continuation (:func:`rejoined`).  Raises :class:`Damaged`.
-    """
-    segments: list[Segment] = []
-    for number, (head, records) in _parts(lines):
-        if tail and not segments:
-            segments.append((head, records))
-        else:
-            _join(segments, head, records, f"line {number}")
-    return segments
-
-
-def _parts(lines: bytes) -> list[tuple[int, Segment]]:
-    """Returns each head with the records after it, and the number of its line."""
-    parts: list[tuple[int, Segment]] = []
-    for number, text in enumerate(lines.splitlines(), 1):
-        try:
-            line = json.loads(text)
-            if "run" in line or "continues" in line:
-                parts.append((number, (line, [])))
-            elif "n" in line:
-                parts[-1][1][1].append(line)
-        except (ValueError, TypeError, IndexError):
-            raise Damaged(f"line {number}", "a snapshot, or a record after one", repr(text[:40])) from None
-    return parts
 
 
 def claim_owner(store: ObjectStore, run: str, information: Json) -> int:
@@ -454,27 +329,3 @@ def _claims(store: ObjectStore, run: str) -> list[int]:
 
 def _claim(run: str, number: int) -> str:
     return f"{run}/owner/{number:06d}.json"
-
-
-def _key(run: str, first: int) -> str:
-    return f"{run}/journal/{first:012d}.jsonl"
-
-
-def _first(key: str) -> int:
-    """Returns the number of an object's first record."""
-    return int(PurePosixPath(key).stem)
-
-
-def _line(value: Json) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
-
-
-def _sealed(lines: bytes) -> bytes:
-    return lines + json.dumps({"blake3": digest_of(lines)}).encode() + b"\n"
-
-
-def _unsealed(raw: bytes, object: str) -> bytes:
-    lines = raw[: -len(_sealed(b""))]
-    if _sealed(lines) != raw:
-        raise Damaged(object, "an object that ends with its digest", f"{len(raw)} bytes that do not")
-    return lines

@@ -1,15 +1,16 @@
 """Replicas of the end of a journal: other nodes hold what the bucket does not have yet, and give it back when its writer has died.
 
 A tail is a part of the writer's local files.  It consists of segments: a snapshot and the records after it, one line each.  The first one
-may be a continuation, whose snapshot is in the bucket (:func:`storage.journal.rejoined`).  The module ``elastic/protocol/authority.py``
-says what a keeper accepts of a tail, and which tail a new coordinator takes.
+may be a continuation, whose snapshot is in the bucket (:meth:`storage.journal.Newest.rejoined`).  The module
+``elastic/protocol/authority.py`` says what a keeper accepts of a tail, and which tail a new coordinator takes.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from storage.journal.journal import Segment, parse
+from storage.journal.objects import Segment
+from storage.journal.reading import parse
 
 WRITER = "journal-"
 """Name of the folder of a writer's local files, without the incarnation that follows."""

@@ -321,7 +321,7 @@ class Amnesia(Killer):
 
     def lose(self, view: View) -> None:
         super().lose(view)
-        for path in self.bucket.glob("*/journal/*.jsonl"):  # written if the workers took five seconds to start
+        for path in self.bucket.glob("*/journal/**/*.jsonl.gz"):  # written if the workers took five seconds to start
             path.unlink()
         (keeper,) = cluster.named(f"{view.token}/keeper-").values()
         ray.kill(keeper, no_restart=True)

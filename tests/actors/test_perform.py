@@ -59,10 +59,11 @@ def test_an_actor_out_of_reach_is_asked_for_again(
     told: Future[Lost] = Future()
     monkeypatch.setattr(perform, "REACH_S", 0.001)
     these = Group.__new__(Group)
-    these._lives, these._closing, these.post = [], False, told.set_result  # type: ignore[assignment]
+    these._lives, these._closing, these.post = set(), False, told.set_result  # type: ignore[assignment]
     actor = Actor(*errors)
     these._when_done(actor.remote(), actor, lambda error: these._ended(WorkerId("w1"), error))
     assert told.result(10) == Lost(WorkerId("w1"), reason, certain)
+    assert these._lives == set(), "calls that have ended are forgotten, however many actors a run has"
 
 
 class Keeper:

@@ -95,7 +95,7 @@ def test_groups_are_the_tensors_with_the_same_boxes_in_the_same_files(cuts: set[
 
 
 def test_verify_and_every_reader_judge_a_header_alike() -> None:
-    """Whoever reads one slice of a file whose header has another byte is told so, as ``verify`` is."""
+    """A reader of one slice of a file whose header has another byte is told so, as ``verify`` is."""
     checkpoints, state = fresh(), state_of(TENSORS, seed=1)
     save(checkpoints, V, state, 3)
     reader = checkpoints.open(V)
@@ -179,7 +179,7 @@ class Noting(Counting):
 
 
 def test_the_newest_checkpoint_is_found_by_a_bounded_number_of_requests() -> None:
-    """Of a run with many checkpoints only the newest are looked at; if all of these are damaged, those before them."""
+    """A run has many checkpoints, and only the newest are looked at; if all of these are damaged, those before them."""
     store = Noting(ObjectStore.open(f"memory://index-{next(_numbers)}"))
     checkpoints, number, state = Checkpoints(store, "run"), 2 * RECENT + 5, state_of(TENSORS[:1], seed=1)
     for step in range(1, number + 1):

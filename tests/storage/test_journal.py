@@ -14,7 +14,7 @@ import pytest
 
 from storage.errors import Damaged, Deposed, Exists, Unavailable
 from storage.journal import CONTINUATIONS, SEGMENT_RECORDS, Journal, claim_owner, newest, owners, parse, read, records, replicas
-from storage.journal.journal import _sealed
+from storage.journal.objects import key_of, packed, unpacked
 from storage.objects import Data, ObjectStore
 from tests.support.full_disk import full_disk
 from tests.support.stores import Forwarding
@@ -29,7 +29,7 @@ class Moody(Forwarding):
     def __init__(self, url: str) -> None:
         super().__init__(ObjectStore.open(url))
         self.up, self.answers, self.asked = threading.Event(), True, threading.Event()
-        self.read = list[str]()
+        self.got = list[str]()
         self.up.set()
 
     def put_if_absent(self, key: str, data: Data) -> None:
@@ -42,7 +42,7 @@ class Moody(Forwarding):
             raise Unavailable(self.full_name(key), "connection reset")
 
     def get(self, key: str) -> bytes:
-        self.read.append(key)
+        self.got.append(key)
         return super().get(key)
 
 
@@ -80,7 +80,7 @@ def test_segments_begin_with_what_was_known_before(store: Moody, start: Callable
     journal = start()
     write(journal, SEGMENT_RECORDS * 2 + 3)
     journal.close()
-    assert store.list("run/journal/") == [f"run/journal/{n:012d}.jsonl" for n in (0, 256, 512)]
+    assert store.list("run/journal/") == [key_of("run", n) for n in (0, 256, 512)]
     segments = read(store, "run")
     assert [len(found) for _, found in segments] == [256, 256, 3]
     for snapshot, found in segments:
@@ -93,9 +93,9 @@ def test_a_segment_does_not_wait_for_the_next_record(store: Moody, start: Callab
     """The bucket has a record after ``segment_s`` even when nothing else happens."""
     journal = start(segment_s=0.01)
     write(journal, 1)
-    eventually(lambda: store.exists("run/journal/000000000000.jsonl"))
+    eventually(lambda: store.exists(key_of("run", 0)))
     write(journal, 1)
-    eventually(lambda: store.exists("run/journal/000000000001.jsonl"))
+    eventually(lambda: store.exists(key_of("run", 1)))
     assert [snapshot for snapshot, _ in read(store, "run")] == [{"sum": 0}, {"sum": 0}]
     journal.close()
 
@@ -152,7 +152,8 @@ def objects(journal: Journal, count: int, length: int = 10) -> None:
 
 
 def lengths(store: Moody) -> list[int]:
-    return [len(store.get(key)) for key in store.list("run/journal/")]
+    """Returns how long the lines of each object are."""
+    return [len(unpacked(store.get(key), key)) for key in store.list("run/journal/")]
 
 
 def test_objects_that_end_by_time_do_not_repeat_a_snapshot_longer_than_their_records(store: Moody, start: Callable[..., Journal]) -> None:
@@ -176,12 +177,13 @@ def test_a_takeover_reads_a_snapshot_and_records_of_its_length_in_a_bounded_numb
     journal, most = start(), 0
     for n in range(1, 3 * CONTINUATIONS):
         objects(journal, 1, length)
-        store.read.clear()
+        store.got.clear()
         segment = newest(store, "run")
         assert segment is not None and segment[1][-1]["n"] == n - 1
-        read_bytes = sum(len(store.get(key)) for key in set(store.read))
-        assert len(store.read) <= 2 * (1 + CONTINUATIONS) and read_bytes <= 2 * len(KNOWN) + length + 100 * (1 + CONTINUATIONS)
-        most = max(most, len(set(store.read)))
+        got = list(store.got)
+        read_bytes = sum(len(unpacked(store.get(key), key)) for key in got)
+        assert len(got) == len(set(got)) <= 1 + CONTINUATIONS and read_bytes <= 2 * len(KNOWN) + length + 100 * (1 + CONTINUATIONS)
+        most = max(most, len(got))
     assert most == {10: 1 + CONTINUATIONS, 5_000: 20, 250_000: 1}[length]
     journal.close()
 
@@ -200,7 +202,7 @@ def continued(store: Moody, start: Callable[..., Journal]) -> list[str]:
 def test_a_continuation_without_its_snapshot_is_damage(store: Moody, continued: list[str]) -> None:
     snapshot = store.get(continued[0])
     store.put(continued[0], snapshot[:-1])
-    with pytest.raises(Damaged, match=r"000000000034.jsonl .* an object that ends with its digest"):
+    with pytest.raises(Damaged, match=r"000000000034.jsonl.gz .* an object that ends with its digest"):
         newest(store, "run")
     for gone in continued[:2]:
         held = store.get(gone) if gone != continued[0] else snapshot
@@ -221,12 +223,12 @@ def test_where_the_oldest_objects_are_gone_the_journal_begins_with_the_first_sna
 
 
 def test_copies_of_objects_are_joined_as_the_bucket_joins_them(store: Moody, continued: list[str]) -> None:
-    copies = [store.get(key) for key in continued]
+    copies = [unpacked(store.get(key), key) for key in continued]
     assert parse(b"".join(copies)) == read(store, "run")[-1:]
     with pytest.raises(Damaged, match=r"line 1 .* the object of record 34 before it, which it continues"):
         parse(copies[1])
     with pytest.raises(Damaged, match=r"the object of record 34 before it, which it continues.* the snapshot is that of record 1"):
-        parse(store.get("run/journal/000000000001.jsonl") + copies[1])
+        parse(unpacked(store.get(key_of("run", 1)), "") + copies[1])
 
 
 def test_who_loses_the_create_of_a_continuation_is_deposed(store: Moody, start: Callable[..., Journal]) -> None:
@@ -234,7 +236,7 @@ def test_who_loses_the_create_of_a_continuation_is_deposed(store: Moody, start: 
     objects(old, 3)
     write(new, 1)
     assert new.ship(10.0)
-    with pytest.raises(Deposed, match=r"000000000003.jsonl was written by another coordinator"):
+    with pytest.raises(Deposed, match=r"000000000003.jsonl.gz was written by another coordinator"):
         objects(old, 1)
     assert newest(store, "run") == ({"sum": 3}, [{"n": 3}])
 
@@ -308,13 +310,13 @@ def test_a_record_that_the_disk_does_not_keep_leaves_no_trace(store: Moody, tmp_
 def test_a_sealed_object_that_cannot_be_read_is_damage(store: Moody, three_segments: list[str]) -> None:
     """Its digest is right: whoever sealed it had wrong lines.  The control: the right lines, sealed by the same function."""
     key = three_segments[1]
-    lines = store.get(key).splitlines(keepends=True)[:-1]
+    lines = unpacked(store.get(key), key).splitlines(keepends=True)
     torn, foreign = b"".join(lines)[:-5] + b"\n", lines[0] + b'{"m": 2}\n'
     for wrong in (torn, foreign, lines[0] + b"7\n", b"\n", b""):
-        store.put(key, _sealed(wrong))
+        store.put(key, packed(wrong))
         with pytest.raises(Damaged, match="000000000002"):
             records(store, "run")
-    store.put(key, _sealed(b"".join(lines)))
+    store.put(key, packed(b"".join(lines)))
     assert len(records(store, "run")) == 6
 
 
@@ -364,14 +366,14 @@ def test_who_loses_a_create_is_deposed(store: Moody, start: Callable[..., Journa
     write(old, 1)  # on the local disk only
     store.asked.clear()
     new = start(first=2, snapshot=1, segment_s=0.0)
-    store.put("run/journal/000000000002.jsonl", b"the new coordinator's")
+    store.put(key_of("run", 2), b"the new coordinator's")
     store.up.set()
     eventually(lambda: bool(old.deposed))
     with pytest.raises(Deposed):
         old.tail(0)
-    with pytest.raises(Deposed, match=r"000000000002.jsonl was written by another coordinator"):
+    with pytest.raises(Deposed, match=r"000000000002.jsonl.gz was written by another coordinator"):
         write(old, 1)
-    assert store.get("run/journal/000000000002.jsonl") == b"the new coordinator's"
+    assert store.get(key_of("run", 2)) == b"the new coordinator's"
     old.close()
     new.close()
 
@@ -398,7 +400,7 @@ def three_segments(store: Moody, start: Callable[..., Journal]) -> list[str]:
 
 def test_a_gap_is_noticed(store: Moody, three_segments: list[str]) -> None:
     store.delete(three_segments[1])
-    with pytest.raises(Damaged, match=r"000000000004.jsonl .* expected records from 2 on"):
+    with pytest.raises(Damaged, match=r"000000000004.jsonl.gz .* expected records from 2 on"):
         records(store, "run")
 
 
@@ -418,7 +420,7 @@ def test_a_record_twice_is_noticed(store: Moody, start: Callable[..., Journal], 
     journal = start(first=5)
     write(journal, 1)
     journal.close()
-    with pytest.raises(Damaged, match=r"000000000005.jsonl .* expected records from 6 on"):
+    with pytest.raises(Damaged, match=r"000000000005.jsonl.gz .* expected records from 6 on"):
         records(store, "run")
 
 

@@ -216,7 +216,7 @@ def test_a_journal_and_its_claims(swift_bucket: S3, tmp_path: Path) -> None:
     rival = Journal(store, "run", tmp_path / "rival", 0, {"sum": 0}, segment_s=3600.0)
     rival.append({"n": 0}, lambda: {"sum": 9}, durable=False)
     rival.close()
-    assert rival.deposed.endswith("run/journal/000000000000.jsonl")
+    assert rival.deposed.endswith("run/journal/000/000/000/000000000000.jsonl.gz")
     assert len(read(store, "run")) == 1
 
 

@@ -1,0 +1,84 @@
+"""One object of a journal: its key, its bytes, and what is in it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from storage.documents import digest_of
+from storage.errors import Damaged
+from storage.objects import ObjectStore
+
+CONTINUED = 4
+"""The format that a reference states.  Releases that know no continuations read formats up to 3, and refuse this one by its number."""
+PACKED = ".jsonl.gz"
+"""Suffix of the name of an object that is compressed."""
+GZIP = 31
+"""The number by which zlib knows a stream in the format of gzip, with the largest window."""
+PER_FOLDER = 1000
+"""Record numbers of one folder."""
+
+Json = Mapping[str, Any]
+Segment = tuple[Json, list[Json]]
+"""A snapshot and the records after it."""
+
+
+def object_at(store: ObjectStore, key: str) -> Segment:
+    """Returns the head of an object, and its records.  Raises :class:`Damaged`."""
+    object, first = store.full_name(key), first_of(key)
+    raw = unsealed(store.get(key), object)
+    lines = (unpacked(raw, object) if key.endswith(PACKED) else raw).splitlines()
+    try:
+        head, *records = map(json.loads, lines)
+        numbers = [record["n"] for record in records]
+    except (ValueError, TypeError, KeyError):
+        raise Damaged(object, "a head and its records, one a line", "lines that are something else") from None
+    if not numbers or numbers != list(range(first, first + len(numbers))):
+        raise Damaged(object, f"records from {first} on", f"records {numbers[:1]} to {numbers[-1:]}")
+    return head, records
+
+
+def key_of(run: str, first: int) -> str:
+    digits = f"{first:012d}"
+    return f"{run}/journal/{digits[:3]}/{digits[3:6]}/{digits[6:9]}/{digits}{PACKED}"
+
+
+def first_of(key: str) -> int:
+    """Returns the number of an object's first record."""
+    return int(PurePosixPath(key).name.partition(".")[0])
+
+
+def line(value: Json) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def sealed(lines: bytes) -> bytes:
+    return lines + json.dumps({"blake3": digest_of(lines)}).encode() + b"\n"
+
+
+def unsealed(raw: bytes, object: str) -> bytes:
+    lines = raw[: -len(sealed(b""))]
+    if sealed(lines) != raw:
+        raise Damaged(object, "an object that ends with its digest", f"{len(raw)} bytes that do not")
+    return lines
+
+
+def packed(lines: bytes) -> bytes:
+    """Returns the lines as an object: compressed, the same for the same lines, and with the digest of the compressed bytes behind."""
+    packer = zlib.compressobj(wbits=GZIP)
+    return sealed(packer.compress(lines) + packer.flush())
+
+
+def unpacked(raw: bytes, object: str) -> bytes:
+    """Returns the lines of a compressed file, whatever is behind them.  Raises :class:`Damaged` if they cannot be had."""
+    unpacker = zlib.decompressobj(wbits=GZIP)
+    try:
+        lines = unpacker.decompress(raw)
+    except zlib.error as error:
+        raise Damaged(object, "compressed lines", str(error)) from None
+    if not unpacker.eof:
+        raise Damaged(object, "compressed lines", "only their beginning")
+    return lines

@@ -1,0 +1,170 @@
+"""Reads a journal from the bucket, or from copies of its objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from storage.errors import Damaged
+from storage.journal.objects import PER_FOLDER, Json, Segment, first_of, key_of, object_at
+from storage.objects import ObjectStore
+
+READS = 8
+"""Number of objects that are read at a time."""
+
+
+def read(store: ObjectStore, run: str) -> list[Segment]:
+    """Returns every segment in the bucket, oldest first.  Raises :class:`Damaged` if a record is missing or is there twice.
+
+    If the oldest objects are gone, it begins with the first snapshot that is there.
+    """
+    return _segments(store, sorted(store.list(f"{run}/journal/"), key=first_of))
+
+
+class Newest:
+    """Reads the end of a journal in the bucket, again and again if it must, and parses no object twice."""
+
+    def __init__(self, store: ObjectStore, run: str) -> None:
+        self.store, self.run = store, run
+        self._parsed: dict[str, Segment] = {}
+        """The objects of the segment that was read last."""
+
+    def segment(self) -> Segment | None:
+        """Returns the last segment, or None.  A coordinator that takes over must not have to read days of segments.
+
+        Raises :class:`Damaged` if its snapshot is gone.
+        """
+        key = _last(self.store, f"{self.run}/journal/")
+        if key is None:
+            self._parsed = {}
+            return None
+        head, records = self._objects([key])[0]
+        found = self.rejoined([(head, records)])[0]
+        base = head.get("continues", first_of(key))
+        self._parsed = {key: object for key, object in self._parsed.items() if first_of(key) >= base}
+        return found
+
+    def rejoined(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Returns ``segments``, the first of which may be a continuation, with the snapshot and the records that it continues.
+
+        These must be in the bucket, since a writer's objects reach it in order.  Raises :class:`Damaged` if they are not.
+        """
+        if not segments or "continues" not in segments[0][0]:
+            return list(segments)
+        (head, records), *more = segments
+        base, end = head["continues"], records[0]["n"]
+        keys = _between(self.store, self.run, base, end)
+        found = _joined(self.store, keys, self._objects(keys))
+        numbers = [record["n"] for _, before in found for record in before]
+        if len(found) != 1 or (numbers[0], numbers[-1]) != (base, end - 1):
+            there = f"records {numbers[0]} to {numbers[-1]} after {len(found)} snapshots" if numbers else "nothing"
+            wanted = f"a snapshot and records {base} to {end - 1}, which record {end} continues"
+            raise Damaged(f"{self.store.url}: the journal", wanted, there)
+        snapshot, before = found[0]
+        return [(snapshot, [*before, *records]), *more]
+
+    def _objects(self, keys: Sequence[str]) -> list[Segment]:
+        """Returns the objects, and remembers them: an object never changes."""
+        todo = [key for key in keys if key not in self._parsed]
+        self._parsed.update(zip(todo, _objects(self.store, todo), strict=True))
+        return [self._parsed[key] for key in keys]
+
+
+def newest(store: ObjectStore, run: str) -> Segment | None:
+    """Returns the last segment in the bucket, or None; see :meth:`Newest.segment`."""
+    return Newest(store, run).segment()
+
+
+def _last(store: ObjectStore, folder: str) -> str | None:
+    """Returns the key of the newest object below ``folder``: it follows the last name of each folder, unless that is empty."""
+    names = store.children(folder)
+    for name in sorted(names, key=lambda name: (name.endswith("/"), name), reverse=True):
+        found = _last(store, folder + name) if name.endswith("/") else folder + name
+        if found is not None:
+            return found
+    return None
+
+
+def _between(store: ObjectStore, run: str, first: int, end: int) -> list[str]:
+    """Returns the keys of the objects whose first record has a number from ``first`` on and below ``end``, in order."""
+    there = set[str]()
+    for folder in sorted({key_of(run, number).rpartition("/")[0] for number in (*range(first, end, PER_FOLDER), end - 1)}):
+        there.update(f"{folder}/{name}" for name in store.children(f"{folder}/"))
+    if not any(first_of(key) == first for key in there):  # an earlier release wrote it
+        there.update(f"{run}/journal/{name}" for name in store.children(f"{run}/journal/") if not name.endswith("/"))
+    return sorted((key for key in there if first <= first_of(key) < end), key=first_of)
+
+
+def _segments(store: ObjectStore, keys: Sequence[str]) -> list[Segment]:
+    """Returns the segments that the objects ``keys`` make up, from the first snapshot on."""
+    return _joined(store, keys, _objects(store, keys))
+
+
+def _objects(store: ObjectStore, keys: Sequence[str]) -> Iterable[Segment]:
+    """Yields each of the objects, several of which are read at a time."""
+    with ThreadPoolExecutor(READS, "journal-read") as pool:
+        yield from pool.map(lambda key: object_at(store, key), keys)
+
+
+def _joined(store: ObjectStore, keys: Sequence[str], objects: Iterable[Segment]) -> list[Segment]:
+    segments: list[Segment] = []
+    expected: int | None = None
+    for key, (head, records) in zip(keys, objects, strict=True):
+        if expected not in (None, first_of(key)):
+            raise Damaged(store.full_name(key), f"records from {expected} on", f"records {first_of(key)} to {records[-1]['n']}")
+        expected = records[-1]["n"] + 1
+        if segments or "continues" not in head:
+            _join(segments, head, records, store.full_name(key))
+    return segments
+
+
+def _join(segments: list[Segment], head: Json, records: list[Json], where: str) -> None:
+    """Adds an object to ``segments``: as a new one, or to the last one.  Raises :class:`Damaged` if it continues another."""
+    if "continues" not in head:
+        return segments.append((head, list(records)))
+    base = _base(*segments[-1]) if segments else None
+    if base != head["continues"]:
+        there = "there is no snapshot" if base is None else f"the snapshot is that of record {base}"
+        raise Damaged(where, f"the object of record {head['continues']} before it, which it continues", there)
+    segments[-1][1].extend(records)
+    return None
+
+
+def _base(head: Json, records: Sequence[Json]) -> int | None:
+    """Returns the number of the first record after a segment's snapshot."""
+    return head["continues"] if "continues" in head else records[0]["n"] if records else None
+
+
+def records(store: ObjectStore, run: str) -> list[Json]:
+    """Returns all records in the bucket, in order."""
+    return [record for _, segment in read(store, run) for record in segment]
+
+
+def parse(lines: bytes, *, tail: bool = False) -> list[Segment]:
+    """Returns the segments in ``lines``: a coordinator's local file, a copy of an object, or several of them in a row.
+
+    ``tail``: the first may be a continuation (:func:`rejoined`).  Raises :class:`Damaged`.
+    """
+    segments: list[Segment] = []
+    for number, (head, records) in _parts(lines):
+        if tail and not segments:
+            segments.append((head, records))
+        else:
+            _join(segments, head, records, f"line {number}")
+    return segments
+
+
+def _parts(lines: bytes) -> list[tuple[int, Segment]]:
+    """Returns each head with the records after it, and the number of its line."""
+    parts: list[tuple[int, Segment]] = []
+    for number, text in enumerate(lines.splitlines(), 1):
+        try:
+            line = json.loads(text)
+            if "run" in line or "continues" in line:
+                parts.append((number, (line, [])))
+            elif "n" in line:
+                parts[-1][1][1].append(line)
+        except (ValueError, TypeError, IndexError):
+            raise Damaged(f"line {number}", "a snapshot, or a record after one", repr(text[:40])) from None
+    return parts

@@ -1,0 +1,123 @@
+"""N10: a run of any age.  What its journal keeps on the disk, and what is read to find its end, does not grow."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from storage.journal import Journal, Newest, newest, parse, read, records
+from storage.journal.objects import key_of, packed, sealed, unpacked
+from storage.objects import ObjectStore
+from tests.storage.test_journal import KNOWN, Moody, objects, write
+
+pytestmark = pytest.mark.fast
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def store() -> Moody:
+    return Moody(f"memory://long-journal-{next(_numbers)}")
+
+
+def begun(store: ObjectStore, local: Path, first: int = 0, snapshot: int = 0) -> Journal:
+    return Journal(store, "run", local, first, {"sum": snapshot}, segment_s=3600.0, retry_s=0.001)
+
+
+class Listings(Moody):
+    """Counts listings, and the names in them."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.listings = self.names = 0
+
+    def list(self, prefix: str = "") -> list[str]:
+        raise AssertionError("the whole journal was listed")
+
+    def children(self, folder: str = "") -> list[str]:
+        found = super().children(folder)
+        self.listings, self.names = self.listings + 1, self.names + len(found)
+        return found
+
+
+def test_the_end_of_a_journal_of_any_age_is_found_by_five_short_listings(tmp_path: Path) -> None:
+    """N10: 3,000 objects of one record, with numbers about a million.  The control: a listing of all has 3,000 names."""
+    store = Listings(f"memory://long-journal-{next(_numbers)}")
+    first, count = 998_500, 3_000
+    for n in range(first, first + count):
+        store.store.put(key_of("run", n), packed(f'{{"sum":{n}}}\n{{"n":{n}}}\n'.encode()))
+    journal = Journal(store, "run", tmp_path, first + count, {"run": 7}, segment_s=3600.0)
+    for _ in range(3):
+        journal.append({"n": journal.next}, lambda: {"run": 7, "known": KNOWN}, durable=False)
+        assert journal.ship(10.0)
+    journal.close()
+    assert newest(store, "run") == ({"run": 7, "known": KNOWN}, [{"n": first + count + 1}, {"n": first + count + 2}])
+    assert store.listings <= 5 and store.names <= 1_600
+    assert len(store.store.list("run/journal/")) > count
+
+
+def test_an_object_is_parsed_once_however_often_the_end_is_read(store: Moody, tmp_path: Path) -> None:
+    """A coordinator that takes over looks again and again while an earlier coordinator may still write; only what is new is read."""
+    journal, end = begun(store, tmp_path), Newest(store, "run")
+    for n in range(1, 10):
+        objects(journal, 1)
+        store.got.clear()
+        found = end.segment()
+        assert found is not None and found == newest(store, "run") and found[1][-1]["n"] == n - 1
+        assert store.got[0] == key_of("run", n - 1) and store.got.count(key_of("run", 1)) <= 2, "one of both was the control"
+        store.got.clear()
+        assert end.segment() == found and store.got == []
+    journal.close()
+
+
+def test_a_folder_that_a_killed_writer_left_empty_hides_nothing(tmp_path: Path) -> None:
+    store = ObjectStore.open(str(tmp_path / "bucket"))
+    journal = Journal(store, "run", tmp_path / "local", 999, {"sum": 0}, segment_s=3600.0)
+    write(journal, 1)
+    journal.close()
+    (tmp_path / "bucket" / key_of("run", 1000)).parent.mkdir()
+    found = newest(store, "run")
+    assert found is not None and found[1] == [{"n": 999}]
+
+
+def test_the_objects_of_an_earlier_release_are_read_and_followed(store: Moody, tmp_path: Path) -> None:
+    """They lie side by side in one folder and are not compressed; a writer of today goes on behind them."""
+    journal = begun(store, tmp_path)
+    objects(journal, 5)
+    journal.close()
+    for key in store.list("run/journal/"):
+        first = int(key.rpartition("/")[2].partition(".")[0])
+        store.put(f"run/journal/{first:012d}.jsonl", sealed(unpacked(store.get(key), key)))
+        store.delete(key)
+    old = read(store, "run")
+    assert newest(store, "run") == old[-1] and len(old[-1][1]) == 4
+    journal = begun(store, tmp_path / "next", 5, 10)
+    write(journal, 2)
+    journal.close()
+    assert newest(store, "run") == ({"sum": 10}, [{"n": 5}, {"n": 6}])
+    assert read(store, "run") == [*old, ({"sum": 10}, [{"n": 5}, {"n": 6}])]
+
+
+@pytest.mark.parametrize("too_early", [False, True])
+def test_whenever_a_writer_dies_its_disk_and_the_bucket_have_every_record(
+    store: Moody, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, too_early: bool
+) -> None:
+    """The disk is looked at after each record and each object, as a writer that is killed there leaves it.
+
+    The control removes a file when its object is not in the bucket yet.
+    """
+    local, lost = tmp_path / "journal", list[int]()
+    journal = Journal(store, "run", local, 0, {"run": 0}, segment_s=3600.0, retry_s=0.001)
+    if too_early:
+        monkeypatch.setattr(journal, "_ship", lambda part: True)
+    for n in range(60):
+        journal.append({"n": n}, lambda n=n: {"run": n + 1}, durable=False)  # type: ignore[misc]
+        if n % 4 == 3:
+            journal.ship(10.0)
+        left = parse(b"".join(path.read_bytes() for path in sorted(local.iterdir())), tail=True)
+        there = {record["n"] for record in records(store, "run")} | {record["n"] for _, some in left for record in some}
+        lost += sorted(set(range(n + 1)) - there)
+        assert len(list(local.iterdir())) <= 2
+    journal.close()
+    assert bool(lost) == too_early

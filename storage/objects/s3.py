@@ -31,7 +31,7 @@ from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
 from storage.errors import Exists, Missing, StorageError, Unavailable
-from storage.objects.port import Data, ObjectStore, pieces_of
+from storage.objects.port import Data, ObjectStore, below, pieces_of
 from storage.objects.remote import RemotePolicy, Transient
 from storage.objects.s3_errors import FAILURES, Refused, judged, meaning
 
@@ -118,11 +118,10 @@ class S3(ObjectStore):
         return int(self._call(key, "head_object")["ContentLength"])
 
     def children(self, folder: str = "") -> list[str]:
-        above, found = self._above + folder, list[str]()
+        keys = list[str]()
         for page in self._pages(folder, {"Delimiter": "/"}):
-            found += [each["Key"].removeprefix(above) for each in _objects(page)]
-            found += [each["Prefix"].removeprefix(above) for each in page.get("CommonPrefixes", ())]
-        return sorted(found)
+            keys += [each["Key"] for each in _objects(page)] + [each["Prefix"] for each in page.get("CommonPrefixes", ())]
+        return below(self._above + folder, keys)  # also right for a store that ignores the delimiter
 
     def list(self, prefix: str = "") -> list[str]:
         return sorted(each["Key"].removeprefix(self._above) for page in self._pages(prefix) for each in _objects(page))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,8 +14,14 @@ from actors import perform
 from actors.perform import NODE_DIED, UNREACHED, Group
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
-from elastic.protocol.actions import Save, Upload
-from elastic.protocol.events import Lost
+from elastic.protocol.actions import CommitManifest, Save, Upload
+from elastic.protocol.events import Event, Lost, Saved
+from elastic.runs import Parts, Run, SavedShard
+from storage.objects import Data, ObjectStore
+from tests.storage.states import TENSORS, state_of, write
+from tests.support.patience import PATIENCE_S
+from tests.support.stores import Forwarding
+from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.fast
 AWAY = ray.exceptions.ActorUnavailableError("the connection broke", None)
@@ -93,3 +100,43 @@ def test_a_keeper_that_was_out_of_reach_is_told_its_saves_again(
     assert heard == [(1, 1, (own,), 1, Version(5, 1))] * calls
     with pytest.raises(queue.Empty):
         keeper.heard.get(timeout=0.1)
+
+
+class Slow(Forwarding):
+    """A store that answers a HEAD only once it is let go, and counts what is written."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.go, self.asked, self.written = threading.Event(), threading.Event(), 0
+
+    def size(self, key: str) -> int:
+        self.asked.set()
+        assert self.go.wait(PATIENCE_S)
+        return super().size(key)
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        self.written += 1
+        super().put_if_absent(key, data)
+
+
+def test_a_manifest_that_is_asked_for_again_while_it_is_written_is_written_once() -> None:
+    """It is made of the packed receipts that the keepers sent.  The control: asked for afterwards, it is found in its place."""
+    store, told, version = Slow(ObjectStore.open("memory://perform")), queue.SimpleQueue[Event](), Version(5, 1)
+    these = Group.__new__(Group)
+    these.run, these.parts, these.post, these.ship = Run(toy_job("memory://perform"), store), Parts(), told.put, lambda timeout_s: True
+    these._committing, these._pool = set(), ThreadPoolExecutor(4)
+    for number, receipt in enumerate(write(these.run.checkpoints, version, state_of(TENSORS, seed=1), 2)):
+        these.parts.add(version, WorkerId(f"w{number}"), SavedShard(1, Layout(1, 2), receipt.packed()))
+    store.written, asked = 0, CommitManifest(version, ((1, 5),))
+    these.perform(asked)
+    assert store.asked.wait(PATIENCE_S)
+    these.perform(asked)
+    store.go.set()
+    digest = these.run.checkpoints.manifest(version).digest if told.get(timeout=PATIENCE_S) else ""
+    assert told.empty() and store.written == 2, "the index and the manifest"
+    these._pool.shutdown()
+    these._pool = ThreadPoolExecutor(1)
+    these.perform(asked)
+    assert told.get(timeout=PATIENCE_S) == Saved(version, digest) and store.written > 2
+    these._pool.shutdown()
+    assert these.run.checkpoints.verify(version).good

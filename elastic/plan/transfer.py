@@ -3,19 +3,22 @@
 A holding is one cell of the state: live in a worker, or a copy in the memory of a node's keeper.  Holdings of one version may come from
 different layouts, because a world that broke while it healed holds cells of the old layout and of the new one.  So coverage and transfer
 are arithmetic on boxes: a wanted box is cut at the edges of the boxes that are held, and each piece is taken from a holder whose box
-contains it.  Tensors of equal shape that every axis cuts alike are cut at the same edges, so their geometry is computed once.
+contains it.
 
 Everything is a pure function of its arguments and independent of the order of the holdings.  So all members compute the same moves without
-talking to each other.  The choice among equally near holders depends only on the piece and its destination, not on earlier choices, so one
-member can compute its own moves and leave out those of all others.
+talking to each other, and each computes only those in which it takes part.  The choice among equally near holders depends on the piece and
+its destination alone: the holders take turns by the number of the tensor, the world rank of the destination and the number of the piece.
+So a receiver finds its source by a division, and a source finds its receivers by one remainder: see :class:`_Takers`.  Tensors of equal
+shape that every axis cuts alike are cut at the same edges, so all of this is computed once for them; each tensor only gives it a name.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import ceil
 
 from elastic.ids import Cell, NodeId, Version, WorkerId
@@ -120,15 +123,18 @@ def moves(
     node's keeper.  Nodes that are equally near take turns, and so do the holders on each node.  A large piece is shared out among them.
 
     With ``partly`` the moves leave out the slices that nobody holds, which :func:`missing` names; without it, such a slice raises
-    ValueError.  With ``of`` the result has only the moves to that member and from its live memory, in the same order.
+    ValueError.  With ``of`` the result has only the moves to that member and from its live memory, in the same order; their number and
+    that of the holdings decide how long that takes.
     """
     transfer = _Transfer(list(holders), layout, members, nodes)
-    own = transfer.own_cells(of)
-    result = []
+    arriving = [rank for rank, member in enumerate(members) if of in (None, member)]
+    result: list[Move] = []
     for number, tensor in enumerate(sorted(tensors, key=lambda each: (-nbytes(each, each.whole()), each))):
-        for rank in transfer.destinations(tensor, of, own):
-            found = transfer.into(rank, number, tensor, partly=partly)
-            result += [move for move in found if of is None or of == move.destination or (of == move.source and not move.keeper)]
+        found = [move for rank in arriving for move in transfer.into(rank, number, tensor, partly=partly)]
+        if of is not None:
+            found += transfer.out_of(of, number, tensor)
+            found.sort(key=lambda each: each[0])
+        result += [move for _, move in found]
     return tuple(result)
 
 
@@ -150,110 +156,204 @@ class _Geometry:
 
     def pieces(self, tensor: Tensor, part: Slice) -> list[Piece]:
         """Returns ``part``, cut at the edges of the boxes that are held, so that each box contains a piece or does not touch it."""
-        key = placement.key_of(tensor), tensor.shape, part.start, part.stop
+        key = _geometry_of(tensor), part.start, part.stop
         if key not in self._known:
-            self._known[key] = self._cut(tensor, part)
+            self._known[key] = list(_cut_at_edges((part.start, part.stop), self._held(tensor, part)))
         return self._known[key]
 
-    def _cut(self, tensor: Tensor, part: Slice) -> list[Piece]:
-        held: list[tuple[Cell, Corners]] = []
+    def _held(self, tensor: Tensor, part: Slice) -> list[tuple[Cell, Corners]]:
+        """Returns what is held of ``part``: each cell, with the corners of what one of its boxes has."""
+        found: list[tuple[Cell, Corners]] = []
         for degrees in self.degrees:
             for cell in placement.cells_meeting(tensor, part, degrees):
                 if cell in self.by_cell:
                     boxes = (box.slice.intersect(part) for box in placement.held(tensor, cell).boxes)
-                    held += [(cell, (box.start, box.stop)) for box in boxes if box is not None]
-        corners = [corners for _, corners in held]
-        pieces = []
-        for box in grid((part.start, part.stop), corners):
-            pieces.append(Piece(box, tuple(sorted({cell for cell, other in held if _contains(other, box)}))))
-        return pieces
+                    found += [(cell, (box.start, box.stop)) for box in boxes if box is not None]
+        return found
 
 
-def grid(whole: Corners, boxes: Sequence[Corners]) -> Iterator[Corners]:
-    """Yields ``whole``, which contains ``boxes``, cut at all of their edges."""
+def _geometry_of(tensor: Tensor) -> Hashable:
+    """Returns a value that is equal for tensors with equal boxes in every cell."""
+    return placement.key_of(tensor), tensor.shape
+
+
+def _cut_at_edges(whole: Corners, held: Sequence[tuple[Cell, Corners]], dim: int = 0) -> Iterator[Piece]:
+    """Yields ``whole`` cut at the edges of the boxes inside it, from dimension ``dim`` on, in the order of the coordinates."""
     start, stop = whole
-    edges = [sorted({a, b, *(corner[dim] for box in boxes for corner in box)}) for dim, (a, b) in enumerate(zip(start, stop, strict=True))]
-    for intervals in product(*(list(pairwise(each)) for each in edges)):
-        yield tuple(a for a, _ in intervals), tuple(b for _, b in intervals)
+    if dim == len(start):
+        yield Piece(whole, tuple(sorted({cell for cell, _ in held})))
+        return
+    edges = sorted({start[dim], stop[dim], *(corner[dim] for _, box in held for corner in box)})
+    number = {edge: index for index, edge in enumerate(edges)}
+    inside: list[list[tuple[Cell, Corners]]] = [[] for _ in edges[1:]]
+    for cell, box in held:
+        for index in range(number[box[0][dim]], number[box[1][dim]]):
+            inside[index].append((cell, box))
+    for (low, high), there in zip(pairwise(edges), inside, strict=True):
+        part = (*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :])
+        yield from _cut_at_edges(part, there, dim + 1)
 
 
-def _contains(outer: Corners, inner: Corners) -> bool:
-    return all(a <= b for a, b in zip(outer[0], inner[0], strict=True)) and all(a >= b for a, b in zip(outer[1], inner[1], strict=True))
+class _Nearest:
+    """Finds the nearest holders among those of one piece, grouped by node.  Several holdings of a worker in one place count once."""
+
+    def __init__(self, held: Iterable[Holding], place: Callable[[Holding], NodeId]) -> None:
+        live: dict[NodeId, dict[WorkerId, Holding]] = defaultdict(dict)
+        kept: dict[NodeId, dict[WorkerId, Holding]] = defaultdict(dict)
+        for holding in sorted(held, key=lambda each: (each.worker, each.keeper, each.cell)):
+            (kept if holding.keeper else live)[place(holding)].setdefault(holding.worker, holding)
+        self.live = {worker: holding for there in live.values() for worker, holding in there.items()}
+        self._near = {node: list(there.values()) for node, there in (live | kept).items()}
+        self._far = [list(there.values()) for _, there in sorted((live or kept).items())]
+
+    def near(self, home: NodeId) -> NodeId | None:
+        """Returns ``home``, the node of a member, if there are holders; None if all are on other nodes."""
+        return home if home in self._near else None
+
+    def on(self, node: NodeId | None) -> list[list[Holding]]:
+        """Returns the holders on ``node``, or for None those that are nearest to members of all other nodes."""
+        return self._far if node is None else [self._near[node]]
+
+
+@dataclass(frozen=True)
+class _Takers:
+    """Members that have the same nearest holders of a piece, as one of these holders sees them.
+
+    Of ``every`` turns in a row, ``turn`` is the turn of this holder.  ``ranks`` has the members' world ranks by their remainder.
+    ``holders`` is the number of nearest holders.
+    """
+
+    every: int
+    turn: int
+    holders: int
+    ranks: dict[int, list[int]]
+
+    @classmethod
+    def of(cls, source: WorkerId, nearest: list[list[Holding]], ranks: Iterable[int]) -> _Takers | None:
+        """Returns the takers at ``ranks`` as ``source`` sees them; None if it is not among the holders ``nearest``."""
+        for node, there in enumerate(nearest):
+            for number, holding in enumerate(there):
+                if holding.worker == source and not holding.keeper:
+                    every, by_rest = len(nearest) * len(there), defaultdict[int, list[int]](list)
+                    for rank in ranks:
+                        by_rest[rank % every].append(rank)
+                    return cls(every, node + len(nearest) * number, sum(map(len, nearest)), by_rest)
+        return None
+
+    def at(self, turn: int) -> Sequence[int]:
+        """Returns the world ranks for which the sum of ``turn`` and the rank is a turn of this holder: see :func:`_holder`."""
+        return self.ranks.get((self.turn - turn) % self.every, ())
+
+
+def _holder(nearest: list[list[Holding]], turn: int) -> Holding:
+    """Returns the holder whose turn it is: the nodes take turns, and the holders on each of them."""
+    there = nearest[turn % len(nearest)]
+    return there[turn // len(nearest) % len(there)]
+
+
+Place = tuple[int, int, int]
+"""Place of a move among those of one tensor: the world rank of its destination, the number of its piece, the number of its share."""
+Part = tuple[int, Piece]
+"""A piece of a cell, and its number among the pieces that somebody holds."""
 
 
 class _Transfer:
-    """Computes the moves, one destination after the other."""
+    """Computes the moves to one member, or from one, for one tensor after the other."""
 
     def __init__(self, holders: list[Holding], layout: Layout, members: Sequence[WorkerId], nodes: Sequence[NodeId]) -> None:
         self.geometry = _Geometry(holders)
-        self.members = members
+        self.layout, self.members = layout, members
         self.homes = dict(zip(members, nodes, strict=True)) if nodes else {}
-        self.cells = [placement.cell_of(layout, rank) for rank in range(len(members))]
-        live = {(each.worker, each.cell) for held in self.geometry.by_cell.values() for each in held if not each.keeper}
-        self.wanting = {
-            cell: [rank for rank in ranks if (members[rank], cell) not in live] for cell, ranks in placement.distinct_cells(layout).items()
-        }
-        """Maps each cell to the world ranks of the members that have to receive it, because their live memory lacks it."""
+        self.live: dict[WorkerId, set[Cell]] = defaultdict(set)
+        """Maps each worker to the cells in its live memory."""
+        for holding in holders:
+            if not holding.keeper:
+                self.live[holding.worker].add(holding.cell)
         self.degrees = placement.degrees_of(layout)
-        self._nearest: dict[tuple[int, tuple[Cell, ...]], list[list[Holding]]] = {}
+        self._parts: dict[tuple[Hashable, Cell], list[Part]] = {}
+        self._leaving: dict[tuple[Hashable, WorkerId], list[tuple[Part, _Takers]]] = {}
+        self._nearest: dict[tuple[Cell, ...], _Nearest] = {}
+        self._takers: dict[tuple[WorkerId, Cell, tuple[Cell, ...]], list[_Takers]] = {}
 
-    def own_cells(self, of: WorkerId | None) -> list[Cell]:
-        """Returns the cells that ``of`` holds in its live memory."""
-        return [cell for cell, held in self.geometry.by_cell.items() if any(each.worker == of and not each.keeper for each in held)]
+    @cached_property
+    def wanting(self) -> dict[Cell, list[int]]:
+        """Maps each cell to the world ranks of the members that have to receive it, because their live memory lacks it."""
+        return {
+            cell: [rank for rank in ranks if cell not in self.live.get(self.members[rank], ())]
+            for cell, ranks in placement.distinct_cells(self.layout).items()
+        }
 
-    def destinations(self, tensor: Tensor, of: WorkerId | None, own: Collection[Cell]) -> Collection[int]:
-        """Returns world ranks in order: all of them, or only that of ``of`` and those to which it may send a part of ``tensor``.
-
-        ``own``: the cells of ``of``.  A member that already holds its cell takes nothing from others.
-        """
-        if of is None:
-            return range(len(self.members))
-        found = {self.members.index(of)} if of in self.members else set()
-        for box in (box for cell in own for box in placement.held(tensor, cell).boxes):
-            for cell in placement.cells_meeting(tensor, box.slice, self.degrees):
-                found.update(self.wanting[cell])
-        return sorted(found)
-
-    def into(self, rank: int, number: int, tensor: Tensor, *, partly: bool) -> Iterator[Move]:
+    def into(self, rank: int, number: int, tensor: Tensor, *, partly: bool) -> Iterator[tuple[Place, Move]]:
         """Yields all moves to the member at ``rank`` for ``tensor``, which has this ``number`` among the tensors."""
-        turn, member = number + rank, self.members[rank]
-        for box in placement.held(tensor, self.cells[rank]).boxes:
-            for piece in self.geometry.pieces(tensor, box.slice):
-                if piece.cells:
-                    yield from self._taken(tensor, piece, rank, turn)
-                    turn += 1
-                elif not partly:
-                    raise ValueError(f"{member} needs {_slice(tensor, piece)}, which nobody holds")
+        member = self.members[rank]
+        for index, piece in self._parts_of(tensor, placement.cell_of(self.layout, rank)):
+            part = _slice(tensor, piece)
+            if piece.cells:
+                nearest = self._nearest_to(member, piece.cells)
+                for offset, share in enumerate(_shares(part, nbytes(tensor, part), sum(map(len, nearest)))):
+                    holding = _holder(nearest, number + rank + index + offset)
+                    yield (rank, index, offset), Move(share, holding.worker, member, holding.keeper)
+            elif not partly:
+                raise ValueError(f"{member} needs {part}, which nobody holds")
 
-    def _taken(self, tensor: Tensor, piece: Piece, rank: int, turn: int) -> Iterator[Move]:
-        part, nearest = _slice(tensor, piece), self._equals(rank, piece.cells)
-        for offset, share in enumerate(_shares(part, nbytes(tensor, part), sum(map(len, nearest)))):
-            at = turn + offset
-            there = nearest[at % len(nearest)]
-            holding = there[at // len(nearest) % len(there)]
-            yield Move(share, holding.worker, self.members[rank], holding.keeper)
+    def out_of(self, source: WorkerId, number: int, tensor: Tensor) -> Iterator[tuple[Place, Move]]:
+        """Yields the moves of ``tensor`` from the live memory of ``source`` to other members."""
+        key = _geometry_of(tensor), source
+        if key not in self._leaving:
+            self._leaving[key] = list(self._parts_from(tensor, source))
+        for (index, piece), takers in self._leaving[key]:
+            part = _slice(tensor, piece)
+            for offset, share in enumerate(_shares(part, nbytes(tensor, part), takers.holders)):
+                for rank in takers.at(number + index + offset):
+                    yield (rank, index, offset), Move(share, source, self.members[rank])
 
-    def _equals(self, rank: int, cells: tuple[Cell, ...]) -> list[list[Holding]]:
-        """Returns the nearest holders of ``cells``, grouped by node."""
-        if (rank, cells) not in self._nearest:
-            member = self.members[rank]
-            held = [holding for cell in cells for holding in self.geometry.by_cell[cell]]
-            least = min(self._distance(holding, member) for holding in held)
-            by_node: dict[str, dict[tuple[WorkerId, NodeId], Holding]] = defaultdict(dict)
-            for holding in sorted(held, key=lambda each: (each.worker, each.keeper, each.cell)):
-                if self._distance(holding, member) == least:
-                    by_node[self._place(holding)].setdefault((holding.worker, holding.keeper), holding)
-            self._nearest[rank, cells] = [list(by_node[node].values()) for node in sorted(by_node)]
-        return self._nearest[rank, cells]
+    def _parts_of(self, tensor: Tensor, cell: Cell) -> list[Part]:
+        """Returns all pieces of a cell's boxes."""
+        key = _geometry_of(tensor), cell
+        if key not in self._parts:
+            pieces = [piece for box in placement.held(tensor, cell).boxes for piece in self.geometry.pieces(tensor, box.slice)]
+            numbers = accumulate((bool(piece.cells) for piece in pieces), initial=0)
+            self._parts[key] = list(zip(numbers, pieces, strict=False))
+        return self._parts[key]
+
+    def _parts_from(self, tensor: Tensor, source: WorkerId) -> Iterator[tuple[Part, _Takers]]:
+        """Yields the pieces that ``source`` holds and other members want, each with those of them that have the same nearest holders."""
+        own = self.live.get(source, set())
+        boxes = [box.slice for cell in own for box in placement.held(tensor, cell).boxes]
+        wanted = {cell for box in boxes for cell in placement.cells_meeting(tensor, box, self.degrees) if self.wanting[cell]}
+        for cell in wanted:
+            for index, piece in self._parts_of(tensor, cell):
+                if not own.isdisjoint(piece.cells):
+                    yield from (((index, piece), takers) for takers in self._takers_of(source, cell, piece.cells))
+
+    def _takers_of(self, source: WorkerId, wanted: Cell, cells: tuple[Cell, ...]) -> list[_Takers]:
+        """Returns the members in the cell ``wanted`` that may take from ``source`` a piece that ``cells`` have."""
+        key = source, wanted, cells
+        if key not in self._takers:
+            nearest, groups = self._among(cells), defaultdict[NodeId | None, list[int]](list)
+            for rank in self.wanting[wanted]:
+                if self.members[rank] not in nearest.live:
+                    groups[nearest.near(self._home(self.members[rank]))].append(rank)
+            found = (_Takers.of(source, nearest.on(node), ranks) for node, ranks in groups.items())
+            self._takers[key] = [takers for takers in found if takers is not None]
+        return self._takers[key]
+
+    def _nearest_to(self, member: WorkerId, cells: tuple[Cell, ...]) -> list[list[Holding]]:
+        """Returns the holders of ``cells`` that are nearest to ``member``, grouped by node."""
+        nearest = self._among(cells)
+        own = nearest.live.get(member)
+        return nearest.on(nearest.near(self._home(member))) if own is None else [[own]]
+
+    def _among(self, cells: tuple[Cell, ...]) -> _Nearest:
+        if cells not in self._nearest:
+            self._nearest[cells] = _Nearest((holding for cell in cells for holding in self.geometry.by_cell[cell]), self._place)
+        return self._nearest[cells]
 
     def _place(self, holding: Holding) -> NodeId:
-        return holding.keeper or self.homes.get(holding.worker, LIVE)
+        return holding.keeper or self._home(holding.worker)
 
-    def _distance(self, holding: Holding, member: WorkerId) -> int:
-        if holding.worker == member and not holding.keeper:
-            return 0
-        near = self._place(holding) == self.homes.get(member, LIVE)
-        return (1 if near else 4) if holding.keeper else (2 if near else 3)
+    def _home(self, worker: WorkerId) -> NodeId:
+        return self.homes.get(worker, LIVE)
 
 
 def _shares(part: Slice, size: int, holders: int) -> Iterator[Slice]:

@@ -119,6 +119,7 @@ def from_members(
     :class:`StateMissing` if this worker does not hold what the plan takes from it.
     """
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
+    rank_of = {member: rank for rank, member in enumerate(plan.members)}
     sources = [shard for shard in there if shard.version == plan.version]
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -130,9 +131,9 @@ def from_members(
         if mine and theirs:
             state.shard.part(tensor, move.slice).copy_(_find(sources, tensor, move.slice))
         elif mine:
-            outgoing[plan.world_rank(move.destination)].append(_find(sources, tensor, move.slice))
+            outgoing[rank_of[move.destination]].append(_find(sources, tensor, move.slice))
         elif theirs:
-            incoming[plan.world_rank(move.source)].append(state.shard.part(tensor, move.slice))
+            incoming[rank_of[move.source]].append(state.shard.part(tensor, move.slice))
     return _exchange(outgoing, incoming, state.world, hook)
 
 

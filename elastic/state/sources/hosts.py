@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from elastic.errors import CopyLost, StateMissing, WireError
-from elastic.ids import Cell, WorkerId
+from elastic.ids import Cell, NodeId, WorkerId
 from elastic.plan.placement import held
 from elastic.plan.transfer import Holding, Move
 from elastic.protocol.copy_schedule import Copy
@@ -121,6 +121,9 @@ def read(
 def _turns(tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move]) -> list[tuple[Holding, list[Range]]]:
     """Returns the turns of ``worker`` in reading order: the first turn of every copy, then the second turn of those that have one."""
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
+    copies: dict[tuple[NodeId, WorkerId], list[Holding]] = defaultdict(list)
+    for each in plan.holders:
+        copies[each.keeper, each.worker].append(each)
 
     @cache
     def frame_of(cell: Cell) -> Frame:
@@ -131,7 +134,7 @@ def _turns(tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Seque
     for move in moves:
         if move.keeper and move.destination == worker and move.slice.count:
             tensor = by_name[move.slice.kind, move.slice.name]
-            holding = _holding(plan, move, tensor)
+            holding = _holding(copies[move.keeper, move.source], move, tensor)
             part = _range(tensor, move.slice, holding, frame_of(holding.cell))
             turns[asked[holding] // TURN, holding].append(part)
             asked[holding] += part.bytes
@@ -287,11 +290,10 @@ def _copy(holding: Holding) -> Copy:
     return Copy(holding.version, holding.cell)
 
 
-def _holding(plan: Plan, move: Move, tensor: Tensor) -> Holding:
-    """Returns the copy of the move's source that has the slice; a worker may have left two copies, of two layouts."""
-    for holding in plan.holders:
-        there = (holding.keeper, holding.worker) == (move.keeper, move.source)
-        if there and place_of(tensor, holding.cell, move.slice) is not None:
+def _holding(copies: Sequence[Holding], move: Move, tensor: Tensor) -> Holding:
+    """Returns the copy that has the slice, of those of the move's source; a worker may have left two copies, of two layouts."""
+    for holding in copies:
+        if place_of(tensor, holding.cell, move.slice) is not None:
             return holding
     raise StateMissing(f"the plan takes {move.slice} from the copy of {move.source}, which does not hold it")
 

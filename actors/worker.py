@@ -72,7 +72,7 @@ class Worker:
         if self._begun:
             return
         self._begun = True
-        from elastic.plan.placement import classes_of
+        from elastic.plan.placement import bytes_by_class, classes_of
         from elastic.train.loop import Trainer
         from elastic.train.model import build_model, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
@@ -100,7 +100,7 @@ class Worker:
         warm_up(session, device)
         session.snapshots.ready()
         go_or_end(self._keep_lease, "lease")
-        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build)
+        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors))
         self.report(self._joined)
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)

@@ -106,7 +106,8 @@ class Parallel(Part):
     min_shard: Free[Positive] = 1
     """Smallest shard degree at which one worker's part of the state fits its memory."""
     use: Free[Literal["all", "fit"]] = "all"
-    """``all`` takes a larger shard degree if that uses workers that would be left over.  ``fit`` keeps such workers as spares."""
+    """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer than one in eight and
+    replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
 
 
 class Workers(Part):
@@ -345,7 +346,8 @@ class Job(Part):
 
     def layouts(self) -> list[Layout]:
         """Returns the layouts that the permitted numbers of workers form, from the fewest workers to ``workers.max``; at least one."""
-        return [layout for n, layout in table(self.layout_rule(), self.workers.max) if layout is not None and n >= self.workers.min]
+        least = self.workers.min
+        return [layout for n, layout in table(self.layout_rule(), self.workers.max, least) if layout is not None and n >= least]
 
     def copy_rule(self) -> CopyRule:
         return CopyRule(self.copies.copy_every == "auto", self.copies.buddy_every == "auto", self.copies.link_share)

@@ -83,7 +83,8 @@ def joined(decision: Decision, event: Joined) -> None:
         return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
     newcomer = Worker(event.node, event.kind, decision.now, host=event.build.host)
     home = run.cluster.homes.get(event.node, Home(growth.host_of(newcomer), decision.now))
-    decision.know("members", workers={**run.workers, event.worker: newcomer}, classes=event.classes)
+    workers = {**run.workers, event.worker: newcomer}
+    decision.know("members", workers=workers, classes=event.classes, class_bytes=event.class_bytes)
     decision.know("cluster", homes={**run.cluster.homes, event.node: home})
     decision.say(f"{event.worker} joined on node {event.node[:8]}")
 

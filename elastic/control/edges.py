@@ -114,9 +114,10 @@ def _announcement(plan: Plan, given_up: tuple[tuple[int, int, int], ...]) -> str
 
 
 def _shortage(decision: Decision) -> str:
-    there, low = len(candidates(decision.run, decision.rules)), decision.rules.min_workers
-    if layout_of(there, decision.rules) is not None:
+    workers, low = candidates(decision.run, decision.rules), decision.rules.min_workers
+    if layout_of(decision.run, workers, decision.rules) is not None:
         return "no keeper is there to host the store"
+    there = len(workers)
     return f"{count(there, 'worker')} {'is' if there == 1 else 'are'} too few for any layout (at least {low})"
 
 

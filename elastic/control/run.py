@@ -171,6 +171,8 @@ class Members:
     """The build that the job was checked with; every worker must have the same."""
     classes: tuple[Tensor, ...] = ()
     """One tensor of the state for each class of tensors that all axes cut alike; coverage depends on nothing else."""
+    class_bytes: tuple[int, ...] = ()
+    """The bytes of all tensors of each class, in the order of ``classes``; empty if they are not known."""
     kind: str = ""
     """The first member's kind.  It never changes: with ``reproducible`` only workers of this kind may be members."""
     mixed: tuple[int, ...] = ()

@@ -1,7 +1,8 @@
 """Seating decides the members of the next generation, their order, and the state from which they begin.
 
-Survivors keep their order and come first, so most slices stay where they are.  The state is the newest version on the lineage that is
-complete in the bucket, or in what the chosen members and the keepers' copies hold together.  Versions are never mixed.
+Replicas lie within nodes if they can, and survivors keep their cells if that allows it: see ``plan/seats.py``.  The state is the newest
+version on the lineage that is complete in the bucket, or in what the chosen members and the keepers' copies hold together.  Versions are
+never mixed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from elastic.control.rules import Rules
 from elastic.control.run import RunState, Worker
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, choose
+from elastic.plan.placement import padding
+from elastic.plan.seats import seat
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
 from elastic.protocol import lineage
 from elastic.protocol.plan import Plan
 from storage.slices import Tensor
+
+PADDING = 0.05
+"""Largest share of the state that may be padding if the coordinator chooses the shard degree: memory and bytes that nobody needs."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +58,25 @@ def _fit(run: RunState, worker: Worker, kind: str) -> bool:
     return not worker.unfit and kind in ("", worker.kind) and run.cluster.nodes.get(worker.node, True)
 
 
-def layout_of(workers: int, rules: Rules) -> Layout | None:
-    """Returns the layout of ``workers`` workers, or None if they are too few."""
-    layout = choose(min(workers, rules.max_workers), rules.layout)
+def layout_of(run: RunState, workers: Sequence[WorkerId], rules: Rules) -> Layout | None:
+    """Returns the layout of ``workers``, or None if they are too few."""
+    if len(workers) < rules.min_workers:
+        return None
+    nodes = Counter(run.workers[worker].node for worker in workers)
+    fits = cache(lambda shards: padding(run.members.classes, run.members.class_bytes, shards) <= PADDING)
+    number = min(len(workers), rules.max_workers)
+    layout = choose(number, rules.layout, tuple(nodes.values()), least=rules.min_workers, fits=fits)
     return layout if layout is not None and layout.world >= rules.min_workers else None
 
 
 def make_plan(run: RunState, rules: Rules) -> Plan | None:
     """Returns the plan of the next generation; None if there are too few workers, or no keeper to host its store."""
     there = candidates(run, rules)
-    layout = layout_of(len(there), rules)
+    layout = layout_of(run, there, rules)
     if layout is None or not run.cluster.keepers:
         return None
     kept = copy_inventory.listed(run)
-    members = _choose_members(run, there, layout.world, kept)
+    members = _seated(run, there, layout, kept)
     source = newest_source(run, members, kept)
     store = _store_node(run, members)
     nodes = tuple(run.workers[member].node for member in members)
@@ -113,6 +124,19 @@ def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Hol
     tier = "live" if version == live else "host" if version == host else "bucket"
     holders = held if tier == "live" else [*held, *kept]
     return Source(version, tier, tuple(each for each in holders if each.version == version))
+
+
+def _seated(run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Sequence[Holding]) -> tuple[WorkerId, ...]:
+    """Returns the members by world rank.  The nodes decide who is left out, unless the newest version is incomplete without them."""
+    nodes = {worker: run.workers[worker].node for worker in there}
+    best = newest_source(run, there, kept)
+    members = seat(there, nodes, layout, best.holders)
+    if len(members) == len(there):
+        return members
+    found = newest_source(run, members, kept)
+    if (found.version, found.tier) == (best.version, best.tier):
+        return members
+    return seat(_choose_members(run, there, layout.world, kept), nodes, layout, best.holders)
 
 
 def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept: Sequence[Holding] = ()) -> tuple[WorkerId, ...]:

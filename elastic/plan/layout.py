@@ -5,13 +5,17 @@ Axes are ordered as in ``axes.py``: replicas are outside of shards, so that the 
 A :class:`LayoutRule` says which degrees may be used.  The shard degree has a smallest value, because every worker that leaves makes the
 shards of the others larger, and their memory is limited.  Below that value there is no layout: the run waits and does not run out of
 memory.
+
+Members of one replica exchange every weight in every step, so a replica should have its shards on one node.  A world over several nodes
+therefore leaves a few workers over as spares before it takes a shard degree that fits no node: after the loss of one worker of 1,024, all
+replicas but one stay as they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,9 @@ from elastic.plan.axes import AXES
 
 USES = ("all", "fit")
 """Values of ``LayoutRule.use``."""
+SPARED = 8
+"""Of this many workers, less than one may be left over.  It is a balance: a replica over several nodes slows every step, and so does a
+worker that waits.  So up to this many workers, nobody is left over."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,8 @@ class Layout:
 class LayoutRule:
     """A rule says which layouts are allowed.  A degree of None is chosen by :func:`choose`.
 
-    With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over.  With "fit" it stays the
-    smallest, and those workers become spares.  Raises ValueError, which names the setting as the job file does, if no number of workers
+    With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over, except a few (:data:`SPARED`).
+    With "fit" it stays the smallest, and those workers become spares.  Raises ValueError, which names the setting as the job file does, if no number of workers
     can meet the rule.
     """
 
@@ -93,7 +100,7 @@ class LayoutRule:
 
     def check(self, min_workers: int, max_workers: int) -> None:
         """Raises ValueError if no number of workers from min to max forms a world of at least ``min_workers`` members."""
-        worlds = [layout.world for _, layout in table(self, max_workers) if layout is not None]
+        worlds = [layout.world for _, layout in table(self, max_workers, min_workers) if layout is not None]
         if any(world >= min_workers for world in worlds):
             return
         enough = self._smallest(max(min_workers, max_workers + 1))
@@ -109,7 +116,7 @@ class LayoutRule:
         """Returns the smallest number, from ``workers`` up, that forms a world of at least ``workers`` members, or None."""
         period = (self.dp_replicate or 1) * (self.dp_shard or self.min_shard)
         for n in range(workers, workers + period + 1):
-            layout = choose(n, self)
+            layout = choose(n, self, least=workers)
             if layout is not None and layout.world >= workers:
                 return n
         return None
@@ -120,28 +127,88 @@ class LayoutRule:
         return f"parallel ({', '.join(settings + floor)})"
 
 
-def choose(workers: int, rule: LayoutRule) -> Layout | None:
-    """Returns the layout that ``workers`` form: with the most members, then with the smallest shard degree.  None means that they wait."""
+Test = Callable[[int], bool]
+
+
+def _any(shards: int) -> bool:
+    return True
+
+
+def choose(workers: int, rule: LayoutRule, nodes: Sequence[int] = (), *, least: int = 1, fits: Test = _any) -> Layout | None:
+    """Returns the layout that ``workers`` form; None means that they wait.
+
+    ``nodes`` has the number of workers on each node; without it, each worker counts as a node.  ``fits(shards)`` says whether the state may
+    be cut into so many parts; a degree that the rule fixes needs no permission.  Of the layouts that use all workers but a few, and at
+    least ``least`` of them, the first of these is taken:
+
+    1. every replica lies within one node: most members, then the smallest shard degree;
+    2. every replica has whole nodes: the smallest shard degree;
+    3. any: most replicas, then most members.
+
+    If there is none, it is the layout with most members, and of these the one with the smallest shard degree.
+    """
     lowest, replicas = rule.dp_shard or rule.min_shard, rule.dp_replicate
     if workers < lowest * (replicas or 1):
         return None
     if rule.dp_shard is not None or rule.use == "fit":
         return Layout(replicas or workers // lowest, lowest)
     if replicas is not None:
-        return Layout(replicas, workers // replicas)
-    shards = min(shards for shards in _divisors(workers) if shards >= lowest)  # nobody is left over
+        most = workers // replicas
+        return Layout(replicas, next((d for d in range(most, lowest - 1, -1) if replicas * d >= least and fits(d)), most))
+
+    def enough(world: int) -> bool:
+        return world >= least and (workers - world) * SPARED < workers
+
+    sizes = Counter(nodes or [1] * workers)
+    return (
+        _within_nodes(workers, lowest, sizes, enough, fits)
+        or _of_whole_nodes(workers, lowest, sizes, enough, fits)
+        or _using_most(workers, lowest, enough, fits)
+        or _most(workers, lowest, least, fits)
+    )
+
+
+def _within_nodes(workers: int, lowest: int, sizes: Counter[int], enough: Test, fits: Test) -> Layout | None:
+    """Applies rule 1 of :func:`choose`; ``sizes`` has the number of nodes by their number of workers."""
+    best: Layout | None = None
+    for shards in range(lowest, max(sizes) + 1):
+        room = sum(count * (size // shards) for size, count in sizes.items())
+        layout = Layout(min(workers // shards, room), shards)
+        if enough(layout.world) and (best is None or layout.world > best.world) and fits(shards):
+            best = layout
+    return best
+
+
+def _of_whole_nodes(workers: int, lowest: int, sizes: Counter[int], enough: Test, fits: Test) -> Layout | None:
+    """Applies rule 2 of :func:`choose`, with nodes of the usual size and larger ones."""
+    usual = max(sizes, key=lambda size: (sizes[size], size))
+    full = sum(count for size, count in sizes.items() if size >= usual)
+    for shards in range(-(-lowest // usual) * usual, workers + 1, usual) if usual > 1 else ():
+        layout = Layout(min(workers // shards, full * usual // shards), shards)
+        if enough(layout.world) and fits(shards):
+            return layout
+    return None
+
+
+def _using_most(workers: int, lowest: int, enough: Test, fits: Test) -> Layout | None:
+    """Applies rule 3 of :func:`choose`."""
+    shards = next((d for d in range(lowest, workers + 1) if enough(workers // d * d) and fits(d)), None)
+    if shards is None:
+        return None
+    replicas = workers // shards
+    return Layout(replicas, max(d for d in range(shards, workers // replicas + 1) if fits(d)))
+
+
+def _most(workers: int, lowest: int, least: int, fits: Test) -> Layout:
+    """Returns the layout with most members, then with the smallest shard degree; ``fits`` counts if it leaves ``least`` members."""
+    degrees = [d for d in range(lowest, workers + 1) if workers // d * d >= least and fits(d)] or range(lowest, workers + 1)
+    shards = max(degrees, key=lambda d: (workers // d * d, -d))
     return Layout(workers // shards, shards)
 
 
-def _divisors(number: int) -> Iterator[int]:
-    for low in range(1, math.isqrt(number) + 1):
-        if number % low == 0:
-            yield from (low, number // low)
-
-
-def table(rule: LayoutRule, n_max: int) -> tuple[tuple[int, Layout | None], ...]:
-    """Returns (n, the layout that n workers form) for n = 1 … n_max."""
-    return tuple((n, choose(n, rule)) for n in range(1, n_max + 1))
+def table(rule: LayoutRule, n_max: int, least: int = 1) -> tuple[tuple[int, Layout | None], ...]:
+    """Returns (n, the layout that n workers form) for n = 1 … n_max; nothing is known of their nodes."""
+    return tuple((n, choose(n, rule, least=least)) for n in range(1, n_max + 1))
 
 
 def after_a_loss(layout: Layout, nodes: Sequence[str], rule: LayoutRule, min_workers: int) -> Layout | None:
@@ -149,6 +216,7 @@ def after_a_loss(layout: Layout, nodes: Sequence[str], rule: LayoutRule, min_wor
 
     ``nodes[i]`` is the node of world rank i.  The result is None if too few workers are left then.
     """
-    lost = max(Counter(nodes).values()) if len(set(nodes)) > 1 else 1
-    left = layout.world - lost
-    return choose(left, rule) if left >= min_workers else None
+    sizes = sorted(Counter(nodes).values())
+    sizes = sizes[:-1] if len(sizes) > 1 else [sizes[0] - 1]
+    left = sum(sizes)
+    return choose(left, rule, sizes, least=min_workers) if left >= min_workers else None

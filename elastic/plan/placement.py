@@ -15,9 +15,9 @@ from functools import cache, lru_cache
 from itertools import pairwise
 
 from elastic.ids import Cell
-from elastic.plan.axes import AXES, Box, Held
+from elastic.plan.axes import AXES, Box, Held, is_cut
 from elastic.plan.layout import Layout
-from storage.slices import Slice, Tensor
+from storage.slices import Slice, Tensor, nbytes
 
 CELL_BYTES = 64
 """Largest size of a cell's text in bytes.  The header of a copy has that much room for it."""
@@ -57,6 +57,11 @@ def _places(cell: Cell) -> tuple[tuple[str, int, int], ...]:
 def degrees_in(cell: Cell) -> Degrees:
     """Returns the axes that cut the state in the layouts that have ``cell``."""
     return tuple((name, degree) for name, _, degree in _places(cell))
+
+
+def middle_of(cell: Cell) -> tuple[float, ...]:
+    """Returns where the part of the state lies along each axis that cuts it, between 0 and 1.  It sorts cells, also of several layouts."""
+    return tuple((index + 0.5) / degree for _, index, degree in _places(cell))
 
 
 def distinct_cells(layout: Layout) -> dict[Cell, tuple[int, ...]]:
@@ -147,6 +152,24 @@ def classes_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """Returns whether both collections have tensors of the same classes."""
     return set(map(key_of, some)) == set(map(key_of, others))
+
+
+def bytes_by_class(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Returns the bytes of all tensors of each class, in the order of :func:`classes_of`."""
+    everything, found = list(tensors), defaultdict[Hashable, int](int)
+    for tensor in everything:
+        found[key_of(tensor)] += nbytes(tensor, tensor.whole())
+    return tuple(found[key_of(tensor)] for tensor in classes_of(everything))
+
+
+def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) -> float:
+    """Returns the padding, as a share of the state, if dimension 0 is cut into ``shards`` chunks of equal size; 0 if nothing is known.
+
+    Where the rows cannot be divided, late chunks are short or empty; their members compute and send as much as the others.
+    """
+    cut = [(tensor.shape[0], size) for tensor, size in zip(classes, class_bytes, strict=False) if is_cut(tensor) and size]
+    padded = sum(size * (-(-rows // shards) * shards / rows - 1) for rows, size in cut)
+    return padded / sum(size for _, size in cut) if cut else 0.0
 
 
 def key_of(tensor: Tensor) -> Hashable:

@@ -70,7 +70,7 @@ class Piece:
     """A part of a wanted box.  Each of ``cells`` has all of it in one box.  Without cells nobody holds it."""
 
     corners: Corners
-    cells: tuple[Cell, ...]
+    cells: frozenset[Cell]
 
 
 # ---- coverage
@@ -181,7 +181,7 @@ def _cut_at_edges(whole: Corners, held: Sequence[tuple[Cell, Corners]], dim: int
     """Yields ``whole`` cut at the edges of the boxes inside it, from dimension ``dim`` on, in the order of the coordinates."""
     start, stop = whole
     if dim == len(start):
-        yield Piece(whole, tuple(sorted({cell for cell, _ in held})))
+        yield Piece(whole, frozenset(cell for cell, _ in held))
         return
     edges = sorted({start[dim], stop[dim], *(corner[dim] for _, box in held for corner in box)})
     number = {edge: index for index, edge in enumerate(edges)}
@@ -206,6 +206,8 @@ class _Nearest:
         self._near = {node: list(there.values()) for node, there in (live | kept).items()}
         self._far = [list(there.values()) for _, there in sorted((live or kept).items())]
 
+        self._turns: dict[NodeId | None, dict[WorkerId, tuple[int, int]]] = {}
+
     def near(self, home: NodeId) -> NodeId | None:
         """Returns ``home``, the node of a member, if there are holders; None if all are on other nodes."""
         return home if home in self._near else None
@@ -213,6 +215,18 @@ class _Nearest:
     def on(self, node: NodeId | None) -> list[list[Holding]]:
         """Returns the holders on ``node``, or for None those that are nearest to members of all other nodes."""
         return self._far if node is None else [self._near[node]]
+
+    def turn_of(self, source: WorkerId, node: NodeId | None) -> tuple[int, int] | None:
+        """Returns (every, turn) if ``source`` is one of the live holders ``on(node)``: of ``every`` turns in a row, ``turn`` is its own."""
+        if node not in self._turns:
+            groups = self.on(node)
+            self._turns[node] = {
+                holding.worker: (len(groups) * len(there), group + len(groups) * number)
+                for group, there in enumerate(groups)
+                for number, holding in enumerate(there)
+                if not holding.keeper
+            }
+        return self._turns[node].get(source)
 
 
 @dataclass(frozen=True)
@@ -227,18 +241,6 @@ class _Takers:
     turn: int
     holders: int
     ranks: dict[int, list[int]]
-
-    @classmethod
-    def of(cls, source: WorkerId, nearest: list[list[Holding]], ranks: Iterable[int]) -> _Takers | None:
-        """Returns the takers at ``ranks`` as ``source`` sees them; None if it is not among the holders ``nearest``."""
-        for node, there in enumerate(nearest):
-            for number, holding in enumerate(there):
-                if holding.worker == source and not holding.keeper:
-                    every, by_rest = len(nearest) * len(there), defaultdict[int, list[int]](list)
-                    for rank in ranks:
-                        by_rest[rank % every].append(rank)
-                    return cls(every, node + len(nearest) * number, sum(map(len, nearest)), by_rest)
-        return None
 
     def at(self, turn: int) -> Sequence[int]:
         """Returns the world ranks for which the sum of ``turn`` and the rank is a turn of this holder: see :func:`_holder`."""
@@ -272,8 +274,7 @@ class _Transfer:
         self.degrees = placement.degrees_of(layout)
         self._parts: dict[tuple[Hashable, Cell], list[Part]] = {}
         self._leaving: dict[tuple[Hashable, WorkerId], list[tuple[Part, _Takers]]] = {}
-        self._nearest: dict[tuple[Cell, ...], _Nearest] = {}
-        self._takers: dict[tuple[WorkerId, Cell, tuple[Cell, ...]], list[_Takers]] = {}
+        self._nearest: dict[frozenset[Cell], _Nearest] = {}
 
     @cached_property
     def wanting(self) -> dict[Cell, list[int]]:
@@ -321,30 +322,34 @@ class _Transfer:
         own = self.live.get(source, set())
         boxes = [box.slice for cell in own for box in placement.held(tensor, cell).boxes]
         wanted = {cell for box in boxes for cell in placement.cells_meeting(tensor, box, self.degrees) if self.wanting[cell]}
+        ranks: dict[Part, list[int]] = defaultdict(list)
         for cell in wanted:
-            for index, piece in self._parts_of(tensor, cell):
-                if not own.isdisjoint(piece.cells):
-                    yield from (((index, piece), takers) for takers in self._takers_of(source, cell, piece.cells))
+            for part in self._parts_of(tensor, cell):
+                if not part[1].cells.isdisjoint(own):
+                    ranks[part] += self.wanting[cell]
+        for part, those in ranks.items():
+            yield from ((part, takers) for takers in self._takers_of(source, part[1].cells, those))
 
-    def _takers_of(self, source: WorkerId, wanted: Cell, cells: tuple[Cell, ...]) -> list[_Takers]:
-        """Returns the members in the cell ``wanted`` that may take from ``source`` a piece that ``cells`` have."""
-        key = source, wanted, cells
-        if key not in self._takers:
-            nearest, groups = self._among(cells), defaultdict[NodeId | None, list[int]](list)
-            for rank in self.wanting[wanted]:
-                if self.members[rank] not in nearest.live:
-                    groups[nearest.near(self._home(self.members[rank]))].append(rank)
-            found = (_Takers.of(source, nearest.on(node), ranks) for node, ranks in groups.items())
-            self._takers[key] = [takers for takers in found if takers is not None]
-        return self._takers[key]
+    def _takers_of(self, source: WorkerId, cells: frozenset[Cell], ranks: Iterable[int]) -> Iterator[_Takers]:
+        """Yields those at ``ranks`` that may take from ``source`` a piece that ``cells`` have, grouped by their nearest holders."""
+        nearest, groups = self._among(cells), defaultdict[NodeId | None, list[int]](list)
+        for rank in ranks:
+            if self.members[rank] not in nearest.live:
+                groups[nearest.near(self._home(self.members[rank]))].append(rank)
+        for node, those in groups.items():
+            if (found := nearest.turn_of(source, node)) is not None:
+                by_rest: dict[int, list[int]] = defaultdict(list)
+                for rank in those:
+                    by_rest[rank % found[0]].append(rank)
+                yield _Takers(*found, sum(map(len, nearest.on(node))), by_rest)
 
-    def _nearest_to(self, member: WorkerId, cells: tuple[Cell, ...]) -> list[list[Holding]]:
+    def _nearest_to(self, member: WorkerId, cells: frozenset[Cell]) -> list[list[Holding]]:
         """Returns the holders of ``cells`` that are nearest to ``member``, grouped by node."""
         nearest = self._among(cells)
         own = nearest.live.get(member)
         return nearest.on(nearest.near(self._home(member))) if own is None else [[own]]
 
-    def _among(self, cells: tuple[Cell, ...]) -> _Nearest:
+    def _among(self, cells: frozenset[Cell]) -> _Nearest:
         if cells not in self._nearest:
             self._nearest[cells] = _Nearest((holding for cell in cells for holding in self.geometry.by_cell[cell]), self._place)
         return self._nearest[cells]

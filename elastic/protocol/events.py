@@ -21,6 +21,7 @@ class Joined:
 
     ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes`` has one tensor of the state
     for each class of tensors that all axes cut alike; coverage depends on nothing else.  ``build`` must be the same everywhere.
+    ``class_bytes`` has the bytes of all tensors of each class; it is empty in journals of older releases.
     """
 
     worker: WorkerId
@@ -28,6 +29,7 @@ class Joined:
     kind: str
     classes: tuple[Tensor, ...]
     build: Build = field(default_factory=Build)
+    class_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

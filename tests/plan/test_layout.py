@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.plan.layout import Layout, LayoutRule, after_a_loss, choose, table
+from elastic.plan.placement import padding
+from storage.slices import Tensor
 
 pytestmark = pytest.mark.fast
 
@@ -43,26 +45,89 @@ def test_table_of_what_n_workers_become(rule: LayoutRule, becomes: str) -> None:
     assert [n for n, _ in table(rule, 8)] == list(range(1, 9))
 
 
-def dumb_choose(workers: int, rule: LayoutRule) -> Layout | None:
+def dumb_choose(workers: int, rule: LayoutRule, nodes: list[int], least: int) -> Layout | None:
     """Tries every grid of at most ``workers`` workers, one after the other."""
-    best = None
+    best, auto = [], (rule.dp_replicate, rule.dp_shard, rule.use) == (None, None, "all")
     for shards in range(1, workers + 1):
-        for replicas in range(1, workers + 1):
+        for replicas in range(1, workers // shards + 1):
             wrong = (
-                replicas * shards > workers
-                or shards < rule.min_shard
+                shards < rule.min_shard
                 or (rule.dp_shard is not None and shards != rule.dp_shard)
                 or (rule.dp_replicate is not None and replicas != rule.dp_replicate)
                 or (rule.dp_shard is None and rule.use == "fit" and shards != rule.min_shard)
             )
-            if not wrong and (best is None or replicas * shards > best.world):
-                best = Layout(replicas, shards)
-    return best
+            if not wrong:
+                world = replicas * shards
+                enough = auto and world >= least and workers - world < workers / 8
+                inside = enough and sum(size // shards for size in nodes) >= replicas
+                whole = enough and max(nodes.count(size) for size in nodes) and _has_whole_nodes(nodes, replicas, shards)
+                choice = (
+                    (3, world, -shards)
+                    if inside
+                    else (2, -shards, replicas)
+                    if whole
+                    else (1, replicas, shards)
+                    if enough
+                    else (0, world, -shards)
+                )
+                best.append((choice, Layout(replicas, shards)))
+    return max(best, key=lambda each: each[0])[1] if best else None
 
 
-@given(st.integers(0, 24), rules())
-def test_choose_equals_the_dumb_search(workers: int, rule: LayoutRule) -> None:
-    assert choose(workers, rule) == dumb_choose(workers, rule)
+def _has_whole_nodes(nodes: list[int], replicas: int, shards: int) -> bool:
+    usual = max(size for size in nodes if nodes.count(size) == max(map(nodes.count, nodes)))
+    full = len([size for size in nodes if size >= usual])
+    return usual > 1 and shards % usual == 0 and shards // usual * replicas <= full
+
+
+@given(st.integers(0, 24), rules(), st.integers(1, 24))
+def test_choose_equals_the_dumb_search(workers: int, rule: LayoutRule, least: int) -> None:
+    assert choose(workers, rule, least=least) == dumb_choose(workers, rule, [1] * workers, least)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 9), st.integers(0, 3))
+def test_choose_knows_nodes_as_the_dumb_search_does(nodes: list[int], lowest: int, spares: int) -> None:
+    workers, rule = max(1, sum(nodes) - spares), LayoutRule(min_shard=lowest)
+    assert choose(workers, rule, nodes) == dumb_choose(workers, rule, nodes, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lowest", "becomes"),
+    [
+        ([8] * 128, 8, Layout(128, 8)),
+        ([8] * 127 + [7], 8, Layout(127, 8)),
+        ([8] * 125 + [7] * 3, 8, Layout(125, 8)),
+        ([8] * 127, 8, Layout(127, 8)),
+        ([8] * 127 + [7], 3, Layout(255, 4)),
+        ([8] * 128, 12, Layout(64, 16)),
+        ([8] * 127 + [7], 12, Layout(63, 16)),
+        ([7], 2, Layout(1, 7)),
+        ([3, 3], 2, Layout(2, 3)),
+        ([1] * 1021, 8, Layout(127, 8)),
+    ],
+    ids=lambda value: f"{sum(value)}" if isinstance(value, list) else str(value),
+)
+def test_a_loss_leaves_the_replicas_of_other_nodes_as_they_are(nodes: list[int], lowest: int, becomes: Layout) -> None:
+    """N6: 1,023 workers were 93×11 and 1,021 were 1×1021, which cut every replica anew and laid it over nodes."""
+    assert choose(sum(nodes), LayoutRule(min_shard=lowest), nodes) == becomes
+
+
+def test_a_degree_that_pads_much_is_not_chosen() -> None:
+    """The weights of a Llama of 70 B, by number of rows: 1,021 shards of 8,192 rows have nine each, or none."""
+    rows = {8_192: 369, 28_672: 470, 1_024: 17, 128_256: 26}
+    classes = [Tensor(f"of {count}", "parameter", "F32", (count, 1)) for count in rows]
+    pads = [padding(classes, list(rows.values()), shards) for shards in (8, 1_024, 1_021)]
+    assert pads[0] == 0 and pads[1] < 0.01 and pads[2] > 0.05
+
+    def fits(shards: int) -> bool:
+        return padding(classes, list(rows.values()), shards) <= 0.05
+
+    one = LayoutRule(dp_replicate=1)
+    assert choose(1_021, one, [8] * 127 + [5]) == Layout(1, 1_021), "the control: nothing is known of the state"
+    capped = choose(1_021, one, [8] * 127 + [5], fits=fits)
+    assert capped is not None and capped.dp_shard == max(each for each in range(1, 1_022) if fits(each)) < 1_021
+    assert choose(1_021, one, [8] * 127 + [5], fits=fits, least=1_021) == Layout(1, 1_021), "workers.min counts more"
+    assert choose(1_021, LayoutRule(dp_shard=1_021), fits=fits) == Layout(1, 1_021), "so does what the job fixes"
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
@@ -81,7 +146,7 @@ def test_an_axis_that_nobody_knows_is_refused() -> None:
 @given(rules(), st.integers(1, 12), st.integers(0, 6))
 def test_check_refuses_what_can_never_run_and_each_fix_that_it_names_works(rule: LayoutRule, least: int, more: int) -> None:
     most = least + more
-    possible = any(layout and layout.world >= least for layout in (choose(n, rule) for n in range(least, most + 1)))
+    possible = any(layout and layout.world >= least for layout in (choose(n, rule, least=least) for n in range(least, most + 1)))
     if possible:
         rule.check(least, most)
         return
@@ -114,19 +179,6 @@ def test_check_says_what_is_missing() -> None:
         match=r"^parallel \(dp_replicate = 2, dp_shard = 2\) allows no world .*; set workers\.max = 4 or smaller degrees$",
     ):
         LayoutRule(2, 2).check(1, 3)
-
-
-@given(st.integers(1, 60), rules())
-def test_the_choice_is_the_best_of_all_that_are_allowed(workers: int, rule: LayoutRule) -> None:
-    """The dumb planner looks at every pair of degrees."""
-    lowest, most = rule.dp_shard or rule.min_shard, rule.dp_shard or (rule.min_shard if rule.use == "fit" else workers)
-    allowed = [
-        Layout(replicas, shards)
-        for replicas in range(1, workers + 1)
-        for shards in range(lowest, most + 1)
-        if replicas * shards <= workers and replicas == (rule.dp_replicate or workers // shards)
-    ]
-    assert choose(workers, rule) == max(allowed, key=lambda layout: (layout.world, -layout.dp_shard), default=None)
 
 
 @pytest.mark.parametrize(

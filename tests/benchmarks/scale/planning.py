@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.placement import cell_of
+from elastic.plan.placement import held as held_at
 from elastic.plan.transfer import Holding, missing, moves
 from elastic.protocol.plan import Plan
 from elastic.state.sources.hosts import _turns
@@ -43,52 +45,47 @@ def homes(count: int) -> list[NodeId]:
     return [NodeId(f"node{number // A_NODE}") for number in range(count)]
 
 
-def held(layout: Layout, names: list[WorkerId], *, kept: bool = False) -> list[Holding]:
-    keepers = homes(len(names)) if kept else [NodeId("")] * len(names)
-    return [Holding(name, AT, cell_of(layout, rank), keepers[rank]) for rank, name in enumerate(names)]
+def held(layout: Layout, names: list[WorkerId]) -> list[Holding]:
+    return [Holding(name, AT, cell_of(layout, rank)) for rank, name in enumerate(names)]
 
 
 def cases(n: int) -> dict[str, Callable[[], int]]:
     """Returns, by name, functions that plan for one member and return the number of its moves."""
-    nodes, names, shards = n // A_NODE, workers(n), Layout(n // A_NODE, A_NODE)
+    nodes, names, shards, one = n // A_NODE, workers(n), Layout(n // A_NODE, A_NODE), Layout(1, n)
     other = Layout(n // 11, 11)
-    with_new = [*names[:-A_NODE], *workers(A_NODE, "new")]
+    with_new = (*names[:-A_NODE], *workers(A_NODE, "new"))
+    whole, cut, fresh = held(shards, names), held(one, names), workers(n, "new")
+    kept = tuple(replace(each, keeper=node) for each, node in zip(cut, homes(n), strict=True))
+    plan = Plan(1, 2, one, tuple(fresh), AT, "host", kept, NodeId("node0"), nodes=tuple(homes(n)))
+    found = moves(tensors(), kept, one, fresh, homes(n), of=fresh[3])
 
-    def planned(before: list[Holding], after: Layout, members: list[WorkerId], of: WorkerId) -> int:
-        return len(moves(tensors(), before, after, members, homes(len(members)), of=of))
-
-    def from_hosts() -> int:
-        """A world of which all workers died, and every node's keeper lives."""
-        fresh, before = workers(n, "new"), held(Layout(1, n), names, kept=True)
-        plan = Plan(1, 2, Layout(1, n), tuple(fresh), AT, "host", tuple(before), NodeId("node0"), nodes=tuple(homes(n)))
-        found = moves(tensors(), before, plan.layout, plan.members, plan.nodes, of=fresh[3])
-        return sum(len(ranges) for _, ranges in _turns(tensors(), plan, fresh[3], found))
-
-    def from_bucket() -> int:
-        left = held(Layout(1, n), names)[A_NODE:]
-        found = moves(tensors(), left, Layout(1, n), with_new, homes(n), partly=True, of=with_new[-1])
-        return len(found) + len(missing(tensors(), left, cell_of(Layout(1, n), 3)))
+    def planned(before: list[Holding], after: Layout, members: Sequence[WorkerId], of: WorkerId) -> Callable[[], int]:
+        return lambda: len(moves(tensors(), before, after, members, homes(len(members)), of=of, partly=True))
 
     return {
-        "node_lost": lambda: planned(held(shards, names), Layout(nodes - 1, A_NODE), names[:-A_NODE], names[3]),
-        "node_joins_stays": lambda: planned(held(shards, names)[:-A_NODE], shards, with_new, names[3]),
-        "node_joins_new": lambda: planned(held(shards, names)[:-A_NODE], shards, with_new, with_new[-1]),
-        "cut_anew": lambda: planned(held(shards, names), other, names[: other.world], names[3]),
-        "one_replica_shrinks": lambda: planned(held(Layout(1, n), names), Layout(1, n - A_NODE), names[:-A_NODE], names[n // 2]),
-        "from_hosts": from_hosts,
-        "from_bucket": from_bucket,
+        "node_lost": planned(whole, Layout(nodes - 1, A_NODE), names[:-A_NODE], names[3]),
+        "node_joins_stays": planned(whole[:-A_NODE], shards, with_new, names[3]),
+        "node_joins_new": planned(whole[:-A_NODE], shards, with_new, with_new[-1]),
+        "cut_anew": planned(whole, other, names[: other.world], names[3]),
+        "one_replica_shrinks": planned(cut, Layout(1, n - A_NODE), names[:-A_NODE], names[n // 2]),
+        "from_hosts": planned(list(kept), one, fresh, fresh[3]),
+        "from_hosts_ranges": lambda: sum(len(ranges) for _, ranges in _turns(tensors(), plan, fresh[3], found)),
+        "from_bucket": planned(cut[A_NODE:], one, with_new, with_new[-1]),
+        "from_bucket_missing": lambda: len(missing(tensors(), cut[A_NODE:], cell_of(one, 3))),
     }
 
 
 def measure(n: int) -> dict[str, float]:
     """Returns the figures of a world of ``n`` workers."""
-    tensors()
     found: dict[str, float] = {}
-    for name, plan in cases(n).items():
+    plans = cases(n)
+    for name, plan in plans.items():
+        held_at.cache_clear()
         began = time.process_time()
         moved = plan()
         found |= {f"{name}_cpu_s": time.process_time() - began, f"{name}_moves": moved}
-    slowest = max(cases(n), key=lambda name: found[f"{name}_cpu_s"])
+    slowest = max(plans, key=lambda name: found[f"{name}_cpu_s"])
+    held_at.cache_clear()
     tracemalloc.start()
-    cases(n)[slowest]()
+    plans[slowest]()
     return found | {"slowest_peak_bytes": tracemalloc.get_traced_memory()[1]}

@@ -1,0 +1,120 @@
+"""Seats workers on the cells of a layout, so that a replica's shards lie on one node and few of them move.
+
+Three wishes, the first before the second before the third:
+
+1. As many replicas as possible lie within one node.  Members of one replica exchange every weight in every step, and a node that is lost
+   breaks only the replicas that have members there.
+2. A worker that holds a cell keeps it.  A cell is the same in all replicas, so a node needs each cell as often as it has replicas, and it
+   does not matter in which of them a worker sits.  Where a replica comes into one node its members move once: the bytes of one healing,
+   against bytes between nodes in every step.
+3. A worker that must take another cell takes one near to what it holds: both are put in the order of the rows.
+
+Workers that are left over on their nodes form replicas over several nodes, node by node, those with most left first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from elastic.ids import NodeId, WorkerId
+from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of, middle_of
+from elastic.plan.transfer import Holding
+
+Replica = list[WorkerId]
+"""The members of one replica, by the number of their shard."""
+
+
+def seat(
+    there: Sequence[WorkerId], nodes: Mapping[WorkerId, NodeId], layout: Layout, holders: Iterable[Holding] = ()
+) -> tuple[WorkerId, ...]:
+    """Returns the members of ``layout``, by world rank, out of the workers ``there``; of equal ones, the first.
+
+    ``nodes`` has the node of each worker.  ``holders`` hold the version from which the members begin.  The replicas are in the order of
+    their first worker ``there``.  The time is linear in the workers, apart from sorting.
+    """
+    order = {worker: number for number, worker in enumerate(there)}
+    hall = _Hall(there, nodes, layout, holders)
+    by_node: dict[NodeId, list[WorkerId]] = defaultdict(list)
+    for worker in there:
+        by_node[nodes[worker]].append(worker)
+    replicas, left = list[Replica](), list[list[WorkerId]]()
+    for node, count in hall.room(by_node).items():
+        inside, over = hall.fill(by_node[node], count)
+        replicas += inside
+        left.append(over)
+    across, _ = hall.fill([worker for over in sorted(left, key=len, reverse=True) for worker in over], layout.dp_replicate - len(replicas))
+    replicas = sorted([*replicas, *across], key=lambda each: min(order[worker] for worker in each))
+    return tuple(worker for replica in replicas for worker in replica)
+
+
+class _Hall:
+    """Knows the shards of one replica, and which of them each worker holds."""
+
+    def __init__(self, there: Sequence[WorkerId], nodes: Mapping[WorkerId, NodeId], layout: Layout, holders: Iterable[Holding]) -> None:
+        self.replicas, self.size = layout.dp_replicate, layout.world // layout.dp_replicate
+        number_of = {cell_of(layout, number): number for number in range(self.size)}
+        self.own: dict[WorkerId, int] = {}
+        """The shard that each worker holds, or that its node's keeper holds and none of its workers."""
+        self.middle: dict[WorkerId, tuple[float, ...]] = {}
+        """Where the rows of each worker's cell lie, of whatever layout."""
+        kept: dict[NodeId, list[int]] = defaultdict(list)
+        for holding in sorted(holders, key=lambda each: (each.worker, each.cell)):
+            number = number_of.get(holding.cell)
+            if holding.keeper and number is not None:
+                kept[holding.keeper].append(number)
+            elif not holding.keeper and holding.worker in nodes:
+                self.middle.setdefault(holding.worker, middle_of(holding.cell))
+                if number is not None:
+                    self.own.setdefault(holding.worker, number)
+        self._give_copies(there, nodes, kept)
+
+    def _give_copies(self, there: Sequence[WorkerId], nodes: Mapping[WorkerId, NodeId], kept: Mapping[NodeId, list[int]]) -> None:
+        """Takes workers that hold nothing for holders of the copies that the dead have left on their nodes."""
+        live: dict[NodeId, set[int]] = defaultdict(set)
+        for worker, number in self.own.items():
+            live[nodes[worker]].add(number)
+        copies = {node: sorted(set(numbers) - live[node], reverse=True) for node, numbers in kept.items()}
+        for worker in there:
+            if worker not in self.middle and (found := copies.get(nodes[worker])):
+                self.own[worker] = found.pop()
+
+    def room(self, by_node: Mapping[NodeId, Sequence[WorkerId]]) -> dict[NodeId, int]:
+        """Returns how many replicas each node gets for itself: as many as it has workers for.
+
+        If that is more than there are replicas, those come first that keep most cells; a node's next replica keeps no more than the one
+        before it.
+        """
+        wishes = []
+        for place, (node, workers) in enumerate(by_node.items()):
+            copies = Counter(self.own[worker] for worker in workers if worker in self.own)
+            for number in range(len(workers) // self.size):
+                wishes.append((-sum(count > number for count in copies.values()), place, number, node))
+        chosen = Counter(node for *_, node in sorted(wishes)[: self.replicas])
+        return {node: chosen[node] for node in by_node}
+
+    def fill(self, workers: Sequence[WorkerId], count: int) -> tuple[list[Replica], list[WorkerId]]:
+        """Returns ``count`` replicas of ``workers``, and those that are left over."""
+        seats: list[list[WorkerId | None]] = [[None] * self.size for _ in range(count)]
+        taken, others, surplus = [0] * self.size, list[WorkerId](), list[WorkerId]()
+        for worker in workers:
+            number = self.own.get(worker)
+            if number is None:
+                others.append(worker)
+            elif taken[number] < count:
+                seats[taken[number]][number] = worker
+                taken[number] += 1
+            else:
+                surplus.append(worker)
+        others.sort(key=lambda worker: worker not in self.middle)
+        free = count * self.size - sum(taken)
+        chosen = set((others + surplus)[:free])
+        coming = iter([worker for worker in workers if worker in chosen])
+        for replica in seats:
+            empty = [number for number, worker in enumerate(replica) if worker is None]
+            new = [next(coming) for _ in empty]
+            for number, worker in zip(empty, sorted(new, key=lambda each: self.middle.get(each, ())), strict=True):
+                replica[number] = worker
+        sitting = {worker for replica in seats for worker in replica}
+        return [[worker for worker in replica if worker is not None] for replica in seats], [w for w in workers if w not in sitting]

@@ -76,8 +76,8 @@ class LayoutRule:
     """A rule says which layouts are allowed.  A degree of None is chosen by :func:`choose`.
 
     With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over, except a few (:data:`SPARED`).
-    With "fit" it stays the smallest, and those workers become spares.  Raises ValueError, which names the setting as the job file does, if no number of workers
-    can meet the rule.
+    With "fit" it stays the smallest, and those workers become spares.  Raises ValueError, which names the setting as the job file does, if
+    no number of workers can meet the rule.
     """
 
     dp_replicate: int | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import closing
 from typing import Any
@@ -50,8 +50,8 @@ class KeeperStore:
         """Copies of the shards of other nodes' workers."""
         self.saves: Collection[tuple[WorkerId, Copy]] = ()
         """The copies of this node's workers for the saves under way, as far as this keeper was told."""
-        self._coming: Counter[WorkerId] = Counter()
-        """Number of copies of each worker that are being received into ``_others``."""
+        self._coming: dict[WorkerId, set[int]] = defaultdict(set)
+        """The slots of each worker's region in ``_others`` into which a copy is being received."""
         self._buddy = ""
         """Address of the buddy's listener; "" while there is no buddy."""
         self._closed = threading.Event()
@@ -201,17 +201,11 @@ class KeeperStore:
     def _take(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
         """Receives a copy from another keeper.
 
-        It never overwrites the copy of the version that is complete at all buddies.
+        Several may come at once, each into a slot of its own.
         """
-        copy, safe = _wanted(head), _wanted(head["safe"]) if head["safe"] else None
-        with self._lock:
-            region = self._others.get(worker)
-            if region is None or (region.slot_bytes, region.slot_blocks) != (head["slot_bytes"], head["slot_blocks"]):
-                region = self._others[worker] = Region.create(BUDDY_SLOTS, head["slot_bytes"], head["slot_blocks"])
-            region["wanted"] = BUDDY_SLOTS * head["bytes"]
-            self._coming[worker] += 1
+        copy = _wanted(head)
+        region, slot = self._slot_for(worker, head)
         try:
-            slot = min(range(region.slots), key=lambda each: _worth(region.held(each), safe))
             region.begin(slot)
             region.give_back(slot, head["bytes"])
             if why := reserve(region, slot, head["bytes"]):
@@ -223,8 +217,31 @@ class KeeperStore:
                 region.finish(slot, copy, head["bytes"])
         finally:
             with self._lock:
-                self._coming[worker] -= 1
+                self._coming[worker].discard(slot)
         wire.send({"taken": complete})
+
+    def _slot_for(self, worker: WorkerId, head: dict[str, Any]) -> tuple[Region, int]:
+        """Returns the region and the slot into which nobody else will receive a copy, until the slot is taken out of ``_coming``.
+
+        The slot never has the copy of the version that is complete at all buddies.  Raises :class:`WireError` if there is none, so that
+        the bringer tries again later.
+        """
+        safe, sizes = _wanted(head["safe"]) if head["safe"] else None, (head["slot_bytes"], head["slot_blocks"])
+        with self._lock:
+            region, coming = self._others.get(worker), self._coming[worker]
+            if region is None or (not coming and (region.slot_bytes, region.slot_blocks) != sizes):
+                region = self._others[worker] = Region.create(BUDDY_SLOTS, *sizes)
+            held = region.all_held()
+            free = [slot for slot, copy in enumerate(held) if slot not in coming and (copy is None or copy != safe or held.count(safe) > 1)]
+            if not free or (region.slot_bytes, region.slot_blocks) != sizes:
+                arrive = f"{len(coming)} of its copies arrive now"
+                why = f"this node has no slot for another copy of {worker}, which lives on another node: {arrive}"
+                self.say(why)
+                raise WireError(why)
+            slot = min(free, key=lambda each: _worth(held[each]))
+            region["wanted"] = BUDDY_SLOTS * head["bytes"]
+            coming.add(slot)
+            return region, slot
 
     # ---- to the buddy
 
@@ -305,6 +322,6 @@ def _outlived(region: Region, by: tuple[int, int]) -> bool:
     return not any(copy and copy.age >= by for copy in region.all_held())
 
 
-def _worth(copy: Copy | None, safe: Copy | None) -> tuple[bool, bool, tuple[int, int]]:
+def _worth(copy: Copy | None) -> tuple[bool, tuple[int, int]]:
     """Returns the sort key of a slot: the slot with the least key is overwritten first."""
-    return (copy is not None and copy == safe, copy is not None, copy.age if copy else (-1, -1))
+    return (copy is not None, copy.age if copy else (-1, -1))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from elastic.errors import WireError
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.copy_budget import REMEMBERED
 from elastic.plan.layout import Layout
@@ -125,7 +126,7 @@ def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
         def half(then: Callable[[], None]) -> bool:
             wire.send(head | request(WorkerId("w1"), where), [bytes(8), data[:500]])
             deadline = time.monotonic() + 10
-            while store._coming[WorkerId("w1")] == 0:
+            while not store._coming[WorkerId("w1")]:
                 assert time.monotonic() < deadline
             then()
             wire.send_raw([data[500:]])
@@ -136,6 +137,58 @@ def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
         assert [each.version for each in store.held()] == [where.version]
         assert half(store.close)
         assert store.held() == ()
+
+
+def test_two_copies_that_come_at_once_take_two_slots_and_a_third_is_refused() -> None:
+    """Two keepers bring copies of one worker, or one brings again after its connection broke.  Each copy keeps its own bytes."""
+    worker, said = WorkerId("w1"), list[str]()
+    copies = [Copy(Version(step, 2), cell(2, 1)) for step in (5, 6, 7)]
+    data = [bytes([step]) * 1000 for step in (5, 6, 7)]
+    head = {"ask": "bring", "bytes": 1000, "blocks": 1, "slot_bytes": 4096, "slot_blocks": 1, "safe": None}
+    with closing(KeeperStore(NodeId("n"), "127.0.0.1", SECRET, said.append)) as store, ExitStack() as stack:
+        one, two, three = (stack.enter_context(closing(Wire.connect(store.address, SECRET))) for _ in range(3))
+
+        def begin(wire: Wire, number: int, coming: int) -> None:
+            wire.send(head | request(worker, copies[number]), [bytes(8), data[number][:500]])
+            deadline = time.monotonic() + 10
+            while len(store._coming[worker]) < coming:
+                assert time.monotonic() < deadline
+
+        def end(wire: Wire, number: int) -> bool:
+            wire.send_raw([data[number][500:]])
+            wire.send({"still": True})
+            return bool(wire.head()["taken"])
+
+        begin(one, 0, 1)
+        begin(two, 1, 2)
+        with pytest.raises(WireError):
+            three.send(head | request(worker, copies[2]), [bytes(8), data[2]])
+            three.send({"still": True})
+            three.head()
+        assert end(one, 0) and end(two, 1)
+        region = store._others[worker]
+        assert {region.held(slot): bytes(region.data(slot)[:1000]) for slot in range(2)} == dict(zip(copies[:2], data[:2], strict=True))
+        assert any("has no slot for" in sentence for sentence in said)
+
+
+def test_a_second_copy_never_takes_the_slot_of_the_one_that_is_safe() -> None:
+    """While one copy arrives, the only other slot has the version that all buddies have: the second copy has to wait."""
+    worker, safe = WorkerId("w1"), Copy(Version(4, 2), cell(2, 1))
+    head = {"ask": "bring", "bytes": 8, "blocks": 1, "slot_bytes": 4096, "slot_blocks": 1}
+    with closing(KeeperStore(NodeId("n"), "127.0.0.1", SECRET)) as store, ExitStack() as stack:
+        one, two = (stack.enter_context(closing(Wire.connect(store.address, SECRET))) for _ in range(2))
+        one.send(head | {"safe": None} | request(worker, safe), [bytes(8), b"12345678"])
+        one.send({"still": True})
+        assert one.head()["taken"]
+        one.send(head | {"safe": request(worker, safe)} | request(worker, Copy(Version(5, 2), cell(2, 1))), [bytes(8)])
+        deadline = time.monotonic() + 10
+        while not store._coming[worker]:
+            assert time.monotonic() < deadline
+        with pytest.raises(WireError):
+            two.send(head | {"safe": request(worker, safe)} | request(worker, Copy(Version(6, 2), cell(2, 1))), [bytes(8), b"abcdefgh"])
+            two.send({"still": True})
+            two.head()
+        assert safe in store._others[worker].all_held()
 
 
 def test_a_world_without_buddies_goes_on_in_the_slots_of_the_one_before() -> None:

@@ -8,13 +8,14 @@ never mixed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from typing import Any
 
 from elastic.control import copy_inventory
 from elastic.control.rules import Rules
-from elastic.control.run import RunState, Worker
+from elastic.control.run import Members, RunState, Worker
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, choose
 from elastic.plan.placement import padding
@@ -37,11 +38,30 @@ class Source:
     holders: tuple[Holding, ...]
 
 
+@dataclass(frozen=True)
+class _Same:
+    """Makes a value that is never changed the key of a cache: it equals itself alone, which costs nothing to find out."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
 def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
     """Returns the workers that can be members; those of the last world come first, in their order."""
-    kind = kind_of(run) if rules.reproducible else ""
-    fit = {worker: None for worker, known in run.workers.items() if _fit(run, known, kind)}
-    seated = dict.fromkeys(worker for worker in run.members.seats if worker in fit)
+    return _candidates(_Same(run.members), _Same(run.cluster.nodes), rules.reproducible)
+
+
+@lru_cache(maxsize=8)
+def _candidates(known: _Same, approved: _Same, reproducible: bool) -> tuple[WorkerId, ...]:
+    members: Members = known.value
+    kind = _kind_of(members) if reproducible else ""
+    fit = {worker: None for worker, each in members.workers.items() if _fit(each, kind, approved.value)}
+    seated = dict.fromkeys(worker for worker in members.seats if worker in fit)
     return (*seated, *(worker for worker in fit if worker not in seated))
 
 
@@ -50,21 +70,34 @@ def kind_of(run: RunState) -> str:
 
     It is the first world's kind.  Before there was a world, it is the most common kind; of equally common ones, the one that came first.
     """
-    kinds = Counter(worker.kind for worker in run.workers.values() if not worker.unfit) if not run.members.kind else Counter[str]()
-    return run.members.kind or max(kinds, key=kinds.__getitem__, default="")
+    return _kind_of(run.members)
 
 
-def _fit(run: RunState, worker: Worker, kind: str) -> bool:
-    return not worker.unfit and kind in ("", worker.kind) and run.cluster.nodes.get(worker.node, True)
+def _kind_of(members: Members) -> str:
+    kinds = Counter(worker.kind for worker in members.workers.values() if not worker.unfit) if not members.kind else Counter[str]()
+    return members.kind or max(kinds, key=kinds.__getitem__, default="")
 
 
-def layout_of(run: RunState, workers: Sequence[WorkerId], rules: Rules) -> Layout | None:
-    """Returns the layout of ``workers``, or None if they are too few."""
-    if len(workers) < rules.min_workers:
+def _fit(worker: Worker, kind: str, approved: Mapping[NodeId, bool]) -> bool:
+    return not worker.unfit and kind in ("", worker.kind) and approved.get(worker.node, True)
+
+
+def layout_of(run: RunState, workers: tuple[WorkerId, ...], rules: Rules) -> Layout | None:
+    """Returns the layout of ``workers``, or None if they are too few.
+
+    A world with spares asks it at every event.  So it looks at the workers again only if something about them has changed.
+    """
+    return _layout_of(_Same(run.members), _Same(workers), rules)
+
+
+@lru_cache(maxsize=8)
+def _layout_of(known: _Same, workers: _Same, rules: Rules) -> Layout | None:
+    members, there = known.value, workers.value
+    if len(there) < rules.min_workers:
         return None
-    nodes = Counter(run.workers[worker].node for worker in workers)
-    fits = cache(lambda shards: padding(run.members.classes, run.members.class_bytes, shards) <= PADDING)
-    number = min(len(workers), rules.max_workers)
+    nodes = Counter(members.workers[worker].node for worker in there)
+    fits = cache(lambda shards: padding(members.classes, members.class_bytes, shards) <= PADDING)
+    number = min(len(there), rules.max_workers)
     layout = choose(number, rules.layout, tuple(nodes.values()), least=rules.min_workers, fits=fits)
     return layout if layout is not None and layout.world >= rules.min_workers else None
 

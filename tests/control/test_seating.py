@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.control import seating
 from elastic.control.rules import Rules
 from elastic.control.run import Cluster, History, Members, RunState, Waiting, Worker
-from elastic.control.seating import layout_of, make_plan
+from elastic.control.seating import candidates, layout_of, make_plan
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.layout import LayoutRule
+from elastic.plan.layout import Layout, LayoutRule
 from elastic.plan.transfer import Holding
 from tests.control.play import CLASSES, rules
-from tests.support.cells import cell, shard_interval, shard_of
+from tests.support.cells import cell, classes, shard_interval, shard_of
 
 pytestmark = pytest.mark.fast
 
@@ -101,3 +104,37 @@ def test_who_is_left_out_is_not_missed_where_one_may_choose(run: RunState, rules
     best = max((each for each in possible if each), default=None)
     if best == newest_of(run, fit):
         assert newest_of(run, plan.members) == best
+
+
+def test_a_world_with_spares_looks_at_its_workers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven of 1,023 workers are left over.  Each beat asks whether the world can grow, and only a change of the workers is looked at."""
+    looks = list[int]()
+    real = seating.choose
+
+    def counted(workers: int, *arguments: Any, **more: Any) -> Layout | None:
+        looks.append(workers)
+        return real(workers, *arguments, **more)
+
+    monkeypatch.setattr(seating, "choose", counted)
+    workers = {WorkerId(f"w{n}"): Worker(NodeId(f"n{n // 8}"), "cpu", 0.0) for n in range(1023)}
+    run, by = RunState(1, 2, Waiting(0.0), Members(workers)), rules(max_workers=1024, layout=LayoutRule(min_shard=8))
+    for beat in range(5):
+        there = candidates(run, by)
+        assert layout_of(run, there, by) == Layout(127, 8)
+        run = replace(run, watch=replace(run.watch, moved_at=float(beat)))
+    assert looks == [1023]
+    run = replace(run, members=replace(run.members, workers={**workers, WorkerId("new"): Worker(NodeId("n127"), "cpu", 0.0)}))
+    assert layout_of(run, candidates(run, by), by) == Layout(128, 8)
+
+
+def test_the_plan_knows_nodes_and_what_the_state_pads() -> None:
+    """N6, through the whole plan: workers join on two nodes in turn; and rows that 7 does not divide are not cut into 7."""
+    workers = {WorkerId(f"w{n:02}"): Worker(NodeId(f"n{n % 2}"), "cpu", 0.0) for n in range(16)}
+    run = RunState(1, 2, Waiting(0.0), Members(workers), Cluster(keepers=NODES))
+    plan = make_plan(run, rules(max_workers=16, layout=LayoutRule(min_shard=8)))
+    assert plan is not None and plan.nodes == ("n0",) * 8 + ("n1",) * 8
+    seven = Members(dict(list(workers.items())[:7]), classes=classes([8]), class_bytes=(100,))
+    by = rules(max_workers=16, layout=LayoutRule(dp_replicate=1))
+    capped, unknown = (make_plan(replace(run, members=each), by) for each in (seven, replace(seven, class_bytes=())))
+    assert capped is not None and unknown is not None
+    assert (capped.layout, unknown.layout) == (Layout(1, 4), Layout(1, 7))

@@ -170,9 +170,8 @@ class Members:
     reference: Build = field(default_factory=Build)
     """The build that the job was checked with; every worker must have the same."""
     classes: tuple[Tensor, ...] = ()
-    """One tensor of the state for each class of tensors that all axes cut alike; coverage depends on nothing else."""
     class_bytes: tuple[int, ...] = ()
-    """The bytes of all tensors of each class, in the order of ``classes``; empty if they are not known."""
+    """One tensor of the state for each class of tensors that all axes cut alike, and the bytes of the class; empty if not known."""
     kind: str = ""
     """The first member's kind.  It never changes: with ``reproducible`` only workers of this kind may be members."""
     mixed: tuple[int, ...] = ()
@@ -453,8 +452,7 @@ class RunState:
     ) -> RunState:
         """Returns a new run, or the run that the bucket describes.
 
-        The next generation is greater than ``generation`` and than all of ``lineage``.  Versions in ``saved`` that are off the lineage are
-        left out.
+        The next generation is greater than ``generation`` and than all of ``lineage``.  Versions in ``saved`` off the lineage are left out.
         """
         generation = max(generation, *(each for each, _ in lineage), 0)
         history = History(lineage)

@@ -24,8 +24,8 @@ from elastic.plan.axes import AXES
 USES = ("all", "fit")
 """Values of ``LayoutRule.use``."""
 SPARED = 8
-"""Of this many workers, less than one may be left over.  It is a balance: a replica over several nodes slows every step, and so does a
-worker that waits.  So up to this many workers, nobody is left over."""
+"""Less than one worker of so many may be left over.  It is a balance: a replica over several nodes slows every step, and so does a worker
+that waits.  So up to this many workers, nobody is left over."""
 
 
 @dataclass(frozen=True)
@@ -138,33 +138,34 @@ def choose(workers: int, rule: LayoutRule, nodes: Sequence[int] = (), *, least: 
     """Returns the layout that ``workers`` form; None means that they wait.
 
     ``nodes`` has the number of workers on each node; without it, each worker counts as a node.  ``fits(shards)`` says whether the state may
-    be cut into so many parts; a degree that the rule fixes needs no permission.  Of the layouts that use all workers but a few, and at
-    least ``least`` of them, the first of these is taken:
+    be cut into so many parts.  Of the layouts for which it may, and that use all workers but a few and at least ``least`` of them, the
+    first of these is taken:
 
     1. every replica lies within one node: most members, then the smallest shard degree;
-    2. every replica has whole nodes: the smallest shard degree;
+    2. every replica has whole nodes: most replicas, then most members;
     3. any: most replicas, then most members.
 
-    If there is none, it is the layout with most members, and of these the one with the smallest shard degree.
+    If there is none, it is the layout with most members, and of these the one with the smallest shard degree: workers that wait cost more
+    than padding.  Degrees that the rule fixes are as it says.
     """
     lowest, replicas = rule.dp_shard or rule.min_shard, rule.dp_replicate
     if workers < lowest * (replicas or 1):
         return None
     if rule.dp_shard is not None or rule.use == "fit":
         return Layout(replicas or workers // lowest, lowest)
-    if replicas is not None:
-        most = workers // replicas
-        return Layout(replicas, next((d for d in range(most, lowest - 1, -1) if replicas * d >= least and fits(d)), most))
 
     def enough(world: int) -> bool:
         return world >= least and (workers - world) * SPARED < workers
 
+    if replicas is not None:
+        most = workers // replicas
+        return Layout(replicas, next((d for d in range(most, lowest - 1, -1) if enough(replicas * d) and fits(d)), most))
     sizes = Counter(nodes or [1] * workers)
     return (
         _within_nodes(workers, lowest, sizes, enough, fits)
         or _of_whole_nodes(workers, lowest, sizes, enough, fits)
-        or _using_most(workers, lowest, enough, fits)
-        or _most(workers, lowest, least, fits)
+        or _most_replicas(range(lowest, workers + 1), workers, enough, fits)
+        or max((Layout(workers // d, d) for d in range(lowest, workers + 1)), key=lambda layout: (layout.world, -layout.dp_shard))
     )
 
 
@@ -182,28 +183,17 @@ def _within_nodes(workers: int, lowest: int, sizes: Counter[int], enough: Test, 
 def _of_whole_nodes(workers: int, lowest: int, sizes: Counter[int], enough: Test, fits: Test) -> Layout | None:
     """Applies rule 2 of :func:`choose`, with nodes of the usual size and larger ones."""
     usual = max(sizes, key=lambda size: (sizes[size], size))
-    full = sum(count for size, count in sizes.items() if size >= usual)
-    for shards in range(-(-lowest // usual) * usual, workers + 1, usual) if usual > 1 else ():
-        layout = Layout(min(workers // shards, full * usual // shards), shards)
-        if enough(layout.world) and fits(shards):
-            return layout
-    return None
+    room = usual * sum(count for size, count in sizes.items() if size >= usual)
+    return _most_replicas(range(-(-lowest // usual) * usual, workers + 1, usual), min(workers, room), enough, fits) if usual > 1 else None
 
 
-def _using_most(workers: int, lowest: int, enough: Test, fits: Test) -> Layout | None:
-    """Applies rule 3 of :func:`choose`."""
-    shards = next((d for d in range(lowest, workers + 1) if enough(workers // d * d) and fits(d)), None)
-    if shards is None:
+def _most_replicas(degrees: range, workers: int, enough: Test, fits: Test) -> Layout | None:
+    """Returns the layout with most replicas, then with most members, whose shard degree is one of ``degrees``."""
+    smallest = next((shards for shards in degrees if enough(workers // shards * shards) and fits(shards)), None)
+    if smallest is None:
         return None
-    replicas = workers // shards
-    return Layout(replicas, max(d for d in range(shards, workers // replicas + 1) if fits(d)))
-
-
-def _most(workers: int, lowest: int, least: int, fits: Test) -> Layout:
-    """Returns the layout with most members, then with the smallest shard degree; ``fits`` counts if it leaves ``least`` members."""
-    degrees = [d for d in range(lowest, workers + 1) if workers // d * d >= least and fits(d)] or range(lowest, workers + 1)
-    shards = max(degrees, key=lambda d: (workers // d * d, -d))
-    return Layout(workers // shards, shards)
+    replicas = workers // smallest
+    return Layout(replicas, max(shards for shards in degrees if smallest <= shards <= workers // replicas and fits(shards)))
 
 
 def table(rule: LayoutRule, n_max: int, least: int = 1) -> tuple[tuple[int, Layout | None], ...]:

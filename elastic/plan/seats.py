@@ -58,7 +58,7 @@ class _Hall:
         self.own: dict[WorkerId, int] = {}
         """The shard that each worker holds, or that its node's keeper holds and none of its workers."""
         self.middle: dict[WorkerId, tuple[float, ...]] = {}
-        """Where the rows of each worker's cell lie, of whatever layout."""
+        """The place of each worker's rows, of whatever layout: see :func:`placement.middle_of`."""
         kept: dict[NodeId, list[int]] = defaultdict(list)
         for holding in sorted(holders, key=lambda each: (each.worker, each.cell)):
             number = number_of.get(holding.cell)

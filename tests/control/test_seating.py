@@ -128,13 +128,13 @@ def test_a_world_with_spares_looks_at_its_workers_once(monkeypatch: pytest.Monke
 
 
 def test_the_plan_knows_nodes_and_what_the_state_pads() -> None:
-    """N6, through the whole plan: workers join on two nodes in turn; and rows that 7 does not divide are not cut into 7."""
-    workers = {WorkerId(f"w{n:02}"): Worker(NodeId(f"n{n % 2}"), "cpu", 0.0) for n in range(16)}
+    """N6, through the whole plan: workers join on two nodes in turn; and 16 rows are not cut into 17, which leaves one member empty."""
+    workers = {WorkerId(f"w{n:02}"): Worker(NodeId(f"n{n % 2}"), "cpu", 0.0) for n in range(17)}
     run = RunState(1, 2, Waiting(0.0), Members(workers), Cluster(keepers=NODES))
-    plan = make_plan(run, rules(max_workers=16, layout=LayoutRule(min_shard=8)))
+    plan = make_plan(run, rules(max_workers=17, layout=LayoutRule(min_shard=8)))
     assert plan is not None and plan.nodes == ("n0",) * 8 + ("n1",) * 8
-    seven = Members(dict(list(workers.items())[:7]), classes=classes([8]), class_bytes=(100,))
-    by = rules(max_workers=16, layout=LayoutRule(dp_replicate=1))
-    capped, unknown = (make_plan(replace(run, members=each), by) for each in (seven, replace(seven, class_bytes=())))
+    known = Members(workers, classes=classes([16]), class_bytes=(100,))
+    by = rules(max_workers=17, layout=LayoutRule(dp_replicate=1))
+    capped, unknown = (make_plan(replace(run, members=each), by) for each in (known, replace(known, class_bytes=())))
     assert capped is not None and unknown is not None
-    assert (capped.layout, unknown.layout) == (Layout(1, 4), Layout(1, 7))
+    assert (capped.layout, unknown.layout) == (Layout(1, 16), Layout(1, 17))

@@ -45,9 +45,9 @@ def test_table_of_what_n_workers_become(rule: LayoutRule, becomes: str) -> None:
     assert [n for n, _ in table(rule, 8)] == list(range(1, 9))
 
 
-def dumb_choose(workers: int, rule: LayoutRule, nodes: list[int], least: int) -> Layout | None:
+def dumb_choose(workers: int, rule: LayoutRule, nodes: list[int], least: int, misfits: frozenset[int] = frozenset()) -> Layout | None:
     """Tries every grid of at most ``workers`` workers, one after the other."""
-    best, auto = [], (rule.dp_replicate, rule.dp_shard, rule.use) == (None, None, "all")
+    best, chosen, auto = [], rule.dp_shard is None and rule.use == "all", rule.dp_replicate is None
     for shards in range(1, workers + 1):
         for replicas in range(1, workers // shards + 1):
             wrong = (
@@ -58,13 +58,13 @@ def dumb_choose(workers: int, rule: LayoutRule, nodes: list[int], least: int) ->
             )
             if not wrong:
                 world = replicas * shards
-                enough = auto and world >= least and workers - world < workers / 8
-                inside = enough and sum(size // shards for size in nodes) >= replicas
-                whole = enough and max(nodes.count(size) for size in nodes) and _has_whole_nodes(nodes, replicas, shards)
+                enough = chosen and shards not in misfits and world >= least and workers - world < workers / 8
+                inside = enough and auto and sum(size // shards for size in nodes) >= replicas
+                whole = enough and auto and _has_whole_nodes(nodes, replicas, shards)
                 choice = (
                     (3, world, -shards)
                     if inside
-                    else (2, -shards, replicas)
+                    else (2, replicas, shards)
                     if whole
                     else (1, replicas, shards)
                     if enough
@@ -80,15 +80,20 @@ def _has_whole_nodes(nodes: list[int], replicas: int, shards: int) -> bool:
     return usual > 1 and shards % usual == 0 and shards // usual * replicas <= full
 
 
-@given(st.integers(0, 24), rules(), st.integers(1, 24))
-def test_choose_equals_the_dumb_search(workers: int, rule: LayoutRule, least: int) -> None:
-    assert choose(workers, rule, least=least) == dumb_choose(workers, rule, [1] * workers, least)
+misfits = st.frozensets(st.integers(1, 24))
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 9), st.integers(0, 3))
-def test_choose_knows_nodes_as_the_dumb_search_does(nodes: list[int], lowest: int, spares: int) -> None:
+@given(st.integers(0, 24), rules(), st.integers(1, 24), misfits)
+def test_choose_equals_the_dumb_search(workers: int, rule: LayoutRule, least: int, wrong: frozenset[int]) -> None:
+    found = choose(workers, rule, least=least, fits=lambda shards: shards not in wrong)
+    assert found == dumb_choose(workers, rule, [1] * workers, least, wrong)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 9), st.integers(0, 3), misfits)
+def test_choose_knows_nodes_as_the_dumb_search_does(nodes: list[int], lowest: int, spares: int, wrong: frozenset[int]) -> None:
     workers, rule = max(1, sum(nodes) - spares), LayoutRule(min_shard=lowest)
-    assert choose(workers, rule, nodes) == dumb_choose(workers, rule, nodes, 1)
+    found = choose(workers, rule, nodes, fits=lambda shards: shards not in wrong)
+    assert found == dumb_choose(workers, rule, nodes, 1, wrong)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,7 @@ def test_choose_knows_nodes_as_the_dumb_search_does(nodes: list[int], lowest: in
         ([8] * 127 + [7], 3, Layout(255, 4)),
         ([8] * 128, 12, Layout(64, 16)),
         ([8] * 127 + [7], 12, Layout(63, 16)),
+        ([8] * 127 + [7], 1_000, Layout(1, 1_016)),
         ([7], 2, Layout(1, 7)),
         ([3, 3], 2, Layout(2, 3)),
         ([1] * 1021, 8, Layout(127, 8)),

@@ -1,4 +1,4 @@
-"""What a member computes for itself is compared with a planner that goes through all members, tensors, rows and holders."""
+"""The moves that a member computes for itself are compared with a planner that goes through all members, tensors, rows and holders."""
 
 from __future__ import annotations
 

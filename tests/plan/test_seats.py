@@ -97,7 +97,7 @@ def test_seats_in_the_order_of_joining_are_found_to_be_worse() -> None:
 
 
 def test_workers_that_join_on_two_nodes_in_turn_sit_together() -> None:
-    """16 workers gave ABABABAB in each replica."""
+    """Sixteen workers gave ABABABAB in each replica."""
     there = [WorkerId(f"w{number}") for number in range(16)]
     nodes = {worker: NodeId("AB"[number % 2]) for number, worker in enumerate(there)}
     members = seat(there, nodes, Layout(2, 8))
@@ -141,7 +141,7 @@ def test_a_node_that_is_lost_breaks_only_its_own_replicas() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(2, 12), st.randoms(use_true_random=False))
 def test_replicas_over_several_nodes_touch_few(sizes: list[int], shards: int, rng: random.Random) -> None:
-    """At most one node more for each replica but the last than the fewest nodes that have enough workers between them."""
+    """They touch the fewest nodes that have enough workers between them, and at most one more for each replica but the last."""
     there = [WorkerId(f"{node}-{number}") for node, size in enumerate(sizes) for number in range(size)]
     rng.shuffle(there)
     nodes = {worker: NodeId(worker.partition("-")[0]) for worker in there}

@@ -101,7 +101,7 @@ def _take_up(decision: Decision, plan: Plan) -> None:
         untold=(),
         fruitless=0 if proven else run.history.fruitless,
     )
-    decision.know("members", seats=plan.members, kind=run.workers[plan.members[0]].kind)
+    decision.know("members", seats=plan.members, kind=run.members.kind or run.workers[plan.members[0]].kind)
     decision.know("watch", lease_until=0.0)
     decision.know("copies", copied=None, buddied=None, protected=(plan.protected, plan.buddied), unreported=0)
 

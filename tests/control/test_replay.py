@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from elastic.control.rules import Rules
 from elastic.report.replay import action_line, differences, tell
 from storage.journal import parse
 
+SEATED_AS_JOINED = "simulated_2"
 KEPT = sorted((Path(__file__).parent / "journals").glob("*.jsonl.gz"))
 
 
@@ -31,10 +33,23 @@ def kills() -> Any:
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name.partition(".")[0])
 def test_kept_journals_are_decided_as_they_were(path: Path) -> None:
-    """States and actions are compared; sentences may be worded better by now."""
+    """States and actions are compared; sentences may be worded better by now.
+
+    One journal was written when members sat in the order in which they had joined, whatever their nodes: of its plans, the order of the
+    members is not compared.
+    """
     segments = read(path)
     assert sum(len(records) for _, records in segments) > 100
-    assert not [each for each in differences(segments, "another version") if each.what != "reason"]
+    found = [each for each in differences(segments, "another version") if each.what != "reason"]
+    if path.name.startswith(SEATED_AS_JOINED):
+        assert len(found) == 4, "the control: it is still a journal of that kind"
+        found = [each for each in found if each.what != "actions" or in_any_order(each.recorded) != in_any_order(each.decided)]
+    assert not found
+
+
+def in_any_order(told: str) -> str:
+    """Returns actions as they are told, with the members of each plan sorted."""
+    return re.sub(r"(Form generation \d+ of )(\S+)", lambda found: found[1] + ",".join(sorted(found[2].split(","))), told)
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name.partition(".")[0])

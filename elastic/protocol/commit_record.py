@@ -16,11 +16,13 @@ change places unnoticed.
 
 from __future__ import annotations
 
-import struct
+import sys
+from array import array
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
-from elastic.plan.batch import microbatch_of, rounds
+from elastic.plan.batch import active, rounds
 from elastic.plan.layout import Layout
 from elastic.plan.placement import data_ranks, reporters
 
@@ -179,6 +181,8 @@ class BadRecord(ValueError):
 def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
     """Returns the outcome of ``step`` from the records of all members in order of world rank (little-endian float64).
 
+    Every member does this in every step for all members and microbatches, so it goes field by field, over all records at once.
+
     Raises :class:`BadRecord` if any of them is garbage.
     """
     size = shape.fields * 8
@@ -186,36 +190,41 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
         raise BadRecord(f"{len(gathered)} bytes of commit records instead of {size * shape.world}")
     if torn := torn_records(gathered, shape.world, shape.fields):
         raise BadRecord(f"the commit record of world rank {torn[0]} at step {step} has a wrong checksum")
-    records = list(struct.iter_unpack(f"<{shape.fields}d", gathered))
-    for rank, record in enumerate(records):
-        expected = (MAGIC, float(shape.incarnation), float(shape.generation), float(step), float(rank))
-        if record[:5] != expected:
-            raise BadRecord(f"the commit record of world rank {rank} says {record[1:5]} instead of {expected[1:]}")
-    heads = [Head(*record[:HEADER]) for record in records]
-    parts, speakers = {}, reporters(shape.layout)
-    for data_rank, world_rank in enumerate(speakers):
-        for round_ in range(shape.rounds):
-            index = microbatch_of(round_, data_rank, len(speakers), shape.microbatches)
-            if index is not None:
-                first = HEADER + round_ * (2 + shape.microbatch)
-                parts[index] = records[world_rank][first : first + 2 + shape.microbatch]
-    ordered = [parts[i] for i in range(shape.microbatches)]
-    boundary, behind = max(int(head.boundary) for head in heads), any(head.behind > 0 for head in heads)
+    fields = shape.fields
+    words = array("d", gathered)
+    if sys.byteorder == "big":
+        words.byteswap()
+    heads = {name: words[field::fields].tolist() for field, name in enumerate(Head._fields)}
+    expected = dict(zip(Head._fields, (MAGIC, float(shape.incarnation), float(shape.generation), float(step)), strict=False))
+    if any(heads[name] != [each] * shape.world for name, each in expected.items()) or heads["world_rank"] != [*range(shape.world)]:
+        said = [*zip(*(heads[name] for name in (*expected, "world_rank")), strict=True)]
+        rank = next(rank for rank, each in enumerate(said) if each != (*expected.values(), rank))
+        raise BadRecord(f"the commit record of world rank {rank} says {said[rank][1:]} instead of {(*expected.values(), float(rank))[1:]}")
+    speakers = reporters(shape.layout)
+    spoken = itemgetter(*speakers) if len(speakers) > 1 else lambda column: (column[speakers[0]],)
+    losses, counts, samples = list[float](), list[int](), list[tuple[int, ...]]()
+    for round_ in range(shape.rounds):  # microbatch i is that of data rank i mod d in round i div d
+        first, running = HEADER + round_ * (2 + shape.microbatch), active(round_, len(speakers), shape.microbatches)
+        told = [spoken(words[first + i :: fields].tolist())[:running] for i in range(2 + shape.microbatch)]
+        losses += told[0]
+        counts += map(int, told[1])
+        samples += zip(*(map(int, ids) for ids in told[2:]), strict=True)
+    boundary, behind = int(max(heads["boundary"])), max(heads["behind"]) > 0
     return Outcome(
         step=step,
         generation=shape.generation,
-        squared_norm=heads[speakers[0]].squared_norm,
-        losses=tuple(part[0] for part in ordered),
-        counts=tuple(int(part[1]) for part in ordered),
-        samples=tuple(tuple(int(i) for i in part[2:]) for part in ordered),
-        finite=all(head.finite == 1.0 for head in heads),
+        squared_norm=heads["squared_norm"][speakers[0]],
+        losses=tuple(losses),
+        counts=tuple(counts),
+        samples=tuple(samples),
+        finite=heads["finite"] == [1.0] * shape.world,
         boundary=boundary,
-        copied_through=int(min(head.copied_through for head in heads)),
-        buddied_through=int(min(head.buddied_through for head in heads)),
+        copied_through=int(min(heads["copied_through"])),
+        buddied_through=int(min(heads["buddied_through"])),
         behind=behind,
-        copy_every=int(max(head.copy_every for head in heads)),
-        buddy_every=int(max(head.buddy_every for head in heads)),
-        saves=is_saved(boundary, int(max(head.save for head in heads)), behind),
+        copy_every=int(max(heads["copy_every"])),
+        buddy_every=int(max(heads["buddy_every"])),
+        saves=is_saved(boundary, int(max(heads["save"])), behind),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+from elastic.engine import norm
 from elastic.engine.norm import squared_norm, tree_sum
 from elastic.engine.world import World
 from elastic.plan.layout import Layout
@@ -47,8 +50,8 @@ def library_norm(world: World) -> float:
     return total.item()
 
 
-def over_layouts(ranks: Ranks, norm: Callable[[World], float]) -> list[list[float]]:
-    return [ranks.run(layout, norm) for layout in LAYOUTS]
+def over_layouts(ranks: Ranks, compute: Callable[[World], float]) -> list[list[float]]:
+    return [ranks.run(layout, compute) for layout in LAYOUTS]
 
 
 def test_the_norm_of_shards_is_that_of_the_whole_gradient(ranks: Ranks) -> None:
@@ -88,28 +91,91 @@ def test_tensors_with_other_numbers_of_rows_do_not_change_the_bits() -> None:
     assert moved, "the order shows in none"
 
 
-class Largest(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that an operation makes."""
+class Live(TorchDispatchMode):
+    """Counts the operations that make new tensors, and notes the greatest number of bytes that they held at one time."""
 
-    elements = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.peak_bytes, self.operations, self.known = 0, 0, 0, WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        old = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         made = func(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
-        self.elements = max([self.elements, *(each.untyped_storage().size() // each.element_size() for each in tensors)])
+        for tensor in [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]:
+            storage = tensor.untyped_storage()
+            if id(storage) not in old and storage not in self.known:
+                self.known[storage] = True
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+                self.operations += 1
         return made
 
+    def _add(self, count: int) -> None:
+        self.bytes += count
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
 
-def test_the_norm_takes_memory_for_the_rows_that_there_are() -> None:
-    """One tensor has many rows, and a hundred have few.  The simple way, which takes a hundred times the longest, is the control."""
-    grads = [torch.ones(3_000, 1), *(torch.ones(8, 1) for _ in range(100))]
-    world = World.alone(torch.device("cpu"))
-    with Largest() as largest:
-        found = squared_norm(grads, [len(grad) for grad in grads], world)
+
+EXPERTS = [*((24, 8) for _ in range(300)), (64, 8), *((8, 24) for _ in range(150))]
+"""Shapes as in a mixture of experts: many tensors of few shapes.  The largest has 64 rows, and all have 8,464."""
+
+
+def norm_of_experts(turn_rows: int, squared: int) -> tuple[float, Live]:
+    """Returns the squared norm of a gradient of ``EXPERTS`` with these limits of the product, and what it took."""
+    draw, world = torch.Generator().manual_seed(7), World.alone(torch.device("cpu"))
+    grads = [torch.randn(shape, generator=draw) * 10.0 ** ((index % 9 - 4) / 4) for index, shape in enumerate(EXPERTS)]
+    with pytest.MonkeyPatch.context() as patch, Live() as live:
+        patch.setattr(norm, "TURN_ROWS", turn_rows)
+        patch.setattr(norm, "SQUARED", squared)
+        found = squared_norm(grads, [len(grad) for grad in grads], world).item()
     world.close()
-    with Largest() as simple:
-        assert padded_norm(grads).item() == found.item() == 3_800
-    assert largest.elements <= 2 * 3_800 < 101 * 3_000 <= simple.elements  # a tree pads to a power of two
+    assert found.hex() == padded_norm(grads).item().hex()
+    return found, live
+
+
+def test_the_norm_takes_memory_for_the_rows_of_the_largest_tensor() -> None:
+    """N9: that all take part at once, as they did, is the control."""
+    found, live = norm_of_experts(turn_rows=64, squared=8 * 64)
+    same, all_at_once = norm_of_experts(turn_rows=10**6, squared=8 * 64)
+    row_bytes, scalars = 8, 2 * 8 * len(EXPERTS)  # one float64 a row; a total for each tensor, and all of them once more
+    assert live.peak_bytes < 8 * 64 * row_bytes + 8 * 64 * 4 * 3 + scalars
+    assert all_at_once.peak_bytes > 2 * 8_464 * row_bytes > live.peak_bytes
+    assert found == same
+
+
+def test_tensors_of_equal_shape_are_added_together() -> None:
+    """What a kernel is launched for: a tensor alone takes about a dozen.  The control squares one at a time."""
+    _, together = norm_of_experts(turn_rows=10**6, squared=10**6)
+    _, alone = norm_of_experts(turn_rows=10**6, squared=24 * 8)
+    assert together.operations < 100 < 4 * len(EXPERTS) < alone.operations
+
+
+def test_a_large_tensor_is_squared_in_portions_of_its_rows() -> None:
+    """Control: at once, it takes twice its own memory."""
+
+    def peak(squared: int) -> tuple[float, int]:
+        grad, world = torch.randn(1_000, 16, generator=torch.Generator().manual_seed(7)), World.alone(torch.device("cpu"))
+        with pytest.MonkeyPatch.context() as patch, Live() as live:
+            patch.setattr(norm, "SQUARED", squared)
+            found = squared_norm([grad], [1_000], world).item()
+        world.close()
+        return found, live.peak_bytes
+
+    (found, portions), (same, at_once) = peak(16 * 50), peak(16 * 1_000)
+    assert found == same
+    assert portions < 16 * 50 * 4 * 2 + 1_000 * 8 * 4 < 1_000 * 16 * 4 < at_once
+
+
+def small_turns(world: World) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm, "TURN_ROWS", 33)
+        patch.setattr(norm, "SQUARED", 40)
+        return tree_norm(world)
+
+
+def test_turns_and_portions_change_no_bit_in_any_layout(ranks: Ranks) -> None:
+    """Each tensor of these has a turn of its own, or shares one, and most are squared in portions."""
+    whole = ranks.run(Layout(1, 1), tree_norm)[0]
+    assert {value.hex() for values in over_layouts(ranks, small_turns) for value in values} == {whole.hex()}
 
 
 def dumb_tree(values: list[float]) -> float:
@@ -125,7 +191,7 @@ def test_the_tree_is_what_it_says(values: list[float]) -> None:
     """The tree has the bits of the recursion in plain Python."""
     size = 1 << max(len(values) - 1, 0).bit_length()
     found = tree_sum(torch.tensor(values, dtype=torch.float64))
-    assert float(found).hex() == dumb_tree(values + [0.0] * (size - len(values))).hex() or found.item() == 0.0
+    assert float(found).hex() == dumb_tree(values + [0.0] * (size - len(values))).hex()
 
 
 @given(st.integers(1, 9), st.integers(1, 300), st.integers(0, 9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import sys
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.batch import microbatch_of
 from elastic.plan.layout import Layout
+from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import (
     DUE,
+    HEADER,
     LAST,
     NO_COPIES,
     NO_SAVE,
@@ -30,8 +33,11 @@ from elastic.protocol.commit_record import (
     BadRecord,
     CommitShape,
     Copied,
+    Head,
     Outcome,
     conclude,
+    head_of,
+    is_saved,
     torn_records,
 )
 from elastic.train.apply_fence import ApplyFence
@@ -251,22 +257,95 @@ def test_checksums_of_all_members_at_once_are_those_of_one_after_the_other(
     assert torn_records(records, world, fields) == torn_one_by_one(records, world, fields) == sorted(bent & set(range(world)))
 
 
+def calls(check: Callable[[], object]) -> int:
+    """Returns how many Python functions, and functions in C, ``check`` calls."""
+    counted: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda _frame, event, _argument: counted.append(event))
+    try:
+        check()
+    finally:
+        sys.setprofile(before)
+    return len(counted)
+
+
 def test_what_a_checksum_costs_does_not_grow_with_the_members() -> None:
     """The cost is counted in calls of Python functions.  The control: word by word, it grows."""
 
-    def calls(check: Callable[[bytes, int, int], list[int]], world: int) -> int:
-        counted: list[str] = []
-        before, records = sys.getprofile(), bytes(8 * 21 * world)
-        sys.setprofile(lambda _frame, event, _argument: counted.append(event))
-        try:
-            torn = check(records, world, 21)
-        finally:
-            sys.setprofile(before)
-        assert torn == []
-        return len(counted)
+    def cost(check: Callable[[bytes, int, int], list[int]], world: int) -> int:
+        records = bytes(8 * 21 * world)
+        assert check(records, world, 21) == []
+        return calls(lambda: check(records, world, 21))
 
-    assert calls(torn_records, 1024) == calls(torn_records, 4)
-    assert calls(torn_one_by_one, 1024) > 100 * calls(torn_one_by_one, 4)
+    assert cost(torn_records, 1024) == cost(torn_records, 4)
+    assert cost(torn_one_by_one, 1024) > 100 * cost(torn_one_by_one, 4)
+
+
+def drawn_records(shape: CommitShape, seed: int) -> bytes:
+    """Returns the records of a whole world, with other numbers in every field of every member, and right checksums."""
+    draw, records = random.Random(seed), b""
+    for rank in range(shape.world):
+        copied = Copied(*(draw.randrange(-1, 9) for _ in range(4)), draw.randrange(3), draw.randrange(2))
+        head = head_of(shape, rank, 7, draw.randrange(3), copied)._replace(finite=draw.random() < 0.9, squared_norm=draw.random())
+        rounds = [(draw.random(), *(draw.randrange(2**53) for _ in range(1 + shape.microbatch))) for _ in range(shape.rounds)]
+        record = struct.pack(f"<{shape.fields - 1}d", *head, *(each for round_ in rounds for each in round_))
+        bits = struct.unpack(f"<{shape.fields - 1}Q", record)
+        records += record + struct.pack("<Q", sum((2 * i + 1) * (word ^ word >> 32) for i, word in enumerate(bits)) % 2**64)
+    return records
+
+
+def concluded_one_by_one(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
+    """Concludes the outcome as the product does, but member by member and microbatch by microbatch."""
+    records = list(struct.iter_unpack(f"<{shape.fields}d", gathered))
+    heads = [Head(*record[:HEADER]) for record in records]
+    speakers, size = reporters(shape.layout), 2 + shape.microbatch
+    parts = {}
+    for data_rank, world_rank in enumerate(speakers):
+        for round_ in range(shape.rounds):
+            index = microbatch_of(round_, data_rank, len(speakers), shape.microbatches)
+            if index is not None:
+                parts[index] = records[world_rank][HEADER + round_ * size :][:size]
+    ordered = [parts[i] for i in range(shape.microbatches)]
+    boundary, behind = max(int(head.boundary) for head in heads), any(head.behind > 0 for head in heads)
+    return Outcome(
+        step=step,
+        generation=shape.generation,
+        squared_norm=heads[speakers[0]].squared_norm,
+        losses=tuple(part[0] for part in ordered),
+        counts=tuple(int(part[1]) for part in ordered),
+        samples=tuple(tuple(int(i) for i in part[2:]) for part in ordered),
+        finite=all(head.finite == 1.0 for head in heads),
+        boundary=boundary,
+        copied_through=int(min(head.copied_through for head in heads)),
+        buddied_through=int(min(head.buddied_through for head in heads)),
+        behind=behind,
+        copy_every=int(max(head.copy_every for head in heads)),
+        buddy_every=int(max(head.buddy_every for head in heads)),
+        saves=is_saved(boundary, int(max(head.save for head in heads)), behind),
+    )
+
+
+@example(layout=Layout(2, 1, (("stages", 2),)), microbatches=5, microbatch=2, seed=0)  # only every second member reports
+@example(layout=Layout(1, 1, (("stages", 2),)), microbatches=3, microbatch=1, seed=0)  # only one
+@given(st.builds(Layout, st.integers(1, 4), st.integers(1, 3)), st.integers(1, 30), st.integers(1, 3), st.integers(0, 2**32))
+def test_all_records_at_once_say_what_they_say_one_after_the_other(layout: Layout, microbatches: int, microbatch: int, seed: int) -> None:
+    with registered():
+        shape = CommitShape(incarnation=2, generation=5, microbatches=microbatches, microbatch=microbatch, layout=layout)
+        records = drawn_records(shape, seed)
+        assert conclude(shape, 7, records) == concluded_one_by_one(shape, 7, records)
+
+
+def test_what_concluding_costs_does_not_grow_with_the_members() -> None:
+    """N9: it is counted in calls of functions, at four microbatches a member.  The control: one by one, it grows."""
+
+    def cost(conclude: Callable[[CommitShape, int, bytes], Outcome], world: int) -> int:
+        shape = CommitShape(incarnation=2, generation=5, microbatches=4 * world, microbatch=1, layout=Layout(world))
+        records = drawn_records(shape, 0)
+        conclude(shape, 7, records)  # the members that report are found once for each layout
+        return calls(lambda: conclude(shape, 7, records))
+
+    assert cost(conclude, 512) < 1.1 * cost(conclude, 4)
+    assert cost(concluded_one_by_one, 512) > 50 * cost(concluded_one_by_one, 4)
 
 
 @example(0, 6, 8)  # 1.0 and -1.0: their difference is the highest bit alone

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -47,28 +46,30 @@ def squared_norm(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> 
     """
     shards, totals = world.layout.dp_shard, dict[int, Tensor]()
     sizes = [-(-count // shards) for count in rows]
-    for turn in _turns([size * shards for size in sizes]):
+    for turn in _turns(rows, shards):
         mine: dict[int, Tensor] = {}
         for alike in _alike(turn, lambda number: (sizes[number], grads[number].shape, grads[number].dtype)):
             mine.update(zip(alike, _row_sums([grads[number] for number in alike], sizes[alike[0]]), strict=True))
         everyone = _gathered(torch.cat([mine[number] for number in turn]), world)
-        firsts = dict(zip(turn, accumulate((sizes[number] for number in turn), initial=0), strict=False))
-        for alike in _alike(turn, lambda number: rows[number]):
+        first = 0
+        for alike in _alike(turn, lambda number: rows[number]):  # one after the other, because a turn is sorted by them
             count, size = rows[alike[0]], sizes[alike[0]]
-            columns = [everyone[:, firsts[number] : firsts[number] + size].reshape(-1)[:count] for number in alike]
-            totals.update(zip(alike, tree_sum(torch.stack(columns)), strict=True))
+            columns = everyone[:, first : first + len(alike) * size].unflatten(1, (len(alike), size)).transpose(0, 1).flatten(1)
+            totals.update(zip(alike, tree_sum(columns[:, :count]), strict=True))
+            first += len(alike) * size
     return tree_sum(torch.stack([totals[number] for number in range(len(rows))]))
 
 
-def _turns(rows: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the numbers of the tensors that are added in one turn.  ``rows`` are the same on every member, so the turns are too."""
-    most, turn, taken = max([TURN_ROWS, *rows]), list[int](), 0
+def _turns(rows: Sequence[int], shards: int) -> Iterator[list[int]]:
+    """Yields the numbers of the tensors that are added in one turn, in order of their rows: the same lists on every member."""
+    padded = [-(-count // shards) * shards for count in rows]
+    most, turn, taken = max([TURN_ROWS, *padded]), list[int](), 0
     for number in sorted(range(len(rows)), key=rows.__getitem__):
-        if turn and taken + rows[number] > most:
+        if turn and taken + padded[number] > most:
             yield turn
             turn, taken = [], 0
         turn.append(number)
-        taken += rows[number]
+        taken += padded[number]
     yield turn
 
 

@@ -41,6 +41,21 @@ def test_all_are_ready_before_anybody_steps() -> None:
     assert isinstance(play.run.state, Running)
 
 
+def test_what_members_held_before_they_step_is_known_no_more_once_they_step() -> None:
+    """They drop their older shards at Go, and change the newest one: from then on only the answer to a fence says what a worker holds."""
+    play = stepping(3)
+    play.lose("w1")
+    play.answer("w2", Version(0, 0))
+    play.answer("w3", Version(0, 0))
+    play.here("w2", "w3")
+    play.ready("w2")
+    members = play.run.members.workers
+    assert [len(members[worker].holdings) for worker in play.plan.members] == [1, 1], "one is not ready: nobody steps"
+    play.ready("w3")
+    members = play.run.members.workers
+    assert isinstance(play.run.state, Running) and [members[worker].holdings for worker in play.plan.members] == [(), ()]
+
+
 def test_ready_may_overtake_here() -> None:
     play = started(2)
     play.ready("w1", "w2")

@@ -159,6 +159,31 @@ def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_aft
         assert max(snapshots.pace._copies_s) < 0.1 and snapshots.pace.step_s < 0.1
 
 
+def test_a_step_is_not_committed_while_the_copy_of_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update after the commit writes the memory that the copy reads.  So the copy has the bits of its version, and no later ones."""
+    with cluster(Layout(1, 1), 1) as (plan, nodes):
+        enter(plan, nodes)
+        (snapshots,) = nodes[0].workers.values()
+        snapshots.settle()
+        goes_on, version = threading.Event(), Version(5, 2)
+        shard = shard_of(version, 1, 0)
+        with monkeypatch.context() as at:
+            at.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
+            snapshots.committed(outcome(5, copied=4), shard)
+            settling = threading.Thread(target=snapshots.settle)
+            settling.start()
+            settling.join(0.2)
+            assert settling.is_alive() and snapshots.region.find(Copy(version, cell(1, 0))) is None
+            goes_on.set()
+            settling.join(PATIENCE_S)
+        assert not settling.is_alive() and snapshots.region.find(Copy(version, cell(1, 0))) is not None
+        for value in shard.values.values():
+            value.zero_()  # the next update
+        held = [each for each in nodes[0].store.held() if each.version == version]
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, held)
+        assert equal(heal(there, WorkerId("n"))[0], shard_of(version, 1, 0))
+
+
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_copy_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failures: int) -> None:
     """The retry matters: otherwise this world would begin no other copy, and state that only one member holds would be unprotected."""

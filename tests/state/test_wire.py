@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from elastic.errors import WireError
 from elastic.state import wire
 from elastic.state.wire import Listener, Wire
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.fast
 SECRET = b"s" * 32
@@ -96,9 +100,46 @@ def test_what_is_no_message_ends_the_conversation_and_nothing_else(listener: Lis
 
 
 def test_an_impostor_does_not_learn_what_it_would_need() -> None:
-    """It listens at the address, and does not know the secret: whoever connects notices."""
+    """It listens at the address, and does not know the secret: it refuses whoever connects."""
     with Listener("127.0.0.1", b"another" * 5, echo) as impostor, pytest.raises(WireError):
         Wire.connect(impostor.address, SECRET)
+
+
+ANSWERS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
+    "zeros": lambda ours, theirs, proof: bytes(wire.NONCE),
+    "their own proof": lambda ours, theirs, proof: proof,
+    "the proof of a client": lambda ours, theirs, proof: hmac.digest(b"another" * 5, b"client" + ours + theirs, "sha256"),
+    "another secret": lambda ours, theirs, proof: hmac.digest(b"another" * 5, b"server" + ours + theirs, "sha256"),
+    "control": lambda ours, theirs, proof: hmac.digest(SECRET, b"server" + ours + theirs, "sha256"),
+}
+"""What a server in plain sockets answers, by the nonces of both sides and the client's proof."""
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_server_that_welcomes_everybody_is_noticed(answer: str) -> None:
+    """It is none of our listeners: it refuses nobody, and answers what it can.  The control knows the secret, and is told the message."""
+    told: list[bytes] = []
+
+    def welcome(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, connection.makefile("rb") as heard:
+            connection.sendall(ours := bytes(range(wire.NONCE)))
+            theirs, proof = heard.read(wire.NONCE), heard.read(wire.NONCE)
+            connection.sendall(ANSWERS[answer](ours, theirs, proof))
+            told.append(heard.read())
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        welcoming = threading.Thread(target=welcome, args=(server,), daemon=True)
+        welcoming.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if answer == "control":
+            with contextlib.closing(Wire.connect(address, SECRET)) as connection:
+                connection.send({"what": "a copy"})
+        else:
+            with pytest.raises(WireError, match="does not know the secret of this run"):
+                Wire.connect(address, SECRET)
+        welcoming.join(PATIENCE_S)
+    assert (b"a copy" in told[0]) == (answer == "control") and (answer == "control" or told[0] == b"")
 
 
 def test_nobody_there_is_an_error_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 import sys
@@ -230,6 +231,22 @@ def test_a_save_waits_for_who_has_no_room_and_the_last_one_for_nobody() -> None:
 def test_of_copies_the_slowest_member_decides() -> None:
     outcome = conclude(SHAPE, 7, gathered(7, copied=(Copied(5, 3, 1, 10), Copied(4, 3, 2, 0), Copied(5, -1, 0, 12))))
     assert (outcome.copied_through, outcome.buddied_through, outcome.copy_every, outcome.buddy_every) == (4, -1, 2, 12)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("member", [0, 2])
+def test_a_norm_that_is_not_finite_on_one_member_is_said_to_all(member: int, wrong: float) -> None:
+    """Then no member applies the step.  Control: with finite norms the step is applied."""
+
+    def finite(norms: list[float]) -> bool:
+        records = []
+        for rank, norm in enumerate(norms):
+            share = Share([torch.ones(())] * SHAPE.rounds, [torch.ones(())] * SHAPE.rounds, [(1, 2)] * SHAPE.rounds)
+            records.append(fill_record(blank_record(SHAPE, rank, 7, 0, share), share, torch.tensor(norm, dtype=torch.float64)))
+        return conclude(SHAPE, 7, torch.cat(records).numpy().tobytes()).finite
+
+    assert finite([3.0, 3.0, 3.0])
+    assert not finite([wrong if rank == member else 3.0 for rank in range(SHAPE.world)])
 
 
 def torn_one_by_one(gathered: bytes, world: int, fields: int) -> list[int]:

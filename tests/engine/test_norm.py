@@ -25,8 +25,8 @@ from tests.support.ranks import Ranks
 
 LAYOUTS = [Layout(1, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4)]
 SHAPES = [(29, 32), (32, 32), (7, 5, 3), (1, 19), (32, 5), (0, 3), (19,), (7,), (2,), (3, 1), (64, 96), (29, 4)]
-"""Fewer rows than shards, one row, none, no second dimension, rows that no degree divides, several tensors with equally many, and others between them that
-are as many once they are padded."""
+"""Fewer rows than shards, one row, none, no second dimension, rows that no degree divides, several tensors with equally many rows, and
+others between them that have as many once they are padded."""
 
 
 def gradient() -> list[torch.Tensor]:

@@ -144,7 +144,7 @@ def test_the_norm_takes_memory_for_the_rows_of_the_largest_tensor() -> None:
 
 
 def test_tensors_of_equal_shape_are_added_together() -> None:
-    """What a kernel is launched for: a tensor alone takes about a dozen.  The control squares one at a time."""
+    """Each operation launches a kernel, and a tensor alone takes about a dozen.  The control squares one at a time."""
     _, together = norm_of_experts(turn_rows=10**6, squared=10**6)
     _, alone = norm_of_experts(turn_rows=10**6, squared=24 * 8)
     assert together.operations < 100 < 4 * len(EXPERTS) < alone.operations

@@ -112,7 +112,7 @@ ANSWERS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
     "another secret": lambda ours, theirs, proof: hmac.digest(b"another" * 5, b"server" + ours + theirs, "sha256"),
     "control": lambda ours, theirs, proof: hmac.digest(SECRET, b"server" + ours + theirs, "sha256"),
 }
-"""What a server in plain sockets answers, by the nonces of both sides and the client's proof."""
+"""The answer of a server in plain sockets, computed from the nonces of both sides and the client's proof."""
 
 
 @pytest.mark.parametrize("answer", ANSWERS)

@@ -1,4 +1,4 @@
-"""What one member does for the norm and the commit of a step: the rows of the norm, and the records of all members.
+"""Measures one member at the end of a step: the norm of the gradient, and the conclusion from the commit records of all members.
 
 The gradients are on the device "meta", which computes nothing: the figures count memory and launches.  Shards have 64 members.  The records
 are those of 4 microbatches a member, one sample each, encoded by the product.

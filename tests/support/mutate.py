@@ -136,14 +136,14 @@ NAMED: tuple[tuple[str, ...], ...] = (
         "elastic/protocol/member.py",
         '        self.go_on("healed")\n',
         "",
-        *("tests/protocol/test_member.py", "tests/train/test_trainer.py", "-k", "fence"),
+        *("tests/protocol/test_member.py", "-k", "fence"),
     ),
     (
         "no look at the fence between two slices",
         "elastic/train/loop.py",
         "        self._leave_if_fenced()\n        self.session.faults.strike",
         "        self.session.faults.strike",
-        "tests/train/test_trainer.py",
+        *("tests/train/test_trainer.py", "-k", "between_two_slices"),
     ),
     (
         "every copy of the world before still counts",

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from elastic.engine.world import World
+from elastic.errors import FencedOff
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -22,6 +24,7 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
+from elastic.train.faults import InjectedError
 from elastic.train.loop import Enter, Trainer
 from elastic.train.session import make_session
 from storage.checkpoints import Checkpoints
@@ -82,6 +85,24 @@ def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) ->
     fenced = model.startswith("tests.train")
     assert sum(type(event) is Ready for event in events) == (0 if fenced else 1)
     assert len(trainer.apply_fence.member.held) == (0 if fenced else 1)
+
+
+@pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
+def test_a_fence_between_two_slices_ends_the_healing(tmp_path: Path, fenced: bool) -> None:
+    """A bucket or a keeper would bring all the others too, for nothing.  The check comes before a fault that is due there."""
+    fault = {"point": "healing", "step": 1, "world_rank": 0, "kind": "exception"}
+    with trainer_of(toy_job(tmp_path, faults=[fault]), lambda event: None) as trainer:
+        with trainer.apply_fence as member:
+            plan = member.waiting
+            assert plan is not None and member.enter(plan)
+        if fenced:
+            trainer.fence(1)
+        world = World.alone(torch.device("cpu"))
+        try:
+            with pytest.raises(FencedOff if fenced else InjectedError):
+                trainer._half_way(plan, world)
+        finally:
+            world.close()
 
 
 @pytest.mark.parametrize(("taken_over", "said_again", "entered"), [(False, False, [1]), (True, False, []), (True, True, [1])])

@@ -70,7 +70,7 @@ def measure(way: str, kills: int) -> dict[str, float | list[float]]:
         if way == "prepared":
             os.environ |= {"RAY_preload_python_modules": cluster.PRELOADED}  # also on a machine with too few cores for it
         cluster.connect("local")
-        waiting = settle(int(ray.cluster_resources()["CPU"]))
+        waiting = settle(int(ray.cluster_resources()["CPU"]) if way == "prepared" else 1)  # of bare ones Ray may keep fewer
         memory = [each.memory_full_info() for each in waiting]
         found: dict[str, float | list[float]] = {
             "idle_processes": float(len(waiting)),

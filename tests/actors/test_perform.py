@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from actors import perform
 from actors.perform import NODE_DIED, UNREACHED, Group
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
-from elastic.protocol.actions import Save, Upload
-from elastic.protocol.events import Lost
+from elastic.protocol.actions import CommitManifest, Save, Upload
+from elastic.protocol.events import Lost, SaveFailed
+from storage.errors import BadFormat
 
 pytestmark = pytest.mark.fast
 AWAY = ray.exceptions.ActorUnavailableError("the connection broke", None)
@@ -92,3 +94,29 @@ def test_a_keeper_that_was_out_of_reach_is_told_its_saves_again(
     assert heard == [(1, 1, (own,), 1, Version(5, 1))] * calls
     with pytest.raises(queue.Empty):
         keeper.heard.get(timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [(RuntimeError("can't start new thread"), True), (MemoryError(), True), (OSError("disk full"), True), (BadFormat("a"), False)],
+)
+def test_whatever_keeps_a_manifest_from_being_written_is_reported(error: Exception, again: bool) -> None:
+    """R11: an error that nobody expected was told to nobody, and the run waited for its manifest for ever."""
+    told: Future[SaveFailed] = Future()
+
+    def commit(*_: Any) -> None:
+        raise error
+
+    these = Group.__new__(Group)
+    these.post = told.set_result  # type: ignore[assignment]
+    these.ship = lambda _: True  # type: ignore[assignment, method-assign]
+    parts = SimpleNamespace(of=lambda version, by: [SimpleNamespace(receipt=None, layout=None)])
+    run = SimpleNamespace(commit=commit, checkpoints=SimpleNamespace(manifest=commit))
+    these._committing, these._pool = set(), ThreadPoolExecutor(1)
+    these.parts, these.run = parts, run  # type: ignore[assignment]
+    these.perform(CommitManifest(Version(6, 1), ((1, 6),), 1))
+    failed = told.result(10)
+    assert (failed.again, failed.manifest, failed.version) == (again, True, Version(6, 1))
+    assert failed.reason.startswith(f"{type(error).__name__}: ")
+    these._pool.shutdown()
+    assert these._committing == set()

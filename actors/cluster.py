@@ -50,6 +50,8 @@ def connect(address: str | None, workers: Workers | None = None) -> None:
 
     The environment variables are Ray's own and must be set before it starts: no usage reports; for a local cluster also no token,
     because only this machine can reach it, no waiting for a drain when it ends, and no monitor that kills processes to free memory.
+
+    Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer.
     """
     if ray.is_initialized():
         return
@@ -66,7 +68,12 @@ def connect(address: str | None, workers: Workers | None = None) -> None:
             os.environ.setdefault("RAY_preload_python_modules", PRELOADED)
             cpus = cpus_of_prepared
         options |= {"object_store_memory": 80 * 2**20, "num_cpus": cpus}
-    ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
+    try:
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
+    except Exception as error:  # Ray raises plain ones if its processes do not come up
+        what = "a local Ray cluster did not start" if local else f"the Ray cluster at {options['address']} cannot be joined"
+        advice = "; is this machine overloaded, or its temporary folder full?" if local else "; see --address"
+        raise PlatformGaveUp(f"{what} ({type(error).__name__}: {error}){advice}") from error
     _leave_deaths_to_the_story()
 
 

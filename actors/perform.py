@@ -178,7 +178,7 @@ class Group:
 
     def _look_for(self, version: Version) -> bool:
         """Reports the manifest of ``version`` as written if there is one.  Returns whether there is."""
-        with contextlib.suppress(StorageError, OSError):
+        with contextlib.suppress(Exception):
             self.post(Saved(version, self.run.checkpoints.manifest(version).digest))
             return True
         return False
@@ -385,13 +385,10 @@ class Group:
                 raise Unavailable(f"the journal of {self.job.name}", why)
             written = self.parts.of(version, by or version.generation)
             digest = self.run.commit(version, [ShardReceipt.unpacked(shard.receipt) for shard in written], lineage, written[0].layout)
-        except (StorageError, OSError, KeyError) as error:
+        except Exception as error:  # whatever it is: nobody but the coordinator waits for this thread
             if not self._look_for(version):
-                self.post(
-                    SaveFailed(
-                        version, f"{type(error).__name__}: {error}", by, again=isinstance(error, Unavailable | OSError), manifest=True
-                    )
-                )
+                lasting = isinstance(error, StorageError | KeyError) and not isinstance(error, Unavailable)
+                self.post(SaveFailed(version, f"{type(error).__name__}: {error}", by, again=not lasting, manifest=True))
         else:
             self.post(Saved(version, digest))
         finally:

@@ -64,8 +64,9 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         nodeid = report.nodeid.removesuffix("@machine").removesuffix("@others")  # a distributed run adds the group
-        if report.when == "call" or report.outcome != "passed":
-            self.config.stash[_outcomes][nodeid] = report.outcome
+        outcomes = self.config.stash[_outcomes]
+        if (report.when == "call" or report.outcome != "passed") and outcomes.get(nodeid) != "failed":  # a crashed test is run once more
+            outcomes[nodeid] = report.outcome
         if report.skipped and MUST in report.keywords:
             self.config.stash[_skipped].append(nodeid)
 

@@ -25,7 +25,7 @@ from elastic.control.deltas import SAME, delta, patched
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Attached, Beat, Capacity, Event, Fenced, Renewed, StepDone, Tick
+from elastic.protocol.events import Attached, Beat, Capacity, Event, Fenced, Recovered, Renewed, StepDone, Tick
 from elastic.protocol.plan import Plan
 
 FORMAT = 3
@@ -83,6 +83,8 @@ def record(
     ``heard_until`` is what ``advance`` was given, None if that was ``at``.
 
     ``recorded`` is the run after the last record; it differs from ``before`` if unrecorded events came between.
+
+    The first record of a coordinator has the run in full: its version may have fields that the one before did not write.
     """
     known = recorded or before
     told = _commits(known)
@@ -91,6 +93,7 @@ def record(
     commits = [each for each in brought if told.get((each.step, each.generation)) != each]
     told.update({(each.step, each.generation): each for each in commits})
     meanwhile = changes(known, before, {**told, **planned})
+    changed = _in_whole(transition.run) if isinstance(event, Recovered) else changes(before, transition.run, {**told, **planned})
     return {
         "n": number,
         "at": at,
@@ -99,10 +102,14 @@ def record(
         "event": encode(event, {**told, **planned}),
         **({"meanwhile": meanwhile} if meanwhile else {}),
         "state": type(transition.run.state).__name__,
-        "changed": changes(before, transition.run, {**told, **planned}),
+        "changed": changed,
         "actions": encode(transition.actions, told),
         "reason": transition.reason,
     }
+
+
+def _in_whole(run: RunState) -> dict[str, Json]:
+    return {name: {"=": encode(value)} for name, value in vars(run).items()}
 
 
 Told = Mapping[tuple[int, ...], Outcome | Plan]
@@ -185,8 +192,8 @@ def field_after(segment: Segment, part: str, name: str) -> Json:
     value = snapshot["run"][part].get(name, ())
     for record in records:
         for changed in (record.get("meanwhile", {}), record["changed"]):
-            fields_ = changed.get(part, {"~": {}})["~"]
-            value = patched(value, fields_[name]) if name in fields_ else value
+            change = changed.get(part, {"~": {}})
+            value = change["="].get(name, ()) if "=" in change else patched(value, change["~"][name]) if name in change["~"] else value
     return value
 
 

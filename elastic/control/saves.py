@@ -149,27 +149,32 @@ def ask_for_manifests(decision: Decision) -> None:
 def give_up_the_silent(decision: Decision) -> None:
     """Gives up the saves of which nothing was heard for ``stop_s``, or which the bucket refused for ``wait_s``.
 
-    No cause of that is known; but while a save is on its way no other one begins.  The last save of a run or of a stop is waited for in
-    its state.
+    A manifest may take ``wait_s``.  No cause of such a silence is known; but while a save is on its way no other one begins.  The last
+    save of a run or of a stop is waited for in its state.
     """
     run, rules = decision.run, decision.rules
     for each in run.saves.pending:
         heard_at = max(each.heard_at, run.watch.uploaded_at)
-        until = max([heard_at + rules.stop_s, *refused_until(rules, [each])])
+        until = max([heard_at + rules.stop_s, *refused_until(rules, [each]), *manifests_until(rules, [each])])
         waited_for = each.version == run.version and isinstance(run.state, Finishing | Stopping)
-        if decision.due(until) and not waited_for and not each.complete:
+        if decision.due(until) and not waited_for:
             _forget(decision, each.version, f"nothing was heard of it for {decision.now - heard_at:.0f} s")
 
 
 def patient_until(decision: Decision, deadline: float) -> float:
     """Returns the time until which the end of the run waits for the save of its present version, no less than ``deadline``.
 
-    That is ``stop_s`` after something was last heard of a save, and at least ``wait_s`` after the bucket began to refuse one.  The save
-    before counts too: where only saves are copied, its slot is waited for.
+    That is ``stop_s`` after something was last heard of a save, and at least ``wait_s`` after the bucket began to refuse one, or after the
+    last part was there and the manifest was asked for.  The save before counts too: where only saves are copied, its slot is waited for.
     """
     run, rules = decision.run, decision.rules
-    manifests_until = [each.ask_at + rules.stop_s for each in run.saves.pending if each.asked and each.complete]
-    return max(deadline, run.watch.uploaded_at + rules.stop_s, *refused_until(rules, run.saves.pending), *manifests_until)
+    until = refused_until(rules, run.saves.pending) + manifests_until(rules, run.saves.pending)
+    return max(deadline, run.watch.uploaded_at + rules.stop_s, *until)
+
+
+def manifests_until(rules: Rules, pending: Iterable[Saving]) -> list[float]:
+    """Returns the times until which the manifests of ``pending`` may be written, if the bucket does not refuse them."""
+    return [each.heard_at + rules.wait_s for each in pending if each.asked and each.complete and each.refused_at is None]
 
 
 def refused_until(rules: Rules, pending: Iterable[Saving]) -> list[float]:
@@ -206,7 +211,8 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
     if event.again or (event.again is None and of_manifest):
         ask_at = decision.now + decision.rules.fence_s if known.asked else known.ask_at
         since = decision.now if known.refused_at is None else known.refused_at
-        refused = (*known.refused, event.worker) if event.worker and event.worker not in known.refused else known.refused
+        awaited = event.worker in known.members and event.worker not in (*known.reported, *known.refused)
+        refused = (*known.refused, event.worker) if event.worker and awaited else known.refused
         _put(decision, replace(known, ask_at=ask_at, refused_at=since, refused=refused))
         decision.say(f"{what}; again in {decision.rules.fence_s:g} s" if of_manifest else f"{what}; its keeper tries again")
     elif known.asked and not of_manifest and event.again is not None:

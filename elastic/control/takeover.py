@@ -19,7 +19,7 @@ from dataclasses import replace
 from elastic.control import copy_inventory, edges, membership, saves, stopping
 from elastic.control.decision import Decision, count, names
 from elastic.control.liveness import Watch
-from elastic.control.run import NEVER, Finishing, Forming, Running, Saves, Stopping, Waiting
+from elastic.control.run import NEVER, Finishing, Forming, Running, Saves, Saving, Stopping, Waiting
 from elastic.ids import WorkerId
 from elastic.protocol.actions import Fence, Form, Go, Kill, Pause
 from elastic.protocol.events import Attached, Beat, Capacity, Event, Kept, Recovered, Renewed, StartFailed, Stumbled, Tick
@@ -53,6 +53,11 @@ def recovered(decision: Decision, event: Recovered) -> None:
         give_up(decision, f"{MAX_DEATHS} coordinators in a row died before anything came of their start")
 
 
+def _later(save: Saving, by_s: float) -> Saving:
+    refused_at = None if save.refused_at is None else save.refused_at + by_s
+    return replace(save, ask_at=save.ask_at + by_s, heard_at=save.heard_at + by_s, refused_at=refused_at)
+
+
 def stood(decision: Decision, event: Tick) -> None:
     """Moves all deadlines by ``event.stood_s``: during that time nobody was asked anything, and nobody was heard."""
     run, later_s = decision.run, event.stood_s
@@ -68,7 +73,7 @@ def stood(decision: Decision, event: Tick) -> None:
         uploaded_at=run.watch.uploaded_at + later_s,
         lease_until=max(run.watch.lease_until, granted_until),
     )
-    decision.know(saves=Saves(tuple(replace(each, heard_at=each.heard_at + later_s) for each in run.saves.pending)))
+    decision.know(saves=Saves(tuple(_later(each, later_s) for each in run.saves.pending)))
     decision.know("members", starting={worker: asked_at + later_s for worker, asked_at in run.members.starting.items()})
     decision.know("copies", answers_until=run.copies.answers_until + later_s)
     match run.state:

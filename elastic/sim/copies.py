@@ -93,7 +93,7 @@ class CopiesOracle:
     def judge(self, before: RunState, action: Action) -> None:
         match action:
             case ListCopies() if action.generation not in self.asked or set(action.keepers) >= set(before.cluster.keepers):
-                self.asked[action.generation] = self.sim.coordinators.present.counts_from
+                self.asked[action.generation] = self.sim.coordinators.acting.counts_from
             case Release():
                 self._judge_release(before, action)
 
@@ -125,7 +125,7 @@ class CopiesOracle:
         cluster, generation, held = self.sim.cluster, before.generation, set[tuple[Version, Cell]]()
         if not self.sim.rules.copy_every or not before.members.seats:
             return held
-        in_time = self.sim.coordinators.present.now < self.asked.get(generation, float("inf")) + self.sim.rules.fence_s
+        in_time = self.sim.coordinators.acting.now < self.asked.get(generation, float("inf")) + self.sim.rules.fence_s
         for node in keepers:
             truth, said = held_at(cluster, node), self.heard[generation].get(node)
             self.sim.oracle.occasions["a keeper's answer does not come in time"] += said is None and not in_time

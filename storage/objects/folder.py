@@ -67,7 +67,7 @@ class Folder(ObjectStore):
 
     def list(self, prefix: str = "") -> list[str]:
         found = []
-        for folder, _, files in os.walk(f"{self.root}/{prefix.rpartition('/')[0]}"):
+        for folder, _, files in os.walk(f"{self.root}/{prefix.rpartition('/')[0]}", onerror=self._cannot_list):
             relative = os.path.relpath(folder, self.root or "/")
             found += [str(PurePosixPath(relative, file)) for file in files if not file.startswith(PARTIAL)]
         return sorted(key for key in found if key.startswith(prefix))
@@ -103,6 +103,11 @@ class Folder(ObjectStore):
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+    def _cannot_list(self, error: OSError) -> None:
+        """Raises :class:`Unavailable` if a folder is there and cannot be read; one that is gone meanwhile has no objects."""
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise Unavailable(str(error.filename or self.root), str(error)) from error
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[None]:

@@ -124,6 +124,14 @@ def test_data_prepare(tmp_path: Path, capsys: Shown) -> None:
     assert "no such file" in sentence(capsys)
 
 
+def test_a_cluster_that_does_not_start_is_said_in_a_sentence(tmp_path: Path) -> None:
+    """Ray's own error comes from deep inside it, and would end with the exit code of an error of the job."""
+    command = Command(tmp_path, "train", written(tmp_path), RAY_TMPDIR=f"/tmp/{'far' * 40}")
+    assert command.wait() == 2
+    (line,) = [line for line in command.text.splitlines() if "did not start" in line]
+    assert "a local Ray cluster did not start (" in line and "AF_UNIX path" in line and "Traceback" not in command.text
+
+
 def test_status_and_logs_of_a_run_that_never_was(tmp_path: Path, capsys: Shown) -> None:
     job = written(tmp_path)
     assert main(["status", job, "--once"]) == 0

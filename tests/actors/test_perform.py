@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from actors.perform import NODE_DIED, UNREACHED, Group
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.protocol.actions import CommitManifest, Save, Upload
-from elastic.protocol.events import Event, Lost, Saved
+from elastic.protocol.events import Event, Lost, Saved, SaveFailed
 from elastic.runs import Parts, Run, SavedShard
+from storage.errors import BadFormat
 from storage.objects import Data, ObjectStore
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.patience import PATIENCE_S
@@ -140,3 +142,28 @@ def test_a_manifest_that_is_asked_for_again_while_it_is_written_is_written_once(
     assert told.get(timeout=PATIENCE_S) == Saved(version, digest) and store.written > 2
     these._pool.shutdown()
     assert these.run.checkpoints.verify(version).good
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [(RuntimeError("can't start new thread"), True), (MemoryError(), True), (OSError("disk full"), True), (BadFormat("a"), False)],
+)
+def test_whatever_keeps_a_manifest_from_being_written_is_reported(error: Exception, again: bool) -> None:
+    """R11: an error that nobody expected was told to nobody, and the run waited for its manifest for ever."""
+    told: Future[SaveFailed] = Future()
+
+    def commit(*_: Any) -> None:
+        raise error
+
+    these = Group.__new__(Group)
+    these.post = told.set_result  # type: ignore[assignment]
+    these.ship = lambda _: True  # type: ignore[assignment, method-assign]
+    parts, run = SimpleNamespace(of=commit), SimpleNamespace(checkpoints=SimpleNamespace(manifest=commit))
+    these._committing, these._pool = set(), ThreadPoolExecutor(1)
+    these.parts, these.run = parts, run  # type: ignore[assignment]
+    these.perform(CommitManifest(Version(6, 1), ((1, 6),), 1))
+    failed = told.result(10)
+    assert (failed.again, failed.manifest, failed.version) == (again, True, Version(6, 1))
+    assert failed.reason.startswith(f"{type(error).__name__}: ")
+    these._pool.shutdown()
+    assert these._committing == set()

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from elastic.control import codec
 from elastic.control.codec import UnknownFormat, decode, decode_event, decode_run, encode, fold
+from elastic.control.deltas import Misfit
+from elastic.control.machine import advance
 from elastic.control.run import RunState, State
 from elastic.ids import Version, WorkerId
 from elastic.protocol.actions import Action
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Event, Here, StepDone, Tick
+from elastic.protocol.events import Event, Here, Recovered, SaveFailed, StepDone, Tick
 from tests.control.play import outcome, stepping
 
 pytestmark = pytest.mark.fast
@@ -127,3 +129,22 @@ def test_records_without_a_change_may_be_left_out() -> None:
     play.beat("n1", ("w1", 1, 0, 0))
     play.step(1)
     assert fold(start, [codec.record(0, 0.0, Tick(), before, play.last)]) == play.run
+
+
+def test_a_coordinator_of_a_newer_version_goes_on_with_a_journal_that_lacks_its_fields() -> None:
+    """R6: its first record has the run in full, so the records after it fit.  The control: without that record they do not."""
+    play = stepping(2, save_every=1)
+    play.step(1)
+    older = codec.snapshot(play.run, "older", play.rules)
+    for each in older["run"]["saves"]["pending"]:
+        assert each.pop("refused") == []
+    taken = advance(play.run, Recovered(2, play.run.members.seats, ("n1", "n2")), 1.0, play.rules)
+    refused = SaveFailed(Version(1, 1), "s3://b cannot be reached", 1, again=True, worker=WorkerId("w1"))
+    next_ = advance(taken.run, refused, 2.0, play.rules)
+    records = [
+        codec.record(0, 1.0, Recovered(2, play.run.members.seats, ("n1", "n2")), play.run, taken),
+        codec.record(1, 2.0, refused, taken.run, next_),
+    ]
+    assert fold(older, records) == next_.run and next_.run.saves.pending[0].refused == ("w1",)
+    with pytest.raises(Misfit):
+        fold(older, records[1:])

@@ -121,6 +121,54 @@ def test_a_part_that_is_still_refused_is_waited_for_after_another_part_has_arriv
     assert control.later(15.0).startswith("nothing of the last checkpoint arrived for 15 s"), "nothing is refused any more"
 
 
+def complete(play: Play) -> ev.SaveFailed:
+    """Brings all parts of the last checkpoint, and returns what says that the bucket refuses the manifest."""
+    play.tell(ev.ShardSaved(W1, Version(6, 1)))
+    play.tell(ev.ShardSaved(W2, Version(6, 1)))
+    return ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True, manifest=True)
+
+
+def wait_while_finishing(play: Play, answer: ev.Event | None) -> float:
+    """Answers each question for the manifest, and returns how long the run went on finishing."""
+    began = play.now
+    while isinstance(play.run.state, Finishing) and play.now < began + 3000.0:
+        play.later(1.0)
+        if play.did(CommitManifest) and answer is not None:
+            play.tell(answer)
+    return play.now - began
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["refused", "not answered"])
+def test_a_manifest_that_is_never_written_is_waited_for_no_longer_than_a_part(answered: bool) -> None:
+    """R11: each question began the wait anew, so a bucket that went down after the last part kept the run for ever."""
+    play = finishing(wait_s=600.0)
+    refused = complete(play)
+    if answered:
+        play.tell(refused)
+    assert 599.0 <= wait_while_finishing(play, refused if answered else None) <= 606.0
+
+
+def test_a_save_whose_manifest_is_never_answered_does_not_keep_the_next_ones_away() -> None:
+    """R11: no other save begins while one is on its way."""
+    play = stepping(2, wait_s=600.0, save_every=1, stall_s=1e9, silence_s=1e9)
+    play.step(1)
+    play.tell(ev.ShardSaved(W1, Version(1, 1)))
+    play.tell(ev.ShardSaved(W2, Version(1, 1)))
+    assert play.did(CommitManifest)
+    said = [play.later(1.0) for _ in range(599)]
+    assert not any("failed" in each for each in said) and play.run.saves.pending
+    assert "nothing was heard of it for 600 s" in play.later(1.0) and not play.run.saves.pending
+
+
+def test_a_refusal_that_comes_after_its_part_counts_no_more() -> None:
+    """Reports of different processes may overtake each other; the part is in the bucket."""
+    play = finishing(wait_s=600.0)
+    play.tell(ev.ShardSaved(W1, Version(6, 1)))
+    play.tell(ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True, worker=W1))
+    play.tell(ev.ShardSaved(W2, Version(6, 1)))
+    assert play.run.saves.pending[0].refused_at is None
+
+
 def test_a_stop_waits_for_its_checkpoint_too() -> None:
     play = stepping(2)
     play.tell(ev.StopRequested("Ctrl-C"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.run import Stopping, Waiting
+from elastic.control.run import Finishing, Stopping, Waiting
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill
 from tests.control.play import stepping
+from tests.control.test_ends import complete, finishing
 from tests.control.test_takeover import waiting
 
 pytestmark = pytest.mark.fast
@@ -63,3 +64,15 @@ def test_processes_that_were_asked_for_meanwhile_have_the_time_to_come() -> None
     play.tell(ev.Tick(play.rules.form_s + 1.0))
     assert started and play.run.members.starting.keys() >= started.keys() and not play.did(Kill)
     assert isinstance(play.run.state, Waiting) and play.run.state.since > 0
+
+
+def test_a_save_is_refused_no_longer_because_a_coordinator_stood_still() -> None:
+    """Nobody asked the bucket meanwhile; it has the whole of ``wait_s`` left."""
+    for stood_s in (0.0, 400.0):
+        play = finishing(wait_s=600.0)
+        refused = complete(play)
+        play.tell(refused)
+        assert play.later(250.0) == ""
+        play.now += 400.0
+        play.tell(ev.Tick(stood_s))
+        assert isinstance(play.run.state, Finishing) is (stood_s > 0)

@@ -425,12 +425,12 @@ PATIENCE = {
     "a part that is being written does not count": (
         "widowed",
         "does not wait for its last save",
-        Edit("saves", "max(deadline, run.watch.uploaded_at + rules.stop_s, *refused_until", "max(deadline, deadline, *refused_until"),
+        Edit("saves", "return max(deadline, run.watch.uploaded_at + rules.stop_s, *until)", "return max(deadline, deadline, *until)"),
     ),
     "a bucket that is down at the end is not waited for": (
         "outage",
         "does not wait for the bucket",
-        Edit("saves", "*refused_until(rules, run.saves.pending), *manifests_until", "*manifests_until"),
+        Edit("saves", "until = refused_until(rules, run.saves.pending) + manifests_until", "until = manifests_until"),
     ),
     "parts that nobody can report any more are waited for": (
         "widowed",

@@ -216,6 +216,17 @@ def test_the_story_does_not_depend_on_the_hash_seed(hash_seed: str) -> None:
     assert there.stdout.strip() == here
 
 
+def test_the_next_coordinators_clock_does_not_say_whether_a_keeper_answered_in_time() -> None:
+    """Seed 181,228: it was 19 s behind, and the oracle took it for the clock of the one that had asked."""
+    faults = (
+        Fault(7.545, Kind.COORDINATOR_CLOCK, target=1, amount=-19.383),
+        Fault(7.622, Kind.COORDINATOR_CUT, target=6, duration_s=6.822, amount=0.581, state="Stopping"),
+        Fault(8.702, Kind.SIGTERM, target=7, point=Point.FORWARD),
+    )
+    report = simulate(181_228, replace(Scenario.drawn(181_228), faults=faults))
+    assert report.occasions["a keeper's answer does not come in time"] and report.occasions["steps are abandoned"]
+
+
 def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> None:
     with pytest.raises(Violation, match=r"no end after 3 s.*\n.*seed 5, 3\.\d+ s; the story ends") as caught:
         simulate(5, replace(CALM, patience_s=3.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -26,6 +27,30 @@ class TestFolder(Conformance):
     @pytest.fixture
     def store(self, tmp_path: Path) -> ObjectStore:
         return ObjectStore.open(str(tmp_path / "bucket"))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("number", "listed"), [(errno.ESTALE, None), (errno.EACCES, None), (errno.ENOENT, ["a/1"])])
+def test_a_folder_that_cannot_be_read_is_no_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, listed: list[str] | None
+) -> None:
+    """R11: a run whose network folder failed for a moment began again at step 0.  The control: a folder that is gone meanwhile is empty."""
+    store = ObjectStore.open(str(tmp_path))
+    store.put("a/1", b"")
+    store.put("b/2", b"")
+    scan = os.scandir
+
+    def fails(path: str) -> Any:
+        if path.endswith("/b"):
+            raise OSError(number, os.strerror(number), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", fails)
+    if listed is not None:
+        assert store.list() == listed
+        return
+    with pytest.raises(Unavailable, match=f"{tmp_path}/b.*{os.strerror(number)}"):
+        store.list()
 
 
 @pytest.mark.fast

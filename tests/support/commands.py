@@ -127,14 +127,14 @@ def seen(folder: Path) -> list[str]:
 class Command:
     """A process ``python -m elastic <arguments>`` in ``folder``, in a session of its own like that of a terminal."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.output = folder / f"output-{time.time_ns()}"
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "elastic", *arguments],
                 cwd=folder,
-                env={**ours, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", MARK: str(folder)},
+                env={**ours, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", MARK: str(folder), **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -15,7 +15,7 @@ Workers that are left over on their nodes form replicas over several nodes, node
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.layout import Layout
@@ -55,6 +55,7 @@ class _Hall:
     def __init__(self, there: Sequence[WorkerId], nodes: Mapping[WorkerId, NodeId], layout: Layout, holders: Iterable[Holding]) -> None:
         self.replicas, self.size = layout.dp_replicate, layout.world // layout.dp_replicate
         number_of = {cell_of(layout, number): number for number in range(self.size)}
+        self.places = [middle_of(cell) for cell in number_of]
         self.own: dict[WorkerId, int] = {}
         """The shard that each worker holds, or that its node's keeper holds and none of its workers."""
         self.middle: dict[WorkerId, tuple[float, ...]] = {}
@@ -114,7 +115,22 @@ class _Hall:
         for replica in seats:
             empty = [number for number, worker in enumerate(replica) if worker is None]
             new = [next(coming) for _ in empty]
-            for number, worker in zip(empty, sorted(new, key=lambda each: self.middle.get(each, ())), strict=True):
+            for number, worker in self._placed(empty, new):
                 replica[number] = worker
         sitting = {worker for replica in seats for worker in replica}
         return [[worker for worker in replica if worker is not None] for replica in seats], [w for w in workers if w not in sitting]
+
+    def _placed(self, empty: Sequence[int], new: Sequence[WorkerId]) -> Iterator[tuple[int, WorkerId]]:
+        """Yields each of the shards ``empty`` with one of as many workers: those that hold rows come near to them, in their order."""
+        holding, at, taken = sorted((each for each in new if each in self.middle), key=self.middle.__getitem__), 0, set[int]()
+        for count, worker in enumerate(holding, len(empty) - len(holding)):
+            while at < count and self._distance(worker, empty[at + 1]) < self._distance(worker, empty[at]):
+                at += 1
+            taken.add(at)
+            yield empty[at], worker
+            at += 1
+        free = (number for place, number in enumerate(empty) if place not in taken)
+        yield from zip(free, (each for each in new if each not in self.middle), strict=True)
+
+    def _distance(self, worker: WorkerId, number: int) -> float:
+        return sum(abs(a - b) for a, b in zip(self.middle[worker], self.places[number], strict=False))

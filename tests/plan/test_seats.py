@@ -159,6 +159,9 @@ def test_who_holds_another_layout_s_cell_sits_near_it() -> None:
     members = seat(there, nodes, Layout(1, 8), held_before)
     halves = {each.worker: int(each.cell.split()[1][0]) for each in held_before}
     assert [halves[worker] for worker in members] == [0, 0, 1, 1, 2, 2, 3, 3]
+    two = [Holding(WorkerId("w2"), AT, cell(2, 0)), Holding(WorkerId("w1"), AT, cell(2, 1))]
+    assert seat(there[:3], nodes, Layout(1, 3), two) == ("w2", "w0", "w1"), "the newcomer takes the rows between"
+    assert seat(there[:4], nodes, Layout(1, 4), two[:1])[:1] == ("w2",)
 
 
 def test_newcomers_take_the_cells_whose_copies_their_node_has() -> None:

@@ -375,9 +375,10 @@ class Coordinator:
         run, durable = transition.run, transition.durable
         late = heard_until if heard_until < now else None
         record = codec.record(self.journal.next, now, event, before, transition, self.recorded, late)
-        last, self.recorded = self.recorded, run
+        last, known = self.recorded, codec.known_after(event, before, run)
+        self.recorded = known
         try:
-            self.journal.append(record, lambda: codec.snapshot(run, elastic.__version__, self.rules), durable=durable)
+            self.journal.append(record, lambda: codec.snapshot(known, elastic.__version__, self.rules), durable=durable)
         except Exception:
             self.recorded = last  # the journal has no such record, so the next one tells what changed since the last
             raise

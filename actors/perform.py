@@ -58,6 +58,8 @@ PROBE_DEADLINE_S = 60
 """Seconds that a new keeper may take for each answer: whether it sees the bucket, and its address."""
 NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
 """Reasons that hold only in Ray's view: a process that is cut off may still live."""
+MANY = 64
+"""Number of receivers from which on a long message is put into Ray's object store once, instead of being sent with each call."""
 REACHES, REACH_S = 20, 0.5
 """Number of times that an actor that cannot be reached is asked again before it counts as lost, and the seconds between two of them."""
 
@@ -110,10 +112,10 @@ class Group:
                 self._send(members, "go", generation)
             case Pause(generation, members, save):
                 self._send(members, "pause", generation, save)
-            case Fence(generation, members):
-                self._send(members, "fence", generation)
+            case Fence(generation, members, whole):
+                self._send(members, "fence", generation, whole)
             case Settle(generation, members, outcome):
-                self._send(members, "settle", generation, outcome)
+                self._send(members, "settle", generation, _once(outcome, members))
                 for keeper in list(self.keepers.values()):
                     keeper.close_store.remote(self.incarnation, generation)
             case Kill(workers, _, examine):
@@ -292,7 +294,7 @@ class Group:
             for keeper in self._those((plan.store_node,)):
                 ray.kill(keeper, no_restart=True)  # otherwise the node would never get another keeper
             return
-        self._send(plan.members, "form", plan, store)
+        self._send(plan.members, "form", _once(plan, plan.members), store)
 
     # ---- keepers
 
@@ -442,3 +444,8 @@ def _why(error: BaseException | None) -> str:
     if isinstance(error, ray.exceptions.RayActorError):
         return NODE_DIED if "node has died" in str(error) else "its process died"
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+
+
+def _once(value: Any, receivers: tuple[WorkerId, ...]) -> Any:
+    """Returns ``value``, or a reference to it if it has many receivers: a plan grows with the world, and so does their number."""
+    return ray.put(value) if value is not None and len(receivers) >= MANY else value

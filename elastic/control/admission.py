@@ -38,7 +38,7 @@ def _left_out(run: RunState, event: Fenced, now: float) -> bool:
     """
     if now >= run.takeover.blind_until or not isinstance(run.state, Stopping) or event.generation >= run.generation:
         return False
-    return event.worker in run.workers and event.worker not in run.state.plan.members
+    return event.worker in run.workers and event.worker not in run.state.plan.ranks
 
 
 def _out_of_date(run: RunState, event: OfAGeneration) -> str | None:
@@ -47,7 +47,7 @@ def _out_of_date(run: RunState, event: OfAGeneration) -> str | None:
         return f"{what} is of generation {event.generation}, but the run is at generation {run.generation}"
     if run.plan is None:
         return f"{what} came too late: generation {event.generation} is settled"
-    if event.worker not in run.plan.members:
+    if event.worker not in run.plan.ranks:
         return f"{what}, which is not a member of generation {event.generation}"
     if event.worker not in run.workers and not _evidence_of_the_dead(run, event):
         return f"{what}, which is lost or expelled"

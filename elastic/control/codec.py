@@ -19,9 +19,10 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from elastic.control import old_journals
+from elastic.control import old_journals, packed
 from elastic.control.decision import Transition
 from elastic.control.deltas import SAME, delta, patched
+from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.protocol.commit_record import Outcome
@@ -37,6 +38,9 @@ COMMIT = "Commit"
 """The name that stands for a commit that is written elsewhere."""
 PLAN = "PlanOf"
 """The name that stands for the plan that the run had before the record."""
+
+MICROBATCHES, PACKED = ("losses", "counts", "samples"), "packed"
+"""The fields of a commit with an entry for each microbatch, and the one that stands for them: see ``packed.py``."""
 
 Json = Any
 Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
@@ -87,13 +91,16 @@ def record(
     The first record of a coordinator has the run in full: its version may have fields that the one before did not write.
     """
     known = recorded or before
+    after = transition.run
+    if is_quiet(event, before, after):
+        before, after = _unwatched(before), _unwatched(after)
     told = _commits(known)
     planned: Told = {(known.plan.generation,): known.plan} if known.plan is not None else {}
     event, brought = _with_news(event, before)
     commits = [each for each in brought if told.get((each.step, each.generation)) != each]
     told.update({(each.step, each.generation): each for each in commits})
     meanwhile = changes(known, before, {**told, **planned})
-    changed = _in_whole(transition.run) if isinstance(event, Recovered) else changes(before, transition.run, {**told, **planned})
+    changed = _in_whole(after) if isinstance(event, Recovered) else changes(before, after, {**told, **planned})
     return {
         "n": number,
         "at": at,
@@ -101,7 +108,7 @@ def record(
         **({"commits": encode(tuple(commits))} if commits else {}),
         "event": encode(event, {**told, **planned}),
         **({"meanwhile": meanwhile} if meanwhile else {}),
-        "state": type(transition.run.state).__name__,
+        "state": type(after.state).__name__,
         "changed": changed,
         "actions": encode(transition.actions, told),
         "reason": transition.reason,
@@ -110,6 +117,24 @@ def record(
 
 def _in_whole(run: RunState) -> dict[str, Json]:
     return {name: {"=": encode(value)} for name, value in vars(run).items()}
+
+
+def is_quiet(event: Event, before: RunState, after: RunState) -> bool:
+    """Returns whether the decision cannot depend on who was last heard when: a commit that only continues the world.
+
+    The record of such a decision forgets that, or else each step, and each snapshot, would have a line for each worker.
+    """
+    return isinstance(event, StepDone) and after.state is before.state and after.members is before.members
+
+
+def known_after(event: Event, before: RunState, after: RunState) -> RunState:
+    """Returns the run as a reader knows it after the record of the decision that led from ``before`` to ``after``."""
+    return _unwatched(after) if is_quiet(event, before, after) else after
+
+
+def _unwatched(run: RunState) -> RunState:
+    """Returns ``run`` without the counters and beats that were heard."""
+    return evolve(run, watch=evolve(run.watch, counters={}, beats={}))
 
 
 Told = Mapping[tuple[int, ...], Outcome | Plan]
@@ -257,9 +282,20 @@ def encode(value: object, told: Told | None = None) -> Json:
         return {"$": COMMIT, "step": value.step, "generation": value.generation}
     if told and isinstance(value, Plan) and told.get((value.generation,)) == value:
         return {"$": PLAN, "generation": value.generation}
+    if isinstance(value, Outcome):
+        rest = {name: encode(getattr(value, name), told) for name in _hints(Outcome) if name not in MICROBATCHES}
+        return {"$": "Outcome", **rest, PACKED: packed.pack(value.losses, value.counts, value.samples)}
     if is_dataclass(value) and not isinstance(value, type):
         return {"$": type(value).__name__, **{name: encode(getattr(value, name), told) for name in _hints(type(value))}}
     raise TypeError(f"{type(value).__name__} has no form in the journal: {value!r}")
+
+
+def spelled_out(json: Json) -> Json:
+    """Returns the JSON of a commit as older versions wrote it, with a list for each of its ``MICROBATCHES`` fields; any other as it is."""
+    if PACKED not in json:
+        return json
+    rest = {name: each for name, each in json.items() if name != PACKED}
+    return {**rest, **{name: encode(each) for name, each in zip(MICROBATCHES, packed.unpack(json[PACKED]), strict=True)}}
 
 
 def decode_event(json: Json) -> Event:
@@ -307,6 +343,8 @@ def _decode_fields(kind: Any, json: Json) -> Any:
     hints = _hints(kind)
     if json.get("$") != kind.__name__:
         raise UnknownFormat(f"the journal has {json.get('$')!r} where {kind.__name__} is expected")
+    if PACKED in json:
+        return _decode_fields(kind, spelled_out(json))
     unknown = sorted(json.keys() - hints.keys() - RETIRED - {"$"})
     if unknown:
         raise UnknownFormat(f"{kind.__name__} of the journal has unknown fields: {', '.join(unknown)}")

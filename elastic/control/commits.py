@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from elastic.control import copy_inventory, saves
 from elastic.control.decision import Decision
 from elastic.control.liveness import stepped
-from elastic.control.run import Answer, Stopping
+from elastic.control.run import Answer, Running, Stopping
 from elastic.ids import Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
@@ -60,7 +60,8 @@ def committed(decision: Decision, outcome: Outcome) -> None:
         untold=(*history.untold, *range(history.version.step + 1, outcome.step)),
         failures=tuple(failure for failure in history.failures if failure.step > outcome.step),
     )
-    decision.know(watch=stepped(run.watch, decision.now))
+    whole = isinstance(run.state, Running) or (isinstance(run.state, Stopping) and run.state.planned)
+    decision.know(watch=stepped(run.watch, decision.now, whole=whole))
     copy_inventory.committed(decision, outcome, run)
     if version.step > history.furthest.step:
         decision.know("history", furthest=version, fruitless=0)
@@ -95,9 +96,8 @@ def newest(evidence: Iterable[Outcome | None], generation: int) -> Outcome | Non
 def settle(plan: Plan, answers: Iterable[Answer], top: Outcome | None) -> Settlement:
     """Decides from the answers who applies ``top``, the newest commit that anybody has seen, the dead included."""
     applied, holdings = [], {}
-    ranks = {member: rank for rank, member in enumerate(plan.members)}
     for answer in answers:
-        holding = _applies(plan, ranks[answer.worker], answer, top)
+        holding = _applies(plan, plan.ranks[answer.worker], answer, top)
         if holding is not None:
             applied.append(answer.worker)
         holdings[answer.worker] = (holding,) if holding is not None else answer.held

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
-from elastic.control.run import RunState, evolve
+from elastic.control.run import RunState
 from elastic.ids import WorkerId
 from elastic.protocol.actions import Action, Form, Go, Settle, StartWorkers
 from elastic.protocol.plan import Plan

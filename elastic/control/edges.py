@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from elastic.control import admission, copy_inventory, membership, saves
 from elastic.control.decision import Decision, count, names
+from elastic.control.liveness import begun
 from elastic.control.run import (
     NEVER,
     Failed,
@@ -133,7 +134,7 @@ def go(decision: Decision, plan: Plan) -> None:
         took_s = decision.now - (decision.run.state.deadline - decision.rules.form_s)
         before_s = decision.run.watch.reform_s
         decision.know("watch", reform_s=(before_s + took_s) / 2 if before_s else took_s)
-    decision.know("watch", moved_at=decision.now, stepped_at=decision.now, step_s=0.0, seen={})
+    decision.know(watch=begun(decision.run.watch, decision.now))
     decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
     decision.know("cluster", blamed=())
     copy_inventory.pair(decision, plan)

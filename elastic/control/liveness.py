@@ -7,6 +7,10 @@ always have.  Then the culprit is the one whose process the kernel calls stopped
 that does not wait in a collective.  If that does not help either, the fence does: a stopped process does not answer it, and a hanging one
 does not follow the next plan.
 
+How long standing still is normal, the last steps tell: their time outlives the world.  Before the first step of a run nothing is known,
+and the first microbatch may also compile, so a world of which all members are heard may stand still five times as long.  Only a stopped
+process is blamed sooner.
+
 A node whose keeper falls silent is another matter: a dead node looks the same as one that is cut off, and its members cannot be asked.  A
 world that stands still because of it is stopped at once.  If the node does not answer the fence either, the node is given up.
 """
@@ -16,11 +20,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from elastic.control.evolve import evolve
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import STOPPED, Progress
 
 TELLING = (STOPPED, "reads data")
 """Operations of one member that explain why all others wait; the more certain one comes first."""
+FIRST = 5
+"""Factor of ``stall_s`` before the run has committed a step, while all members are heard: nobody knows how long a microbatch takes."""
+SHORTEST_S = 1e-6
+"""A step counts as at least this many seconds, since 0 means that no step's time is known."""
 EVIDENCE_S = 1.0
 """Members that stopped moving within this many seconds of each other count as simultaneous: keepers send a beat every half second."""
 
@@ -54,8 +63,14 @@ class Watch:
     """The time at which any member was last seen to complete something."""
     stepped_at: float = 0.0
     step_s: float = 0.0
-    """Recent time of a step: one half is the last step's time, a quarter that of the step before, and so on."""
+    """Recent time of a step: one half is the last step's time, a quarter that of the step before, and so on.  0 means that none is known.
+
+    One step counts as at most twice, and at least half, of what is known: it may have hung, or its report may have come late.
+    """
+    counters: dict[NodeId, dict[WorkerId, Seen]] = field(default_factory=dict)
+    """The counters of the members on each node, so that a beat costs as much as its own members."""
     seen: dict[WorkerId, Seen] = field(default_factory=dict)
+    """The counters of the members in journals of older versions, which knew no nodes here."""
     beats: dict[NodeId, Heard] = field(default_factory=dict)
     """The keepers that were heard since they came up and since this coordinator began."""
     lease_until: float = 0.0
@@ -74,9 +89,9 @@ class Stall:
     sentence: str
 
 
-def observe(watch: Watch, progress: Iterable[Progress], now: float) -> Watch:
-    """Returns the watch after a report of some members' counters."""
-    seen, moved_at = dict(watch.seen), watch.moved_at
+def observe(watch: Watch, node: NodeId, progress: Iterable[Progress], now: float) -> Watch:
+    """Returns the watch after a report of the counters of members on ``node``."""
+    seen, moved_at = dict(watch.counters.get(node, {})), watch.moved_at
     for report in progress:
         completed = (report.step, report.microbatch, report.collective)
         before = seen.get(report.worker)
@@ -84,15 +99,20 @@ def observe(watch: Watch, progress: Iterable[Progress], now: float) -> Watch:
             seen[report.worker] = Seen(completed, now, now, report.operation)
             moved_at = now
         else:
-            seen[report.worker] = replace(before, heard_at=now, operation=report.operation)
-    return replace(watch, seen=seen, moved_at=moved_at)
+            seen[report.worker] = Seen(before.completed, before.since, now, report.operation)
+    return evolve(watch, counters={**watch.counters, node: seen}, moved_at=moved_at)
+
+
+def seen_of(watch: Watch) -> dict[WorkerId, Seen]:
+    """Returns the counters of all members."""
+    return {worker: seen for each in (watch.seen, *watch.counters.values()) for worker, seen in each.items()}
 
 
 def heard(watch: Watch, node: NodeId, now: float, silence_s: float) -> Watch:
     """Returns the watch after a beat of the node's keeper."""
     before = watch.beats.get(node)
     since = before.since if before is not None and now - before.at <= silence_s / 2 else now
-    return replace(watch, beats={**watch.beats, node: Heard(since, now)})
+    return evolve(watch, beats={**watch.beats, node: Heard(since, now)})
 
 
 def forgotten(watch: Watch, node: NodeId) -> Watch:
@@ -105,6 +125,8 @@ def silent(watch: Watch, nodes: Iterable[NodeId], now: float, for_s: float, sile
 
     It returns none unless another node was heard all the time; otherwise the coordinator itself may be cut off.
     """
+    if all(now - beats.at < for_s for beats in watch.beats.values()):  # the usual case, at the least cost
+        return ()
     known = {node: watch.beats[node] for node in dict.fromkeys(nodes) if node in watch.beats}
     if not any(beats.since <= now - for_s and now - beats.at <= silence_s / 2 for beats in known.values()):
         return ()
@@ -113,17 +135,26 @@ def silent(watch: Watch, nodes: Iterable[NodeId], now: float, for_s: float, sile
 
 def silence(watch: Watch, nodes: tuple[NodeId, ...], now: float, silence_s: float) -> Stall | None:
     """Returns a stall if no member moves and one of ``nodes``, the members' nodes, is silent; None otherwise."""
-    still_s, gone = now - watch.moved_at, silent(watch, nodes, now, silence_s, silence_s)
-    if not gone or still_s < silence_s:
+    still_s = now - watch.moved_at
+    if still_s < silence_s or not (gone := silent(watch, nodes, now, silence_s, silence_s)):
         return None
     silent_for = f"nothing was heard from node {gone[0][:8]} for {now - watch.beats[gone[0]].at:.1f} s"
     return Stall(None, f"{silent_for}, though other nodes were heard, and no member moved for {still_s:.1f} s")
 
 
-def stepped(watch: Watch, now: float) -> Watch:
-    """Returns the watch after the commit of a step."""
-    step_s = now - watch.stepped_at
-    return replace(watch, moved_at=now, stepped_at=now, step_s=(watch.step_s + step_s) / 2 if watch.step_s else step_s)
+def stepped(watch: Watch, now: float, *, whole: bool = True) -> Watch:
+    """Returns the watch after the commit of a step; a step that is not ``whole`` was ended by a fence, and its time says nothing."""
+    if not whole:
+        return evolve(watch, moved_at=now, stepped_at=now)
+    step_s = max(now - watch.stepped_at, SHORTEST_S)
+    if known_s := watch.step_s:
+        step_s = (known_s + min(max(step_s, known_s / 2), 2 * known_s)) / 2
+    return evolve(watch, moved_at=now, stepped_at=now, step_s=step_s)
+
+
+def begun(watch: Watch, now: float) -> Watch:
+    """Returns the watch when a world begins to step: the time of a step is still known."""
+    return evolve(watch, moved_at=now, stepped_at=now, counters={}, seen={})
 
 
 def patience_s(watch: Watch, stall_s: float) -> float:
@@ -136,15 +167,16 @@ def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: floa
     still_s = now - watch.moved_at
     if still_s < patience_s(watch, stall_s):
         return None
-    still = f"no member moved for {still_s:.1f} s"
-    unheard = [worker for worker in members if worker not in watch.seen or watch.seen[worker].heard_at <= watch.moved_at]
+    seen, still = seen_of(watch), f"no member moved for {still_s:.1f} s"
+    unheard = [worker for worker in members if worker not in seen or seen[worker].heard_at <= watch.moved_at]
     if unheard:
         return Stall(None, f"{still}; no member is blamed, because nothing was heard from the node of {unheard[0]}")
-    return _blame(watch, members, still)
+    if not watch.step_s and still_s < FIRST * stall_s and not any(seen[worker].operation == STOPPED for worker in members):
+        return None
+    return _blame(seen, members, still)
 
 
-def _blame(watch: Watch, members: tuple[WorkerId, ...], still: str) -> Stall:
-    seen = watch.seen
+def _blame(seen: dict[WorkerId, Seen], members: tuple[WorkerId, ...], still: str) -> Stall:
     least = min(seen[worker].completed for worker in members)
     behind = sorted((seen[worker].since, worker) for worker in members if seen[worker].completed == least)
     (first_s, first), (second_s, second) = behind[0], behind[1] if len(behind) > 1 else (float("inf"), "")

@@ -29,6 +29,7 @@ from elastic.control import (
     waiting,
 )
 from elastic.control.decision import Decision, Transition
+from elastic.control.evolve import evolve
 from elastic.control.liveness import heard, observe
 from elastic.control.rules import Rules
 from elastic.control.run import Finishing, Forming, Running, RunState, Stopping, Waiting
@@ -202,12 +203,11 @@ def _renewed(decision: Decision, event: Renewed) -> None:
 
 
 def _beat(decision: Decision, event: Beat) -> None:
-    if event.node in decision.run.cluster.keepers:
-        decision.know(watch=heard(decision.run.watch, event.node, decision.now, decision.rules.silence_s))
-    plan = decision.run.plan
+    run, now, watch = decision.run, decision.now, decision.run.watch
+    if event.node in run.copies.hosts or event.node in run.cluster.keepers:  # the first is faster, and nearly always enough
+        watch = heard(watch, event.node, now, decision.rules.silence_s)
+    plan = run.plan
     if plan is not None:
-        progress = [each for each in event.progress if each.generation == plan.generation and each.worker in plan.members]
-        if progress:
-            decision.know(watch=observe(decision.run.watch, progress, decision.now))
-    if event.uploading:
-        decision.know("watch", uploaded_at=decision.now)
+        progress = [each for each in event.progress if each.generation == plan.generation and each.worker in plan.ranks]
+        watch = observe(watch, event.node, progress, now) if progress else watch
+    decision.know(watch=evolve(watch, uploaded_at=now) if event.uploading else watch)

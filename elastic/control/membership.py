@@ -6,6 +6,7 @@ It chooses the ids of workers and never uses one again, so a dead worker's messa
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 
 from elastic.control import growth, saves
 from elastic.control.decision import Decision, count, names
@@ -58,7 +59,8 @@ def start_workers(decision: Decision) -> None:
 def _forget_the_late(decision: Decision) -> None:
     """Gives up and kills workers that have not joined within ``form_s``."""
     form_s = decision.rules.form_s
-    late = tuple(worker for worker, asked_at in decision.run.members.starting.items() if decision.due(asked_at + form_s))
+    starting = decision.run.members.starting.items()  # who was asked for first comes first
+    late = tuple(worker for worker, _ in takewhile(lambda each: decision.due(each[1] + form_s), starting))
     for worker in late:
         decision.know(members=decision.run.members.without_starting(worker))
     if late:

@@ -30,7 +30,7 @@ def _grow(decision: Decision, plan: Plan) -> None:
     layout = layout_of(run, there, rules)
     if layout is None or layout.world <= plan.layout.world or growth.expects_more(run, there, decision.now, rules):
         return
-    verdict = growth.judge(run, plan.members, [worker for worker in there if worker not in plan.members], decision.now)
+    verdict = growth.judge(run, plan.members, [worker for worker in there if worker not in plan.ranks], decision.now)
     layout = layout_of(run, tuple(worker for worker in there if worker not in verdict.declined), rules)
     if layout is not None and layout.world > plan.layout.world:
         edges.pause(decision, f"grow from {plan.layout} to {layout} ({verdict.why_welcome})", save=False)

@@ -152,8 +152,9 @@ def fenced(decision: Decision, event: Fenced) -> None:
         return decision.refuse(f"{event.worker} has answered already")
     commits.all_committed(decision, event.outcomes)
     membership.hold(decision, {event.worker: event.held})
-    pending = tuple(worker for worker in state.pending if worker != event.worker)
-    answer = Answer(event.worker, event.held, event.prepared, event.newest_seen)
+    place = state.pending.index(event.worker)
+    pending = (*state.pending[:place], *state.pending[place + 1 :])
+    answer = Answer(event.worker, event.held, event.prepared, event.newest_seen, event.whole)
     decision.amend(pending=pending, answers=(*state.answers, answer))
     if state.save and not pending:
         decision.amend(deadline=decision.now + decision.rules.stop_s)
@@ -169,10 +170,29 @@ def go_on(decision: Decision, state: Stopping) -> None:
         state = _expel_the_silent(decision, state)
     elif state.pending:
         state = _expel_silent_nodes(decision, state)
+    if not state.pending and (knows := _knows_more(decision.run, state)) is not None:
+        return ask_again(decision, state, knows, whole=True)
     if state.pending or not _certain(decision, state) or _awaits_save(decision, state):
         return
     _settle(decision, state)
     _next(decision, state)
+
+
+def _knows_more(run: RunState, state: Stopping) -> WorkerId | None:
+    """Returns a living member that has seen a commit which nobody has brought, because the members that bring them are gone."""
+    history, generation = run.history, state.plan.generation
+    known = max((each.seen.step for each in state.answers if each.seen and each.whole), default=0)
+    known = max(known, history.version.step if history.version.generation == generation and not history.untold else 0)
+    more = [each for each in state.answers if each.seen and not each.whole and each.seen.step > known and each.worker in run.workers]
+    return max(more, key=lambda each: each.seen.step if each.seen else 0).worker if more else None
+
+
+def ask_again(decision: Decision, state: Stopping, worker: WorkerId, *, whole: bool = False) -> None:
+    """Asks a member again that has answered already: it may have applied the prepared step since, or it has seen more than is known."""
+    answers = tuple(answer for answer in state.answers if answer.worker != worker)
+    if answers != state.answers:
+        decision.amend(answers=answers, pending=(*state.pending, worker), deadline=decision.now + decision.rules.fence_s)
+        decision.do(Fence(state.plan.generation, (worker,), whole))
 
 
 def _certain(decision: Decision, state: Stopping) -> bool:
@@ -208,6 +228,8 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
     """Expels the members on silent nodes, once only their answers to the fence are missing."""
     run, silence_s = decision.run, decision.rules.silence_s
     gone = silent(run.watch, state.plan.nodes, decision.heard_until, LONGER * silence_s, silence_s)
+    if not gone:
+        return state
     elsewhere = [worker for worker in state.pending if worker not in run.workers or run.workers[worker].node not in gone]
     if elsewhere or not _certain(decision, state):  # a worker may be fenced whose join was never read, so its node is unknown
         return state

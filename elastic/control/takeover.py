@@ -186,17 +186,9 @@ def attached(decision: Decision, event: Attached) -> None:
         edges.go(decision, plan)
     elif decision.now < run.takeover.blind_until and isinstance(run.state, Stopping):
         if plan.generation == run.generation:
-            _ask_again(decision, run.state, event.worker)
-        elif event.worker not in run.state.plan.members:  # a later generation left it out, perhaps before it was fenced
+            stopping.ask_again(decision, run.state, event.worker)
+        elif event.worker not in run.state.plan.ranks:  # a later generation left it out, perhaps before it was fenced
             decision.do(Fence(plan.generation, (event.worker,)))
-
-
-def _ask_again(decision: Decision, state: Stopping, worker: WorkerId) -> None:
-    """Asks a member again that has answered already: it may have applied the prepared step since."""
-    answers = tuple(answer for answer in state.answers if answer.worker != worker)
-    if answers != state.answers:
-        decision.amend(answers=answers, pending=(*state.pending, worker), deadline=decision.now + decision.rules.fence_s)
-        decision.do(Fence(state.plan.generation, (worker,)))
 
 
 # ---- what coordinators die of

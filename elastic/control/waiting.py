@@ -15,6 +15,8 @@ from elastic.ids import WorkerId
 
 def go_on(decision: Decision, state: Waiting) -> None:
     run, rules = decision.run, decision.rules
+    if _more_join(decision):
+        return
     there = candidates(run, rules)
     begun = run.members.seats or run.takeover.unread  # unread: a coordinator whose journal could not be read may have begun
     if target_is_saved(run, rules):
@@ -31,6 +33,18 @@ def go_on(decision: Decision, state: Waiting) -> None:
         edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, there)}"))
     elif not begun and _only_refused_are_left(decision, state):
         edges.end(decision, Failed(f"no node has room for a worker that can be a member: {_have(decision, there)}"))
+
+
+def _more_join(decision: Decision) -> bool:
+    """Returns whether a new world waits for workers anyway, found without looking at all of them: each of thousands joins in turn."""
+    run, rules = decision.run, decision.rules
+    newest = run.workers[next(reversed(run.workers))] if run.workers and run.members.starting else None
+    fit = newest is not None and not newest.unfit and newest.kind == run.workers[next(iter(run.workers))].kind
+    fresh = fit and not run.members.seats and not run.stop and not run.takeover.unread and not run.history.saved
+    if newest is None or not fresh or any(refusal.shared for refusal in run.cluster.refused.values()):
+        return False
+    late = decision.due(max(run.state.since if isinstance(run.state, Waiting) else 0.0, run.takeover.blind_until) + rules.wait_s)
+    return not late and len(run.workers) < rules.max_workers and decision.now - newest.joined_at < rules.grow_debounce_s
 
 
 def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> bool:

@@ -198,10 +198,13 @@ class World:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
 
     def _meet(self, where: str, until: float) -> None:
-        """Waits for all members in the store.  Raises ``dist.DistError`` at ``until``, or as soon as the store is gone."""
-        self.store.set(f"{where}/{self.rank}", "")
-        keys = [f"{where}/{rank}" for rank in range(self.size)]
-        self.store.wait(keys, datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
+        """Waits for all members in the store.  Raises ``dist.DistError`` at ``until``, or as soon as the store is gone.
+
+        The last member that comes says so in one key for all: if each waited for a key of each, the store would look at N² keys.
+        """
+        if self.store.add(where, 1) == self.size:
+            self.store.set(f"{where}/all", "")
+        self.store.wait([f"{where}/all"], datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
     def exchange(self, operations: list[dist.P2POp]) -> list[dist.Work]:
         """Launches all ``operations`` at once.  If an abort prevents it, this thread can still launch in the next world."""
@@ -371,6 +374,9 @@ def reduce_scatter(output: torch.Tensor, mine: torch.Tensor, group: dist.Process
 
 
 def _exchange_endpoints(store: dist.Store, rank: int, world: int, mine: set[Endpoint]) -> frozenset[Endpoint]:
+    """Returns the endpoints of the other members.  The last member that comes collects them all, so that each other one reads one key."""
     store.set(f"listening/{rank}", json.dumps(sorted(mine)))
-    others = (json.loads(store.get(f"listening/{other}")) for other in range(world) if other != rank)
-    return frozenset((address, port) for endpoints in others for address, port in endpoints)
+    if store.add("listening", 1) == world:
+        store.set("listening/all", json.dumps([json.loads(store.get(f"listening/{other}")) for other in range(world)]))
+    everyone = json.loads(store.get("listening/all"))
+    return frozenset((address, port) for other, endpoints in enumerate(everyone) for address, port in endpoints if other != rank)

@@ -48,6 +48,9 @@ class Fence:
 
     generation: int
     members: tuple[WorkerId, ...]
+    whole: bool = False
+    """True if the answers bring all commits that are not acknowledged; otherwise only those of some members do, as all have seen the same.
+    """
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,19 @@ COPY_S = 1.0
 """Seconds to wait for a keeper's answer before the bucket is asked to take the journal instead."""
 DEPOSED = -1
 """The answer of a keeper that has heard a later coordinator than the one that asks."""
+WITNESSES = 15
+"""Number of keepers that hold the journal: the first ones by name.  More would cost the coordinator a call for each keeper and record,
+and the run survives the loss of seven of them at once without asking the bucket.
+"""
 MARKS = 64
 """Number of records whose majority is awaited one by one.  If more are waiting, only the newest of the others is kept."""
 
 Says = TypeVar("Says")
+
+
+def witnesses(keepers: Sequence[NodeId]) -> tuple[NodeId, ...]:
+    """Returns those of the run's ``keepers``, which are in order, that hold its journal."""
+    return tuple(keepers[:WITNESSES])
 
 
 class Authority(Generic[Says]):
@@ -46,7 +55,7 @@ class Authority(Generic[Says]):
         self, incarnation: int, lease_s: float, asked_at: float, keepers: tuple[NodeId, ...], says: Says, *, follows: bool = False
     ) -> None:
         """``asked_at`` is the time just before this coordinator claimed the run.  ``keepers`` and ``says`` are the keepers and the content
-        known before its first record.
+        known before its first record; of the keepers, only the :func:`witnesses` count.
 
         ``follows`` means that an earlier coordinator may still be alive.  Then no record counts before the bucket holds the first ones,
         because only then can the earlier coordinator no longer write there.
@@ -62,7 +71,7 @@ class Authority(Generic[Says]):
         self._safe_end = self._bucket_end = 0
         self._marks: list[tuple[int, Says]] = []
         """The records after ``safe``, each as the journal's end after it and its content."""
-        self._lists: list[tuple[int, tuple[NodeId, ...]]] = [(0, keepers)]
+        self._lists: list[tuple[int, tuple[NodeId, ...]]] = [(0, witnesses(keepers))]
         """Every list of keepers since ``safe``, each with the journal's end after the first record that has it."""
         self._held: dict[NodeId, int] = {}
         """The end of each keeper's copy."""
@@ -105,6 +114,7 @@ class Authority(Generic[Says]):
 
     def note(self, end: int, keepers: tuple[NodeId, ...], says: Says) -> None:
         """Notes that a record was appended: the journal now ends at ``end``, and ``keepers`` are the run's keepers from here on."""
+        keepers = witnesses(keepers)
         if keepers != self._lists[-1][1]:
             self._lists.append((end, keepers))
         del self._marks[MARKS:]
@@ -266,6 +276,7 @@ def has_read_all(attached: Mapping[NodeId, int], keepers: Sequence[NodeId]) -> b
     ``keepers`` is the newest list that the follower has read.  Half of it is enough: the other half is no majority for an earlier
     coordinator.
     """
+    keepers = witnesses(keepers)
     there = sum(attached.get(node, 0) > 0 for node in keepers)
     return there > 0 and 2 * there >= len(keepers)
 

@@ -214,7 +214,8 @@ class Fenced:
 
     ``held`` lists the state that it holds complete and unharmed, in the old and the new layout while it heals; a worker that failed while
     it applied a step holds nothing.  ``prepared`` is the step whose gradients are complete here but not applied.  ``outcomes`` are the
-    last commits that it has seen, oldest first: they are evidence, and the ledger of a dead rank 0.
+    last commits that it has seen, oldest first: they are evidence, and the ledger of a dead rank 0.  In a large world only some members
+    bring them; an answer that is not ``whole`` only names the newest one in ``seen``.
     """
 
     worker: WorkerId
@@ -223,7 +224,8 @@ class Fenced:
     prepared: int | None
     outcomes: tuple[Outcome, ...] = ()
     seen: Version | None = None
-    """The newest commit among ``outcomes``; the journal keeps it here because it leaves out commits that were known already."""
+    """The newest commit of its generation that the worker has seen.  The journal has it here too, for it leaves out known commits."""
+    whole: bool = True
 
     @property
     def newest_seen(self) -> Version | None:

@@ -28,6 +28,11 @@ from elastic.protocol.commit_record import GO_ON, PAUSE, SAVE_AND_PAUSE, Outcome
 from elastic.protocol.events import Attached, Event, Fenced, StepDone
 from elastic.protocol.plan import Plan
 
+SPEAKERS = 16
+"""Number of members whose answers to a fence bring the commits that are not acknowledged.  All members have seen nearly the same, and a
+commit has the losses and samples of all of them: if each member brought them, a fence would cost the square of the number of members.
+"""
+
 
 class Member:
     """One worker's state in the protocol.
@@ -72,8 +77,8 @@ class Member:
         self._updated: tuple[Holding, Any] | None = None
         self._settlement: Outcome | None = None
         self._said: list[Event] = []
-        self._owed = 0
-        """The generation whose fence is not answered yet; 0 if there is none."""
+        self._owed, self._whole = 0, False
+        """The generation whose fence is not answered yet, 0 if there is none; and whether the answer was asked to be whole."""
         self._answered = 0
         """The generation whose fence was answered last."""
 
@@ -127,12 +132,15 @@ class Member:
         self.boundary = max(self.boundary, SAVE_AND_PAUSE if save else PAUSE)
         return True
 
-    def fence(self, generation: int) -> Fenced | None:
-        """Bars ``generation``.  Returns the answer, or None if it is deferred (see :meth:`answer`) or ``generation`` is an older one."""
+    def fence(self, generation: int, whole: bool = False) -> Fenced | None:
+        """Bars ``generation``.  Returns the answer, or None if it is deferred (see :meth:`answer`) or ``generation`` is an older one.
+
+        ``whole`` asks for the commits that nobody has acknowledged; otherwise only a few members of a large world bring them.
+        """
         if generation < self.generation:
             return None
         self._bar(generation)
-        self._owed = max(self._owed, generation)
+        self._owed, self._whole = max(self._owed, generation), self._whole or whole
         return self.answer()
 
     def settle(self, generation: int, outcome: Outcome | None) -> bool:
@@ -241,9 +249,19 @@ class Member:
         older = self.inside and self.generation < self._owed
         if not self._owed or self.applying or self.leaving or older:
             return None
-        generation, self._owed = self._owed, 0
+        whole = self._whole or self._speaks()
+        generation, self._owed, self._whole = self._owed, 0, False
         self._answered = generation
-        return Fenced(self.worker, generation, tuple(self.held), self.prepared, tuple(self.outcomes))
+        if whole:
+            return Fenced(self.worker, generation, tuple(self.held), self.prepared, tuple(self.outcomes))
+        newest = max((each.step for each in self.outcomes if each.generation == generation), default=None)
+        seen = Version(newest, generation) if newest is not None else None
+        return Fenced(self.worker, generation, tuple(self.held), self.prepared, (), seen, whole=False)
+
+    def _speaks(self) -> bool:
+        """Returns whether this member's answers bring the commits: those of ``SPEAKERS`` members do, spread evenly over the world."""
+        plan = self.plan
+        return plan is None or self.worker not in plan.ranks or plan.ranks[self.worker] % max(len(plan.members) // SPEAKERS, 1) == 0
 
     # ---- the lease
 

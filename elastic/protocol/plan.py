@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
@@ -43,5 +45,13 @@ class Plan:
     """The generations that committed the steps up to ``version``.  The plan carries it because every other process that knew may be gone.
     """
 
+    @cached_property
+    def ranks(self) -> dict[WorkerId, int]:
+        """The world rank of each member."""
+        return {member: rank for rank, member in enumerate(self.members)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "ranks"}  # a message has no place for what can be computed
+
     def world_rank(self, worker: WorkerId) -> int:
-        return self.members.index(worker)
+        return self.ranks[worker]

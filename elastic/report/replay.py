@@ -171,6 +171,7 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, unknown: 
 def _in_the_words_of(recorded: Any, ours: Any) -> Any:
     """Returns ``ours`` without the fields that did not exist yet when ``recorded`` was written."""
     if isinstance(recorded, dict) and isinstance(ours, dict) and recorded.get("$") == ours.get("$"):
+        ours = codec.spelled_out(ours) if codec.PACKED not in recorded else ours
         return {name: _in_the_words_of(recorded[name], each) for name, each in ours.items() if name in recorded}
     if isinstance(recorded, list) and isinstance(ours, list) and len(recorded) == len(ours):
         return [_in_the_words_of(*pair) for pair in zip(recorded, ours, strict=True)]

@@ -287,7 +287,7 @@ class Coordinator:
             case do.Pause():
                 self._each(action.members, Worker.pause, action.generation, action.save)
             case do.Fence():
-                self._each(action.members, Worker.fence, action.generation)
+                self._each(action.members, Worker.fence, action.generation, action.whole)
             case do.Settle():
                 self._each(action.members, Worker.settle, action.generation, action.outcome)
             case do.Kill():

@@ -263,8 +263,8 @@ class Worker(Process):
     def pause(self, generation: int, save: bool) -> None:
         self.member.pause(generation, save)
 
-    def fence(self, generation: int) -> None:
-        self._answer(self.member.fence(generation))
+    def fence(self, generation: int, whole: bool = False) -> None:
+        self._answer(self.member.fence(generation, whole))
 
     def _answer(self, answer: Fenced | None) -> None:
         if answer is not None:

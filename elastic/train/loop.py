@@ -114,13 +114,13 @@ class Trainer:
         with self.apply_fence as member:
             member.pause(generation, save)
 
-    def fence(self, generation: int) -> None:
+    def fence(self, generation: int, whole: bool = False) -> None:
         """Stops this member from applying more of ``generation``, and answers what it holds.
 
-        If an update is under way, the answer is deferred and the training thread gives it.
+        If an update is under way, the answer is deferred and the training thread gives it.  ``whole``: see :meth:`Member.fence`.
         """
         with self.apply_fence as member:
-            answer = member.fence(generation)
+            answer = member.fence(generation, whole)
         self._answer(answer)
 
     def settle(self, generation: int, outcome: Outcome | None) -> None:

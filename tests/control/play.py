@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from elastic.control.evolve import evolve
 from elastic.control.machine import Transition, advance
 from elastic.control.rules import Rules
-from elastic.control.run import RunState, State, Stopping, evolve
+from elastic.control.run import RunState, State, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.control import stopping
 from elastic.control.run import Forming, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.actions import Fence, Form, Kill, Settle
 from elastic.protocol.events import Capacity, Fenced, Joined, Lost, Renewed, StepDone
-from tests.control.play import CLASSES, outcome, reformed, stepping
+from elastic.protocol.member import Member
+from tests.control.play import CLASSES, Play, outcome, reformed, stepping
 
 pytestmark = pytest.mark.fast
 
@@ -295,3 +297,68 @@ def test_an_answer_that_arrives_after_its_sender_died_is_evidence() -> None:
     assert play.run.step == 5 and "w1" not in play.run.workers
     play.answer("w2", Version(4, 1), prepared=5)
     assert play.did(Settle)[0].outcome == outcome(5, 1)
+
+
+# ---- N1: in a large world only some answers bring the commits
+
+
+def brief(play: Play, worker: str, at: Version, prepared: int | None = None, saw: int | None = None) -> str:
+    """The worker answers in brief: it only names the newest commit that it has seen."""
+    seen = Version(saw, play.generation) if saw else None
+    return play.tell(Fenced(WorkerId(worker), play.generation, (play.shard(worker, at),), prepared, (), seen, whole=False))
+
+
+def test_n1_who_alone_has_seen_a_commit_is_asked_for_it() -> None:
+    play = stepping(3)
+    play.steps(1, 4)
+    play.lose("w2")
+    brief(play, "w1", Version(4, 1), prepared=5)
+    brief(play, "w3", Version(5, 1), saw=5)
+    assert play.last.actions == (Fence(1, (WorkerId("w3"),), whole=True),) and play.pending == ("w3",)
+    assert play.answer("w3", Version(5, 1), saw=5).startswith("step 5 was committed: it is applied by w1 too; form generation 2")
+
+
+def test_n1_the_control_asks_nobody_and_loses_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(stopping, "_knows_more", lambda run, state: None)
+    play = stepping(3)
+    play.steps(1, 4)
+    play.lose("w2")
+    brief(play, "w1", Version(4, 1), prepared=5)
+    brief(play, "w3", Version(5, 1), saw=5)
+    assert play.run.version == Version(4, 1) and isinstance(play.run.state, Forming)
+
+
+def test_n1_who_dies_before_it_brings_the_commit_proves_nothing() -> None:
+    """No other member has seen step 5, so it is dropped, as if the dead one had not answered at all."""
+    play = stepping(3)
+    play.steps(1, 4)
+    play.lose("w2")
+    brief(play, "w1", Version(4, 1), prepared=5)
+    brief(play, "w3", Version(5, 1), saw=5)
+    assert play.lose("w3").startswith("w3 is lost (its process died); nobody saw step 5 committed: it is dropped")
+
+
+def test_n1_nobody_is_asked_for_what_is_known() -> None:
+    """World rank 0 has reported step 5, or another member has brought it."""
+    play = stepping(3)
+    play.steps(1, 5)
+    play.lose("w2")
+    brief(play, "w1", Version(4, 1), prepared=5, saw=4)
+    brief(play, "w3", Version(5, 1), saw=5)
+    assert play.deeds == ["Settle", "Form"]
+
+
+@pytest.mark.parametrize(("members", "bring"), [(3, 3), (16, 16), (31, 31), (32, 16), (160, 16), (1024, 16)])
+def test_n1_the_number_of_answers_that_bring_commits_is_bounded(members: int, bring: int) -> None:
+    play = stepping(members, layout=LayoutRule(None, 1, 1, "all"))
+    answers = []
+    for name in play.plan.members:
+        member = Member(name)
+        assert member.form(play.plan) and member.enter(member.waiting or play.plan)
+        member.outcomes.append(outcome(1, 1))
+        answers.append(member.fence(1))
+    assert sum(bool(each and each.outcomes) for each in answers) == bring
+    assert {each.newest_seen for each in answers if each} == {Version(1, 1)}
+    asked = member.fence(1, whole=True)
+    assert asked is not None and asked.outcomes == (outcome(1, 1),) and asked.whole

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.liveness import Watch, observe, patience_s, stall, stepped
+from elastic.control.liveness import FIRST, Watch, observe, patience_s, seen_of, stall, stepped
 from elastic.control.run import Running, Stopping
-from elastic.ids import NodeId, WorkerId
-from elastic.protocol.events import Beat, Progress, StopRequested
-from tests.control.play import Play, stepping
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.protocol.events import Beat, Progress, StopRequested, Tick
+from tests.control.play import Play, but, reformed, stepping
 
 pytestmark = pytest.mark.fast
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 ALL = (W1, W2, W3)
+N1 = NodeId("n1")
+STEPPING = Watch(step_s=1.0)
+"""A world that has stepped before, so that ``stall_s`` counts."""
 
 
 def watched(*beats: tuple[float, dict[WorkerId, tuple[int, int, int]]]) -> Watch:
-    watch = Watch()
+    watch = STEPPING
     for now, done in beats:
-        watch = observe(watch, [Progress(worker, 1, *completed) for worker, completed in done.items()], now)
+        watch = observe(watch, N1, [Progress(worker, 1, *completed) for worker, completed in done.items()], now)
     return watch
 
 
@@ -39,9 +42,9 @@ def test_among_equals_the_one_that_has_stood_still_longest() -> None:
 
 def at(operations: dict[WorkerId, str]) -> Watch:
     """All members have completed the same and were heard twice; ``operations`` says what each one does."""
-    watch = Watch()
+    watch = STEPPING
     for now in (1.0, 9.0):
-        watch = observe(watch, [Progress(worker, 1, 5, 2, 0, operation) for worker, operation in operations.items()], now)
+        watch = observe(watch, N1, [Progress(worker, 1, 5, 2, 0, operation) for worker, operation in operations.items()], now)
     return watch
 
 
@@ -63,15 +66,15 @@ def test_r3_two_that_read_data_are_not_told_apart() -> None:
     stalled = stall(at({W1: "reads data", W2: "reads data", W3: "computes"}), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit is None
     ahead = [Progress(W1, 1, 5, 2, 0, "computes"), Progress(W2, 1, 5, 3, 0, "reads data"), Progress(W3, 1, 5, 3, 0, "computes")]
-    stalled = stall(observe(observe(Watch(), ahead, 1.0), ahead, 9.0), ALL, 30.0, 20.0)
+    stalled = stall(observe(observe(STEPPING, N1, ahead, 1.0), N1, ahead, 9.0), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit == W1
 
 
 def test_two_beats_that_are_half_a_second_apart_prove_nothing() -> None:
     """Keepers of different nodes beat at different times: the member that was read first need not be the one that stood still first."""
-    watch = observe(Watch(), [Progress(W1, 1, 5, 2, 0)], 1.0)
+    watch = observe(STEPPING, N1, [Progress(W1, 1, 5, 2, 0)], 1.0)
     for now in (1.5, 9.0):
-        watch = observe(watch, [Progress(worker, 1, 5, 2, 0) for worker in ALL], now)
+        watch = observe(watch, N1, [Progress(worker, 1, 5, 2, 0) for worker in ALL], now)
     stalled = stall(watch, ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit is None
 
@@ -103,15 +106,88 @@ def test_late_is_not_stuck() -> None:
 
 def test_the_step_time_follows_the_run() -> None:
     watch = stepped(stepped(Watch(), 100.0), 110.0)
-    assert watch.step_s == 55.0
+    assert watch.step_s == 75.0, "one step counts as at least half of what is known"
     for number in range(1, 20):
         watch = stepped(watch, 110.0 + 10.0 * number)
     assert watch.step_s == pytest.approx(10.0, rel=1e-3)
 
 
+def test_a_step_that_hung_does_not_teach_patience() -> None:
+    """A step that takes 60 s among steps of one second counts as two seconds, and one that a fence ended not at all."""
+    watch = stepped(stepped(Watch(), 1.0), 61.0)
+    assert watch.step_s == 1.5
+    assert stepped(watch, 200.0, whole=False).step_s == 1.5
+
+
 def test_an_older_word_does_not_move_anybody_back() -> None:
     watch = watched((1.0, {W1: (5, 2, 1)}), (2.0, {W1: (5, 1, 0)}))
-    assert watch.seen[W1].completed == (5, 2, 1) and watch.moved_at == 1.0
+    assert seen_of(watch)[W1].completed == (5, 2, 1) and watch.moved_at == 1.0
+
+
+# ---- N12: the first step, and what outlives a world
+
+
+SLOW_S = 100.0
+"""Seconds of one microbatch, five times ``stall_s``."""
+
+
+def microbatch(play: Play, number: int, operation: str = "computes") -> None:
+    """The members compute one microbatch.  Their keepers beat every second."""
+    homes = list(zip(play.plan.members, play.plan.nodes, strict=True))
+    for _ in range(int(SLOW_S)):
+        play.now += 1.0
+        for member, node in homes:
+            play.tell(Beat(node, (Progress(member, play.generation, play.run.step + 1, number, 0, operation),)))
+    play.tell(Tick())
+
+
+def test_n12_microbatches_that_take_longer_than_stall_s_cost_no_world_and_no_worker() -> None:
+    """Neither in the first step, of which no time is known, nor in the first step of each later world."""
+    play = stepping(3)
+    for step, worker in enumerate(("w2", "w3", ""), 1):
+        for number in range(2):
+            microbatch(play, number)
+        assert isinstance(play.run.state, Running) and play.generation == step
+        play.step(step)
+        if worker:
+            play.lose(worker)
+            for each in play.pending:
+                play.answer(each, Version(step, step))
+            reformed(play)
+    assert [edge for edge in play.edges if edge[1] is Stopping] == [(Running, Stopping)] * 2
+    assert tuple(play.run.workers) == (W1,)
+
+
+def test_n12_the_control_forgets_the_step_time_at_go() -> None:
+    """Negative control: a world that begins without the time of the steps before is stopped in its first microbatch."""
+    play = stepping(3)
+    for number in range(2):
+        microbatch(play, number)
+    play.step(1)
+    play.run = but(play.run, "watch", step_s=1.0)
+    microbatch(play, 0)
+    assert not isinstance(play.run.state, Running)
+
+
+def test_a_stopped_process_is_blamed_in_the_first_step_too() -> None:
+    play = stepping(3)
+    for _ in range(22):
+        play.now += 1.0
+        for number, worker in enumerate(ALL, 1):
+            doing = "is stopped" if worker == W2 else "computes"
+            play.tell(Beat(NodeId(f"n{number}"), (Progress(worker, 1, 1, 0, 0, doing),)))
+    state = play.run.state
+    assert isinstance(state, Stopping) and state.expelled == (W2,)
+
+
+def test_a_hang_in_the_first_step_is_found_all_the_same() -> None:
+    play = stepping(3)
+    for _ in range(FIRST * 20 + 1):
+        play.now += 1.0
+        for number, worker in enumerate(ALL, 1):
+            play.beat(f"n{number}", (worker, 1, 0, 0 if worker == W2 else 1))
+    state = play.run.state
+    assert isinstance(state, Stopping) and state.expelled == (W2,)
 
 
 # ---- in the machine

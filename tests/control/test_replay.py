@@ -18,6 +18,8 @@ from elastic.report.replay import action_line, differences, tell
 from storage.journal import parse
 
 SEATED_AS_JOINED = "simulated_2"
+OTHERWISE = {"storm": {28}}
+"""Records that are decided otherwise on purpose: the first step of a run is waited for longer than ``stall_s`` (N12)."""
 KEPT = sorted((Path(__file__).parent / "journals").glob("*.jsonl.gz"))
 
 
@@ -44,7 +46,7 @@ def test_kept_journals_are_decided_as_they_were(path: Path) -> None:
     if path.name.startswith(SEATED_AS_JOINED):
         assert len(found) == 3, "the control: it is still a journal of that kind"
         found = [each for each in found if each.what != "actions" or in_any_order(each.recorded) != in_any_order(each.decided)]
-    assert not found
+    assert {each.n for each in found} == OTHERWISE.get(path.name.partition(".")[0], set())
 
 
 def in_any_order(told: str) -> str:

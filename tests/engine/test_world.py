@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.engine.world import World, all_gather
+from elastic.engine.world import World, _exchange_endpoints, all_gather
 from elastic.plan.layout import Layout
 from elastic.train.blame import classify
 from tests.support.patience import PATIENCE_S
@@ -244,3 +245,58 @@ def test_a_world_that_never_met_leaves_nothing_that_parts_its_members_from_newco
     names."""
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     assert ranks.run(Layout(2, 1), meet_after_a_failure, *(store.port for store in stores)) == [2.0, 2.0]
+
+
+class Counting:
+    """A store in this process that counts the keys that are set, read and waited for."""
+
+    def __init__(self) -> None:
+        self.store, self.keys, self.lock = dist.HashStore(), 0, threading.Lock()
+
+    def _count(self, number: int = 1) -> None:
+        with self.lock:
+            self.keys += number
+
+    def set(self, key: str, value: str) -> None:
+        self._count()
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._count()
+        self.store.wait([key], timedelta(seconds=30))
+        return self.store.get(key)
+
+    def add(self, key: str, number: int) -> int:
+        self._count()
+        with self.lock:
+            return self.store.add(key, number)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self._count(len(keys))
+        self.store.wait(keys, timeout)
+
+
+@pytest.mark.parametrize("members", [4, 64])
+def test_n3_the_members_meet_with_a_number_of_store_keys_that_grows_with_them(members: int) -> None:
+    """N3: at most seven keys for each member, also for 64; one for each other member would be 64."""
+    store, found = Counting(), dict[int, frozenset[tuple[str, int]]]()
+
+    def meet(rank: int) -> None:
+        world = SimpleNamespace(store=store, rank=rank, size=members)
+        World._meet(world, "connects/0", time.monotonic() + 30)  # type: ignore[arg-type]
+        found[rank] = _exchange_endpoints(store, rank, members, {("10.0.0.1", rank)})  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[rank] == {("10.0.0.1", other) for other in range(members) if other != rank} for rank in range(members))
+    assert store.keys <= 7 * members
+
+
+def test_n3_nobody_goes_on_before_the_last_member_has_come() -> None:
+    store = Counting()
+    world = SimpleNamespace(store=store, rank=0, size=2)
+    with pytest.raises(dist.DistStoreError):
+        World._meet(world, "connects/0", time.monotonic() + 0.1)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ class Scribe:
         if codec.worth_recording(event, run, transition):
             records = self.journals[number][1]
             records.append(codec.record(len(records), now, event, run, transition, recorded if self.meanwhile else None))
-            recorded = transition.run
+            recorded = codec.known_after(event, run, transition.run)
         self._open[id(transition.run)] = (transition.run, recorded, number)
         return transition
 

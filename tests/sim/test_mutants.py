@@ -218,7 +218,7 @@ def test_not_hearing_whom_the_last_generation_left_out_is_noticed() -> None:
 
 def test_not_fencing_whom_a_later_generation_left_out_is_noticed() -> None:
     """A member was expelled before the fence reached it, lives on, and is heard after a member of the later generation."""
-    edit = Edit("takeover", "        elif event.worker not in run.state.plan.members:", "        elif False:")
+    edit = Edit("takeover", "        elif event.worker not in run.state.plan.ranks:", "        elif False:")
     with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
         simulate(561, left_out(561), Mutant("trusting", (edit,)).advance())
     assert simulate(561, left_out(561)).end

@@ -1,0 +1,75 @@
+"""Packs what a commit says of each microbatch, so that the journal takes few bytes for it: base64 of arrays, little end first.
+
+    {"losses": "..", "counts": [8192, 4096], "samples": {"each": 1, "ids": "i.."}}
+
+Losses are doubles.  Whole numbers are an array of the narrowest type that holds them, whose name comes first.  If all are the same they
+are [number, how many], and if one is longer than eight bytes {"all": [..]}.  Samples are one list of ids with their number for each
+microbatch, which is one number if it is always the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+WIDTHS = "bhiq"
+"""Types of whole numbers, from one byte to eight."""
+
+Json = Any
+Parts = tuple[tuple[float, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]
+
+
+def pack(losses: Sequence[float], counts: Sequence[int], samples: Sequence[Sequence[int]]) -> Json:
+    """Returns the JSON of the losses, token counts and sample ids of all microbatches of a step."""
+    lengths = [len(each) for each in samples]
+    each: Json = lengths[0] if lengths and 0 < min(lengths) == max(lengths) else _numbers(lengths)
+    return {"losses": _text(array("d", losses)), "counts": _numbers(counts), "samples": {"each": each, "ids": _numbers([*chain(*samples)])}}
+
+
+def unpack(json: Mapping[str, Json]) -> Parts:
+    """Returns what :func:`pack` was given."""
+    losses, counts, (each, ids) = (
+        _array("d", json["losses"]),
+        _whole(json["counts"]),
+        (json["samples"]["each"], _whole(json["samples"]["ids"])),
+    )
+    if isinstance(each, int):
+        samples = tuple(zip(*[iter(ids)] * each, strict=True))
+    else:
+        rest = iter(ids)
+        samples = tuple(tuple(next(rest) for _ in range(length)) for length in _whole(each))
+    return tuple(losses), tuple(counts), samples
+
+
+def _numbers(numbers: Sequence[int]) -> Json:
+    low, high = min(numbers, default=0), max(numbers, default=0)
+    if low == high:
+        return [low, len(numbers)]
+    for width in WIDTHS:
+        limit = 1 << 8 * array(width).itemsize - 1
+        if -limit <= low and high < limit:
+            return width + _text(array(width, numbers))
+    return {"all": list(numbers)}
+
+
+def _whole(json: Json) -> list[int]:
+    if isinstance(json, dict):
+        return list(json["all"])
+    return _array(json[0], json[1:]) if isinstance(json, str) else [json[0]] * json[1]
+
+
+def _text(values: array[Any]) -> str:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode().rstrip("=")
+
+
+def _array(kind: str, text: str) -> list[Any]:
+    values = array(kind, base64.b64decode(text + "=" * (-len(text) % 4)))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

@@ -1,0 +1,241 @@
+"""N1, N2, N3: what the coordinator computes and writes while N workers join, form, step, are fenced and form again.
+
+The decisions, the encoding, the journal on a local disk, the rules of its replicas and the performing of actions are the product's.  Each
+message is pickled as Ray would; what a call of Ray costs beyond that is not in these figures.  Nodes have eight workers; a step has
+4,096 samples in microbatches of one at 1,024 workers, and in proportion elsewhere.  The coordinator's own processor time is its clock
+during the fence: all answers arrive within a second, and ``fence_s`` is 10 s.
+"""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from actors.inbox import Inbox
+from actors.perform import MANY
+from elastic.control import codec
+from elastic.control.machine import advance
+from elastic.control.rules import Rules
+from elastic.control.run import Forming, Running, RunState, Stopping
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import LayoutRule
+from elastic.plan.placement import cell_of
+from elastic.plan.transfer import Holding
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Fence, Form, Go, Kill, Pause, Settle
+from elastic.protocol.authority import Authority
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.copy_schedule import due
+from elastic.protocol.member import Member
+from elastic.protocol.plan import Plan
+from storage.journal import Journal
+from storage.objects import ObjectStore
+from tests.support.cells import classes
+
+CLASSES = classes((4096, 32768, 128256))
+PER_NODE = 8
+SAMPLES = 4
+"""Samples of a step for each worker."""
+AT_ONCE = 8
+"""Answers between two looks at the clock, which costs as much as an answer on some machines."""
+STEPS, BEATS_S, LEASE_S = 20, 0.5, 120.0
+
+
+class Coordinator:
+    """A coordinator without Ray: events go in one by one, and its processor time, its journal and its messages are counted."""
+
+    def __init__(self, workers: int, folder: Path) -> None:
+        layout = LayoutRule(dp_replicate=None, dp_shard=8, min_shard=8)
+        self.rules = Rules(8, workers, layout, target_step=10**6, save_every=1000, lease_s=LEASE_S, copy_every=1, buddy_every=1)
+        self.run = self.recorded = RunState.begin(1, 0.0)
+        self.nodes = [NodeId(f"{number:056x}") for number in range(-(-workers // PER_NODE))]
+        self.names = [WorkerId(f"w{number}") for number in range(1, workers + 1)]
+        self.home = {name: self.nodes[i // PER_NODE] for i, name in enumerate(self.names)}
+        store = ObjectStore.open((folder / "bucket").as_uri())
+        self.journal = Journal(store, "run", folder / "local", 0, codec.snapshot(self.run))
+        self.authority = Authority(1, self.rules.coordinator_lease_s, 0.0, (), self.run)
+        self.spent_s, self.given_up = 0.0, list[WorkerId]()
+        self.sent = Counter[str]()
+        self.now = self.behind = 0.0
+        self.by_event = defaultdict[str, float](float)
+        self.events = Counter[str]()
+
+    def tell(self, *events: ev.Event) -> None:
+        """Handles events that arrived together: the keepers get the journal at the end, or where a record must be durable."""
+        kind, messages = type(events[0]).__name__, [pickle.dumps(event) for event in events]
+        took_s = self.handle(messages, last=True)
+        self.by_event[kind] += took_s
+        self.events[kind] += len(messages)
+
+    def handle(self, messages: list[bytes], heard_until: float = float("inf"), *, last: bool) -> float:
+        """Handles messages that have arrived and returns the seconds it took.  ``last`` says that no other waits, so the keepers come."""
+        began = time.thread_time()
+        for message in messages:
+            self._advance(pickle.loads(message), heard_until)
+        if last:
+            self._replicate()
+        took_s = time.thread_time() - began
+        self.spent_s += took_s
+        return took_s
+
+    def _advance(self, event: ev.Event, heard_until: float) -> None:
+        before, done = self.run, advance(self.run, event, self.now, self.rules, heard_until)
+        if codec.worth_recording(event, before, done):
+            record = codec.record(self.journal.next, self.now, event, before, done, self.recorded)
+            self.recorded = known = codec.known_after(event, before, done.run)
+            self.journal.append(record, lambda: codec.snapshot(known, "", self.rules), durable=False)
+            self.authority.note(self.journal.end, done.run.cluster.keepers, done.run)
+            if done.durable:
+                self._replicate()
+        self.run = done.run
+        for action in done.actions:
+            self._perform(action)
+
+    def _replicate(self) -> None:
+        end, begun_at = self.journal.end, dict[int, Any]()
+        self.sent["sends"] += 1
+        for node, at in self.authority.requests(end, self.run.cluster.keepers, self.now):
+            if at not in begun_at:
+                begun_at[at] = self.journal.tail(at)
+            self.sent["copies"] += 1
+            self.sent["copied bytes"] += len(pickle.dumps(begun_at[at]))
+            self.authority.answered(node, end)
+
+    def _perform(self, action: Any) -> None:
+        if isinstance(action, Kill):
+            self.given_up += action.workers
+        parts = orders(action)
+        for number, part in parts:
+            self.sent["orders"] += number
+            times = 1 if number >= MANY else number  # see actors/perform.py: a long message is put into Ray's object store once
+            self.sent["order bytes"] += sum(len(pickle.dumps(part)) for _ in range(times))
+
+    @property
+    def plan(self) -> Plan:
+        assert self.run.plan is not None
+        return self.run.plan
+
+    # ---- what all of them say
+
+    def join(self) -> None:
+        self.tell(*(each for node in self.nodes for each in (ev.NodeFound(node), ev.KeeperUp(node, f"{node[:8]}:7000"))))
+        self.tell(ev.Capacity(len(self.names)))
+        self.tell(*(ev.Joined(name, self.home[name], "cuda", CLASSES) for name in self.names))
+        self.now += self.rules.grow_debounce_s
+        self.tell(ev.Tick())
+
+    def form(self) -> None:
+        assert isinstance(self.run.state, Forming), self.run.state
+        plan = self.plan
+        self.tell(*(ev.Here(name, plan.generation) for name in plan.members))
+        self.tell(*(ev.Ready(name, plan.generation, 1.5, 2.5, 10**9, "eth0") for name in plan.members))
+        assert isinstance(self.run.state, Running), self.run.state
+
+    def outcome(self, step: int) -> Outcome:
+        """Returns the commit of a step as a run with a shuffled corpus of a billion samples has it."""
+        count, generation = SAMPLES * len(self.names), self.plan.generation
+        losses = tuple(2.0 + ((i * 7919 + step) % 1009) / 1013 for i in range(count))
+        ids = tuple((((i + 1) * 48271 + step * 69621) * 16807 % 999_999_937,) for i in range(count))
+        saves = due(step, self.rules.save_every, self.rules.target_step)
+        return Outcome(step, generation, 1.5, losses, (8192,) * count, ids, True, saves=saves, copied_through=step - 1)
+
+    def step(self, step: int) -> None:
+        """Lets the world step for a second: beats, leases that are renewed every quarter of their time, ticks, and the commit."""
+        members, generation = self.plan.members, self.plan.generation
+        for half in range(round(1 / BEATS_S)):
+            self.now += BEATS_S
+            beats = list[ev.Event]()
+            for first in range(0, len(self.names), PER_NODE):
+                there = [name for name in self.names[first : first + PER_NODE] if name in self.run.workers]
+                progress = tuple(ev.Progress(name, generation, step, half, 3 * half + 1, "computes") for name in there)
+                beats.append(ev.Beat(self.nodes[first // PER_NODE], progress))
+            self.tell(*beats)
+        share = max(1, round(len(members) / (LEASE_S / 4)))
+        first = step * share % len(members)
+        self.tell(*(ev.Renewed(name, generation) for name in members[first : first + share]))
+        self.tell(*(ev.Tick() for _ in range(10)), ev.Capacity(0), ev.Capacity(0))
+        self.tell(ev.StepDone(members[0], generation, self.outcome(step)))
+
+    def fence(self, step: int) -> float:
+        """Lets a member die while two steps are not acknowledged.  All answers arrive within a second.  Returns the seconds it took."""
+        seen, generation = (self.outcome(step), self.outcome(step + 1)), self.plan.generation
+        plan = self.plan
+        self.tell(ev.Lost(plan.members[3], "its process died"))
+        assert isinstance(self.run.state, Stopping)
+        version = Version(step + 1, generation)
+        answers = []
+        for rank, name in enumerate(plan.members):
+            if name in self.run.workers:
+                member = Member(name)
+                member.form(plan)
+                member.enter(plan)
+                member.healed(0.0, Holding(name, version, cell_of(plan.layout, rank)))
+                member.prepare(step + 2)
+                member.outcomes.extend(seen)
+                answers.append(pickle.dumps(member.fence(generation)))
+        began_s, began = self.spent_s, self.now
+        self.sent["answers bytes"] += sum(map(len, answers))
+        inbox = Inbox(lambda: self.now)  # holds pickled events
+        for number, answer in enumerate(answers):
+            self.now = began + number / len(answers)
+            inbox.put(answer)  # type: ignore[arg-type]
+        while not inbox.empty():
+            self.now, heard_until = max(self.now, began + 1.0 + self.spent_s - began_s), inbox.heard_until()[1]
+            few = [inbox.take(0.0) for _ in range(min(AT_ONCE, len(answers)))]
+            self.handle([each[0] for each in few if each is not None], heard_until, last=False)  # type: ignore[misc]
+        self.handle([], last=True)
+        for node in self.nodes:
+            if not isinstance(self.run.state, Stopping):
+                break
+            self.tell(ev.Kept(node, generation, ()))
+        return self.spent_s - began_s
+
+
+def orders(action: Any) -> list[tuple[int, Any]]:
+    """Returns the messages to workers that an action brings, as (number of receivers, content)."""
+    match action:
+        case Form(plan):
+            return [(len(plan.members), (1, "form", plan, ("10.0.0.1", 7000)))]
+        case Go(generation, members):
+            return [(len(members), (1, "go", generation))]
+        case Pause(generation, members, save):
+            return [(len(members), (1, "pause", generation, save))]
+        case Fence(generation, members):
+            return [(len(members), (1, "fence", generation))]
+        case Settle(generation, members, outcome):
+            return [(len(members), (1, "settle", generation, outcome))]
+    return []
+
+
+def measure(n: int) -> dict[str, float]:
+    """Returns the coordinator's processor time in seconds and its journal in bytes, by phase."""
+    with tempfile.TemporaryDirectory() as folder:
+        one = Coordinator(n, Path(folder))
+        found: dict[str, float] = {}
+
+        def phase(name: str, do: Callable[[], object]) -> None:
+            before_s, before = one.spent_s, one.journal.end
+            do()
+            found[f"{name}_s"], found[f"{name}_journal_bytes"] = one.spent_s - before_s, one.journal.end - before
+
+        phase("join", one.join)
+        phase("form", one.form)
+        phase("steps", lambda: [one.step(step) for step in range(1, STEPS + 1)])
+        phase("fence", lambda: one.fence(STEPS + 1))
+        phase("form_again", one.form)
+        one.journal.close()
+        microbatches = SAMPLES * n
+        found["step_core_percent"] = 100 * found.pop("steps_s") / STEPS
+        found["journal_bytes_per_microbatch"] = found.pop("steps_journal_bytes") / STEPS / microbatches
+        found["given_up_workers"] = len(one.given_up)
+        found["order_bytes"] = one.sent["order bytes"]
+        found["answers_bytes"] = one.sent["answers bytes"]
+        found["copies_of_a_send"] = one.sent["copies"] / one.sent["sends"]
+        for name, spent_s in sorted(one.by_event.items(), key=lambda each: -each[1])[:6]:
+            found[f"event_{name.lower()}_us"] = 1e6 * spent_s / one.events[name]
+        return found

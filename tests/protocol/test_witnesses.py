@@ -1,0 +1,27 @@
+"""The journal goes to a bounded number of keepers, however many there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.ids import NodeId
+from elastic.protocol.authority import WITNESSES, Authority, has_read_all
+
+pytestmark = pytest.mark.fast
+
+
+def test_n2_the_journal_goes_to_a_bounded_number_of_keepers_and_a_follower_asks_the_same_ones() -> None:
+    """With 100 keepers, 15 hold the journal: eight of them are a majority, and a follower that reached eight has read all."""
+    nodes = tuple(NodeId(f"n{number:03d}") for number in range(100))
+    rules = Authority(1, 60.0, 0.0, nodes, "begun")
+    rules.note(10, nodes, "first")
+    asked = [node for node, _ in rules.requests(10, nodes, 0.0)]
+    assert tuple(asked) == nodes[:WITNESSES]
+    for node in asked[:7]:
+        rules.answered(node, 10)
+    assert not rules.secured(10, 1.0)
+    rules.answered(asked[7], 10)
+    assert rules.secured(10, 1.0) and rules.holders(10) == (8, WITNESSES)
+    assert has_read_all(dict.fromkeys(asked[:8], 1), nodes)
+    assert not has_read_all(dict.fromkeys(asked[:7], 1), nodes)
+    assert not has_read_all(dict.fromkeys(nodes[WITNESSES:], 1), nodes), "other keepers prove nothing"

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.fast
 
 
 def test_n2_the_journal_goes_to_a_bounded_number_of_keepers_and_a_follower_asks_the_same_ones() -> None:
-    """With 100 keepers, 15 hold the journal: eight of them are a majority, and a follower that reached eight has read all."""
+    """Fifteen of 100 keepers hold the journal: eight of them are a majority, and a follower that reached eight has read all."""
     nodes = tuple(NodeId(f"n{number:03d}") for number in range(100))
     rules = Authority(1, 60.0, 0.0, nodes, "begun")
     rules.note(10, nodes, "first")

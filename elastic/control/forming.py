@@ -6,11 +6,14 @@ did not answer ``Here`` is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from elastic.control import edges, stopping
 from elastic.control.decision import Decision, names
+from elastic.control.liveness import Watch
 from elastic.control.run import Forming
 from elastic.ids import WorkerId
-from elastic.protocol.events import Here, Ready
+from elastic.protocol.events import INITIALISES, Here, Progress, Ready
 
 SLOW_BYTES_S = 50e6
 """Speed in bytes a second below which a member's healing is reported: about half of what 1 Gbit/s brings, the slowest network in use."""
@@ -31,6 +34,16 @@ def ready(decision: Decision, event: Ready) -> None:
             decision.say(why)
         here = state.here if event.worker in state.here else (*state.here, event.worker)
         decision.amend(here=here, ready=(*state.ready, event.worker), here_at=min(state.here_at, decision.now))
+
+
+def initialising(decision: Decision, before: Watch, progress: Iterable[Progress]) -> None:
+    """Gives the world ``form_s`` from now on if a member that initialises has got further: only standing still is limited."""
+    state, at_it = decision.run.state, [each.worker for each in progress if each.operation == INITIALISES]
+    if not isinstance(state, Forming) or not at_it or decision.run.watch.moved_at < decision.now:
+        return
+    if not any(seen.operation == INITIALISES for seen in before.seen.values()):
+        decision.say(f"{names(tuple(at_it))}: initialising the model")
+    decision.amend(deadline=max(state.deadline, decision.now + decision.rules.form_s))
 
 
 def slow_network(event: Ready) -> str:
@@ -54,6 +67,8 @@ def go_on(decision: Decision, state: Forming) -> None:
         _expel_the_absent(decision, state, f"within {decision.rules.leave_s:g} s of the others")
     elif decision.due(state.deadline) and there < len(plan.members):
         _expel_the_absent(decision, state, f"within {decision.rules.form_s:g} s")
+    elif decision.due(state.deadline) and (slow := _initialising(decision, state)):
+        _expel_the_slow(decision, state, slow)
     elif decision.due(state.deadline):
         _blame_the_store(decision, state)
 
@@ -67,6 +82,21 @@ def _expel_the_absent(decision: Decision, state: Forming, within: str) -> None:
 def _others(state: Forming, workers: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
     known = frozenset(workers)
     return tuple(worker for worker in state.plan.members if worker not in known)
+
+
+def _initialising(decision: Decision, state: Forming) -> tuple[WorkerId, ...]:
+    """Returns the members that still initialise.  Each does so by itself, so no member waits there for another."""
+    seen = decision.run.watch.seen
+    return tuple(each for each in _others(state, state.ready) if each in seen and seen[each].operation == INITIALISES)
+
+
+def _expel_the_slow(decision: Decision, state: Forming, slow: tuple[WorkerId, ...]) -> None:
+    """Expels the members whose initialisation stands still.  If that is so in all of them, no other worker would do better."""
+    cause = f"the initialisation in {names(slow)} did not get further for {decision.rules.form_s:g} s"
+    if len(slow) < len(state.plan.members):
+        stopping.expel(decision, slow, cause)
+    else:
+        edges.stop(decision, f"{cause}; if it has an operation that takes longer, raise deadlines.form_s")
 
 
 def _blame_the_store(decision: Decision, state: Forming) -> None:

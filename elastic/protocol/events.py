@@ -175,6 +175,8 @@ class Progress:
 
 STOPPED = "is stopped"
 """Operation of a process that a signal has stopped."""
+INITIALISES = "initialises"
+"""Operation of a member that runs the model's initialisation.  What it completes then is single operations of the user's code."""
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from elastic.engine.world import World
 from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
-from elastic.plan.placement import held
 from elastic.plan.transfer import Move, missing, moves, reads_copies
 from elastic.protocol.plan import Plan
+from elastic.state.initialise import initialise
 from elastic.state.shard import DTYPES, Shard, place_of
 from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
-from elastic.train.model import BUFFERS, Builder, State
+from elastic.train.model import State
 from elastic.train.step import Session
 from storage.background import begin
 from storage.checkpoints import Checkpoints
@@ -71,7 +71,7 @@ class Healing:
         """
         state, plan, counters = self.state, self.plan, self.session.counters
         if plan.tier == "init":
-            initialise(state, self.session.builder, hook)
+            initialise(state, self.session.builder, counters, hook, self.leave_if_over)
             return
         counters["healed_live_bytes"] += from_members(state, plan, self.worker, there, self.moves, hook)
         if self._reading is not None:
@@ -79,34 +79,6 @@ class Healing:
         if plan.tier == "bucket":
             left = missing(state.tensors, plan.holders, state.shard.cell)
             counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, left, hook)
-
-
-@torch.no_grad()
-def initialise(state: State, builder: Builder, hook: Callable[[], None] = nothing) -> None:
-    """Initialises the state: world rank 0 runs ``init_weights`` and broadcasts the result.
-
-    So all members begin alike, whatever source of randomness the user's initialisation uses.  Moments and scalars become zero.
-    """
-    sources: dict[str, torch.Tensor] = {}
-    if state.world.rank == 0:
-        torch.manual_seed(state.job.seed)
-        model = builder(**state.job.model_args)
-        model.init_weights()
-        sources = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for tensor in state.tensors:
-        if tensor.kind not in ("parameter", *BUFFERS):
-            if (value := state.shard.values.get((tensor.kind, tensor.name))) is not None:
-                value.zero_()
-            continue
-        whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=state.world.device)
-        if state.world.rank == 0:
-            state.world.finish()  # the copy below synchronises: see _exchange_at_once
-            whole.copy_(sources[tensor.name])
-        dist.broadcast(whole, src=0)
-        hook()
-        for box in held(tensor, state.shard.cell).boxes:
-            part = tuple(slice(a, b) for a, b in zip(box.slice.start, box.slice.stop, strict=True))
-            state.shard.part(tensor, box.slice).copy_(whole[part])
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ import mmap
 import os
 from pathlib import Path
 
+from elastic.protocol.events import INITIALISES
+
 FIELDS = (
     "pid",
     "generation",
@@ -26,12 +28,12 @@ FIELDS = (
     "copies",
 )
 """``step``, ``microbatch`` and ``collective`` are the last completed ones.  ``operation`` is the worker's present one, an index into
-:data:`OPERATIONS`.  ``microbatches_run`` counts since the process began, without idle rounds.  ``healed_live_bytes``,
-``healed_host_bytes`` and ``healed_bucket_bytes`` are the bytes of state that came from members, keepers' copies and the bucket.
-``stepping_since_ns`` is the wall clock at which computing of the generation's first microbatch began, 0 before.  ``copies`` is the
-descriptor of the worker's region of host copies, 0 for none."""
+:data:`OPERATIONS`; while it initialises, ``collective`` is the time of its newest operation.  ``microbatches_run`` counts since the process
+began, without idle rounds.  ``healed_live_bytes``, ``healed_host_bytes`` and ``healed_bucket_bytes`` are the bytes of state that came from
+members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall clock at which computing of the generation's first microbatch
+began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies, 0 for none."""
 BYTES = 8 * len(FIELDS)
-OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates")
+OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES)
 FOLDER = Path("/dev/shm")
 
 

@@ -67,7 +67,7 @@ IMPORTS = {
     "elastic.state": Row(
         (
             *("elastic.state.*", "elastic.engine.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job", "storage.*"),
-            *("elastic.train.model", "elastic.train.step"),
+            *("elastic.train.counters", "elastic.train.model", "elastic.train.step"),
             *NAMES,
         ),
         ("torch",),
@@ -130,6 +130,7 @@ BOUNDARIES = {
     "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",
     "elastic/state/uploader.py": "whatever ends the thread that uploads goes to the keeper, which waits for its part",
     "elastic/state/uploads.py": "whatever ends a look for copies goes to the keeper's log, and the next look follows",
+    "elastic/engine/paged.py": "whatever the user's initialisation makes of values that were lost is done again with the true ones",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
     "elastic/train/model.py": "whatever the user's model raises while it is built becomes a sentence",

@@ -1,0 +1,372 @@
+"""Runs a model's own initialisation for real, on any device, without ever holding the whole model.
+
+The user's constructor and ``init_weights()`` run as they are.  A dispatch mode sees every operation: the storage of a parameter or buffer
+is a *page*, which exists only while it is touched, as in FSDP.  A page that leaves is handed to ``keep``, which cuts out what this process
+needs, and its memory is freed.  So the values are those of plain torch on one device, whatever the code does with them, and the memory is
+that of the largest tensors in use at once.  (Recording on the meta device and replaying does not work: ``trunc_normal_`` looks at values,
+and does nothing on meta tensors.)
+
+Most pages are written anew when they come back, since constructors draw values that ``init_weights()`` replaces.  If the old values are
+read instead, they are gone, because nobody can foresee that.  Then the pass is lost, and another one begins from the same seed; it knows
+which pages are read again, and lays those aside in host memory until then.  A lost pass goes on in order to learn of more such pages, up to
+the point at which values decide what the code does.  The last pass lays aside everything, so there are never more than ``PASSES``.  (Slices
+at other members are no help: a page that comes back is needed whole, by all members at the same time, in the middle of an operation.)
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from elastic.errors import ModelError
+
+RESIDENT = 2**28
+"""Bytes of pages that may stay in memory although no operation touches them.  The page that was touched last stays in any case."""
+PASSES = 4
+"""Largest number of passes.  Two are enough unless values decide what the code does, or where it raises, after values were lost."""
+FILLS = frozenset(
+    f"aten::{name}_"
+    for name in ("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal", "normal", "random", "uniform", "zero")
+)
+"""Operations that write every element of their first argument and read none of it."""
+EMPTY = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
+"""Operations whose result has no values yet."""
+OUTSIDE = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr", "tolist", "untyped_storage", "storage", "share_memory_"})
+"""Methods of a tensor that give its memory away, so that its page must stay."""
+TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+"""Tags of operations whose results decide what the code does next."""
+
+Keep = Callable[[str, Tensor], None]
+"""``keep(name, whole)`` takes what it needs of a tensor before its memory is freed; it may be called again with later values."""
+Lay = Callable[[str, int], None]
+"""``lay(name, nbytes)`` is called before values are laid aside in host memory; it raises if there is no room."""
+
+
+class _Lost(BaseException):
+    """The pass cannot go on: values that it would look at are lost.  It is no Exception, so that the user's code does not catch it."""
+
+
+@dataclass
+class _Page:
+    number: int
+    storage: torch.UntypedStorage
+    size: int
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    """The registered tensors in this storage, with their names; "" stands for one that is not part of the model in the end."""
+    written: bool = True
+    """False as long as the memory is as ``torch.empty`` gave it; then there is nothing to lose."""
+    values: bool = True
+    """True if the memory has the values that it has in plain torch; False once it was freed, until the values are back or written anew."""
+    visit: int = 0
+    """Number of times that the page left with values."""
+    kept: set[tuple[str, int]] = field(default_factory=set)
+    """Names, and identities of the tensors, under which the present values were kept."""
+    aside: torch.UntypedStorage | None = None
+    lasting: bool = False
+
+
+def names_of(build: Callable[[], nn.Module]) -> list[tuple[str, torch.Size]]:
+    """Returns the name and the shape of every parameter and buffer in the order in which ``build``, on the meta device, registers them.
+
+    The name is "" if the tensor is replaced later.
+    """
+    order: list[Tensor] = []
+    with _registering(order.append), torch.device("meta"):
+        model = build()
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return [(names.get(id(tensor), ""), tensor.shape) for tensor in order]
+
+
+def initialise(
+    build: Callable[[], nn.Module],
+    device: torch.device,
+    seed: int,
+    keep: Keep,
+    lay: Lay,
+    moved: Callable[[], None],
+    resident: int = RESIDENT,
+) -> tuple[int, int]:
+    """Builds and initialises the model on ``device``, page by page; each of its tensors has been kept with its final values at the end.
+
+    ``moved`` is called before each operation.  Returns the number of passes, and the largest number of bytes of pages at once.  Raises what
+    the user's code and the callbacks raise.
+    """
+    order, needed, peak = names_of(build), set[tuple[int, int]](), 0
+    for number in range(1, PASSES + 1):
+        pages = Pages(order, needed, keep, lay, moved, resident, everything=number == PASSES)
+        try:
+            with _seeded(seed):
+                pages.run(build, device)
+        except _Lost:
+            pass
+        except Exception:
+            if not pages.again:
+                raise
+        peak = max(peak, pages.peak)
+        if not pages.again:
+            return number, peak
+        needed |= pages.again
+        del pages
+        gc.collect()  # modules are full of cycles, and what they hold must be free before the next pass
+    raise AssertionError("values were lost in a pass that lays aside everything")
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds every usual source of randomness, and puts those of Python and numpy back at the end."""
+    torch.manual_seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    before, theirs = random.getstate(), numpy.random.get_state() if numpy else None
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy:
+            numpy.random.set_state(theirs)
+
+
+@contextmanager
+def _registering(tell: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls ``tell`` with each parameter and buffer that a module registers."""
+
+    def hook(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            tell(tensor)
+
+    with ExitStack() as stack:
+        stack.callback(hooks.register_module_parameter_registration_hook(hook).remove)
+        stack.callback(hooks.register_module_buffer_registration_hook(hook).remove)
+        yield
+
+
+class _Outside(TorchFunctionMode):
+    """Notices calls that reach a tensor's memory without an operation, and tensors that get another memory."""
+
+    def __init__(self, pages: Pages) -> None:
+        super().__init__()
+        self.pages = pages
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.pages.busy:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in OUTSIDE and isinstance(args[0], Tensor):
+            with self.pages.own():
+                self.pages.stays(args[0])
+        result = func(*args, **kwargs)
+        if name == "__set__" and getattr(func, "__self__", None) is Tensor.data:
+            with self.pages.own():
+                self.pages.moved_to_other_memory(args[0])
+        return result
+
+
+class Pages(TorchDispatchMode):
+    """One pass.  ``needed`` names the pages, with the number of the visit, whose values are read again after that visit."""
+
+    def __init__(
+        self,
+        order: Sequence[tuple[str, torch.Size]],
+        needed: set[tuple[int, int]],
+        keep: Keep,
+        lay: Lay,
+        moved: Callable[[], None],
+        resident: int,
+        everything: bool,
+    ) -> None:
+        super().__init__()
+        self.order, self.needed, self.keep, self.lay, self.moved, self.resident = order, needed, keep, lay, moved, resident
+        self.everything = everything
+        self.again: set[tuple[int, int]] = set()
+        """The pages, with visits, whose values were lost and then read."""
+        self.peak = 0
+        self.registered = 0
+        self.pages: dict[int, _Page] = {}
+        self.live: dict[int, _Page] = {}
+        """The pages in memory; the one that was touched last comes last."""
+        self.names: dict[int, str] = {}
+        self.empty: dict[int, StorageWeakRef] = {}
+        """Memory that no operation has written to yet; a reference keeps its key from being used again."""
+        self.busy = False
+        """True while this class works; its own operations are none of the user's."""
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
+
+    # ---- the pass
+
+    def run(self, build: Callable[[], nn.Module], device: torch.device) -> None:
+        with _registering(self._register), torch.device(device), torch.no_grad(), _Outside(self), self:
+            model = build()
+            with self.own():
+                for tensor in (*model.parameters(), *model.buffers()):  # a copied module has registered nothing
+                    self._page_of(tensor)
+            model.init_weights()  # type: ignore[operator]
+        self._finish(model)
+
+    def _finish(self, model: nn.Module) -> None:
+        """Keeps the final values of what has not been kept yet, and frees all pages."""
+        final: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+        for page in list(self.live.values()):
+            self._leave(page)
+        for name in dict.fromkeys(name for name, _ in self.order if name):
+            if name not in final:
+                raise ModelError(f"init_weights() removed {name!r} from the model; leave it, since a checkpoint has it")
+            tensor, its = final[name], self.pages.get(final[name].untyped_storage()._cdata)
+            if its is not None and (name, id(tensor)) in its.kept:
+                continue
+            if its is not None:
+                self._touch([its])
+            self.keep(name, tensor.detach())
+
+    def _register(self, tensor: Tensor) -> None:
+        with self.own():
+            self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
+        name, shape = self.order[self.registered] if self.registered < len(self.order) else ("", None)
+        self.registered += 1
+        page = self._page_of(tensor)
+        if page is not None and name and shape == tensor.shape and id(tensor) not in self.names:
+            page.tensors.append((name, tensor))
+            self.names[id(tensor)] = name
+
+    def _page_of(self, tensor: Tensor) -> _Page | None:
+        """Returns the page of a parameter or buffer.  Memory that cannot be freed and taken again is no page."""
+        storage = tensor.untyped_storage()
+        found = self.pages.get(storage._cdata)
+        if found is None and tensor.device.type != "meta" and storage.nbytes() and storage.resizable():
+            found = _Page(len(self.pages), storage, storage.nbytes(), written=storage._cdata not in self.empty)
+            self.pages[storage._cdata] = self.live[storage._cdata] = found
+            self._make_room([found], 0)
+        return found
+
+    # ---- what the code does
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.busy:
+            with self.own():
+                self._before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not self.busy and func._schema.name in EMPTY:
+            with self.own():
+                self.empty = {key: each for key, each in self.empty.items() if not each.expired()}
+                self.empty[result.untyped_storage()._cdata] = StorageWeakRef(result.untyped_storage())
+        return result
+
+    def _before(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.moved()
+        schema = func._schema.name
+        if schema.endswith("_like") or schema.startswith("aten::new_"):  # these look at shapes alone
+            return
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        keys = dict.fromkeys(each.untyped_storage()._cdata for each in tensors)
+        if touched := [self.pages[key] for key in keys if key in self.pages]:
+            if func.is_view:
+                self._bring(touched)  # torch refuses a view of memory that is not there
+            else:
+                self._touch(touched, self._overwritten(func, args, kwargs, tensors))
+        if not func.is_view:
+            for key in keys:
+                self.empty.pop(key, None)
+        if self.again and TAGS.intersection(func.tags):
+            raise _Lost
+
+    def _overwritten(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> _Page | None:
+        """Returns the page that the operation writes wholly, without reading any of it."""
+        target = args[0] if func._schema.name in FILLS else kwargs.get("out")
+        if not isinstance(target, Tensor) or not target.is_contiguous():
+            return None
+        key = target.untyped_storage()._cdata
+        page = self.pages.get(key)
+        if page is None or target.nbytes != page.size or sum(each.untyped_storage()._cdata == key for each in tensors) > 1:
+            return None
+        return page
+
+    def stays(self, tensor: Tensor) -> None:
+        """Lets the page of ``tensor`` stay in memory to the end, because somebody has its address."""
+        page = self.pages.get(torch.Tensor.untyped_storage(tensor)._cdata)
+        if page is not None:
+            self._touch([page])
+            page.lasting = True
+            if self.again:
+                raise _Lost
+
+    def moved_to_other_memory(self, tensor: Tensor) -> None:
+        """Makes a page of the memory that ``tensor``, registered before, was given by an assignment to its ``data``."""
+        name = self.names.get(id(tensor))
+        page = self._page_of(tensor) if name is not None else None
+        if page is not None and name is not None:
+            page.tensors.append((name, tensor))
+
+    # ---- memory
+
+    def _bring(self, pages: Sequence[_Page]) -> None:
+        """Brings ``pages`` into memory, with the values that were laid aside."""
+        absent = [page for page in pages if page.storage._cdata not in self.live]
+        self._make_room(pages, sum(page.size for page in absent))
+        for page in absent:
+            page.storage.resize_(page.size)
+            if page.aside is not None:
+                page.storage.copy_(page.aside, non_blocking=False)
+                page.aside, page.values = None, True
+        for page in pages:
+            self.live.pop(page.storage._cdata, None)
+            self.live[page.storage._cdata] = page
+        self.peak = max(self.peak, sum(page.size for page in self.live.values()))
+
+    def _touch(self, pages: Sequence[_Page], overwritten: _Page | None = None) -> None:
+        """Prepares for an operation that reads and writes ``pages``.  Values that are gone are lost, unless the page is ``overwritten``."""
+        self._bring(pages)
+        for page in pages:
+            if not page.values and page.written and page is not overwritten:
+                self.again.add((page.number, page.visit - 1))
+            page.values = page.written = True
+            page.kept.clear()
+
+    def _make_room(self, touched: Sequence[_Page], coming: int) -> None:
+        """Lets pages leave, those first that were not touched for the longest time, until the rest is small or is but one."""
+        there = sum(page.size for page in self.live.values()) + coming
+        self.peak = max(self.peak, there - coming)
+        others = [page for page in self.live.values() if not page.lasting and not any(page is each for each in touched)]
+        for page in others[:-1]:
+            if there <= self.resident:
+                return
+            self._leave(page)
+            there -= page.size
+
+    def _leave(self, page: _Page) -> None:
+        if page.values and page.written:
+            for name, tensor in page.tensors:
+                if tensor.untyped_storage()._cdata == page.storage._cdata:
+                    self.keep(name, tensor.detach())
+                    page.kept.add((name, id(tensor)))
+            if self.everything or (page.number, page.visit) in self.needed:
+                self.lay(next((name for name, _ in page.tensors), "a tensor that is no part of the model in the end"), page.size)
+                page.aside = torch.UntypedStorage(page.size, device="cpu").copy_(page.storage, non_blocking=False)
+            page.visit += 1
+        page.values = False
+        page.storage.resize_(0)
+        del self.live[page.storage._cdata]

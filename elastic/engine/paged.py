@@ -78,16 +78,17 @@ class _Page:
     lasting: bool = False
 
 
-def names_of(build: Callable[[], nn.Module]) -> list[tuple[str, torch.Size]]:
-    """Returns the name and the shape of every parameter and buffer in the order in which ``build``, on the meta device, registers them.
+Order = Sequence[tuple[str, torch.Size]]
+"""The name and the shape of every parameter and buffer in the order in which they are registered; "" if it is replaced later."""
 
-    The name is "" if the tensor is replaced later.
-    """
+
+def names_of(build: Callable[[], nn.Module]) -> tuple[Order, tuple[str, ...]]:
+    """Builds the model on the meta device; returns its :data:`Order`, and the names of its parameters and buffers."""
     order: list[Tensor] = []
     with _registering(order.append), torch.device("meta"):
         model = build()
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    return [(names.get(id(tensor), ""), tensor.shape) for tensor in order]
+    return [(names.get(id(tensor), ""), tensor.shape) for tensor in order], tuple(names.values())
 
 
 def initialise(
@@ -104,9 +105,9 @@ def initialise(
     ``moved`` is called before each operation.  Returns the number of passes, and the largest number of bytes of pages at once.  Raises what
     the user's code and the callbacks raise.
     """
-    order, needed, peak = names_of(build), set[tuple[int, int]](), 0
+    (order, names), needed, peak = names_of(build), set[tuple[int, int]](), 0
     for number in range(1, PASSES + 1):
-        pages = Pages(order, needed, keep, lay, moved, resident, everything=number == PASSES)
+        pages = Pages(order, names, needed, keep, lay, moved, resident, everything=number == PASSES)
         try:
             with _seeded(seed):
                 pages.run(build, device)
@@ -182,7 +183,8 @@ class Pages(TorchDispatchMode):
 
     def __init__(
         self,
-        order: Sequence[tuple[str, torch.Size]],
+        order: Order,
+        names: Sequence[str],
         needed: set[tuple[int, int]],
         keep: Keep,
         lay: Lay,
@@ -191,8 +193,8 @@ class Pages(TorchDispatchMode):
         everything: bool,
     ) -> None:
         super().__init__()
-        self.order, self.needed, self.keep, self.lay, self.moved, self.resident = order, needed, keep, lay, moved, resident
-        self.everything = everything
+        self.order, self.names, self.needed, self.keep, self.lay = order, names, needed, keep, lay
+        self.moved, self.resident, self.everything = moved, resident, everything
         self.again: set[tuple[int, int]] = set()
         """The pages, with visits, whose values were lost and then read."""
         self.peak = 0
@@ -200,11 +202,17 @@ class Pages(TorchDispatchMode):
         self.pages: dict[int, _Page] = {}
         self.live: dict[int, _Page] = {}
         """The pages in memory; the one that was touched last comes last."""
-        self.names: dict[int, str] = {}
+        self.name_of: dict[int, str] = {}
+        """The name of a registered tensor, by its identity."""
         self.empty: dict[int, StorageWeakRef] = {}
         """Memory that no operation has written to yet; a reference keeps its key from being used again."""
         self.busy = False
         """True while this class works; its own operations are none of the user's."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spares each process the import of torch's compiler, which takes seconds and is of no use here."""
+        return False
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -220,19 +228,24 @@ class Pages(TorchDispatchMode):
         with _registering(self._register), torch.device(device), torch.no_grad(), _Outside(self), self:
             model = build()
             with self.own():
-                for tensor in (*model.parameters(), *model.buffers()):  # a copied module has registered nothing
-                    self._page_of(tensor)
+                for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                    self._add(name, tensor)  # a copied module has registered nothing
             model.init_weights()  # type: ignore[operator]
         self._finish(model)
 
     def _finish(self, model: nn.Module) -> None:
         """Keeps the final values of what has not been kept yet, and frees all pages."""
-        final: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-        for page in list(self.live.values()):
-            self._leave(page)
-        for name in dict.fromkeys(name for name, _ in self.order if name):
+        final: dict[str, Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        for name in self.names:
             if name not in final:
                 raise ModelError(f"init_weights() removed {name!r} from the model; leave it, since a checkpoint has it")
+            self._add(name, final[name])
+        for page in list(self.live.values()):
+            self._leave(page)
+        for name in self.names:
             tensor, its = final[name], self.pages.get(final[name].untyped_storage()._cdata)
             if its is not None and (name, id(tensor)) in its.kept:
                 continue
@@ -242,15 +255,16 @@ class Pages(TorchDispatchMode):
 
     def _register(self, tensor: Tensor) -> None:
         with self.own():
-            self._add(tensor)
+            name, shape = self.order[self.registered] if self.registered < len(self.order) else ("", None)
+            self.registered += 1
+            self._add(name if shape == tensor.shape else "", tensor)
 
-    def _add(self, tensor: Tensor) -> None:
-        name, shape = self.order[self.registered] if self.registered < len(self.order) else ("", None)
-        self.registered += 1
+    def _add(self, name: str, tensor: Tensor) -> None:
+        """Makes a page of the memory of ``tensor``, if it is not part of one already."""
         page = self._page_of(tensor)
-        if page is not None and name and shape == tensor.shape and id(tensor) not in self.names:
+        if page is not None and name and id(tensor) not in self.name_of:
             page.tensors.append((name, tensor))
-            self.names[id(tensor)] = name
+            self.name_of[id(tensor)] = name
 
     def _page_of(self, tensor: Tensor) -> _Page | None:
         """Returns the page of a parameter or buffer.  Memory that cannot be freed and taken again is no page."""
@@ -316,7 +330,7 @@ class Pages(TorchDispatchMode):
 
     def moved_to_other_memory(self, tensor: Tensor) -> None:
         """Makes a page of the memory that ``tensor``, registered before, was given by an assignment to its ``data``."""
-        name = self.names.get(id(tensor))
+        name = self.name_of.get(id(tensor))
         page = self._page_of(tensor) if name is not None else None
         if page is not None and name is not None:
             page.tensors.append((name, tensor))

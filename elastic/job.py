@@ -165,7 +165,7 @@ class Deadlines(Part):
     """Deadlines in seconds.  They are the last resort: a loss that is known for certain is acted on at once."""
 
     form_s: Free[Seconds] = 120
-    """Time from sending a plan until every member must be ready."""
+    """Time from sending a plan until every member must be ready.  It begins anew while a new run's workers initialise and get further."""
     fence_s: Free[Seconds] = 10
     """Time from a fence until a member that has not answered is expelled."""
     stall_s: Free[Seconds] = 60

@@ -15,7 +15,7 @@ from elastic.plan.transfer import Holding
 class Plan:
     """The plan of a generation: ``members[i]`` has world rank i, and the world begins at ``version``, taken from ``tier``.
 
-    tier "init":   ``version`` is (0, 0): world rank 0 initialises the state and broadcasts it;
+    tier "init":   ``version`` is (0, 0): every member initialises its part of the state by itself;
     tier "live":   ``holders``, all of them members, hold every slice of the version;
     tier "host":   ``holders`` hold every slice of the version, some only as copies in keepers' memory, which ``hosts`` serve;
     tier "bucket": members without the version read its manifest; ``holders`` may still supply part of it.

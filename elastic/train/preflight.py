@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from errno import EACCES, ENOENT, ENOTDIR, EPERM, EROFS
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
+import torch
 from torch import nn
 
 from elastic.data.loader import Dataset
+from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import sharding_table
 from elastic.errors import JobError, ModelError
 from elastic.job import Job
@@ -27,7 +30,11 @@ from storage.objects import ObjectStore
 from storage.objects.selftest import check
 
 SLOW = 5e8
-"""Bytes of state a second at which a slow bucket, or ``init_weights`` on one core, fills a forming world."""
+"""Bytes of state a second at which a slow bucket fills a forming world."""
+TELLING_S = 10.0
+"""Seconds of initialisation on a CPU from which on the user is told of them."""
+DRAWS = 2
+"""How often an initialisation draws each value, as an estimate: the constructors of torch's layers do, and then ``init_weights``."""
 
 WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
 """Errors of a write that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""
@@ -53,9 +60,13 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
         session.loader.close()
     _check_vocabulary(model, session.loader.dataset)
     check(_bucket(job), job.name)
-    Run.look(job).check_data(build.data)
+    run = Run.look(job)
+    run.check_data(build.data)
+    job = run.job
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
     state_bytes = bytes_of(tensors_of(model, session.rule))
+    if run.newest() is None:
+        notes += _initialising(job, model)
     return Checked(build, [*notes, *_unused(job)] if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
 
 
@@ -96,15 +107,42 @@ def _copying(job: Job, state_bytes: int) -> str:
     return explained(state_bytes / cells[-1], state_bytes / min(cells), rules.copy_every, rules.buddy_every)
 
 
+def _initialising(job: Job, model: nn.Module) -> list[str]:
+    """Returns a sentence about an initialisation on the CPU that takes long."""
+    sizes = [(each.numel(), each.nbytes) for each in (*model.parameters(), *model.buffers())]
+    numbers, whole, largest = (sum(n for n, _ in sizes), sum(size for _, size in sizes), max((size for _, size in sizes), default=0))
+    alone, form_s = job.numerics == 1, job.deadlines.form_s
+    takes_s = DRAWS * numbers * _draw_s() if alone or not job.workers.gpus else 0.0
+    if takes_s < TELLING_S:
+        return []
+    if alone:
+        longer = f"; deadlines.form_s = {form_s:g} must be longer" if takes_s > form_s / 2 else ""
+        took = f"about {takes_s:.0f} s, in {amount(whole)} of memory{longer}"
+        return [f"numerics = 1: the first worker initialises the whole model on its CPU: {took}"]
+    there = f"{amount(RESIDENT + 2 * largest)} of memory beside its part"
+    return [f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the first step, and up to {there}"]
+
+
+def _draw_s() -> float:
+    """Returns the seconds in which this machine draws one normal number on one thread; a worker is taken to be as fast."""
+    threads, numbers, found = torch.get_num_threads(), torch.empty(2**18), list[float]()
+    torch.set_num_threads(1)
+    for _ in range(3):
+        began = time.perf_counter()
+        numbers.normal_(generator=torch.Generator())
+        found.append((time.perf_counter() - began) / numbers.numel())
+    torch.set_num_threads(threads)
+    return min(found)
+
+
 def _forming(job: Job, state_bytes: int) -> list[str]:
     """Returns a warning if the state is so large that the forming deadline could stop a world that is still being filled."""
     takes_s, form_s = state_bytes / SLOW, job.deadlines.form_s
     if takes_s <= form_s / 2:
         return []
     return [
-        f"deadlines.form_s = {form_s:g} may be too short for {amount(state_bytes)} of state: at {amount(SLOW)} a second, as of a bucket or "
-        f"init_weights(), they take {takes_s:.0f} s, and a world that is not ready by then is formed anew; "
-        f"set it to {ceil(2 * takes_s)} or more"
+        f"deadlines.form_s = {form_s:g} may be too short for {amount(state_bytes)} of state: at {amount(SLOW)} a second, as of a slow "
+        f"bucket, they take {takes_s:.0f} s, and a world that is not ready by then is formed anew; set it to {ceil(2 * takes_s)} or more"
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_the_code_of_a_users_optimizer_is_part_of_the_build(tmp_path: Path, text
 
 
 def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text: Path) -> None:
-    """A model of 8 B parameters took 94 s in ``init_weights``.  The value that the sentence recommends silences it."""
+    """A bucket may need minutes for the state of 8 B parameters.  The value that the sentence recommends silences it."""
     prepare(text, str(tmp_path / "data"))
     large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
 
@@ -72,6 +73,23 @@ def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text:
     (sentence,) = told(large, 120)
     assert sentence.startswith("deadlines.form_s = 120 may be too short for 83.8 GB of state: "), sentence
     assert told(large, float(sentence.split()[-3])) == [] != told(large, 300)
+
+
+def test_the_cost_of_an_initialisation_on_the_cpu_is_told(tmp_path: Path, text: Path) -> None:
+    """It took 94 s for 8 B parameters; nothing is said of a small model, of one on GPUs, or of a run that has begun."""
+    prepare(text, str(tmp_path / "data"))
+    large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
+
+    def told(**settings: Any) -> list[str]:
+        job = job_on(tmp_path, tmp_path / "data", **{"name": f"of-{len(str(settings))}", "model_args": large} | settings)
+        return [note for note in preflight(job).notes if "initialises" in note]
+
+    (sentence,) = told()
+    seconds = int(re.findall(r"about (\d+) s before the first step, and up to 738 MB of memory beside its part", sentence)[0])
+    assert 20 < seconds < 4000
+    (alone,) = told(numerics=1)
+    assert "numerics = 1: the first worker" in alone and "in 27.9 GB" in alone
+    assert told(workers={"gpus": 1}) == told(model_args={"vocab": 257, "dim": 16, "layers": 1, "heads": 2}) == []
 
 
 # ---- a run is bound to its samples, not to their place

@@ -356,3 +356,42 @@ def test_state_that_comes_at_a_crawl_is_said_with_the_interface() -> None:
     assert play.tell(crawl) == "", "said once"
     for heal_s, heal_bytes in ((10.0, 10**9), (100.0, 10**6), (0.0, 0)):
         assert "interface" not in started(2).tell(ev.Ready(WorkerId("w1"), 1, heal_s=heal_s, heal_bytes=heal_bytes, interface="eth0"))
+
+
+# ---- a new run is initialised, however long that takes
+
+
+def initialises(play: Play, worker: str, at: int, operation: str = ev.INITIALISES) -> str:
+    """Beats of the keeper of ``worker``, which has come to operation ``at`` of its initialisation."""
+    return play.tell(ev.Beat(NodeId("n1"), (ev.Progress(WorkerId(worker), play.generation, 0, 0, at, operation),)))
+
+
+def test_form_s_does_not_limit_an_initialisation_that_gets_further() -> None:
+    play = started(2)
+    play.here("w1", "w2")
+    assert initialises(play, "w1", 1) == "w1: initialising the model"
+    for at in range(2, 12):
+        assert play.later(20.0) == "" and initialises(play, "w1", at) == ""
+    assert isinstance(play.run.state, Forming) and play.later(29.9) == ""
+    initialises(play, "w1", 11)  # nothing new
+    assert "the initialisation in w1 did not get further for 30 s: expel w1" in play.later(0.1)
+
+
+def test_if_all_stand_still_nobody_is_killed() -> None:
+    play = started(2)
+    play.here("w1", "w2")
+    initialises(play, "w1", 1)
+    initialises(play, "w2", 1)
+    reason = play.later(30.0)
+    assert "the initialisation in w1 and w2 did not get further for 30 s; if it has an operation that takes longer, raise" in reason
+    assert not play.did(Kill)
+
+
+def test_other_operations_do_not_move_the_deadline() -> None:
+    """Negative control: a member that does something else, however busily, must be ready in time."""
+    play = started(2)
+    play.here("w1", "w2")
+    for at in range(1, 3):
+        initialises(play, "w1", at, "forms")
+        play.later(14.9)
+    assert "did not get ready within 30 s; blame the store" in play.later(0.3)

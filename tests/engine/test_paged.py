@@ -39,8 +39,7 @@ def same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
     return found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("resident", [WHOLE, 100_000, 0])
-@pytest.mark.parametrize("make", [Odd, Widest, Own, build])
+@pytest.mark.parametrize(("make", "resident"), [(Odd, WHOLE), (Odd, 100_000), (Odd, 0), (Widest, 0), (Own, 0), (build, 0)])
 def test_the_bits_are_those_of_plain_torch(make: Callable[[], nn.Module], resident: int) -> None:
     found, passes, _ = paged(make, 7, resident)
     assert same(found, plain(make, 7))

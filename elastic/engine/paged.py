@@ -377,6 +377,9 @@ class Pages(TorchDispatchMode):
                 if tensor.untyped_storage()._cdata == page.storage._cdata:
                     self.keep(name, tensor.detach())
                     page.kept.add((name, id(tensor)))
+        if page.lasting:
+            return
+        if page.values and page.written:
             if self.everything or (page.number, page.visit) in self.needed:
                 self.lay(next((name for name, _ in page.tensors), "a tensor that is no part of the model in the end"), page.size)
                 page.aside = torch.UntypedStorage(page.size, device="cpu").copy_(page.storage, non_blocking=False)

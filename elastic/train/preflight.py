@@ -34,7 +34,7 @@ SLOW = 5e8
 TELLING_S = 10.0
 """Seconds of initialisation on a CPU from which on the user is told of them."""
 DRAWS = 2
-"""How often an initialisation draws each value, as an estimate: the constructors of torch's layers do, and then ``init_weights``."""
+"""Number of times that an initialisation draws a value, as an estimate: in the constructors of layers, and in ``init_weights``."""
 
 WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
 """Errors of a write that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""

@@ -96,12 +96,15 @@ def test_no_more_than_the_tensors_in_use_are_in_memory() -> None:
         kept += 1
 
     gc.collect()
-    before = sum(each.untyped_storage().nbytes() for each in gc.get_objects() if type(each) in TENSORS)
-    passes, peak = initialise(Deep, CPU, 7, keep, nothing, moved, 0)
+    gc.freeze()  # what is here already is not looked at again
+    try:
+        passes, peak = initialise(Deep, CPU, 7, keep, nothing, moved, 0)
+    finally:
+        gc.unfreeze()
     largest, whole = 512 * 512 * 4, 16 * (512 * 512 + 512) * 4
     assert passes == 1 and kept >= 64
     assert 2 * largest <= peak <= 3 * largest
-    assert most - before <= 6 * largest < whole / 2
+    assert 0 < most <= 6 * largest < whole / 2
     found, _, all_at_once = paged(Deep, 7, WHOLE)
     assert same(found, plain(Deep, 7)) and all_at_once == whole, "control: with room for all of them, all stay"
 
@@ -124,7 +127,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 @pytest.mark.full
 def test_a_process_takes_no_more_memory_than_that() -> None:
-    """256 MiB of weights: plain torch takes them all, the paged initialisation about a tenth of them."""
+    """Plain torch takes the memory of all 256 layers, 256 MiB; the paged initialisation takes about a tenth."""
     mib = {
         how: float(subprocess.run([sys.executable, "-c", PEAK, how], capture_output=True, text=True, check=True).stdout.split()[-1])
         for how in ("paged", "plain")

@@ -10,15 +10,18 @@ from collections.abc import Iterable
 
 from elastic.control import edges, stopping
 from elastic.control.decision import Decision, names
-from elastic.control.liveness import Watch
+from elastic.control.liveness import Watch, seen_of
 from elastic.control.run import Forming
-from elastic.ids import WorkerId
+from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import INITIALISES, Here, Progress, Ready
 
 SLOW_BYTES_S = 50e6
 """Speed in bytes a second below which a member's healing is reported: about half of what 1 Gbit/s brings, the slowest network in use."""
 TELLING_BYTES = 64 * 2**20
 """Number of bytes below which the speed of healing is not judged: so few bytes take almost no time on any network."""
+
+LATER = 8
+"""Part of ``form_s`` by which the deadline of a world that initialises is moved at least, so that not every beat is written down."""
 
 
 def here(decision: Decision, event: Here) -> None:
@@ -36,14 +39,21 @@ def ready(decision: Decision, event: Ready) -> None:
         decision.amend(here=here, ready=(*state.ready, event.worker), here_at=min(state.here_at, decision.now))
 
 
-def initialising(decision: Decision, before: Watch, progress: Iterable[Progress]) -> None:
-    """Gives the world ``form_s`` from now on if a member that initialises has got further: only standing still is limited."""
+def initialising(decision: Decision, watch: Watch, node: NodeId, progress: Iterable[Progress]) -> None:
+    """Gives the world ``form_s`` from now on if a member that initialises has got further: only standing still is limited.
+
+    ``watch`` has the new ``progress``, while the run still has the watch before it.
+    """
     state, at_it = decision.run.state, [each.worker for each in progress if each.operation == INITIALISES]
-    if not isinstance(state, Forming) or not at_it or decision.run.watch.moved_at < decision.now:
+    if not isinstance(state, Forming) or not at_it or watch.moved_at < decision.now:
         return
-    if not any(seen.operation == INITIALISES for seen in before.seen.values()):
-        decision.say(f"{names(tuple(at_it))}: initialising the model")
-    decision.amend(deadline=max(state.deadline, decision.now + decision.rules.form_s))
+    first = state.plan.members[0]
+    before = decision.run.watch.counters.get(node, {}).get(first)
+    if first in at_it and (before is None or before.operation != INITIALISES):
+        decision.say(f"{first} initialises the model, as the other members do")
+    deadline = decision.now + decision.rules.form_s
+    if deadline - state.deadline >= decision.rules.form_s / LATER:
+        decision.amend(deadline=deadline)
 
 
 def slow_network(event: Ready) -> str:
@@ -86,7 +96,7 @@ def _others(state: Forming, workers: tuple[WorkerId, ...]) -> tuple[WorkerId, ..
 
 def _initialising(decision: Decision, state: Forming) -> tuple[WorkerId, ...]:
     """Returns the members that still initialise.  Each does so by itself, so no member waits there for another."""
-    seen = decision.run.watch.seen
+    seen = seen_of(decision.run.watch)
     return tuple(each for each in _others(state, state.ready) if each in seen and seen[each].operation == INITIALISES)
 
 

@@ -51,6 +51,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         "model",
         "model_args",
         "optim.kind",
+        "numerics",
     }
 
 

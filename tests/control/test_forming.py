@@ -369,7 +369,7 @@ def initialises(play: Play, worker: str, at: int, operation: str = ev.INITIALISE
 def test_form_s_does_not_limit_an_initialisation_that_gets_further() -> None:
     play = started(2)
     play.here("w1", "w2")
-    assert initialises(play, "w1", 1) == "w1: initialising the model"
+    assert initialises(play, "w1", 1) == "w1 initialises the model, as the other members do"
     for at in range(2, 12):
         assert play.later(20.0) == "" and initialises(play, "w1", at) == ""
     assert isinstance(play.run.state, Forming) and play.later(29.9) == ""

@@ -110,6 +110,19 @@ class Parallel(Part):
     replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
 
 
+class Reduction(Part):
+    """The order in which the gradients of the microbatches are added.  It is part of the job, so the sum has the same bits in every world.
+
+    ``block`` consecutive microbatches are added first, and then the sums of the blocks.  A node that runs a whole block adds it before it
+    sends anything to other nodes.
+    """
+
+    block: Branch[Positive] = 1
+    """Number of microbatches of a block.  1 adds all one after the other.  The number of workers on a node is best for the network between
+    nodes, and also works where some nodes have fewer.
+    """
+
+
 class Workers(Part):
     """The number of worker processes, and the resources that each takes from its node."""
 
@@ -245,6 +258,7 @@ class Job(Part):
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
     parallel: Parallel = Parallel()
+    reduction: Reduction = Reduction()
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     copies: Copies = Copies()
@@ -322,7 +336,8 @@ class Job(Part):
         settings = self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
         for section, later in _LATER.items():
             settings[section] = {name: value for name, value in settings[section].items() if name not in later or value != later[name]}
-        return {name: value for name, value in settings.items() if BEFORE_NUMERICS.get(name) != value}
+        without = {name: {} for name in _LATER} | BEFORE_NUMERICS
+        return {name: value for name, value in settings.items() if name not in without or value != without[name]}
 
     @classmethod
     def refuses(cls, setting: str) -> bool:
@@ -391,10 +406,10 @@ _NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}
 
 The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is compared instead (``Run.trains_on``).
 """
-_LATER: dict[str, dict[str, Any]] = {"optim": {"kind": "adamw", "args": {}}}
+_LATER: dict[str, dict[str, Any]] = {"optim": {"kind": "adamw", "args": {}}, "reduction": {"block": 1}}
 """The settings that came after the first release, by section, each with the value that stands for the behaviour before.
 
-A setting with that value is left out of the digest, so that the digest of an older run stays the same.
+A setting with that value is left out of the digest, and a section without others too, so that the digest of an older run stays the same.
 """
 
 BEFORE_NUMERICS: dict[str, Any] = {"numerics": 1}

@@ -1,6 +1,6 @@
 """Reads the microbatches of a data rank ahead of the step that needs them.
 
-The next microbatch is a function of (step, data rank, data ranks).  So there is nothing to save or restore, and a move to another
+The next microbatch is a function of the step, the data rank and the deal.  So there is nothing to save or restore, and a move to another
 step, rank or world only drops what was read ahead.  One thread does all the reading, that of :meth:`Loader.read` too, so a dataset
 need not be thread-safe.  An exception of the dataset is raised where the microbatch is asked for, with the ids of its samples.
 """
@@ -17,7 +17,7 @@ import torch
 
 from elastic.data.cursor import Cursor
 from elastic.errors import DataError
-from elastic.plan.batch import microbatch_of, rounds
+from elastic.plan.batch import Deal
 from storage.errors import Unavailable
 
 Batch = dict[str, Any]
@@ -43,12 +43,12 @@ class Dataset(Protocol):
 
 
 class Reading(NamedTuple):
-    """The next read of one data rank: the step, the round, the rank and the number of data ranks."""
+    """The next read of one data rank: the step, the round, the rank and the deal of its world."""
 
     step: int
     round: int
     data_rank: int
-    data_ranks: int
+    deal: Deal
 
 
 class Loader:
@@ -65,25 +65,24 @@ class Loader:
         self._ahead: deque[Future[Batch]] = deque()
         self._unread: Iterator[Ids] = iter(())
 
-    def microbatches(self, step: int, data_rank: int, data_ranks: int) -> Iterator[Round]:
-        """Yields every round of ``step`` for ``data_rank`` of ``data_ranks``.
+    def microbatches(self, step: int, data_rank: int, deal: Deal) -> Iterator[Round]:
+        """Yields every round of ``step`` for ``data_rank``.
 
         Raises :class:`DataError` for any exception of the dataset except :class:`Unavailable`: a store that does not answer is not the
         job's error.
         """
-        count = rounds(self._count, data_ranks)
-        for round_ in range(count):
-            if self._next != (step, round_, data_rank, data_ranks):
-                self.seek(step, data_rank, data_ranks, round_)
+        for round_ in range(deal.rounds):
+            if self._next != (step, round_, data_rank, deal):
+                self.seek(step, data_rank, deal, round_)
             self._next = None  # stays None if the read below fails, so that the next call seeks
-            index = microbatch_of(round_, data_rank, data_ranks, self._count)
+            index = deal.microbatch_of(round_, data_rank)
             ids = () if index is None else self._ids(step, index)
             batch = None if index is None else self._take(ids)
-            after = (step, round_ + 1) if round_ + 1 < count else (step + 1, 0)
-            self._next = Reading(*after, data_rank, data_ranks)
+            after = (step, round_ + 1) if round_ + 1 < deal.rounds else (step + 1, 0)
+            self._next = Reading(*after, data_rank, deal)
             yield round_, index, ids, batch
 
-    def seek(self, step: int, data_rank: int, data_ranks: int, round_: int = 0) -> None:
+    def seek(self, step: int, data_rank: int, deal: Deal, round_: int = 0) -> None:
         """Starts to read ahead from another place.
 
         A read that is under way for the old place ends by itself, and its result is dropped.
@@ -91,7 +90,7 @@ class Loader:
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
-        self._next = Reading(step, round_, data_rank, data_ranks)
+        self._next = Reading(step, round_, data_rank, deal)
         self._unread = self._work(self._next)
         self._top_up()
 
@@ -117,11 +116,11 @@ class Loader:
 
     def _work(self, reading: Reading) -> Iterator[Ids]:
         """Yields the sample ids of every microbatch of the rank from ``reading`` on, without end; none for a rank that always idles."""
-        first = reading.round * reading.data_ranks + reading.data_rank
-        for step in itertools.count(reading.step) if reading.data_rank < self._count else ():
-            for index in range(first, self._count, reading.data_ranks):
-                yield self._ids(step, index)
-            first = reading.data_rank
+        deal, first = reading.deal, reading.round
+        mine = [deal.microbatch_of(round_, reading.data_rank) for round_ in range(deal.rounds)]
+        for step in itertools.count(reading.step) if any(index is not None for index in mine) else ():
+            yield from (self._ids(step, index) for index in mine[first:] if index is not None)
+            first = 0
 
     def _ids(self, step: int, index: int) -> Ids:
         return self.cursor.microbatch_ids(step, index, self.microbatch)

@@ -19,6 +19,7 @@ from elastic.engine.sync.ordered import Ordered
 from elastic.engine.world import World
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
+from elastic.plan.batch import deal_of
 
 
 def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Scheme]:
@@ -27,7 +28,7 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
     Returns the wrapped model and the scheme that sums its gradients.
     """
     aliases, table = _aliases(blueprint), sharding_table(blueprint)
-    scheme = scheme_of(job)(world)
+    scheme = scheme_of(job)(world, deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes))
     if job.compile:
         apply_compile(blueprint, table)
     apply_fsdp(blueprint, world, table, PRECISIONS[job.precision])

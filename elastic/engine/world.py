@@ -23,7 +23,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +85,8 @@ class World:
     """Ports on which this member's groups accept connections (gloo)."""
     peers: frozenset[Endpoint]
     """Addresses at which the other members' groups accept connections (gloo)."""
+    nodes: tuple[str, ...] = ()
+    """The node of each member, by world rank.  Empty: all are on one."""
     services: frozenset[Service] = frozenset()
     """Places where threads of this member's communicators listen (NCCL)."""
     groups: tuple[dist.ProcessGroup, ...] = field(init=False)
@@ -112,6 +114,7 @@ class World:
         rank: int,
         device: torch.device,
         form_s: float,
+        nodes: tuple[str, ...] = (),
         replicas: bool = True,
         met: Callable[[], None] = lambda: None,
     ) -> World:
@@ -131,7 +134,7 @@ class World:
             replicate = _group(layout.ranks_along("dp_replicate", rank), layout) if replicas else None
             listening = sockets.listening() - before
             peers = _exchange_endpoints(store, rank, layout.world, listening) if device.type == "cpu" else frozenset[Endpoint]()
-            world = cls(generation, layout, rank, device, shard, replicate, store, frozenset(p for _, p in listening), peers)
+            world = cls(generation, layout, rank, device, shard, replicate, store, frozenset(p for _, p in listening), peers, nodes)
             world.kept = kept
             undo.pop_all()
         return world
@@ -215,6 +218,17 @@ class World:
                 with contextlib.suppress(RuntimeError):
                     self.groups[0]._end_coalescing(self.device)
             raise
+
+    def all_to_all(self, mine: torch.Tensor, sent: Mapping[int, int], got: Mapping[int, int], size: int) -> torch.Tensor:
+        """Sends the first elements of the flat ``mine``, ``sent[rank] × size`` to each member, and returns what comes from each, flat.
+
+        Both are in order of world rank.  Every member must call it, but those that have nothing for each other exchange no message (NCCL),
+        so no smaller group is needed for an exchange among few.
+        """
+        shares = [[pieces.get(rank, 0) * size for rank in range(self.size)] for pieces in (got, sent)]
+        output = mine.new_empty(sum(got.values()) * size)
+        dist.all_to_all_single(output, mine[: sum(shares[1])], *shares)
+        return output
 
     def to_host(self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False) -> torch.Tensor:
         """Returns ``tensor`` in host memory.

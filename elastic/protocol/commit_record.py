@@ -19,12 +19,13 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from elastic.plan.batch import active, rounds
+from elastic.plan.batch import Deal, deal_of
 from elastic.plan.layout import Layout
-from elastic.plan.placement import data_ranks, reporters
+from elastic.plan.placement import reporters
 
 GO_ON, PAUSE, SAVE_AND_PAUSE = 0, 1, 2
 """The requests that a member may make for the boundary after this step; the greatest of all members' requests counts."""
@@ -149,6 +150,20 @@ class CommitShape:
     microbatches: int
     microbatch: int
     layout: Layout
+    block: int = 1
+    """Number of microbatches that are added before anything else is: see ``plan/batch.py``."""
+    nodes: tuple[str, ...] = ()
+    """The node of each member, by world rank.  Empty: all are on one."""
+
+    @cached_property
+    def deal(self) -> Deal:
+        return deal_of(self.microbatches, self.block, self.layout, self.nodes)
+
+    @cached_property
+    def speakers(self) -> tuple[tuple[int, ...], ...]:
+        """The world ranks that know the losses of a round's microbatches, in the order of the microbatches, for each round."""
+        known = reporters(self.layout)
+        return tuple(tuple(known[rank] for unit in units for rank in unit.ranks) for units in self.deal.units)
 
     @property
     def world(self) -> int:
@@ -158,7 +173,7 @@ class CommitShape:
     @property
     def rounds(self) -> int:
         """The number of rounds; a record has the loss, the tokens and the samples of each."""
-        return rounds(self.microbatches, data_ranks(self.layout))
+        return self.deal.rounds
 
     @property
     def fields(self) -> int:
@@ -201,11 +216,10 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
         rank = next(rank for rank, each in enumerate(said) if each != (*expected.values(), rank))
         raise BadRecord(f"the commit record of world rank {rank} says {said[rank][1:]} instead of {(*expected.values(), float(rank))[1:]}")
     speakers = reporters(shape.layout)
-    spoken = itemgetter(*speakers) if len(speakers) > 1 else lambda column: (column[speakers[0]],)
     losses, counts, samples = list[float](), list[int](), list[tuple[int, ...]]()
-    for round_ in range(shape.rounds):  # microbatch i is that of data rank i mod d in round i div d
-        first, running = HEADER + round_ * (2 + shape.microbatch), active(round_, len(speakers), shape.microbatches)
-        told = [spoken(words[first + i :: fields].tolist())[:running] for i in range(2 + shape.microbatch)]
+    for round_, ranks in enumerate(shape.speakers):
+        first, spoken = HEADER + round_ * (2 + shape.microbatch), itemgetter(*ranks, 0)
+        told = [spoken(words[first + i :: fields].tolist())[:-1] for i in range(2 + shape.microbatch)]
         losses += told[0]
         counts += map(int, told[1])
         samples += zip(*(map(int, ids) for ids in told[2:]), strict=True)

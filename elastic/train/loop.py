@@ -310,6 +310,7 @@ class Trainer:
             rank=seat.rank,
             device=self.device,
             form_s=self._form_s,
+            nodes=tuple(plan.nodes),
             replicas=scheme_of(self.session.job).needs_replicate_group,
             met=partial(self.session.faults.strike, "forming", plan.version.step + 1, seat),
         )
@@ -317,7 +318,9 @@ class Trainer:
     def _train(self, plan: Plan, state: State) -> None:
         """Steps until the last step of the job or an agreed boundary."""
         job, world, step = self.session.job, state.world, plan.version.step
-        shape = CommitShape(plan.incarnation, plan.generation, job.microbatches, job.microbatch, plan.layout)
+        shape = CommitShape(
+            plan.incarnation, plan.generation, job.microbatches, job.microbatch, plan.layout, job.reduction.block, plan.nodes
+        )
         snapshots = self.session.snapshots
         if snapshots is not None:
             snapshots.enter(plan, self.worker, state.shard)

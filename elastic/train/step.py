@@ -23,7 +23,6 @@ from elastic.engine.world import TO_HOST, World
 from elastic.errors import ModelError
 from elastic.imports import failure
 from elastic.job import Job
-from elastic.plan.batch import active, rounds
 from elastic.protocol.commit_record import FROM_DEVICE, HEADER, LOWER, NO_COPIES, CommitShape, Copied, Outcome, conclude, head_of
 from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
@@ -98,19 +97,18 @@ def compute(session: Session, state: State, step: int) -> Share:
     """Runs forward and backward of this member's rounds; gradients are reduced as they come."""
     share, world, job = Share([], [], []), state.world, session.job
     state.model.train()
-    buffers, data_ranks = state.buffer_marks(), world.data_ranks
+    buffers, deal = state.buffer_marks(), state.sync.deal
     session.counters.at("reads data")
-    for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, data_ranks):
+    for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
         session.counters.at("computes")
         session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
-        state.sync.round.active = active(round_, data_ranks, job.microbatches)
-        state.sync.round.last = round_ + 1 == rounds(job.microbatches, data_ranks)
+        state.sync.round.number, state.sync.round.last = round_, round_ + 1 == deal.rounds
         if state.sync.keeps_sums or round_ == 0:
             state.forget_grads()
         if batch is None:
             batch = session.loader.read(session.cursor.microbatch_ids(step, 0, job.microbatch))
         if round_ == 0:
-            for later in range(rounds(job.microbatches, data_ranks)):
+            for later in range(deal.rounds):
                 for name, value in batch.items():
                     world.reserve(f"{name} {later}", value)
         session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"

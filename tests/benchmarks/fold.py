@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.data.prepare import prepare
-from elastic.engine.sync.base import Round
-from elastic.engine.sync.ordered import OrderedReduction
+from elastic.engine.sync.ordered import Ordered
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import Llama
+from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
 from elastic.train.session import prepare_process
 from tests.support.segments import member
@@ -109,9 +109,10 @@ def steps(world: World, folder: Path, options: argparse.Namespace) -> list[dict[
 
 
 def folded(world: World, grads: torch.Tensor, output: torch.Tensor, rounds: int) -> None:
-    folding = OrderedReduction(world, Round(active=world.size))
+    scheme = Ordered(world, deal_of(rounds * world.size, 1, world.layout))
+    folding = scheme.reduction()
     for number in range(rounds):
-        folding.round.last = number + 1 == rounds
+        scheme.round.number, scheme.round.last = number, number + 1 == rounds
         folding.reduce(grads, output)
 
 

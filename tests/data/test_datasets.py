@@ -21,6 +21,7 @@ from elastic.data.loader import Loader
 from elastic.data.show import show
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
+from elastic.plan.batch import Deal
 from storage.datasets import BLOCKS, DESCRIPTION, DOCUMENTS, Coding, Description, TokenFiles, Tokens, datasets, write_dataset
 from storage.errors import BadFormat, Damaged, Exists, Missing
 from storage.objects import ObjectStore
@@ -208,7 +209,7 @@ def test_a_damaged_dataset_is_an_error_of_the_data_and_not_of_a_checkpoint(store
     store.put("tokens-00000.bin", bytes(2000))
     loader = Loader(TokenDataset(store.url, 9), Cursor(111, 4, seed=0), microbatch=2)
     with pytest.raises(DataError, match=r"^data\.dataset: samples \[.*\] cannot be read: Damaged: .*tokens-00000\.bin, block 0 "):
-        list(loader.microbatches(1, 0, 1))
+        list(loader.microbatches(1, 0, Deal(2, 1, (None,))))
     loader.close()
 
 

@@ -17,12 +17,18 @@ from hypothesis import strategies as st
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Batch, Ids, Loader
 from elastic.errors import DataError
+from elastic.plan.batch import Deal
 from elastic.train.blame import classify
 from storage.errors import Unavailable
 
 pytestmark = pytest.mark.fast
 
 DEADLINE_S = 20.0
+
+
+def deal(loader: Loader, data_ranks: int) -> Deal:
+    """Returns the deal of a world of so many data ranks on one node."""
+    return Deal(loader.cursor.global_batch // loader.microbatch, 1, (None,) * data_ranks)
 
 
 class Numbers:
@@ -98,7 +104,7 @@ def test_the_ranks_of_any_world_read_the_step_and_nothing_else(
     for rank in range(data_ranks):
         with loading(Numbers(), where, microbatch, prefetch) as loader:
             for step in range(first_step, first_step + 3):
-                rounds = list(loader.microbatches(step, rank, data_ranks))
+                rounds = list(loader.microbatches(step, rank, deal(loader, data_ranks)))
                 assert [round_ for round_, *_ in rounds] == list(range(-(-microbatches // data_ranks)))
                 for round_, index, ids, batch in rounds:
                     assert plain(batch or {"tokens": torch.tensor([])}) == {"tokens": list(ids)}
@@ -115,7 +121,7 @@ def test_it_reads_so_many_microbatches_ahead_and_no_more(prefetch: int) -> None:
     """B16: the depth is as configured, and reaches into the next steps (3 microbatches a step for this rank)."""
     dataset, where = Numbers(), cursor()
     with loading(dataset, where, prefetch=prefetch) as loader:
-        taken = loader.microbatches(1, 0, 2)
+        taken = loader.microbatches(1, 0, deal(loader, 2))
         next(taken)
         dataset.wait_for(1 + prefetch)
         next(taken)
@@ -128,7 +134,7 @@ def test_nothing_is_read_twice_when_steps_follow_each_other() -> None:
     dataset, where = Numbers(), cursor()
     with loading(dataset, where) as loader:
         for step in (1, 2, 3):
-            assert len(list(loader.microbatches(step, 1, 2))) == 3
+            assert len(list(loader.microbatches(step, 1, deal(loader, 2)))) == 3
     assert len(set(dataset.reads)) == len(dataset.reads) <= 9 + 2
 
 
@@ -136,7 +142,7 @@ def test_without_prefetch_there_is_no_thread() -> None:
     """``--local`` promises that breakpoints in the dataset work, so the calling thread reads."""
     dataset = Numbers()
     with loading(dataset, cursor(), prefetch=0) as loader:
-        list(loader.microbatches(1, 0, 1))
+        list(loader.microbatches(1, 0, deal(loader, 1)))
         assert plain(loader.read((7,))) == {"tokens": [7]}
     assert dataset.readers == {threading.current_thread()} and len(dataset.reads) == 7
 
@@ -145,10 +151,10 @@ def test_a_world_that_breaks_in_the_middle_of_a_step_is_followed_by_any_other() 
     """The loader leaves a step after two of three rounds, reads it in a world of 3, then the step before, then the first place again."""
     dataset, where = Numbers(), cursor()
     with loading(dataset, where) as loader:
-        broken = loader.microbatches(4, 0, 2)
+        broken = loader.microbatches(4, 0, deal(loader, 2))
         next(broken), next(broken)
         for step, rank, ranks in ((4, 2, 3), (3, 0, 1), (4, 0, 2), (5, 0, 2), (5, 0, 2)):
-            found = [plain(batch) for _, _, _, batch in loader.microbatches(step, rank, ranks)]
+            found = [plain(batch) for _, _, _, batch in loader.microbatches(step, rank, deal(loader, ranks))]
             assert found == [{"tokens": list(where.microbatch_ids(step, index, 2))} for index in range(rank, 6, ranks)]
 
 
@@ -156,10 +162,10 @@ def test_a_step_that_is_taken_up_again_goes_on_where_it_was() -> None:
     """The step after it is complete too: a seek into the middle of a step must not skip anything of the next one."""
     dataset, where = Numbers(), cursor()
     with loading(dataset, where) as loader:
-        first = loader.microbatches(1, 0, 2)
+        first = loader.microbatches(1, 0, deal(loader, 2))
         next(first)
-        list(loader.microbatches(7, 1, 3))
-        found = [plain(batch) for _, _, _, batch in (*first, *loader.microbatches(2, 0, 2))]
+        list(loader.microbatches(7, 1, deal(loader, 3)))
+        found = [plain(batch) for _, _, _, batch in (*first, *loader.microbatches(2, 0, deal(loader, 2)))]
     places = [(1, 2), (1, 4), (2, 0), (2, 2), (2, 4)]
     assert found == [{"tokens": list(where.microbatch_ids(step, index, 2))} for step, index in places]
 
@@ -169,12 +175,12 @@ def test_aiming_elsewhere_does_not_wait_for_the_read_that_is_going_on() -> None:
     first, _ = where.microbatch_ids(1, 0, 2)
     dataset = Numbers(slow=first)
     with loading(dataset, where, prefetch=4) as loader:
-        loader.seek(1, 0, 2)
+        loader.seek(1, 0, deal(loader, 2))
         assert dataset.entered.wait(DEADLINE_S)
-        loader.seek(9, 1, 3)
+        loader.seek(9, 1, deal(loader, 3))
         assert dataset.reads == [], "the first read still stands"
         dataset.go_on.set()
-        assert [index for _, index, _, _ in loader.microbatches(9, 1, 3)] == [1, 4]
+        assert [index for _, index, _, _ in loader.microbatches(9, 1, deal(loader, 3))] == [1, 4]
         dataset.wait_for(1 + 2 + 4)
     wanted = [where.microbatch_ids(step, index, 2) for step in (9, 10, 11, 12) for index in (1, 4)]
     assert dataset.reads[1:] == wanted[: len(dataset.reads) - 1], "of the old place nothing more than the read that had begun"
@@ -187,8 +193,8 @@ def test_what_the_dataset_raises_names_the_samples_where_they_are_used(prefetch:
     ids = where.microbatch_ids(2, bad, 2)
     dataset = Numbers(failing=frozenset(ids[1:]))
     with loading(dataset, where, prefetch=prefetch) as loader:
-        assert len(list(loader.microbatches(1, 0, 1))) == 6
-        step = loader.microbatches(2, 0, 1)
+        assert len(list(loader.microbatches(1, 0, deal(loader, 1)))) == 6
+        step = loader.microbatches(2, 0, deal(loader, 1))
         for _ in range(bad):
             next(step)
         with pytest.raises(DataError) as failed:
@@ -197,7 +203,7 @@ def test_what_the_dataset_raises_names_the_samples_where_they_are_used(prefetch:
         assert isinstance(failed.value.__cause__, OSError)
         assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)
         dataset.failing.clear()
-        again = [plain(batch) for _, _, _, batch in loader.microbatches(2, 0, 1)]
+        again = [plain(batch) for _, _, _, batch in loader.microbatches(2, 0, deal(loader, 1))]
         expected = [{"tokens": list(where.microbatch_ids(2, index, 2))} for index in range(6)]
         assert again == expected, "a failure that passes does no harm"
 
@@ -207,7 +213,7 @@ def test_a_store_that_does_not_answer_is_no_error_of_the_jobs() -> None:
     dataset = Numbers()
     dataset.down = True
     with loading(dataset, cursor()) as loader, pytest.raises(Unavailable) as failed:
-        next(loader.microbatches(1, 0, 1))
+        next(loader.microbatches(1, 0, deal(loader, 1)))
     assert classify(failed.value, lambda: None) == ("peer", "")
 
 
@@ -215,7 +221,7 @@ def test_a_failure_ahead_of_what_is_used_is_nobodys_trouble() -> None:
     where = cursor()
     dataset = Numbers(failing=frozenset(where.ids(2)))
     with loading(dataset, where, prefetch=4) as loader:
-        assert len(list(loader.microbatches(1, 0, 1))) == 6
+        assert len(list(loader.microbatches(1, 0, deal(loader, 1)))) == 6
         dataset.wait_for(10)
 
 
@@ -224,7 +230,7 @@ def test_idle_ranks_read_nothing_ahead_but_what_they_are_asked_for() -> None:
     dataset, where = Numbers(), cursor(global_batch=4)
     with loading(dataset, where) as loader:
         for step in (1, 2):
-            assert list(loader.microbatches(step, 4, 5)) == [(0, None, (), None)]
+            assert list(loader.microbatches(step, 4, deal(loader, 5))) == [(0, None, (), None)]
         assert dataset.reads == []
         ids = where.microbatch_ids(2, 0, 2)
         assert plain(loader.read(ids)) == {"tokens": list(ids)}
@@ -235,7 +241,7 @@ def test_reading_by_id_shares_the_thread() -> None:
     dataset = Numbers()
     with loading(dataset, cursor(), prefetch=8) as loader:
         for step in range(1, 20):
-            for _ in loader.microbatches(step, 0, 2):
+            for _ in loader.microbatches(step, 0, deal(loader, 2)):
                 assert plain(loader.read((3, 4))) == {"tokens": [3, 4]}
     assert len(dataset.readers) == 1 and threading.current_thread() not in dataset.readers
 
@@ -257,7 +263,7 @@ def test_what_the_dataset_returns_has_a_row_for_each_sample(prefetch: int, retur
     dataset = Numbers()
     dataset.read = lambda ids: {"tokens": torch.zeros(len(ids), 4)}  # type: ignore[method-assign]
     with loading(dataset, where, prefetch=prefetch) as loader:
-        assert len(list(loader.microbatches(1, 0, 1))) == 6
+        assert len(list(loader.microbatches(1, 0, deal(loader, 1)))) == 6
         dataset.read = lambda ids: returned  # type: ignore[method-assign]
         with pytest.raises(DataError) as refused:
             loader.read(ids)

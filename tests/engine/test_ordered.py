@@ -1,28 +1,42 @@
-"""The ordered reduction is compared with a loop in Python: pieces are added in the order of the microbatches, whoever ran them."""
+"""The ordered reduction is compared with a loop in Python: blocks of microbatches are added, and then their sums, whoever ran them.
+
+One function computes a member's part.  It runs in threads of this process, where layouts, node maps and blocks are drawn at random and
+every byte is counted, and in real processes over gloo.
+"""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from elastic.engine.sync.base import Round
-from elastic.engine.sync.ordered import OrderedReduction
+import elastic.plan.batch as batch
+from elastic.engine.sync.ordered import Ordered
 from elastic.engine.world import World
-from elastic.plan.batch import active, rounds
+from elastic.plan.batch import Deal, deal_of
 from elastic.plan.layout import Layout
+from tests.support import model_world
+from tests.support.collectives import counting
 from tests.support.ranks import Ranks
 
 LAYOUTS = [Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(1, 3), Layout(3, 1), Layout(2, 2), Layout(1, 4), Layout(4, 1)]
+MAPS = {"4": "aaaa", "2+2": "aabb", "1+3": "abbb", "3+1": "aaab", "turns": "abab"}
 SEEDS, MICROBATCHES = range(12), 7
+WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def gradients(seed: int, rows: int) -> list[torch.Tensor]:
+def gradients(seed: int, rows: int, microbatches: int = MICROBATCHES, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Returns a flat gradient for each microbatch; magnitudes make every order another sum, and adding zero loses negative zeros."""
     draw = np.random.default_rng(seed)
-    found = draw.normal(size=(MICROBATCHES, rows)) * 10.0 ** draw.integers(-4, 4, size=(MICROBATCHES, 1))
+    found = draw.normal(size=(microbatches, rows)) * 10.0 ** draw.integers(-4, 4, size=(microbatches, 1))
     found[:, draw.random(rows) < 0.2] = -0.0
-    return [torch.from_numpy(each).float() for each in found]
+    return [torch.from_numpy(each).to(dtype) for each in found]
 
 
 def width(seed: int, layout: Layout) -> int:
@@ -30,42 +44,181 @@ def width(seed: int, layout: Layout) -> int:
     return layout.dp_shard * (seed + 1)
 
 
-def dumb(seed: int, layout: Layout) -> torch.Tensor:
-    first, *others = gradients(seed, width(seed, layout))
+def dumb(grads: Sequence[torch.Tensor], block: int) -> torch.Tensor:
+    """Adds in the canonical order, in float32."""
+    sums = []
+    for first in range(0, len(grads), block):
+        part, *others = (each.float() for each in grads[first : first + block])
+        for other in others:
+            part = part + other
+        sums.append(part)
+    total, *others = sums
     for other in others:
-        first = first + other
-    return first
+        total = total + other
+    return total
 
 
-def folded(world: World) -> list[torch.Tensor]:
-    """Returns this member's shard of the sum for each seed.  An idle member brings NaN."""
-    layout, round_ = world.layout, Round()
-    reduction, found = OrderedReduction(world, round_), []
-    for seed in SEEDS:
-        mine = gradients(seed, width(seed, layout))[world.rank :: world.size]
-        output = torch.empty(width(seed, layout) // layout.dp_shard)
-        count = rounds(MICROBATCHES, world.size)
-        for number in range(count):
-            round_.active, round_.last = active(number, world.size, MICROBATCHES), number == count - 1
-            grads = mine[number] if number < len(mine) else torch.full((width(seed, layout),), float("nan"))
-            reduction.reduce(grads, output)
-        found.append(output.clone())
-    return found
+def reduced(world: Any, block: int, elements: int, seed: int, microbatches: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns this member's shard of the sum.  An idle member brings NaN."""
+    scheme = Ordered(world, deal_of(microbatches, block, world.layout, world.nodes))
+    reduction, whole = scheme.reduction(), gradients(seed, elements, microbatches, dtype)
+    output = torch.full((elements // world.layout.dp_shard,), float("nan"))
+    for number in range(scheme.deal.rounds):
+        index = scheme.deal.microbatch_of(number, world.rank)
+        scheme.round.number, scheme.round.last = number, number == scheme.deal.rounds - 1
+        reduction.reduce(torch.full((elements,), float("nan"), dtype=dtype) if index is None else whole[index].clone(), output)
+        kept = [each for each in (reduction.total, reduction.open) if each is not None]
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in kept), "a sum keeps no buffer of a round alive"
+    return output
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_fold_is_a_sum_in_the_order_of_the_microbatches(ranks: Ranks, layout: Layout) -> None:
+def assert_equal(members: Sequence[torch.Tensor], layout: Layout, expected: torch.Tensor) -> None:
+    whole = torch.cat(list(members[: layout.dp_shard]))
+    assert whole.numpy().tobytes() == expected.numpy().tobytes()
+    assert all(each.numpy().tobytes() == members[rank % layout.dp_shard].numpy().tobytes() for rank, each in enumerate(members))
+
+
+# ---- in threads
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Layout, str]:
+    layout = Layout(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+    return layout, "".join(draw(st.lists(st.sampled_from("abc"), min_size=layout.world, max_size=layout.world)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds(), st.integers(1, 6), st.integers(1, 26), st.integers(1, 9), st.integers(0, 2**32), st.sampled_from(sorted(WIRE)))
+def test_the_bits_depend_on_the_job_alone(
+    world: tuple[Layout, str], block: int, microbatches: int, rows: int, seed: int, dtype: str
+) -> None:
+    """N7: any layout, any placing of its members on up to three nodes, any block, both dtypes of a gradient."""
+    layout, nodes = world
+    elements = layout.dp_shard * rows
+    found, _ = model_world.run(layout, nodes, reduced, block, elements, seed, microbatches, WIRE[dtype])
+    assert_equal(found, layout, dumb(gradients(seed, elements, microbatches, WIRE[dtype]), block))
+
+
+@pytest.mark.parametrize("wrong", ["swapped", "suffix"])
+def test_a_wrong_order_shows(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Negative control: two microbatches of a block that change places, and a node that adds the end of a block, change the sum."""
+    genuine = batch.Deal._dealt
+
+    def dealt(self: Deal, first: int, last: int) -> list[batch.Unit]:
+        units = genuine(self, first, last)
+        if wrong == "swapped":
+            return [batch.Unit(unit.first, unit.ranks[::-1], unit.begins, unit.ends) for unit in units[::-1]]
+        one, *others = units[0].ranks
+        head = batch.Unit(units[0].first, (one,), begins=True, ends=False)
+        return [head, batch.Unit(units[0].first + 1, tuple(others), begins=False, ends=True), *units[1:]]
+
+    layout = Layout(1, 8)
+    expected = dumb(gradients(3, 80, 8), 4)
+    good, _ = model_world.run(layout, "aaaabbbb", reduced, 4, 80, 3, 8, torch.float32)
+    assert_equal(good, layout, expected)
+    monkeypatch.setattr(batch.Deal, "_dealt", dealt)
+    bad, _ = model_world.run(layout, "aaaabbbb", reduced, 4, 80, 3, 8, torch.float32)
+    assert torch.allclose(torch.cat(bad), expected, rtol=1e-3, atol=1e-3) and not torch.equal(torch.cat(bad), expected)
+
+
+def hierarchical(layout: Layout, nodes: str, elements: int) -> dict[str, float]:
+    """Returns the bytes that leave each node in a hierarchical reduce-scatter: a float32 sum for each element that others own."""
+    owned = Counter(nodes)
+    return {node: 4 * elements * (1 - owned[node] / layout.world) for node in owned}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "layout", "microbatches", "most"),
+    [
+        ("aaaabbbbccccdddd", Layout(4, 4), 64, 1.1),
+        ("aaaabbbbccccdddd", Layout(1, 16), 64, 1.1),
+        ("aaaabbbbccccddd", Layout(1, 15), 64, 1.3),
+        ("aaabbbbccccdddd", Layout(3, 5), 64, 1.3),
+        ("abcdabcdabcdabcd", Layout(1, 16), 64, 1.1),
+    ],
+)
+def test_a_node_sends_one_sum_a_round(nodes: str, layout: Layout, microbatches: int, most: float) -> None:
+    """N7: bytes out of each node in a round, counted where they are sent, with ``block`` = 4 = the ranks of a whole node."""
+    elements, rounds = layout.world * 60, Deal(microbatches, 4, tuple(nodes)).rounds
+    _, exchange = model_world.run(layout, nodes, reduced, 4, elements, 1, microbatches, torch.float32)
+    gathered = final_bytes(layout, nodes, elements)
+    expected = hierarchical(layout, nodes, elements)
+    for node, sent in exchange.out_of(nodes).items():
+        assert sent - gathered[node] <= most * rounds * expected[node], (node, sent, gathered[node], expected)
+    _, one = model_world.run(layout, nodes, reduced, 1, elements, 1, microbatches, torch.float32)
+    assert sum(one.out_of(nodes).values()) > 3 * sum(exchange.out_of(nodes).values()), "without blocks each gradient leaves its node"
+    peers = Counter(source for source, target in exchange.bytes)
+    assert max(peers.values()) <= 4 + len(set(nodes))
+
+
+def final_bytes(layout: Layout, nodes: str, elements: int) -> Counter[str]:
+    """Returns the bytes out of each node that belong to the replicas' exchange after the last round: those of a step without gradients."""
+    def gather(world: Any) -> None:
+        scheme = Ordered(world, deal_of(1, 1, world.layout, world.nodes))
+        part = -(-elements // world.size)
+        scheme.reduction()._from_replicas(torch.zeros(part), elements // world.layout.dp_shard)
+
+    _, exchange = model_world.run(layout, nodes, gather)
+    return exchange.out_of(nodes)
+
+
+def test_replicas_get_a_piece_from_another_node_once() -> None:
+    """The exchange after the last round: a node gets each piece of others once, which is what a hierarchical all-gather sends."""
+    layout, nodes = Layout(16, 1), "aaaabbbbccccdddd"
+    assert final_bytes(layout, nodes, 1600) == dict.fromkeys("abcd", 4 * 400 * 3)
+
+
+# ---- in processes
+
+
+def folded(world: World, block: int) -> list[torch.Tensor]:
+    """Returns this member's shard of the sum for each seed."""
+    return [reduced(world, block, width(seed, world.layout), seed, MICROBATCHES, torch.float32) for seed in SEEDS]
+
+
+CASES = [(layout, "", 1) for layout in LAYOUTS] + [
+    (layout, nodes, block)
+    for nodes in MAPS.values()
+    for layout, block in [(Layout(1, 4), 2), (Layout(4, 1), 2), (Layout(2, 2), 2), (Layout(2, 2), 3)]
+]
+
+
+@pytest.mark.parametrize(("layout", "nodes", "block"), [*CASES, (Layout(1, 3), "abb", 2), (Layout(3, 1), "aab", 2), (Layout(1, 2), "ab", 3)])
+def test_the_fold_is_a_sum_in_the_order_of_the_microbatches(ranks: Ranks, layout: Layout, nodes: str, block: int) -> None:
     """Promise 1, bitwise: 7 microbatches over 1 to 4 ranks; what an idle rank brings does not enter; -0.0 stays -0.0."""
-    members: list[list[torch.Tensor]] = ranks.run(layout, folded)
+    members: list[list[torch.Tensor]] = ranks.run(layout, folded, block, nodes=nodes)
     for seed in SEEDS:
-        whole = torch.cat([members[index][seed] for index in range(layout.dp_shard)])
-        assert whole.numpy().tobytes() == dumb(seed, layout).numpy().tobytes()
-        assert all(torch.equal(each[seed], members[rank % layout.dp_shard][seed]) for rank, each in enumerate(members))
+        expected = dumb(gradients(seed, width(seed, layout)), block)
+        assert_equal([each[seed] for each in members], layout, expected)
+
+
+def sent(world: World, block: int) -> tuple[Counter[int], int]:
+    """Returns the bytes that this member sends to each other one in 8 microbatches, by the arguments of its real collectives."""
+    with counting() as calls:
+        reduced(world, block, 960, 1, 8, torch.float32)
+    found: Counter[int] = Counter()
+    for call in calls.named("alltoall_base"):
+        found.update({rank: count for rank, count in enumerate(call.sent) if count and rank != world.rank})
+    return found, len(calls.named("alltoall_base"))
+
+
+def test_real_processes_send_what_threads_send(ranks: Ranks) -> None:
+    """The bytes at the seam to ``torch.distributed``, of two nodes of two: half as many leave a node as without blocks."""
+    layout, nodes = Layout(1, 4), "aabb"
+    out = {}
+    for block in (1, 2):
+        found: list[tuple[Counter[int], int]] = ranks.run(layout, sent, block, nodes=nodes)
+        _, exchange = model_world.run(layout, nodes, reduced, block, 960, 1, 8, torch.float32)
+        pairs = {(source, target): count for source, (each, _) in enumerate(found) for target, count in each.items()}
+        assert pairs == exchange.bytes and {calls for _, calls in found} == {4}, "two rounds, each in a node and between nodes"
+        out[block] = exchange.out_of(nodes)
+    assert out[2] == {"a": 2 * 4 * 480, "b": 2 * 4 * 480} and out[1] == {"a": 4 * 4 * 480, "b": 4 * 4 * 480}
 
 
 def test_the_order_shows() -> None:
     """Negative control: another order of these gradients gives another sum, and beginning with zeros would lose negative zeros."""
-    layout = Layout(1, 4)
-    backwards = [sum(gradients(seed, width(seed, layout))[::-1][1:], gradients(seed, width(seed, layout))[-1]) for seed in SEEDS]
-    assert any(not torch.equal(torch.as_tensor(other), dumb(seed, layout)) for seed, other in zip(SEEDS, backwards, strict=True))
-    assert any(torch.signbit(total[total == 0]).any() for total in (dumb(seed, layout) for seed in SEEDS))
+    wholes = [gradients(seed, width(seed, Layout(1, 4))) for seed in SEEDS]
+    orders: list[Callable[[list[torch.Tensor]], torch.Tensor]] = [lambda each: dumb(each[::-1], 1), lambda each: dumb(each, 2)]
+    for order in orders:
+        assert any(not torch.equal(order(each), dumb(each, 1)) for each in wholes)
+    assert any(torch.signbit(total[total == 0]).any() for total in (dumb(each, 1) for each in wholes))

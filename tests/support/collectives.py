@@ -17,10 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class Call:
-    """One collective.  ``name`` is the operator without its underscore; ``bytes`` counts all tensors among the arguments."""
+    """One collective.  ``name`` is the operator without its underscore; ``bytes`` counts all tensors among the arguments.
+
+    ``sent`` has the bytes for each member if it is an all-to-all with sizes.
+    """
 
     name: str
     bytes: int
+    sent: tuple[int, ...] = ()
 
 
 class Calls(list[Call]):
@@ -50,5 +54,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             leaves = tree_leaves((args, kwargs))
             size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.calls.append(Call(func._opname.strip("_"), size))
+            name, sent = func._opname.strip("_"), ()
+            if name == "alltoall_base":
+                _, mine, _, _, sizes, *_ = args  # output, input, group, sizes of the output, sizes of the input
+                sent = tuple(count * mine.itemsize for count in sizes)
+            self.calls.append(Call(name, size, sent))
         return func(*args, **(kwargs or {}))

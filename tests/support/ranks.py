@@ -33,23 +33,25 @@ class Ranks:
         self.generation = 0
         self.store: Any = None
 
-    def run(self, layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Runs the function in every member, and returns the results by world rank.
+    def run(self, layout: Layout, function: Callable[..., Any], *arguments: Any, nodes: Sequence[str] = ()) -> list[Any]:
+        """Runs the function in every member, and returns the results by world rank.  ``nodes`` are the members' nodes, if not all one.
 
         Raises :class:`AssertionError` with the traceback of a member that raised, and :class:`TimeoutError` if a member does not answer.
         """
-        self.start(layout, range(layout.world), function, *arguments)
+        self.start(layout, range(layout.world), function, *arguments, nodes=nodes)
         answers = [self._answer(process) for process in range(layout.world)]
         return [_value(*answer) for answer in answers]
 
-    def start(self, layout: Layout, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> None:
+    def start(
+        self, layout: Layout, processes: Sequence[int], function: Callable[..., Any], *arguments: Any, nodes: Sequence[str] = ()
+    ) -> None:
         """Begins to run the function in these processes, which get the world ranks 0, 1, …, and returns at once."""
         from elastic.engine.stores import host_store
 
         self.generation += 1
         self.store = host_store("127.0.0.1", PATIENCE_S)
         for rank, process in enumerate(processes):
-            self.pipes[process].send((layout, rank, self.generation, self.store.port, function, arguments))
+            self.pipes[process].send((layout, rank, self.generation, self.store.port, tuple(nodes), function, arguments))
 
     def answer(self, process: int) -> Any:
         """Returns the result of the function in one process."""
@@ -84,11 +86,11 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
 
     device = prepare_process(Job(name="ranks", bucket="/nowhere", workers={"gpus": int(kind == "cuda")}))
     while (task := pipe.recv()) is not None:
-        layout, rank, generation, port, function, arguments = task
+        layout, rank, generation, port, nodes, function, arguments = task
         world = None
         try:
             store = join_store("127.0.0.1", port, SECRET, PATIENCE_S)
-            world = World.form(store, generation=generation, layout=layout, rank=rank, device=device, form_s=60)
+            world = World.form(store, generation=generation, layout=layout, rank=rank, device=device, form_s=60, nodes=nodes)
             world.connect(60, 60)
             pipe.send((False, function(world, *arguments)))
         except Exception:  # the process boundary: raised again in the test

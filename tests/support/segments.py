@@ -115,7 +115,7 @@ def member(
             Healing(state, plan, worker, session).finish(shards(fence), checkpoints)
             with fence as rules:
                 rules.healed(0.0, Holding(worker, version, state.shard.cell), state.shard)
-            shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.layout)
+            shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.layout, job.reduction.block, world.nodes)
             yield Member(session, state, fence, shape, checkpoints)
         finally:
             session.loader.close()
@@ -153,9 +153,16 @@ class Trained:
         return self.parts[0].outcomes
 
 
-def train(ranks: Ranks, job: Job, layout: Layout, last: int, version: Version = Version(0, 0)) -> Trained:  # noqa: B008 (frozen)
-    """Trains a segment in one world of ``layout``."""
-    parts = ranks.run(layout, segment, job, version, last)
+def train(
+    ranks: Ranks,
+    job: Job,
+    layout: Layout,
+    last: int,
+    version: Version = Version(0, 0),  # noqa: B008 (frozen)
+    nodes: Sequence[str] = (),
+) -> Trained:
+    """Trains a segment in one world of ``layout``, whose members are on ``nodes``."""
+    parts = ranks.run(layout, segment, job, version, last, nodes=nodes)
     end = Version(last, parts[0].outcomes[-1].generation)
     lineage = ((version.generation, version.step),) if version.step else ()
     return Trained(finish(job, layout, [part.receipt for part in parts], end, lineage), end, parts)

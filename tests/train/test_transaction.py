@@ -20,7 +20,6 @@ from elastic.engine.world import World
 from elastic.errors import FencedOff
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.plan.batch import microbatch_of
 from elastic.plan.layout import Layout
 from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import (
@@ -160,7 +159,7 @@ def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0), copied: tuple[Copied
     for rank in range(SHAPE.world):
         share = Share([], [], [])
         for round_ in range(SHAPE.rounds):
-            index = microbatch_of(round_, rank, SHAPE.world, SHAPE.microbatches)
+            index = SHAPE.deal.microbatch_of(round_, rank)
             share.losses.append(torch.rand((), generator=draw))
             share.counts.append(torch.tensor(32 - rank))
             share.samples.append(() if index is None else (step * 100 + 2 * index, step * 100 + 2 * index + 1))

@@ -18,14 +18,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from elastic.engine.world import World, all_gather
+from elastic.plan.batch import Deal
 
 
 @dataclass
 class Round:
     """The present round of a step.  The step writes it before each backward pass, and all reductions of the scheme read it."""
 
-    active: int = 1
-    """Number of data ranks that run a microbatch in this round."""
+    number: int = 0
+    """The number of this round in its step, from 0."""
     last: bool = True
     """True in the last round of the step."""
 
@@ -47,15 +48,15 @@ class Reduction(ABC):
 
 
 class Scheme(ABC):
-    """One way to synchronise the members of one world."""
+    """One way to synchronise the members of one world, which run the microbatches that ``deal`` gives them."""
 
     keeps_sums: ClassVar[bool]
     """True if reductions add up the rounds by themselves.  If False, the caller adds the results of the rounds."""
     needs_replicate_group: ClassVar[bool]
     """True if the world must have a process group of the members that hold the same shard."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.round = world, Round()
+    def __init__(self, world: World, deal: Deal) -> None:
+        self.world, self.deal, self.round = world, deal, Round()
 
     @abstractmethod
     def reduction(self) -> Reduction:

@@ -1,24 +1,33 @@
 """The ordered reduction: a sum of gradients that does not depend on the number of data ranks.
 
 Floating-point addition is not associative.  A library's reduce-scatter adds in an order that depends on the number of ranks, and rounds are
-accumulated afterwards; so 2, 3 and 4 workers give three different sums.  Here the same bytes travel in an all-to-all instead, and each
-owner adds the pieces to its running sum in the order of the microbatches.  It starts with the first piece and not with zeros, which would
-turn -0.0 into 0.0.  Data rank i mod d runs microbatch i in round i div d, so within a round the pieces come in rank order; ranks that idle
-in the last round are left out.
+accumulated afterwards; so 2, 3 and 4 workers give three different sums.  Here bytes travel in all-to-alls instead, and every addition is
+ours, in an order that the job fixes: the microbatches of a block (``reduction.block``) are added from left to right, and so are the sums of
+the blocks.  A sum starts with its first piece and not with zeros, which would turn -0.0 into 0.0.  Gradients have the dtype in which the
+model reduces them, whether they travel or not, and all sums are float32.
+
+Within a round, ``plan/batch.py`` gives whole blocks to single nodes.  A node adds such a block, or the beginning of one, before it sends it.
+So with as many microbatches in a block as a node has ranks, a node sends one sum in place of many gradients.  ``plan/routes.py`` says
+which member of the node adds which piece and to whom it goes.  Nothing else is added on the way.  The owner adds the pieces of a round to
+the sum of the open block, or of all blocks before; it holds these two sums at most.
 
 With R replicas of S shards, world rank r·S + s owns sub-piece r of shard s while the sum runs (R·S distinct pieces, so no element
-is added twice), and the replicas exchange the finished sub-pieces once, after the last round.  Each rank sends the bytes of one
-reduce-scatter in each round and of one all-gather over the replicas in each step.  HSDP sends the same, in another order.
+is added twice), and the replicas exchange the finished sub-pieces once, after the last round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from elastic.engine.sync.base import Reduction, Round, Scheme
+from elastic.engine.sync.base import Reduction, Scheme
 from elastic.engine.world import World
+from elastic.plan.batch import Deal, Unit
+from elastic.plan.routes import Pieces, Routes
 
 
 class Ordered(Scheme):
@@ -27,52 +36,154 @@ class Ordered(Scheme):
     keeps_sums = True
     needs_replicate_group = False
 
+    def __init__(self, world: World, deal: Deal) -> None:
+        super().__init__(world, deal)
+        self.routes = Routes(world.layout, world.nodes, world.rank)
+        self._legs: dict[int, _Legs] = {}
+        order, shards = self.routes.order, world.layout.dp_shard
+        self.order: tuple[Tensor, Tensor] | None = None
+        """The shards, and the sub-pieces of each, in the order of the handlers; None if that is the order in which they are."""
+        if order != list(range(world.size)) or world.layout.dp_replicate > 1:
+            found = torch.tensor([divmod(owner, shards)[::-1] for owner in order], device=world.device)
+            self.order = found[:, 0], found[:, 1]
+
     def reduction(self) -> OrderedReduction:
-        return OrderedReduction(self.world, self.round)
+        return OrderedReduction(self)
+
+    def legs(self) -> _Legs:
+        """Returns what travels in the present round.  All wrapped modules and all steps use it again."""
+        number = self.round.number
+        if number not in self._legs:
+            self._legs[number] = _Legs(self.routes, self.deal.units[number])
+        return self._legs[number]
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """The units of one kind, sums or single gradients, on their way from node to node."""
+
+    units: list[Unit]
+    here: list[Unit]
+    """Those of this member's node."""
+    sent: Pieces
+    got: Pieces
+    places: list[int]
+    """The place of each of ``units`` among the pieces that come."""
+
+
+class _Legs:
+    """What travels in one round, seen from one member."""
+
+    def __init__(self, routes: Routes, units: Sequence[Unit]) -> None:
+        self.routes, self.units = routes, units
+        busy = {rank for unit in units for rank in unit.ranks}
+        self.sent = routes.to_handlers() if routes.rank in busy else {}
+        self.got = routes.from_mates(busy)
+        self.row = {mate: row for row, mate in enumerate(mate for mate in routes.mates if mate in busy)}
+        """The rows in which the gradients of this node's members come to a handler."""
+
+    @cached_property
+    def between_nodes(self) -> list[_Leg]:
+        """The sums, and then the single gradients; a kind that no node has is left out, and all if there is one node."""
+        legs = []
+        for units in ([unit for unit in self.units if len(unit.ranks) > 1], [unit for unit in self.units if len(unit.ranks) == 1]):
+            if units:
+                here = [unit for unit in units if unit.ranks[0] in self.row]
+                legs.append(_Leg(units, here, self.routes.to_owners(len(here)), *self.routes.from_handlers(units)))
+        return legs
 
 
 class OrderedReduction(Reduction):
     """Sums the gradients of one wrapped module, over data ranks, replicas and rounds."""
 
-    def __init__(self, world: World, round_: Round) -> None:
-        self.world, self.round = world, round_
-        self.sum: Tensor | None = None
+    def __init__(self, scheme: Ordered) -> None:
+        self.scheme, self.world, self.routes = scheme, scheme.world, scheme.routes
+        self.total: Tensor | None = None
+        """The sum of all complete blocks."""
+        self.open: Tensor | None = None
+        """The sum of the microbatches of the block that is not complete yet."""
 
     def reduce(self, grads: Tensor, total: Tensor) -> None:
         self.world.keep_up()
-        pieces = self._exchange(grads.view(self.world.layout.dp_shard, -1))
-        for piece in pieces[: self.round.active]:
-            self.sum = piece.float() if self.sum is None else self.sum.add_(piece)
-        if self.sum is None:
-            raise RuntimeError("a round of a step has no microbatch on any data rank")
-        if self.round.last:
-            total.copy_(self._gather(self.sum, total.numel()))
-            self.sum = None
+        legs = self.scheme.legs()
+        pieces = self._to_owner(self._to_handler(self._by_owner(grads), legs), legs)
+        for unit, piece in zip(legs.units, pieces, strict=True):
+            self._add(unit, piece)
+        if self.scheme.round.last:
+            assert self.total is not None and self.open is None, "the last round ends the last block"
+            total.copy_(self._from_replicas(self.total, total.numel()))
+            self.total = None
 
-    def _exchange(self, grads: Tensor) -> Tensor:
-        """Turns [S, n] of this rank into [world, n / R]: every rank's version of the sub-piece that this rank owns."""
+    def _add(self, unit: Unit, piece: Tensor) -> None:
+        """Adds the unit to the sum that it continues.  A sum has memory of its own, because pieces lie in buffers of a whole round."""
+        if not unit.begins:
+            assert self.open is not None
+            self.open.add_(piece)
+        elif not unit.ends:
+            self.open = piece.to(torch.float32, copy=True)
+            return
+        if unit.ends:
+            whole = piece if unit.begins else self.open
+            assert whole is not None
+            self.total = whole.to(torch.float32, copy=True) if self.total is None else self.total.add_(whole)
+            self.open = None
+
+    def _by_owner(self, grads: Tensor) -> Tensor:
+        """Turns the gradient of all shards into [owners, part], in the order of the handlers."""
         layout = self.world.layout
-        replicas = layout.dp_replicate
-        part = -(-grads.shape[1] // replicas)
-        if replicas > 1:
-            padded = torch.nn.functional.pad(grads, (0, part * replicas - grads.shape[1]))
-            grads = padded.view(layout.dp_shard, replicas, part).transpose(0, 1).contiguous()
-        if layout.world == 1:
-            return grads.reshape(1, part).clone()
-        pieces = grads.new_empty(layout.world, part)
-        dist.all_to_all_single(pieces.view(-1), grads.reshape(-1))
-        return pieces
+        grads = grads.view(layout.dp_shard, -1)
+        part = -(-grads.shape[1] // layout.dp_replicate)
+        if padding := part * layout.dp_replicate - grads.shape[1]:
+            grads = torch.nn.functional.pad(grads, (0, padding))
+        if self.scheme.order is None:
+            return grads
+        return grads.reshape(layout.dp_shard, layout.dp_replicate, part)[self.scheme.order]
 
-    def _gather(self, total: Tensor, count: int) -> Tensor:
+    def _to_handler(self, grads: Tensor, legs: _Legs) -> Tensor:
+        """Turns [owners, part] of this member into [members of this node with a gradient, owners that this member handles, part]."""
+        part = grads.shape[1]
+        if not self.routes.node_each:
+            grads = self.world.all_to_all(grads.view(-1), legs.sent, legs.got, part)
+        return grads.view(-1, len(self.routes.handled[self.routes.rank]), part)[: len(legs.row)]
+
+    def _to_owner(self, grads: Tensor, legs: _Legs) -> list[Tensor]:
+        """Adds what this node may add, and returns this member's piece of every unit of the round."""
+        found, part = dict[Unit, Tensor](), grads.shape[2]
+        for leg in legs.between_nodes:
+            outgoing = [self._added(unit, grads, legs) for unit in leg.here]
+            if self.routes.one_node:
+                found.update(zip(leg.here, (each[0] for each in outgoing), strict=True))
+                continue
+            dtype = torch.float32 if len(leg.units[0].ranks) > 1 else grads.dtype
+            flat = torch.stack(outgoing, 1).view(-1) if outgoing else grads.new_empty(0, dtype=dtype)
+            came = self.world.all_to_all(flat, leg.sent, leg.got, part).view(-1, part)
+            found.update((unit, came[place]) for unit, place in zip(leg.units, leg.places, strict=True))
+        return [found[unit] for unit in legs.units]
+
+    def _added(self, unit: Unit, grads: Tensor, legs: _Legs) -> Tensor:
+        """Returns a unit of this node, [owners that this member handles, part]."""
+        first, *others = (grads[legs.row[rank]] for rank in unit.ranks)
+        for number, other in enumerate(others):
+            first = first.float() + other if number == 0 else first.add_(other)
+        return first
+
+    def _from_replicas(self, total: Tensor, count: int) -> Tensor:
         """Joins the sub-pieces of all replicas: flat [count].
 
-        It is an all-to-all among all members, in which only replicas send each other anything.  That saves a communicator for the replicas.
+        Each sub-piece goes to every other node once, and is shared there.  These are all-to-alls among all members, in which only few send
+        each other anything.  That saves communicators for the replicas.
         """
-        layout, part = self.world.layout, total.numel()
-        if layout.dp_replicate == 1:
+        routes, part = self.routes, total.numel()
+        if self.world.layout.dp_replicate == 1:
             return total
-        replicas = layout.ranks_along("dp_replicate", self.world.rank)
-        sizes = [part if rank in replicas else 0 for rank in range(layout.world)]
-        whole = total.new_empty(layout.dp_replicate * part)
-        dist.all_to_all_single(whole, total.repeat(layout.dp_replicate), sizes, sizes)
-        return whole[:count]
+        owners = routes.brought[routes.rank]
+        if not routes.one_node:
+            total = self.world.all_to_all(total.repeat(len(routes.reached)), dict.fromkeys(routes.reached, 1), dict.fromkeys(owners, 1), part)
+        if routes.some_share:
+            got = {mate: len(brought) for mate, brought in routes.brought.items()}
+            total = self.world.all_to_all(total.repeat(len(routes.near)), dict.fromkeys(routes.near, len(owners)), got, part)
+            owners = [owner for brought in routes.brought.values() for owner in brought]
+        if owners != sorted(owners):
+            places = sorted(range(len(owners)), key=owners.__getitem__)
+            total = torch.cat([total[place * part : (place + 1) * part] for place in places])
+        return total[:count]

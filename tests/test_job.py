@@ -15,7 +15,7 @@ from elastic.config.command_line import Parser
 from elastic.config.settings import leaves, nearest
 from elastic.control.rules import Rules
 from elastic.errors import JobError
-from elastic.job import Checkpoint, Copies, Data, Deadlines, Fault, Job, Network, Optim, Parallel, Schedule, Workers
+from elastic.job import Checkpoint, Copies, Data, Deadlines, Fault, Job, Network, Optim, Parallel, Reduction, Schedule, Workers
 from tests.support.job_file import to_toml
 
 pytestmark = pytest.mark.fast
@@ -349,6 +349,7 @@ TRAJECTORY = {
     "optim": Optim(lr=1),
     "schedule": Schedule(warmup_steps=1),
     "numerics": 1,
+    "reduction": Reduction(block=2),
 }
 
 

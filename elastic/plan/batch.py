@@ -5,9 +5,9 @@ a node may add a whole block, or the first microbatches of one, before it sends 
 the whole.  So whole blocks go to nodes that have ``block`` free ranks, and the rest goes to the ranks that are left over.  Each round runs
 the next consecutive microbatches, so an owner of the sum waits for the rest of one block at most.
 
-A step has as few rounds as the number of data ranks allows.  If these rounds have room enough, each of them ends with the end of a block,
-or even has whole blocks on single nodes only.  Ranks without a microbatch run along with weight zero, so that every collective finds all
-members.
+A step has as few rounds as the number of data ranks allows.  As far as these rounds have room, each of them ends with the end of a block,
+or even has whole blocks on single nodes only; leftover ranks then have nothing to do.  Ranks without a microbatch run along with weight
+zero, so that every collective finds all members.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from elastic.plan.layout import Layout
 from elastic.plan.placement import data_ranks, reporters
@@ -51,18 +52,24 @@ class Deal:
         return -(-self.microbatches // len(self.nodes))
 
     @cached_property
-    def width(self) -> int:
-        """The number of microbatches of each round but the last, which may have fewer."""
-        ranks, block = len(self.nodes), self.block
-        on_single_nodes = sum(len(each) // block for each in self._ranks_by_node()) * block
-        widths = (on_single_nodes, ranks // block * block, ranks)
-        return next(width for width in widths if width * self.rounds >= self.microbatches)
-
-    @cached_property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
         """The units of each round, in the order in which they are added."""
-        firsts = range(0, self.microbatches, self.width)
-        return tuple(tuple(self._dealt(first, min(first + self.width, self.microbatches))) for first in firsts)
+        return tuple(tuple(self._dealt(first, last)) for first, last in pairwise(self._bounds()))
+
+    def _bounds(self) -> list[int]:
+        """Returns the first microbatch of each round, and the number of all.
+
+        A round ends where whole blocks on single nodes do, or at least where a block does, if later rounds can run all the rest.
+        """
+        ranks, block = len(self.nodes), self.block
+        on_single_nodes = sum(len(each) // block for each in self._ranks_by_node()) * block
+        bounds = [0]
+        for later in reversed(range(self.rounds)):
+            begun = -bounds[-1] % block  # microbatches of a block that the round before began
+            widths = (begun + on_single_nodes, begun + (ranks - begun) // block * block, ranks)
+            ends = [bounds[-1] + width for width in widths if 0 < width <= ranks]
+            bounds.append(min(next(end for end in ends if self.microbatches - end <= later * ranks), self.microbatches))
+        return bounds
 
     def microbatch_of(self, round_: int, data_rank: int) -> int | None:
         """Returns the microbatch that the rank runs in the round, or None if it idles."""

@@ -178,7 +178,9 @@ class OrderedReduction(Reduction):
             return total
         owners = routes.brought[routes.rank]
         if not routes.one_node:
-            total = self.world.all_to_all(total.repeat(len(routes.reached)), dict.fromkeys(routes.reached, 1), dict.fromkeys(owners, 1), part)
+            total = self.world.all_to_all(
+                total.repeat(len(routes.reached)), dict.fromkeys(routes.reached, 1), dict.fromkeys(owners, 1), part
+            )
         if routes.some_share:
             got = {mate: len(brought) for mate, brought in routes.brought.items()}
             total = self.world.all_to_all(total.repeat(len(routes.near)), dict.fromkeys(routes.near, len(owners)), got, part)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elastic.data.cursor import Cursor
-from elastic.engine.loss import next_token
 from elastic.engine.optim.schedule import learning_rate_of
+from elastic.engine.precision import PRECISIONS, Precision
+from elastic.engine.sync.ordered import OrderedReduction
+from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.imports import load
 from elastic.job import Job
+from elastic.models.llama import build
 from elastic.plan.layout import Layout
 from elastic.runs import Run
 from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, train
+from tests.support.segments import Part, Trained, segment, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -41,6 +46,22 @@ def test_a_users_own_model_too(ranks: Ranks, tmp_path: Path) -> None:
     """Promise 1, without a sharding table: odd sizes, biases, layer norms, untied; shards uneven at every degree."""
     one, three = (train(ranks, toy_job(tmp_path / str(layout.world), **OWN), layout, STEPS) for layout in (Layout(1, 1), Layout(1, 3)))
     assert one.hash == three.hash
+
+
+PLACES = [(Layout(1, 1), ""), (Layout(2, 2), "aabb"), (Layout(1, 4), "abbb"), (Layout(4, 1), "aaaa"), (Layout(3, 1), "aab")]
+"""Layouts, each with the nodes of its members."""
+
+
+def test_blocks_give_the_same_bits_on_any_nodes(ranks: Ranks, tmp_path: Path) -> None:
+    """N7, promise 1: blocks of 3 of 8 microbatches, added inside nodes where one has the room, by the owners where none has."""
+    hashes, outcomes = set(), []
+    for number, (layout, nodes) in enumerate(PLACES):
+        found = train(ranks, toy_job(tmp_path / str(number), reduction={"block": 3}), layout, 2, nodes=nodes)
+        hashes.add(found.hash)
+        outcomes.append([replace(outcome, generation=0) for outcome in found.outcomes])
+        assert sum(part.microbatches for part in found.parts) == 2 * 8
+    assert len(hashes) == 1 and outcomes == [outcomes[0]] * len(PLACES)
+    assert train(ranks, toy_job(tmp_path / "one"), Layout(1, 1), 2).hash not in hashes, "the block is part of the job"
 
 
 @pytest.mark.parametrize(
@@ -89,8 +110,8 @@ def plain_training(job: Job, steps: int) -> tuple[dict[str, dict[str, torch.Tens
         total, count = 0.0, 0
         for index in range(job.microbatches):
             torch.manual_seed(microbatch_seed(job.seed, step, index))
-            loss, tokens = next_token(model, data.read(cursor.microbatch_ids(step, index, job.microbatch)))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss, tokens = load(job.loss)(model, data.read(cursor.microbatch_ids(step, index, job.microbatch)))
+            loss.backward()
             total, count = total + loss.item(), count + int(tokens)
         for parameter in named.values():
             parameter.grad /= count
@@ -121,3 +142,44 @@ def test_moments_slice_by_slice_through_reshapes_against_an_unsharded_adamw(rank
                 torch.testing.assert_close(found, value, rtol=2e-4, atol=2e-5 if kind == "parameter" else 1e-7)
         assert trained.outcomes[-1].loss == pytest.approx(losses[-1], rel=1e-4)
     assert losses[-1] < 0.8 * losses[0], "the model must be learning"
+
+
+def double(**args: Any) -> nn.Module:
+    """Returns the toy model in float64."""
+    model: nn.Module = build(**args).double()
+    return model
+
+
+def exact_next_token(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of the toy model in float64; no target is masked."""
+    tokens = batch["tokens"]
+    loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    return loss, torch.tensor(tokens[:, 1:].numel())
+
+
+def exactly(world: World, job: Job, steps: int, lossy: bool) -> Part:
+    """Trains with gradients that are reduced in float64; with ``lossy`` a node loses a gradient of every block that a node adds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRECISIONS, "fp32", Precision(None, torch.float64))
+        if lossy:
+            added = OrderedReduction._added
+            patch.setattr(OrderedReduction, "_added", lambda self, unit, *more: added(self, replace(unit, ranks=unit.ranks[-1:]), *more))
+        return segment(world, job, Version(0, 0), steps)
+
+
+@pytest.mark.parametrize("lossy", [False, True], ids=["all", "one is lost"])
+def test_blocks_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path, lossy: bool) -> None:
+    """N7: the losses of a plain loop to 1e-10, with two nodes that add blocks of two; equal bits would hide an error that all share."""
+    job = toy_job(
+        tmp_path,
+        model="tests.engine.test_bits:double",
+        model_args={"vocab": 29, "dim": 32, "layers": 4, "heads": 2},
+        loss="tests.engine.test_bits:exact_next_token",
+        data={"dataset": "tests.support.toys:Sums", "args": {"masked": False}},
+        optim={"lr": 1e-2, "clip_norm": 1e9},
+        reduction={"block": 2},
+    )
+    _, expected = plain_training(job, 4)
+    part, *_ = ranks.run(Layout(2, 2), exactly, job, 4, lossy, nodes="aabb")
+    furthest = max(abs(outcome.loss - loss) for outcome, loss in zip(part.outcomes, expected, strict=True))
+    assert furthest > 1e-4 if lossy else furthest <= 1e-10

@@ -3,12 +3,12 @@
 Floating-point addition is not associative.  A library's reduce-scatter adds in an order that depends on the number of ranks, and rounds are
 accumulated afterwards; so 2, 3 and 4 workers give three different sums.  Here bytes travel in all-to-alls instead, and every addition is
 ours, in an order that the job fixes: the microbatches of a block (``reduction.block``) are added from left to right, and so are the sums of
-the blocks.  A sum starts with its first piece and not with zeros, which would turn -0.0 into 0.0.  Gradients have the dtype in which the
-model reduces them, whether they travel or not, and all sums are float32.
+the blocks.  A sum starts with its first piece and not with zeros, which would turn -0.0 into 0.0.  Gradients have the dtype of the
+precision policy, whether they travel or not, and all sums are float32, or float64 if the gradients are.
 
-Within a round, ``plan/batch.py`` gives whole blocks to single nodes.  A node adds such a block, or the beginning of one, before it sends it.
-So with as many microbatches in a block as a node has ranks, a node sends one sum in place of many gradients.  ``plan/routes.py`` says
-which member of the node adds which piece and to whom it goes.  Nothing else is added on the way.  The owner adds the pieces of a round to
+Within a round, ``plan/batch.py`` gives whole blocks to single nodes.  A node adds such a block, or the beginning of one, before it sends
+it.  So with as many microbatches in a block as a node has ranks, a node sends one sum in place of many gradients.  ``plan/routes.py`` says
+which member of the node adds which piece, and to whom it goes.  Nothing else is added on the way.  The owner adds the pieces of a round to
 the sum of the open block, or of all blocks before; it holds these two sums at most.
 
 With R replicas of S shards, world rank r·S + s owns sub-piece r of shard s while the sum runs (R·S distinct pieces, so no element
@@ -120,12 +120,12 @@ class OrderedReduction(Reduction):
             assert self.open is not None
             self.open.add_(piece)
         elif not unit.ends:
-            self.open = piece.to(torch.float32, copy=True)
+            self.open = piece.to(_wide(piece), copy=True)
             return
         if unit.ends:
             whole = piece if unit.begins else self.open
             assert whole is not None
-            self.total = whole.to(torch.float32, copy=True) if self.total is None else self.total.add_(whole)
+            self.total = whole.to(_wide(whole), copy=True) if self.total is None else self.total.add_(whole)
             self.open = None
 
     def _by_owner(self, grads: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class OrderedReduction(Reduction):
             if self.routes.one_node:
                 found.update(zip(leg.here, (each[0] for each in outgoing), strict=True))
                 continue
-            dtype = torch.float32 if len(leg.units[0].ranks) > 1 else grads.dtype
+            dtype = _wide(grads) if len(leg.units[0].ranks) > 1 else grads.dtype
             flat = torch.stack(outgoing, 1).view(-1) if outgoing else grads.new_empty(0, dtype=dtype)
             came = self.world.all_to_all(flat, leg.sent, leg.got, part).view(-1, part)
             found.update((unit, came[place]) for unit, place in zip(leg.units, leg.places, strict=True))
@@ -164,7 +164,7 @@ class OrderedReduction(Reduction):
         """Returns a unit of this node, [owners that this member handles, part]."""
         first, *others = (grads[legs.row[rank]] for rank in unit.ranks)
         for number, other in enumerate(others):
-            first = first.float() + other if number == 0 else first.add_(other)
+            first = first.to(_wide(first)) + other if number == 0 else first.add_(other)
         return first
 
     def _from_replicas(self, total: Tensor, count: int) -> Tensor:
@@ -189,3 +189,8 @@ class OrderedReduction(Reduction):
             places = sorted(range(len(owners)), key=owners.__getitem__)
             total = torch.cat([total[place * part : (place + 1) * part] for place in places])
         return total[:count]
+
+
+def _wide(piece: Tensor) -> torch.dtype:
+    """Returns the dtype of sums of such pieces."""
+    return torch.promote_types(piece.dtype, torch.float32)

@@ -48,6 +48,10 @@ WAKE_S = (0.005, 0.5)
 
 The pause doubles each time.  NCCL's threads look by themselves every half second.
 """
+LAUNCH_S = 0.1
+"""Longest time in seconds for which an abort waits for :meth:`World.exchange`.  Queueing takes microseconds; a first message to a peer that
+is gone waits for the abort itself.
+"""
 FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Functions of torch that dump its flight recorder: NCCL's if this torch has it, else that of the other backends (torch 2.13)."""
 
@@ -94,6 +98,10 @@ class World:
     staging: Staging = field(default_factory=lambda: Staging())
     ahead: deque[torch.cuda.Event] = field(default_factory=lambda: deque())
     """Events of the last ``LEAD`` calls of ``keep_up``."""
+    aborted: threading.Event = field(default_factory=threading.Event)
+    """Set when ``abort`` begins.  From then on this world launches nothing by itself."""
+    launching: threading.Lock = field(default_factory=threading.Lock)
+    """Held while ``exchange`` queues its operations, and by an abort."""
     formed_ns: int = field(default_factory=time.time_ns)
     """Wall-clock time in nanoseconds at which this world formed."""
     kept: dist.Store | None = None
@@ -195,7 +203,10 @@ class World:
                 expected *= group.size()
                 if self.device.type == "cuda":  # at once: a member may be lost before the next group is there
                     self.services = frozenset(sockets.services() - before)
-        found = self.to_host(one, until).item()
+                if self.aborted.is_set():  # before there was a communicator to abort
+                    self.abort()
+                    raise WorldBroken(f"generation {self.generation} was aborted while it connected")
+        found = self.to_host(one, until, self.aborted.is_set).item()
         if found != expected:
             raise WorldBroken(f"the first all-reduces of generation {self.generation} gave {found} instead of {expected}")
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
@@ -210,14 +221,24 @@ class World:
         self.store.wait([f"{where}/all"], datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
     def exchange(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        """Launches all ``operations`` at once.  If an abort prevents it, this thread can still launch in the next world."""
-        try:
-            return dist.batch_isend_irecv(operations) if operations else []
-        except RuntimeError:
-            if self.device.type == "cuda":  # torch leaves NCCL's group open, and nothing that this thread launches later would begin
-                with contextlib.suppress(RuntimeError):
-                    self.groups[0]._end_coalescing(self.device)
-            raise
+        """Launches all ``operations`` at once.  If an abort prevents it, this thread can still launch in the next world.
+
+        An abort frees the communicator, and NCCL must not end a group whose operations belong to it.  So nothing is queued after an abort
+        has begun, and an abort waits until what is being queued is launched.  Raises :class:`WorldBroken` after an abort.
+        """
+        with self.launching:
+            self._refuse_if_aborted()
+            try:
+                return dist.batch_isend_irecv(operations) if operations else []
+            except RuntimeError:
+                if self.device.type == "cuda":  # torch leaves NCCL's group open, and nothing that this thread launches later would begin
+                    with contextlib.suppress(RuntimeError):
+                        self.groups[0]._end_coalescing(self.device)
+                raise
+
+    def _refuse_if_aborted(self) -> None:
+        if self.aborted.is_set():
+            raise WorldBroken(f"generation {self.generation} is aborted")
 
     def all_to_all(self, mine: torch.Tensor, sent: Mapping[int, int], got: Mapping[int, int], size: int) -> torch.Tensor:
         """Sends the first elements of the flat ``mine``, ``sent[rank] × size`` to each member, and returns what comes from each, flat.
@@ -225,6 +246,7 @@ class World:
         Both are in order of world rank.  Every member must call it, but those that have nothing for each other exchange no message (NCCL),
         so no smaller group is needed for an exchange among few.
         """
+        self._refuse_if_aborted()
         shares = [[pieces.get(rank, 0) * size for rank in range(self.size)] for pieces in (got, sent)]
         output = mine.new_empty(sum(got.values()) * size)
         dist.all_to_all_single(output, mine[: sum(shares[1])], *shares)
@@ -285,12 +307,19 @@ class World:
     def abort(self) -> int:
         """Frees every thread of this process that is stuck in a collective, and returns the number of sockets shut down (gloo).
 
-        Any thread may call it.
+        Any thread may call it.  Known gap: FSDP2 launches collectives from torch's own threads, which know nothing of ``aborted``.  If one
+        launches at the very moment of an abort, it uses a communicator that is being freed.
         """
-        if self.device.type == "cuda":
-            _abort_together(self.groups, self.services)
-            return 0
-        return sockets.shut_down(self.listening, self.peers)
+        self.aborted.set()
+        alone = self.launching.acquire(timeout=LAUNCH_S)
+        try:
+            if self.device.type == "cuda":
+                _abort_together(self.groups, self.services)
+                return 0
+            return sockets.shut_down(self.listening, self.peers)
+        finally:
+            if alone:
+                self.launching.release()
 
     def in_flight(self) -> list[str]:
         """Returns the collectives that have begun here and not ended, by torch's flight recorder; none if it does not record.

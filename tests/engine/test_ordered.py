@@ -62,11 +62,12 @@ def reduced(world: Any, block: int, elements: int, seed: int, microbatches: int,
     """Returns this member's shard of the sum.  An idle member brings NaN."""
     scheme = Ordered(world, deal_of(microbatches, block, world.layout, world.nodes))
     reduction, whole = scheme.reduction(), gradients(seed, elements, microbatches, dtype)
-    output = torch.full((elements // world.layout.dp_shard,), float("nan"))
+    output = torch.full((elements // world.layout.dp_shard,), float("nan"), device=world.device)
     for number in range(scheme.deal.rounds):
         index = scheme.deal.microbatch_of(number, world.rank)
         scheme.round.number, scheme.round.last = number, number == scheme.deal.rounds - 1
-        reduction.reduce(torch.full((elements,), float("nan"), dtype=dtype) if index is None else whole[index].clone(), output)
+        grads = torch.full((elements,), float("nan"), dtype=dtype) if index is None else whole[index].clone()
+        reduction.reduce(grads.to(world.device), output)
         kept = [each for each in (reduction.total, reduction.open) if each is not None]
         assert all(each.untyped_storage().nbytes() == each.nbytes for each in kept), "a sum keeps no buffer of a round alive"
     return output

@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 from elastic.engine.world import World, _exchange_endpoints, all_gather
+from elastic.engine import sockets
+from elastic.engine.world import World, all_gather
+from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
 from elastic.train.blame import classify
 from tests.support.patience import PATIENCE_S
@@ -300,3 +303,40 @@ def test_n3_nobody_goes_on_before_the_last_member_has_come() -> None:
     world = SimpleNamespace(store=store, rank=0, size=2)
     with pytest.raises(dist.DistStoreError):
         World._meet(world, "connects/0", time.monotonic() + 0.1)  # type: ignore[arg-type]
+def test_a_world_that_was_aborted_before_it_connected_does_not_connect() -> None:
+    """An abort finds no communicator that is still being made: whoever makes it leaves when it is there, and trains in no aborted world."""
+    world = World.form(dist.HashStore(), generation=1, layout=Layout(), rank=0, device=torch.device("cpu"), form_s=PATIENCE_S)
+    try:
+        world.abort()
+        with pytest.raises(WorldBroken, match="generation 1 was aborted while it connected"):
+            world.connect(PATIENCE_S, PATIENCE_S)
+    finally:
+        world.close()
+
+
+def test_nothing_is_queued_after_an_abort_and_an_abort_waits_for_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would end a group whose communicator is freed.  An exchange that itself waits for the abort is freed all the same."""
+    world, order = World.alone(torch.device("cpu")), list[str]()
+    aborts = threading.Thread(target=lambda: (world.abort(), order.append("aborted")))
+
+    def queued(operations: list[dist.P2POp]) -> list[dist.Work]:
+        aborts.start()
+        assert world.aborted.wait(PATIENCE_S)
+        order.append("queued")
+        return []
+
+    shut_down = sockets.shut_down
+    monkeypatch.setattr(sockets, "shut_down", lambda *ports: (order.append("shut down"), shut_down(*ports))[1])
+    monkeypatch.setattr(dist, "batch_isend_irecv", queued)
+    operations: list[dist.P2POp] = [None]  # type: ignore[list-item]  # only the double sees it
+    try:
+        world.exchange(operations)
+        aborts.join(PATIENCE_S)
+        assert order == ["queued", "shut down", "aborted"]
+        with pytest.raises(WorldBroken, match="generation 1 is aborted"):
+            world.exchange(operations)
+        with pytest.raises(WorldBroken, match="generation 1 is aborted"):
+            world.all_to_all(torch.ones(1), {0: 1}, {0: 1}, 1)
+        assert order.count("queued") == 1
+    finally:
+        world.close()

@@ -247,9 +247,9 @@ class World:
         so no smaller group is needed for an exchange among few.
         """
         self._refuse_if_aborted()
-        shares = [[pieces.get(rank, 0) * size for rank in range(self.size)] for pieces in (got, sent)]
-        output = mine.new_empty(sum(got.values()) * size)
-        dist.all_to_all_single(output, mine[: sum(shares[1])], *shares)
+        received, given = ([pieces.get(rank, 0) * size for rank in range(self.size)] for pieces in (got, sent))
+        output = mine.new_empty(sum(received))
+        dist.all_to_all_single(output, mine[: sum(given)], received, given)
         return output
 
     def to_host(self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False) -> torch.Tensor:

@@ -109,7 +109,7 @@ class Routes:
 
     @cached_property
     def reached(self) -> list[int]:
-        """Those who get this member's piece from itself, in order of world rank: itself, and one on each other node that needs it."""
+        """The members that get this member's piece from itself, by world rank: itself, and one on each other node that needs it."""
         own, place = self.node_of[self.rank], self.near.index(self.rank)
         others = [_one_of(mates, place, self._number[own]) for node, mates in self._alike.items() if node != own]
         return sorted([self.rank, *others])

@@ -35,7 +35,7 @@ class ModelWorld:
 
 
 class Exchange:
-    """Where the members' messages meet; ``bytes`` counts them by (sender, receiver)."""
+    """The place where the members' messages meet; ``bytes`` counts them by (sender, receiver)."""
 
     def __init__(self, size: int) -> None:
         self.bytes: Counter[tuple[int, int]] = Counter()

@@ -64,7 +64,7 @@ class _Leg:
 
     units: list[Unit]
     here: list[Unit]
-    """Those of this member's node."""
+    """The units of this member's node."""
     sent: Pieces
     got: Pieces
     places: list[int]
@@ -72,7 +72,7 @@ class _Leg:
 
 
 class _Legs:
-    """What travels in one round, seen from one member."""
+    """All that travels in one round, seen from one member."""
 
     def __init__(self, routes: Routes, units: Sequence[Unit]) -> None:
         self.routes, self.units = routes, units

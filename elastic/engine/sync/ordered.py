@@ -72,7 +72,7 @@ class _Leg:
 
 
 class _Legs:
-    """All that travels in one round, seen from one member."""
+    """The pieces that travel in one round, seen from one member."""
 
     def __init__(self, routes: Routes, units: Sequence[Unit]) -> None:
         self.routes, self.units = routes, units

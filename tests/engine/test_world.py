@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.engine.world import World, _exchange_endpoints, all_gather
 from elastic.engine import sockets
-from elastic.engine.world import World, all_gather
+from elastic.engine.world import World, _exchange_endpoints, all_gather
 from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
 from elastic.train.blame import classify
@@ -303,6 +302,8 @@ def test_n3_nobody_goes_on_before_the_last_member_has_come() -> None:
     world = SimpleNamespace(store=store, rank=0, size=2)
     with pytest.raises(dist.DistStoreError):
         World._meet(world, "connects/0", time.monotonic() + 0.1)  # type: ignore[arg-type]
+
+
 def test_a_world_that_was_aborted_before_it_connected_does_not_connect() -> None:
     """An abort finds no communicator that is still being made: whoever makes it leaves when it is there, and trains in no aborted world."""
     world = World.form(dist.HashStore(), generation=1, layout=Layout(), rank=0, device=torch.device("cpu"), form_s=PATIENCE_S)

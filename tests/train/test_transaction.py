@@ -318,7 +318,7 @@ def concluded_one_by_one(shape: CommitShape, step: int, gathered: bytes) -> Outc
     parts = {}
     for data_rank, world_rank in enumerate(speakers):
         for round_ in range(shape.rounds):
-            index = microbatch_of(round_, data_rank, len(speakers), shape.microbatches)
+            index = shape.deal.microbatch_of(round_, data_rank)
             if index is not None:
                 parts[index] = records[world_rank][HEADER + round_ * size :][:size]
     ordered = [parts[i] for i in range(shape.microbatches)]

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from tests.support.commands import ROOT
@@ -226,13 +227,23 @@ def tests_of(file: str) -> tuple[str, ...]:
 
 
 def draw(seed: int, count: int) -> list[Mutant]:
-    """Returns ``count`` mutants: each statement and expression that can be broken is equally likely."""
-    everything = [mutant for file in covered() for mutant in mutants(file, (ROOT / file).read_bytes())]
-    return random.Random(seed).sample(everything, count)
+    """Returns ``count`` mutants that Python can compile: each statement and expression that can be broken is equally likely."""
+    sources = {file: (ROOT / file).read_bytes() for file in covered()}
+    everything = [mutant for file, source in sources.items() for mutant in mutants(file, source)]
+    random.Random(seed).shuffle(everything)
+    return list(islice((mutant for mutant in everything if _compiles(mutant.applied(sources[mutant.file]))), count))
+
+
+def _compiles(source: bytes) -> bool:
+    try:
+        compile(source, "<mutant>", "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 def mutants(file: str, source: bytes) -> Iterator[Mutant]:
-    """Yields all mutants of one file that Python can compile, in a fixed order."""
+    """Yields all mutants of one file, in a fixed order; Python may refuse a few."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -249,12 +260,7 @@ def mutants(file: str, source: bytes) -> Iterator[Mutant]:
             old = source[first:last].decode()
             line = source[starts[node.lineno - 1] : starts[node.lineno]].decode().strip()
             name = f"{file}, {where}: {_short(old)} → {_short(new)}" + (f" in `{line}`" if line != old else "")
-            mutant = Mutant(name, file, first, old, new, tests_of(file))
-            try:
-                compile(mutant.applied(source), file, "exec")
-            except SyntaxError:
-                continue
-            yield mutant
+            yield Mutant(name, file, first, old, new, tests_of(file))
 
 
 def _places(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:

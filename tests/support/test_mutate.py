@@ -57,8 +57,9 @@ def test_a_patch_that_is_stale_is_an_error() -> None:
 
 
 def test_the_same_seed_draws_the_same_mutants_and_another_one_others() -> None:
-    assert draw(SEED, DRAWN) == draw(SEED, DRAWN) != draw(SEED + 1, DRAWN)
-    assert len({mutant.file for mutant in draw(SEED, DRAWN)}) > 10
+    drawn = draw(SEED, DRAWN)
+    assert drawn == draw(SEED, DRAWN) != draw(SEED + 1, DRAWN)
+    assert len(drawn) == DRAWN and len({mutant.file for mutant in drawn}) > 10
     parts = {part for part in ("actors", "elastic/state", "elastic/train", "storage") for file in covered() if file.startswith(part)}
     assert len(parts) == 4
 

@@ -112,8 +112,9 @@ def test_no_more_than_the_tensors_in_use_are_in_memory() -> None:
 TENSORS = (torch.Tensor, nn.Parameter)
 
 PEAK = """
-import re, sys
+import ctypes, re, sys
 from pathlib import Path
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: with huge pages a process has memory that it has not touched
 from tests.engine.test_paged import CPU, Deep, nothing
 from tests.support.initialised import plain
 from elastic.engine.paged import initialise

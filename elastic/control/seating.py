@@ -109,7 +109,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     if layout is None or not run.cluster.keepers:
         return None
     kept = copy_inventory.listed(run)
-    members = _seated(run, there, layout, kept)
+    members = _passed_on(run, _seated(run, there, layout, kept))
     source = newest_source(run, members, kept)
     store = _store_node(run, members)
     nodes = tuple(run.workers[member].node for member in members)
@@ -170,6 +170,25 @@ def _seated(run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Se
     if (found.version, found.tier) == (best.version, best.tier):
         return members
     return seat(_choose_members(run, there, layout.world, kept), nodes, layout, best.holders)
+
+
+def _passed_on(run: RunState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
+    """Returns the members after those of a node have moved up by one seat, if one of them has the seat in which the user's code failed.
+
+    Another worker then runs the microbatch that failed, and its error tells whether the job is at fault.  If the node has no other member,
+    all members move.
+    """
+    failed = {each.worker for each in run.history.failures if each.generation == run.generation}
+    before = run.plan.members if run.plan is not None else run.members.seats
+    first = next((each for each, at in zip(before, members, strict=False) if each == at and each in failed), None)
+    if first is None:
+        return members
+    there = [rank for rank, member in enumerate(members) if run.workers[member].node == run.workers[first].node]
+    moving = there if len(there) > 1 else range(len(members))
+    seats = list(members)
+    for rank, after in zip(moving, (*moving[1:], *moving[:1]), strict=True):
+        seats[rank] = members[after]
+    return tuple(seats)
 
 
 def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept: Sequence[Holding] = ()) -> tuple[WorkerId, ...]:

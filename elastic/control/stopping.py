@@ -61,14 +61,12 @@ def broken(decision: Decision, event: Broken) -> None:
 def _note_failure(decision: Decision, event: Broken) -> str:
     """Returns the user's traceback if the job is at fault: the same error came back at the same step, on another worker.
 
-    A device's error may be the job's fault too: an index out of range breaks one device after the other.  The members move up by one seat,
-    so that another worker runs the microbatch the next time.  A single worker tries twice.
+    A device's error may be the job's fault too: an index out of range breaks one device after the other.  The next plan gives the
+    microbatch to another worker.  A single worker tries twice.
     """
-    failures, seats, members = decision.run.history.failures, decision.run.members.seats, decision.plan.members
+    failures, members = decision.run.history.failures, decision.plan.members
     same = [each for each in failures if (each.signature, each.step) == (event.signature, event.step)]
     again = any(each.generation < event.generation and (each.worker != event.worker or len(members) == 1) for each in same)
-    if not any(each.generation == event.generation for each in failures):
-        decision.know("members", seats=(*seats[1:], *seats[:1]))
     failure = JobFailure(event.signature, event.step, event.worker, event.generation)
     decision.know("history", failures=(*failures, *((failure,) if failure not in failures else ())))
     return event.detail or event.signature if again else ""

@@ -185,7 +185,9 @@ def attached(decision: Decision, event: Attached) -> None:
     elif plan.generation == run.generation and event.stepping and isinstance(run.state, Forming):
         edges.go(decision, plan)
     elif decision.now < run.takeover.blind_until and isinstance(run.state, Stopping):
-        if plan.generation == run.generation:
+        if plan.generation == run.generation and event.worker in run.state.pending:
+            decision.do(Fence(plan.generation, (event.worker,)))  # who is within reach only now has not been asked yet
+        elif plan.generation == run.generation:
             stopping.ask_again(decision, run.state, event.worker)
         elif event.worker not in run.state.plan.ranks:  # a later generation left it out, perhaps before it was fenced
             decision.do(Fence(plan.generation, (event.worker,)))

@@ -19,7 +19,7 @@ from elastic.sim.coordinators import Advance
 from elastic.sim.simulation import Simulation
 from elastic.sim.worker import Worker
 from tests.sim.mutants import Edit, Mutant, broken, mutant_member
-from tests.sim.scenarios import ALL, flapping, left_out
+from tests.sim.scenarios import ALL, flapping
 
 SEEDS, FEW = range(230), range(125)
 LONG = ("severed", "divided", "relapsed", "abandoned", "forgetting", "unshipped", "expelled", "widowed")
@@ -206,30 +206,6 @@ def test_guessing_what_was_committed_before_a_plan_that_nobody_read_of_is_notice
     guess = "lineage.extended(run.history.lineage, plan.version) if plan.version > run.version else plan.lineage"
     edit = Edit("edges", "lineage=plan.lineage, saved=saved", f"lineage={guess}, saved=saved")
     assert "is not what happened" in killed_by("guessing", edit, scenario="unshipped")
-
-
-def test_not_hearing_whom_the_last_generation_left_out_is_noticed() -> None:
-    edit = Edit("admission", "isinstance(event, Fenced) and _left_out(run, event, now)", "False")
-    deaf = Mutant("closed", (edit,)).advance()
-    with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
-        simulate(9, left_out(9), deaf)
-    assert simulate(9, left_out(9)).end
-
-
-def test_not_fencing_whom_a_later_generation_left_out_is_noticed() -> None:
-    """A member was expelled before the fence reached it, lives on, and is heard after a member of the later generation."""
-    edit = Edit("takeover", "        elif event.worker not in run.state.plan.ranks:", "        elif False:")
-    with pytest.raises(Violation, match="given up for step 0 of generation 0 although every slice of it is held"):
-        simulate(161, left_out(161), Mutant("trusting", (edit,)).advance())
-    assert simulate(161, left_out(161)).end
-
-
-def test_not_asking_again_who_was_out_of_reach_at_the_takeover_is_noticed() -> None:
-    """The fence of the coordinator that took over did not reach the member, which attaches before the later generation is known."""
-    edit = Edit("takeover", "event.worker in run.state.pending", "False")
-    with pytest.raises(Violation, match="step 9 of generation 3 is given up for step 0 of generation 0 although every slice of it is held"):
-        simulate(143, left_out(143), Mutant("unasked", (edit,)).advance())
-    assert simulate(143, left_out(143)).end
 
 
 # ---- the other side of each rule is kept by workers and keepers: here the model of them is broken

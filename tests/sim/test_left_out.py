@@ -1,4 +1,4 @@
-"""A member that a world left out, because it could not be reached, holds what the next world needs: each rule about it is broken in turn."""
+"""A member that a world left out, since it was out of reach, holds what the next world needs: each rule about it is broken in turn."""
 
 from __future__ import annotations
 

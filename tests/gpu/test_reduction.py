@@ -43,14 +43,15 @@ def gpus() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_blocks_give_the_same_bits_on_any_nodes(gpus: Ranks, tmp_path: Path, precision: str) -> None:
-    """Blocks of 3 of 8 microbatches; blocks of 1 are the negative control."""
+    """Blocks of 3 of 8 microbatches.  In float32 blocks of 1 are the negative control; sums of so few bf16 values are exact in any order."""
     changes = {"precision": precision, "model_args": MODEL}
     hashes = {
         train(gpus, toy_job(tmp_path / f"{layout} {nodes}", reduction={"block": 3}, **changes), layout, 4, nodes=nodes).hash
         for layout, nodes in PLACES
     }
     assert len(hashes) == 1
-    assert train(gpus, toy_job(tmp_path / "one", **changes), Layout(1, 1), 4).hash not in hashes
+    control = train(gpus, toy_job(tmp_path / "one", **changes), Layout(1, 1), 4).hash
+    assert (control in hashes) is (precision == "bf16")
 
 
 def on_gpu(world: World, block: int, elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -46,12 +46,25 @@ def counted(world: World, job: Job) -> tuple[Calls, Calls]:
 
 @pytest.mark.parametrize("layout", [Layout(4, 1), Layout(1, 3)], ids=str)
 def test_one_broadcast_of_each_parameter_at_the_start(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """B1: as many broadcasts as parameters, Φ × 4 bytes in all, none later; a step needs no all-reduce and no reduce-scatter."""
-    job = toy_job(tmp_path)
+    """B1: as many broadcasts as parameters, Φ × 4 bytes in all, none later; a step needs no all-reduce and no reduce-scatter.
+
+    So it is where world rank 0 initialises the model for all.
+    """
+    job = toy_job(tmp_path, numerics=1)
     parameters = list(build_model(job, builder_of(job)).parameters())
     for start, steps in ranks.run(layout, counted, job):
         assert len(start.named("broadcast")) == len(parameters)
         assert start.bytes("broadcast") == 4 * sum(parameter.numel() for parameter in parameters)
+        assert {call.name for call in steps} == {"alltoall_base", "allgather_base"}, Counter(call.name for call in steps)
+
+
+@pytest.mark.parametrize("layout", [Layout(4, 1), Layout(1, 3)], ids=str)
+def test_no_parameter_is_sent_where_each_member_initialises_its_own(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """B1: the members compare one number a tensor instead."""
+    job = toy_job(tmp_path)
+    parameters = list(build_model(job, builder_of(job)).parameters())
+    for start, steps in ranks.run(layout, counted, job):
+        assert [call.bytes for call in start.named("broadcast")] == [8 * len(parameters)]
         assert {call.name for call in steps} == {"alltoall_base", "allgather_base"}, Counter(call.name for call in steps)
 
 

@@ -43,7 +43,7 @@ def gpus() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_blocks_give_the_same_bits_on_any_nodes(gpus: Ranks, tmp_path: Path, precision: str) -> None:
-    """Blocks of 3 of 8 microbatches.  In float32 blocks of 1 are the negative control; sums of so few bf16 values are exact in any order."""
+    """Blocks of 3 of 8 microbatches.  In float32 blocks of 1 are the negative control; so few bf16 values add up exactly in any order."""
     changes = {"precision": precision, "model_args": MODEL}
     hashes = {
         train(gpus, toy_job(tmp_path / f"{layout} {nodes}", reduction={"block": 3}, **changes), layout, 4, nodes=nodes).hash

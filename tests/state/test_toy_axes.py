@@ -197,7 +197,7 @@ def test_a_slot_has_room_for_each_cell(tmp_path: Path, monkeypatch: pytest.Monke
     """One stage has a large matrix, and most bytes; the other has many small tensors, and most blocks."""
     layout, small_ones = Layout(1, 1, (("stages", 2),)), [Tensor(f"b{number:04d}", "parameter", "F32", (8,)) for number in range(100)]
     tensors = (Tensor("ee", "parameter", "F32", (512, 1024)), *small_ones)
-    monkeypatch.setattr("elastic.job.table", lambda rule, most: [(2, layout)])
+    monkeypatch.setattr("elastic.job.table", lambda rule, most, least: [(2, layout)])
     with toy_axes.registered():
         cells = [placement.cell_of(layout, rank) for rank in range(layout.world)]
         (large, small), counters = (frame(tensors, cell) for cell in cells), Counters(tmp_path / "counters", create=True)

@@ -79,20 +79,22 @@ def draw(figures: dict[str, Figures], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    columns = 3
+    columns = 2
     rows = math.ceil(len(figures) / columns)
-    picture, places = pyplot.subplots(rows, columns, figsize=(6 * columns, 4 * rows), squeeze=False)
+    picture, places = pyplot.subplots(rows, columns, figsize=(9 * columns, 4.5 * rows), squeeze=False)
     for place in places.flat[len(figures) :]:
         place.axis("off")
     for place, (module, each) in zip(places.flat, figures.items(), strict=False):
         for name, values in each.items():
+            if name.startswith("process_"):  # mostly the interpreter and torch
+                continue
             points = sorted((size, value) for size, value in values.items() if value > 0)
             grows = slope(values)
             label = name if grows is None else f"{name} (slope {grows:.2f})"
             place.loglog([size for size, _ in points], [value for _, value in points], marker="o", label=label)
         place.set_title(module)
         place.set_xlabel("workers")
-        place.legend(fontsize=7)
+        place.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     picture.tight_layout()
     picture.savefig(path, dpi=100)
 

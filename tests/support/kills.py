@@ -198,7 +198,7 @@ def again_and_again(layout: str, point: str) -> Script:
         script.form(full, "live")
         if point in BETWEEN_WORLDS:
             # the newcomer holds nothing yet; any other member that dies may hold the only copy of a slice
-            newcomer = 2 if layout == "2x2" else full - 1  # survivors keep the cells in which most of their rows lie
+            newcomer = {"2x2": 2, "shard": 1, "replicate": 2}[layout]  # survivors keep the cells in which most of their rows lie
             rank = 0 if kind == "SIGSEGV" and (layout == "replicate" or point == "forming") else newcomer
             script.fault(point, kind, rank)
             script.form(full - 1, script.far if rank == 0 and layout != "replicate" else "live")

@@ -308,12 +308,18 @@ def brief(play: Play, worker: str, at: Version, prepared: int | None = None, saw
     return play.tell(Fenced(WorkerId(worker), play.generation, (play.shard(worker, at),), prepared, (), seen, whole=False))
 
 
-def test_n1_who_alone_has_seen_a_commit_is_asked_for_it() -> None:
+def only_one_has_seen_a_commit() -> Play:
+    """Of the members w1, w2 and w3, w3 alone has seen step 5 and lives; w1 has prepared it."""
     play = stepping(3)
     play.steps(1, 4)
     play.lose("w2")
     brief(play, "w1", Version(4, 1), prepared=5)
     brief(play, "w3", Version(5, 1), saw=5)
+    return play
+
+
+def test_n1_who_alone_has_seen_a_commit_is_asked_for_it() -> None:
+    play = only_one_has_seen_a_commit()
     assert play.last.actions == (Fence(1, (WorkerId("w3"),), whole=True),) and play.pending == ("w3",)
     assert play.answer("w3", Version(5, 1), saw=5).startswith("step 5 was committed: it is applied by w1 too; form generation 2")
 
@@ -321,21 +327,13 @@ def test_n1_who_alone_has_seen_a_commit_is_asked_for_it() -> None:
 def test_n1_the_control_asks_nobody_and_loses_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     monkeypatch.setattr(stopping, "_knows_more", lambda run, state: None)
-    play = stepping(3)
-    play.steps(1, 4)
-    play.lose("w2")
-    brief(play, "w1", Version(4, 1), prepared=5)
-    brief(play, "w3", Version(5, 1), saw=5)
+    play = only_one_has_seen_a_commit()
     assert play.run.version == Version(4, 1) and isinstance(play.run.state, Forming)
 
 
 def test_n1_who_dies_before_it_brings_the_commit_proves_nothing() -> None:
     """No other member has seen step 5, so it is dropped, as if the dead one had not answered at all."""
-    play = stepping(3)
-    play.steps(1, 4)
-    play.lose("w2")
-    brief(play, "w1", Version(4, 1), prepared=5)
-    brief(play, "w3", Version(5, 1), saw=5)
+    play = only_one_has_seen_a_commit()
     assert play.lose("w3").startswith("w3 is lost (its process died); nobody saw step 5 committed: it is dropped")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +10,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic.engine import norm
 from elastic.engine.norm import squared_norm, tree_sum
 from elastic.engine.world import World
 from elastic.plan.layout import Layout
 from tests.support.cells import shard_interval
+from tests.support.live import Live
 from tests.support.ranks import Ranks
 
 LAYOUTS = [Layout(1, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4)]
@@ -90,30 +86,6 @@ def test_tensors_with_other_numbers_of_rows_do_not_change_the_bits() -> None:
         moved += found != padded_norm(sorted(grads, key=len)).item()
     world.close()
     assert moved, "the order shows in none"
-
-
-class Live(TorchDispatchMode):
-    """Counts the operations that make new tensors, and notes the greatest number of bytes that they held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.peak_bytes, self.operations, self.known = 0, 0, 0, WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        old = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for tensor in [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]:
-            storage = tensor.untyped_storage()
-            if id(storage) not in old and storage not in self.known:
-                self.known[storage] = True
-                self._add(storage.nbytes())
-                weakref.finalize(storage, self._add, -storage.nbytes())
-                self.operations += 1
-        return made
-
-    def _add(self, count: int) -> None:
-        self.bytes += count
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 
 EXPERTS = [*((24, 8) for _ in range(300)), (64, 8), *((8, 24) for _ in range(150))]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +16,7 @@ from elastic.plan import transfer
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, Move, moves
 from storage.slices import Slice, Tensor, nbytes
+from tests.support.calls import calls
 from tests.support.cells import cell, shard_of, shard_slice
 
 pytestmark = pytest.mark.fast
@@ -133,29 +131,20 @@ def test_a_source_that_is_one_turn_off_is_noticed(monkeypatch: pytest.MonkeyPatc
     assert "the dumb planner has" in disagreement(world)
 
 
-def calls(workers: int, tensors: int) -> tuple[int, int]:
+def cost(workers: int, tensors: int) -> tuple[int, int]:
     """Returns how many functions one member of ``workers`` calls to plan a change from shards of 8 to shards of 10, and its moves."""
     state = [Tensor(f"t{n}", "parameter", "BF16", (8192, 2)) for n in range(tensors)]
     names = [WorkerId(f"w{n}") for n in range(workers)]
     homes = [NodeId(f"n{n // 8}") for n in range(workers)]
     held = [Holding(name, AT, cell(8, rank % 8)) for rank, name in enumerate(names)]
-    count = 0
-
-    def each(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(each)
-    try:
-        found = moves(state, held, Layout(workers // 10, 10), names[: workers // 10 * 10], homes[: workers // 10 * 10], of=names[3])
-    finally:
-        sys.setprofile(None)
+    layout, found = Layout(workers // 10, 10), list[Move]()
+    count = calls(lambda: found.extend(moves(state, held, layout, names[: layout.world], homes[: layout.world], of=names[3])))
     return count, len(found)
 
 
 def test_what_one_more_tensor_costs_does_not_grow_with_the_members() -> None:
     """The members themselves are looked at once.  A source that looked at all receivers for each tensor would do it every time."""
-    (few, some), (many, more) = ([calls(workers, tensors) for tensors in (20, 60)] for workers in (160, 1600))
+    (few, some), (many, more) = ([cost(workers, tensors) for tensors in (20, 60)] for workers in (160, 1600))
     assert many[1] <= few[1] and more[1] <= some[1], "there is not more to move"
     assert more[0] - many[0] <= 1.5 * (some[0] - few[0])
     assert many[0] <= 12 * few[0]

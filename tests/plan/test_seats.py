@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import permutations
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +16,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import cell_of
 from elastic.plan.seats import seat
 from elastic.plan.transfer import Holding
+from tests.support.calls import calls
 from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast
@@ -171,22 +169,10 @@ def test_newcomers_take_the_cells_whose_copies_their_node_has() -> None:
     assert seat(there, nodes, Layout(1, 4), copies) == ("w2", "w3", "w0", "w1")
 
 
-def calls(count: int) -> int:
-    there, nodes = big(count)
-    holders = [Holding(worker, AT, cell(8, number % 8)) for number, worker in enumerate(there)]
-    found = 0
-
-    def each(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal found
-        found += event in ("call", "c_call")
-
-    sys.setprofile(each)
-    try:
-        seat(there[8:], nodes, Layout(count // 8 - 1, 8), holders)
-    finally:
-        sys.setprofile(None)
-    return found
-
-
 def test_seating_is_linear_in_the_workers() -> None:
-    assert calls(2048) <= 4.5 * calls(512)
+    def cost(count: int) -> int:
+        there, nodes = big(count)
+        holders = [Holding(worker, AT, cell(8, number % 8)) for number, worker in enumerate(there)]
+        return calls(lambda: seat(there[8:], nodes, Layout(count // 8 - 1, 8), holders))
+
+    assert cost(2048) <= 4.5 * cost(512)

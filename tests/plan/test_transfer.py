@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding, Move, covered, missing, moves, newest_covered
 from storage.slices import Slice, Tensor
+from tests.support.calls import calls
 from tests.support.cells import cell, classes, shard_slice
 
 pytestmark = pytest.mark.fast
@@ -332,23 +332,6 @@ def test_any_mixture_of_live_and_kept_brings_each_element_once(
         tensor = next(each for each in everything if (each.name, each.kind) == (move.slice.name, move.slice.kind))
         cells = [each.cell for each in held if (each.worker, each.keeper) == (move.source, move.keeper)]
         assert any(part.intersect(move.slice) == move.slice for each in cells for part in parts(tensor, each))
-
-
-def calls(what: Callable[[], object]) -> int:
-    """Counts the Python functions that ``what`` calls."""
-    count = 0
-
-    def note(_frame: object, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        what()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def world_of(layout: Layout, first: int) -> tuple[list[WorkerId], list[Holding]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import struct
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -43,6 +42,7 @@ from elastic.protocol.commit_record import (
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.faults import Faults
 from elastic.train.step import Share, blank_record, fill_record, update
+from tests.support.calls import calls
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, member, shard_hash
@@ -271,18 +271,6 @@ def test_checksums_of_all_members_at_once_are_those_of_one_after_the_other(
         right = sum((2 * i + 1) * (word ^ word >> 32) for i, word in enumerate(row)) % 2**64
         records += struct.pack(f"<{fields}Q", *row, right ^ (1 << data.draw(st.integers(0, 63))) if rank in bent else right)
     assert torn_records(records, world, fields) == torn_one_by_one(records, world, fields) == sorted(bent & set(range(world)))
-
-
-def calls(check: Callable[[], object]) -> int:
-    """Returns how many Python functions, and functions in C, ``check`` calls."""
-    counted: list[str] = []
-    before = sys.getprofile()
-    sys.setprofile(lambda _frame, event, _argument: counted.append(event))
-    try:
-        check()
-    finally:
-        sys.setprofile(before)
-    return len(counted)
 
 
 def test_what_a_checksum_costs_does_not_grow_with_the_members() -> None:

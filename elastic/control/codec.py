@@ -116,7 +116,7 @@ def record(
 
 
 def _in_whole(run: RunState) -> dict[str, Json]:
-    return {name: {"=": encode(value)} for name, value in vars(run).items()}
+    return {name: delta(SAME, value, encode) for name, value in vars(run).items()}
 
 
 def is_quiet(event: Event, before: RunState, after: RunState) -> bool:
@@ -218,7 +218,7 @@ def field_after(segment: Segment, part: str, name: str) -> Json:
     for record in records:
         for changed in (record.get("meanwhile", {}), record["changed"]):
             change = changed.get(part, {"~": {}})
-            value = change["="].get(name, ()) if "=" in change else patched(value, change["~"][name]) if name in change["~"] else value
+            value = change.get(name, ()) if "$" in change else patched(value, change["~"][name]) if name in change["~"] else value
     return value
 
 

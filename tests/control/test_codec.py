@@ -19,6 +19,7 @@ from elastic.ids import Version, WorkerId
 from elastic.protocol.actions import Action
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Event, Here, Recovered, SaveFailed, StepDone, Tick
+from elastic.protocol.lineage import Lineage
 from tests.control.play import outcome, stepping
 
 pytestmark = pytest.mark.fast
@@ -148,3 +149,17 @@ def test_a_coordinator_of_a_newer_version_goes_on_with_a_journal_that_lacks_its_
     assert fold(older, records) == next_.run and next_.run.saves.pending[0].refused == ("w1",)
     with pytest.raises(Misfit):
         fold(older, records[1:])
+
+
+def test_what_is_read_of_a_segment_without_folding_it_is_what_folding_gives() -> None:
+    """R6: so a third coordinator finds what the second one, whose first record has the run in full, has left."""
+    play = stepping(2, save_every=1)
+    play.step(1)
+    first, taken = codec.snapshot(play.run, "", play.rules), Recovered(2, play.run.members.seats, ("n1", "n2"))
+    records = []
+    for number, event in enumerate((taken, StepDone(play.plan.members[0], 1, outcome(2, 1)))):
+        before = play.run
+        play.tell(event)
+        records.append(codec.record(number, 1.0, event, before, play.last))
+        assert codec.incarnation_after((first, records)) == fold(first, records).incarnation == 2
+        assert decode(Lineage, codec.field_after((first, records), "history", "lineage")) == fold(first, records).history.lineage

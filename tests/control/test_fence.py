@@ -309,7 +309,7 @@ def brief(play: Play, worker: str, at: Version, prepared: int | None = None, saw
 
 
 def only_one_has_seen_a_commit() -> Play:
-    """Of the members w1, w2 and w3, w3 alone has seen step 5 and lives; w1 has prepared it."""
+    """Brings three members to step 5: only w3 has seen its commit and lives, w1 has prepared it, and w2 is gone."""
     play = stepping(3)
     play.steps(1, 4)
     play.lose("w2")

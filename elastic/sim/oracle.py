@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 ORIGIN = Version(0, 0)
 LONGEST_SAVE_S = 90.0
 """Longest time in seconds, after the last fault has ended, that a save may be on its way.  A slow part takes 30 s, and the last save may
-wait for the one before, which has a slow part too and then lacks one for ``stop_s``."""
+wait for the one before, which has a slow part too and then lacks one for ``stop_s``.  Beside this, a member that stands still holds it up
+until it is blamed, which takes three steps if they are long."""
 
 
 class Oracle:
@@ -217,7 +218,7 @@ class Oracle:
                 raise Violation("the run does not wait for the bucket, which refuses its last save")
         self.pending_since = {(each.version, each.by): self.pending_since.get((each.version, each.by), now) for each in after.saves.pending}
         for (version, _), since in self.pending_since.items():
-            if now - max(since, calm_at) > LONGEST_SAVE_S:
+            if now - max(since, calm_at) > LONGEST_SAVE_S + 3 * after.watch.step_s:
                 raise Violation(f"the save of {version} has been on its way for {now - since:.0f} s")
 
     def judge_reading(self, before: Coordinator, follower: Coordinator) -> None:

@@ -108,12 +108,17 @@ class Simulation:
         self.oracle.stop_asked = True
         self.coordinators.present.receive(StopRequested("Ctrl-C"))
 
+    @property
+    def _patience_s(self) -> float:
+        """Returns how long after the last fault the run may last: if its steps were slow, one that stands still is found later."""
+        return self.scenario.patience_s + 3 * self.coordinators.present.run.watch.step_s
+
     def _until_the_end(self) -> None:
         """Runs until an end, and ``EPILOGUE_S`` longer."""
         begun, clock, coordinators = self.clock.now, self.clock, self.coordinators
         last_s = 0.0
         while not coordinators.present.run.over:
-            if clock.now > last_s and clock.now > (last_s := max(self.strikes.calm_at, begun) + self.scenario.patience_s):
+            if clock.now > last_s and clock.now > (last_s := max(self.strikes.calm_at, begun) + self._patience_s):
                 raise Violation(f"no end after {last_s:.0f} s: {coordinators.present.run.state}")
             clock.step()
         end, until_s, present = coordinators.present.run.state, clock.now + EPILOGUE_S, coordinators.present

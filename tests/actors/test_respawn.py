@@ -31,7 +31,8 @@ STUCK = "the abort before generation 2 has not ended in"
 def struck_by(chaos: Trial, *faults: dict[str, Any]) -> Trial:
     """Returns ``chaos``, to be checked as if the job had asked for ``faults`` too."""
     known = (*chaos.job.faults, *(Fault(**fault) for fault in faults))
-    return replace(chaos, job=chaos.job.model_copy(update={"faults": known}))
+    job = chaos.job.replace(numerics=chaos.job.numerics)  # said here, so that nobody checks the faults when the run is opened
+    return replace(chaos, job=job.model_copy(update={"faults": known}))
 
 
 def members(chaos: Trial) -> list[tuple[str, ...]]:

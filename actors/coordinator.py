@@ -22,12 +22,12 @@ import ray
 
 import elastic
 from actors import cluster
-from actors.inbox import Inbox
 from actors.journal_replicas import JournalReplicas
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder, make_log_folder
 from actors.survivors import Left, find
 from elastic.control import codec, copy_inventory
+from elastic.control.inbox import Inbox
 from elastic.control.machine import Transition, advance
 from elastic.control.run import TERMINAL, Failed, RunState
 from elastic.control.takeover import STOOD_S
@@ -49,6 +49,7 @@ from elastic.protocol.events import (
     StopRequested,
     Stumbled,
     Tick,
+    parts,
 )
 from elastic.report.story import Line, Story
 from elastic.runs import Run
@@ -342,10 +343,11 @@ class Coordinator:
         try:
             if isinstance(event, ShardSaved) and shard is not None:
                 self.group.parts.add(event.version, event.worker, shard)
-            if isinstance(event, Joined):
-                if event.node not in self.state.cluster.nodes:  # the node is new and was not checked yet
-                    self._advance(NodeFound(event.node))
-                self.group.welcome(event.worker, event.node)
+            for each in parts(event):
+                if isinstance(each, Joined):
+                    if each.node not in self.state.cluster.nodes:  # the node is new and was not checked yet
+                        self._advance(NodeFound(each.node))
+                    self.group.welcome(each.worker, each.node)
             self._advance(event)
         except Deposed:
             raise
@@ -367,7 +369,7 @@ class Coordinator:
         stood_s = self.clock() - now
         for action in transition.actions:
             self.group.perform(action)
-        self._tell(now, event, before, transition.reason)
+        self._tell(now, event, before, transition)
         if stood_s > STOOD_S:
             self._advance(Tick(stood_s))
 
@@ -386,11 +388,12 @@ class Coordinator:
         if durable:
             self.replicas.secure(lambda why: self.story.say(now, why))
 
-    def _tell(self, now: float, event: Event, before: RunState, reason: str) -> None:
+    def _tell(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
+        reason = transition.reason
         if isinstance(event, StepDone) and self.state.version.step == event.outcome.step:
             lr = learning_rate_of(self.job, event.outcome.step)
             self.story.step(now, event.outcome, before.plan.layout.world if before.plan else 0, lr)
-        if reason and not reason.startswith("refused") and reason != self.reason:
+        if reason and transition.taken and reason != self.reason:
             self.reason = reason
             self.story.say(now, reason)
 

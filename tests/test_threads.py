@@ -13,8 +13,8 @@ import pytest
 
 from actors import cluster, coordinator
 from actors.coordinator import Coordinator
-from actors.inbox import Inbox
 from actors.perform import Group
+from elastic.control.inbox import Inbox
 from elastic.ids import NodeId
 from elastic.protocol.events import NodeFound
 from elastic.threads import keep_going

@@ -26,7 +26,7 @@ from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Attached, Beat, Capacity, Event, Fenced, Recovered, Renewed, StepDone, Tick
+from elastic.protocol.events import Attached, Beat, Capacity, Event, Fenced, Recovered, Renewed, Said, StepDone, Tick, Together
 from elastic.protocol.plan import Plan
 
 FORMAT = 3
@@ -39,6 +39,8 @@ COMMIT = "Commit"
 PLAN = "PlanOf"
 """The name that stands for the plan that the run had before the record."""
 
+PLAIN = frozenset({type(None), bool, int, str})
+"""Types of values that JSON writes as they are.  They are told apart before anything else: a large world's records hold little else."""
 MICROBATCHES, PACKED = ("losses", "counts", "samples"), "packed"
 """The fields of a commit with an entry for each microbatch, and the one that stands for them: see ``packed.py``."""
 
@@ -148,15 +150,26 @@ def _commits(run: RunState) -> dict[tuple[int, ...], Outcome | Plan]:
 
 
 def _with_news(event: Event, before: RunState) -> tuple[Event, tuple[Outcome, ...]]:
-    """Returns the event with only those parts that tell something new, and the commits among them.
+    """Returns the event with only what is new of it, and the commits that it brings, each once."""
+    if isinstance(event, StepDone):
+        return event, (event.outcome,)
+    if isinstance(event, Said):
+        return _news(event, before)
+    if not isinstance(event, Together):
+        return event, ()
+    news = [_news(each, before) for each in event.events]
+    commits = {(each.step, each.generation): each for _, brought in reversed(news) for each in brought}  # the first to bring one counts
+    return Together(tuple(each for each, _ in news)), tuple(commits.values())
+
+
+def _news(event: Said, before: RunState) -> tuple[Said, tuple[Outcome, ...]]:
+    """Returns the fact with only those parts that tell something new, and the commits among them.
 
     Every member's answer to a fence brings the last commits that the member has seen, and these are the same for all members.  Of a plan
     before the present generation only the generation matters, so the members that a worker had there are left out.
     """
     if isinstance(event, Attached) and event.plan is not None and event.plan.generation < before.generation:
         return replace(event, plan=replace(event.plan, members=(), holders=(), nodes=(), hosts=())), ()
-    if isinstance(event, StepDone):
-        return event, (event.outcome,)
     if not isinstance(event, Fenced):
         return event, ()
     news = tuple(each for each in event.outcomes if each.generation == event.generation and before.history.is_news(each))
@@ -270,14 +283,15 @@ def encode(value: object, told: Told | None = None) -> Json:
 
     A commit in ``told`` is written as its step and generation alone, a plan as its generation.
     """
-    if value is None or isinstance(value, bool | int | str):
+    kind = type(value)
+    if kind in PLAIN:
         return value
-    if isinstance(value, float):
-        return value.hex()
-    if isinstance(value, tuple):
-        return [encode(each, told) for each in value]
-    if isinstance(value, dict):
-        return {key: encode(each, told) for key, each in value.items()}
+    if kind is tuple:
+        return [each if type(each) in PLAIN else encode(each, told) for each in value]  # type: ignore[attr-defined]
+    if kind is float:
+        return value.hex()  # type: ignore[attr-defined]
+    if kind is dict:
+        return {key: encode(each, told) for key, each in value.items()}  # type: ignore[attr-defined]
     if told and isinstance(value, Outcome) and told.get((value.step, value.generation)) == value:
         return {"$": COMMIT, "step": value.step, "generation": value.generation}
     if told and isinstance(value, Plan) and told.get((value.generation,)) == value:
@@ -285,9 +299,10 @@ def encode(value: object, told: Told | None = None) -> Json:
     if isinstance(value, Outcome):
         rest = {name: encode(getattr(value, name), told) for name in _hints(Outcome) if name not in MICROBATCHES}
         return {"$": "Outcome", **rest, PACKED: packed.pack(value.losses, value.counts, value.samples)}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"$": type(value).__name__, **{name: encode(getattr(value, name), told) for name in _hints(type(value))}}
-    raise TypeError(f"{type(value).__name__} has no form in the journal: {value!r}")
+    if not is_dataclass(kind):
+        raise TypeError(f"{kind.__name__} has no form in the journal: {value!r}")
+    parts = {name: getattr(value, name) for name in _hints(kind)}
+    return {"$": kind.__name__, **{name: each if type(each) in PLAIN else encode(each, told) for name, each in parts.items()}}
 
 
 def spelled_out(json: Json) -> Json:
@@ -296,6 +311,12 @@ def spelled_out(json: Json) -> Json:
         return json
     rest = {name: each for name, each in json.items() if name != PACKED}
     return {**rest, **{name: encode(each) for name, each in zip(MICROBATCHES, packed.unpack(json[PACKED]), strict=True)}}
+
+
+def parts_of(event: Json) -> Sequence[Json]:
+    """Returns the facts that an encoded event tells: several only if they were decided together."""
+    told: Sequence[Json] = event["events"] if event["$"] == "Together" else (event,)
+    return told
 
 
 def decode_event(json: Json) -> Event:

@@ -11,6 +11,7 @@ from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.ids import WorkerId
 from elastic.protocol.actions import Action, Form, Go, Settle, StartWorkers
+from elastic.protocol.events import Fact
 from elastic.protocol.plan import Plan
 
 CROWD = 12
@@ -32,6 +33,8 @@ class Transition:
     """True if the decision begins a generation or lets it step, settles the outcome of a step, names workers, declares a checkpoint valid,
     takes over from another coordinator, or ends the run.
     """
+    taken: tuple[Fact, ...] = ()
+    """The event, or those of its parts that were not refused."""
 
 
 class Decision:
@@ -42,7 +45,9 @@ class Decision:
         self.run, self.now, self.rules, self.heard_until = run, now, rules, min(heard_until, now)
         self.actions: list[Action] = []
         self.reasons: list[str] = []
-        self.refused = False
+        self.refusals: list[str] = []
+        self.taken: list[Fact] = []
+        """The events that were not refused."""
         self.durable = False
         """True if the new knowledge must survive this coordinator and its disk."""
 
@@ -73,12 +78,12 @@ class Decision:
         self.reasons.append(sentence)
 
     def refuse(self, why: str) -> None:
-        """Refuses the event, so that it changes nothing and the run does not go on either."""
-        self.refused = True
-        self.reasons.append(f"refused: {why}")
+        """Refuses the event that is being taken, so that it changes nothing and the run does not go on because of it."""
+        self.refusals.append(why)
 
     def done(self) -> Transition:
-        return Transition(self.run, tuple(self.actions), "; ".join(self.reasons), self.durable)
+        reasons = self.reasons if self.taken else [f"refused: {why}" for why in self.refusals]
+        return Transition(self.run, tuple(self.actions), "; ".join(reasons), self.durable, tuple(self.taken))
 
 
 def names(workers: Sequence[WorkerId]) -> str:

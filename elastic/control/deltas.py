@@ -94,6 +94,8 @@ def _of_tuples(before: tuple[Any, ...], after: tuple[Any, ...], encode: Encode, 
     start = _first_difference(before, after)
     if start == len(before) == len(after):
         return SAME
+    if gone := _left_out(before, after, start):
+        return {"without": gone}
     left = min(len(before), len(after)) - start
     end = _first_difference(before[: -left - 1 : -1], after[: -left - 1 : -1]) if left else 0
     old, new = before[start : len(before) - end], after[start : len(after) - end]
@@ -101,6 +103,22 @@ def _of_tuples(before: tuple[Any, ...], after: tuple[Any, ...], encode: Encode, 
         items = {str(start + i): delta(*pair, encode, whole) for i, pair in enumerate(zip(old, new, strict=True))}
         return {"~": {place: each for place, each in items.items() if each is not SAME}}
     return {"at": start, "cut": len(old), "put": [encode(each) for each in new]}
+
+
+def _left_out(before: tuple[Any, ...], after: tuple[Any, ...], start: int) -> list[int]:
+    """Returns the positions of several items, ``start`` the first of them, without which ``before`` is ``after``; [] if that is not so."""
+    number = len(before) - len(after)
+    if number < 2:
+        return []
+    gone, at = list[int](), start
+    for place in range(start, len(before)):
+        if at < len(after) and (before[place] is after[at] or before[place] == after[at]):
+            at += 1
+        elif len(gone) < number:
+            gone.append(place)
+        else:
+            return []
+    return gone if gone[-1] - gone[0] >= number else []  # else they are neighbours, which are cut out as one
 
 
 def patched(known: Json, change: Json) -> Json:
@@ -114,6 +132,11 @@ def patched(known: Json, change: Json) -> Json:
         if not isinstance(known, list) or at + change["cut"] > len(known):
             raise Misfit(f"{change['cut']} items from position {at} on cannot be replaced in {str(known)[:80]}")
         return [*known[:at], *change["put"], *known[at + change["cut"] :]]
+    if "without" in change:
+        if not isinstance(known, list) or change["without"][-1] >= len(known):
+            raise Misfit(f"items {', '.join(map(str, change['without']))} cannot be left out of {str(known)[:80]}")
+        gone = frozenset(change["without"])
+        return [each for place, each in enumerate(known) if place not in gone]
     if isinstance(known, list):
         if absent := [key for key in change["~"] if not key.isdigit() or int(key) >= len(known)]:
             raise Misfit(f"items {', '.join(absent)} cannot be changed in a list of {len(known)} items")

@@ -40,6 +40,7 @@ from elastic.protocol.events import (
     Broken,
     Capacity,
     Event,
+    Fact,
     Fenced,
     Here,
     Joined,
@@ -60,6 +61,7 @@ from elastic.protocol.events import (
     StopRequested,
     Stumbled,
     Tick,
+    parts,
 )
 
 __all__ = ["Transition", "advance"]
@@ -72,7 +74,17 @@ def advance(run: RunState, event: Event, now: float, rules: Rules, heard_until: 
     deadline is over only at ``heard_until``: a coordinator that is slow must not give up members whose answers it has not read yet.
     """
     decision = Decision(run, now, rules, heard_until)
-    if why := admission.refusal(run, event, now):
+    for each in parts(event):
+        _hear(decision, each)
+    if decision.taken:
+        _go_on(decision)
+    return decision.done()
+
+
+def _hear(decision: Decision, event: Fact) -> None:
+    """Takes the event if it counts; otherwise notes why it does not."""
+    run, refusals = decision.run, len(decision.refusals)
+    if why := admission.refusal(run, event, decision.now):
         decision.refuse(why)
         if run.over and isinstance(event, Joined):
             decision.do(Exit((event.worker,)))
@@ -80,13 +92,12 @@ def advance(run: RunState, event: Event, now: float, rules: Rules, heard_until: 
             decision.do(Exit(event.workers))
     else:
         _take(decision, event)
-        if not decision.refused:
-            takeover.note_progress(decision, event)
-            _go_on(decision)
-    return decision.done()
+    if len(decision.refusals) == refusals:
+        decision.taken.append(event)
+        takeover.note_progress(decision, event)
 
 
-def _take(decision: Decision, event: Event) -> None:
+def _take(decision: Decision, event: Fact) -> None:
     """Adds what ``event`` says to the knowledge of the run."""
     match event:
         case Joined():

@@ -308,6 +308,10 @@ class Attached:
     stepping: bool = False
 
 
+Said = Joined | Here | Ready | Fenced | Attached
+"""Every worker says these once, and all workers say them at about the same time."""
+
+
 @dataclass(frozen=True)
 class Stumbled:
     """The coordinator could not handle an event.  ``what`` is the event's name, the exception and its place, the same each time."""
@@ -323,7 +327,7 @@ class Tick:
     stood_s: float = 0.0
 
 
-Event = (
+Fact = (
     Joined
     | Lost
     | StartFailed
@@ -349,3 +353,18 @@ Event = (
     | Stumbled
     | Tick
 )
+
+
+@dataclass(frozen=True)
+class Together:
+    """Several workers said these while the coordinator was busy.  They are decided together, in their order, at the cost of one."""
+
+    events: tuple[Said, ...]
+
+
+Event = Fact | Together
+
+
+def parts(event: Event) -> tuple[Fact, ...]:
+    """Returns the facts that ``event`` tells: several only if it is a :class:`Together`."""
+    return event.events if isinstance(event, Together) else (event,)

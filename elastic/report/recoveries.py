@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.control import codec
+
 
 @dataclass(frozen=True)
 class Recovery:
@@ -57,10 +59,11 @@ def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -
 
     With ``all_lost`` this event took the last member, so there is nobody to fence.
     """
-    at, event, actions = record["at"], record["event"], record["actions"]
+    at, actions = record["at"], record["actions"]
     names = {action["$"]: action for action in actions}
-    kind = event["$"]
-    if kind == "Recovered":  # only a fence is new; the other actions are repeated
+    told = codec.parts_of(record["event"])
+    kinds = {each["$"] for each in told}
+    if "Recovered" in kinds:  # only a fence is new; the other actions are repeated
         names = {name: action for name, action in names.items() if name == "Fence"}
     if ("Fence" in names or all_lost) and "go" in marks:  # the new world broke before its first commit: another recovery begins
         marks.clear()
@@ -71,14 +74,14 @@ def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -
         marks.setdefault("known", at)
         marks.setdefault("reason", record["reason"])
         marks.setdefault("planned", True)
-    if kind == "Here":
+    if "Here" in kinds:
         marks["here"] = at
-    if kind == "Ready":
-        marks["form"] = max(marks.get("form", 0.0), number(event["form_s"]))
-        marks["heal"] = max(marks.get("heal", 0.0), number(event["heal_s"]))
+    for ready in (each for each in told if each["$"] == "Ready"):
+        marks["form"] = max(marks.get("form", 0.0), number(ready["form_s"]))
+        marks["heal"] = max(marks.get("heal", 0.0), number(ready["heal_s"]))
     if "Go" in names:
         marks["go"] = at
-    if kind == "StepDone" and "go" in marks:
+    if "StepDone" in kinds and "go" in marks:
         marks["committed"] = at
 
 

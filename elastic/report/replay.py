@@ -11,6 +11,7 @@ Beats, ticks, renewals and capacities are recorded only if they led to an action
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,9 @@ def _head(record: Json, before: float) -> str:
 
 def event_line(event: Json) -> str:
     """Returns an event as text, without the data that it carries."""
+    if event["$"] == "Together":
+        kinds = Counter(each["$"] for each in event["events"])
+        return ", ".join(f"{kind} of {number} workers" for kind, number in kinds.items())
     told = {name: value for name, value in event.items() if name in ("worker", "node", "generation", "step", "cause", "reason", "why")}
     if "outcome" in event:
         told["step"] = event["outcome"]["step"]

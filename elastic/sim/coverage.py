@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from elastic.control.run import State
-from elastic.protocol.events import Event
+from elastic.protocol.events import Fact
 from elastic.sim import faults
 from elastic.sim.faults import Kind
 from elastic.sim.simulation import Report, simulate
@@ -18,7 +18,7 @@ from elastic.sim.violation import Violation
 
 OVER = ("Finished", "Stopped", "Failed")
 STATES = tuple(state.__name__ for state in get_args(State))
-EVENTS = tuple(event.__name__ for event in get_args(Event))
+EVENTS = tuple(event.__name__ for event in get_args(Fact))
 CHUNK = 250
 """Number of seeds that a process takes at once."""
 

@@ -18,7 +18,7 @@ from elastic.protocol.authority import Found, Replica
 
 if TYPE_CHECKING:
     from elastic.sim.cluster import Node
-    from elastic.sim.coordinators import Coordinator
+    from elastic.sim.coordinator import Coordinator
     from elastic.sim.simulation import Simulation
 
 SHIP_S = 5.0

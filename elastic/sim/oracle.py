@@ -19,6 +19,7 @@ from elastic.protocol.events import (
     Beat,
     Capacity,
     Event,
+    Fact,
     Fenced,
     Here,
     Joined,
@@ -34,6 +35,7 @@ from elastic.protocol.events import (
     StopRequested,
     Stumbled,
     Tick,
+    parts,
 )
 from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
@@ -43,7 +45,7 @@ from elastic.sim.violation import Violation
 if TYPE_CHECKING:
     from elastic.control.machine import Transition
     from elastic.control.run import RunState
-    from elastic.sim.coordinators import Coordinator
+    from elastic.sim.coordinator import Coordinator
     from elastic.sim.simulation import Simulation
     from elastic.sim.worker import Worker
 
@@ -155,10 +157,11 @@ class Oracle:
 
     def hears(self, event: Event) -> None:
         """Notes which commits a coordinator was told of by ``event``."""
-        if isinstance(event, StepDone):
-            self.told.add((event.outcome.step, event.generation))
-        elif isinstance(event, Fenced):
-            self.told.update((each.step, each.generation) for each in event.outcomes)
+        for each in parts(event):
+            if isinstance(each, StepDone):
+                self.told.add((each.outcome.step, each.generation))
+            elif isinstance(each, Fenced):
+                self.told.update((outcome.step, outcome.generation) for outcome in each.outcomes)
 
     def judge(self, before: RunState, event: Event, transition: Transition, by: Coordinator) -> None:
         """Judges one decision (a call of ``advance``) of the coordinator ``by``."""
@@ -171,11 +174,13 @@ class Oracle:
             return self._judge_the_superseded(transition, by)
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
-        self._note(before, event)
+        for each in parts(event):
+            self._note(before, each)
         self._judge_saves(before, event, after)
-        self.copies.note(before, event, transition.reason.startswith("refused"))
-        if isinstance(event, Here | Ready) and isinstance(before.state, Forming) and not transition.reason.startswith("refused"):
-            self.here[event.generation].add(event.worker)
+        self.copies.note(before, event, refused=not transition.taken)
+        for each in transition.taken:
+            if isinstance(each, Here | Ready) and isinstance(before.state, Forming):
+                self.here[each.generation].add(each.worker)
         for action in transition.actions:
             if isinstance(action, Kill):
                 self._judge_kill(before, action)
@@ -226,7 +231,7 @@ class Oracle:
         if follower.whole and before.acted_to > before.journal.read_to:
             raise Violation(f"coordinator {follower.incarnation} has not read all that coordinator {before.incarnation} acted on")
 
-    def _note(self, before: RunState, event: Event) -> None:
+    def _note(self, before: RunState, event: Fact) -> None:
         if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept):
             self.startups = 0
         match event:
@@ -260,7 +265,7 @@ class Oracle:
                 event.worker in before.workers  # the coordinator ignores all others
                 and event.plan is not None
                 and event.plan.generation in self.unread
-                and event.plan.generation > before.generation
+                and event.plan.generation > max(before.generation, self.plan.generation if self.plan is not None else 0)
             ):
                 self.plan = self.plans[event.plan.generation] = self.unread.pop(event.plan.generation)
                 self._forget_what_was_said(event.plan.generation, before)

@@ -13,7 +13,8 @@ from elastic.protocol.events import Event, StopRequested
 from elastic.protocol.plan import Plan
 from elastic.sim.clock import Clock
 from elastic.sim.cluster import Cluster
-from elastic.sim.coordinators import Advance, Coordinators
+from elastic.sim.coordinator import Advance
+from elastic.sim.coordinators import Coordinators
 from elastic.sim.network import Network
 from elastic.sim.oracle import Oracle
 from elastic.sim.scenario import Scenario
@@ -25,6 +26,8 @@ Line = tuple[float, Event | None, str]
 """One line of the story: the time, the event (None for a fault), and the reason."""
 EPILOGUE_S = 3.0
 """Time in seconds after the end in which late messages still arrive.  They must change nothing."""
+SLOW, SLOW_S = 0.25, 0.5
+"""Share of the runs whose coordinators are slow to read what workers say, so that messages are taken together, and by how many seconds."""
 STORY_LINES = 30
 """Number of lines of the story that a violation shows."""
 
@@ -65,6 +68,9 @@ class Simulation:
         self.scenario = scenario or Scenario.drawn(seed)
         self.rules = self.scenario.rules
         self.network = Network(self.clock, random.Random(seed + 1))
+        self.slow = random.Random(seed + 2)
+        self.slow_s = SLOW_S if self.slow.random() < SLOW else 0.0
+        """The longest time in seconds for which the coordinators of this run let the messages of workers wait."""
         self.lines: list[Line] = []
         self.worlds: dict[int, World] = {}
         self.stop_asked = False

@@ -10,9 +10,9 @@ import pytest
 
 import elastic
 from actors.coordinator import Coordinator
-from actors.inbox import Inbox
 from elastic.control import codec
 from elastic.control.decision import Transition
+from elastic.control.inbox import Inbox
 from elastic.control.run import RunState
 from elastic.control.takeover import STOOD_S
 from elastic.ids import NodeId

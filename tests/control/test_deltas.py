@@ -63,7 +63,7 @@ def test_what_is_patched_stays_as_it_is() -> None:
     assert before == kept
 
 
-@pytest.mark.parametrize("change", [{"at": 1, "cut": 1, "put": []}, {"~": {"x": 1}}])
+@pytest.mark.parametrize("change", [{"at": 1, "cut": 1, "put": []}, {"~": {"x": 1}}, {"without": [0, 2]}])
 @pytest.mark.parametrize("known", [None, 3, []])
 def test_a_delta_of_something_else_is_refused(known: Any, change: Any) -> None:
     with pytest.raises(Misfit):
@@ -76,6 +76,7 @@ def test_a_delta_of_something_else_is_refused(known: Any, change: Any) -> None:
         ((W1, W2, W3, WorkerId("w4")), {"at": 3, "cut": 0, "put": ["w4"]}),
         ((W1, W3), {"at": 1, "cut": 1, "put": []}),
         ((W1, WorkerId("w9"), W3), {"at": 1, "cut": 1, "put": ["w9"]}),
+        ((W2,), {"without": [0, 2]}),
         ((), {"at": 0, "cut": 3, "put": []}),
     ],
 )

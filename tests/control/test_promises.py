@@ -36,8 +36,8 @@ RULES = rules(
 Word = tuple[RunState, ev.Event, float, Transition]
 
 
-def any_event(rng: Random, run: RunState) -> ev.Event:
-    """Returns an event: mostly one that could be told now, sometimes nonsense, often from a sender that should be silent."""
+def any_fact(rng: Random, run: RunState) -> ev.Fact:
+    """Returns a fact: mostly one that could be told now, sometimes nonsense, often from a sender that should be silent."""
     plan = run.plan
     names = [*run.workers, *run.members.starting, WorkerId("w99")]
     worker = rng.choice(names)
@@ -78,6 +78,14 @@ def any_event(rng: Random, run: RunState) -> ev.Event:
             ev.Tick(),
         )
     )
+
+
+def any_event(rng: Random, run: RunState) -> ev.Event:
+    """Returns a random event; one in ten is several messages of workers that are decided together."""
+    if rng.random() < 0.9:
+        return any_fact(rng, run)
+    several = [any_fact(rng, run) for _ in range(40)]
+    return ev.Together(tuple(each for each in several if isinstance(each, ev.Said)))
 
 
 def told(seed: int, words: int = 150) -> list[Word]:
@@ -127,8 +135,10 @@ def test_whoever_should_be_silent_is_refused() -> None:
     generations = ev.Here | ev.Ready | ev.StepDone | ev.Renewed | ev.Broken | ev.Fenced
     for story in STORIES:
         for run, event, _, transition in story:
-            if isinstance(event, generations) and (event.generation != run.generation or event.worker == "w99"):
-                assert transition.reason.startswith("refused: "), (event, transition.reason)
+            for each in ev.parts(event):
+                if isinstance(each, generations) and (each.generation != run.generation or each.worker == "w99"):
+                    assert each not in transition.taken
+                    assert isinstance(event, ev.Together) or transition.reason.startswith("refused: "), (event, transition.reason)
 
 
 def test_generations_grow_by_one_and_ids_are_new() -> None:
@@ -147,8 +157,7 @@ def test_nothing_is_settled_while_a_member_is_neither_fenced_nor_out() -> None:
     for story in STORIES:
         answered: set[tuple[int, WorkerId]] = set()
         for run, event, _, transition in story:
-            if isinstance(event, ev.Fenced) and not transition.reason.startswith("refused"):
-                answered.add((event.generation, event.worker))
+            answered |= {(each.generation, each.worker) for each in transition.taken if isinstance(each, ev.Fenced)}
             for action in transition.actions:
                 if isinstance(action, Settle):
                     settled += 1
@@ -162,8 +171,9 @@ def test_an_outcome_is_applied_only_if_somebody_saw_it() -> None:
     for story in STORIES:
         seen = set()
         for _, event, _, transition in story:
-            seen |= {event.outcome} if isinstance(event, ev.StepDone) else set()
-            seen |= set(event.outcomes) if isinstance(event, ev.Fenced) else set()
+            for each in ev.parts(event):
+                seen |= {each.outcome} if isinstance(each, ev.StepDone) else set()
+                seen |= set(each.outcomes) if isinstance(each, ev.Fenced) else set()
             outcomes = {action.outcome for action in transition.actions if isinstance(action, Settle) and action.outcome}
             assert outcomes <= seen
 

@@ -9,37 +9,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.inbox import Inbox
+from elastic.control.inbox import MANY, Inbox
 from elastic.control.machine import advance
 from elastic.control.run import Forming, Stopping
 from elastic.ids import WorkerId
 from elastic.protocol.actions import Kill
-from elastic.protocol.events import Event, Fenced, Tick
+from elastic.protocol.events import Event, Fenced, Tick, parts
 from elastic.sim.clock import Clock
 from storage.slices import Version
 from tests.control.play import Play, stepping
 
 pytestmark = pytest.mark.fast
 FENCE_S = 10.0
+ONE_BY_ONE = 1000
+"""No test has as many messages, so none are taken together."""
 
 
 class Driver:
-    """Handles events like a coordinator that needs time for each of them, which its clock shows."""
+    """Handles events like a coordinator that needs time for each message, which its clock shows."""
 
-    def __init__(self, play: Play, arrivals: Sequence[tuple[float, Event]], cost_s: Callable[[], float], *, looks: bool = True) -> None:
-        """``arrivals`` are (seconds from now, event), in order.  The control does not look how far it is behind (``looks``)."""
-        self.play, self.began, self.cost_s, self.looks = play, play.now, cost_s, looks
+    def __init__(
+        self,
+        play: Play,
+        arrivals: Sequence[tuple[float, Event]],
+        cost_s: Callable[[], float],
+        *,
+        many: int = MANY,
+        looks: bool = True,
+    ) -> None:
+        """``arrivals`` are (seconds from now, event), in order.  From ``many`` messages on they are decided together.
+
+        The control does not look how far it is behind (``looks``).
+        """
+        self.play, self.began, self.cost_s, self.many, self.looks = play, play.now, cost_s, many, looks
         self.arrivals, self.given_up = list(arrivals), list[WorkerId]()
 
     def run(self) -> list[WorkerId]:
         """Handles all events, and ticks until the fence is over; returns who was given up."""
-        inbox = Inbox(lambda: self.play.now)
+        inbox = Inbox(lambda: self.play.now, self.many)
         while self.arrivals or not inbox.empty() or self.play.now < self.began + 2 * FENCE_S:
             self._arrive(inbox)
             event = (inbox.take(0.0) or (Tick(), None))[0]
             if isinstance(event, Tick):
                 self.play.now += 0.1
-            self.play.now += self.cost_s()
+            self.play.now += sum(self.cost_s() for _ in parts(event))
             self._arrive(inbox)
             now, heard_until = inbox.heard_until()
             done = advance(self.play.run, event, now, self.play.rules, heard_until if self.looks else now)
@@ -70,11 +83,12 @@ def fenced(members: int, after_s: Callable[[int], float]) -> tuple[Play, list[tu
     return play, sorted(answers, key=lambda each: each[0])
 
 
+@pytest.mark.parametrize("many", [2, ONE_BY_ONE])
 @pytest.mark.parametrize("members", [4, 64])
-def test_who_has_answered_in_time_is_never_given_up_however_long_the_answers_take(members: int) -> None:
+def test_who_has_answered_in_time_is_never_given_up_however_long_the_answers_take(members: int, many: int) -> None:
     """All answer within half a second; to handle them all takes three times ``fence_s``."""
     cost_s = 3 * FENCE_S / members
-    driver = Driver(*fenced(members, lambda number: 0.5 * number / members), lambda: cost_s)
+    driver = Driver(*fenced(members, lambda number: 0.5 * number / members), lambda: cost_s, many=many)
     assert driver.run() == []
     assert isinstance(driver.play.run.state, Forming)
 
@@ -82,7 +96,7 @@ def test_who_has_answered_in_time_is_never_given_up_however_long_the_answers_tak
 @pytest.mark.parametrize("members", [4, 64])
 def test_the_control_gives_up_members_whose_answers_lie_there(members: int) -> None:
     cost_s = 3 * FENCE_S / members
-    assert Driver(*fenced(members, lambda number: 0.5 * number / members), lambda: cost_s, looks=False).run()
+    assert Driver(*fenced(members, lambda number: 0.5 * number / members), lambda: cost_s, many=ONE_BY_ONE, looks=False).run()
 
 
 def test_who_answers_too_late_is_given_up_all_the_same() -> None:
@@ -90,9 +104,9 @@ def test_who_answers_too_late_is_given_up_all_the_same() -> None:
     assert driver.run() == [WorkerId("w3")]
 
 
-@given(st.lists(st.floats(0.0, 1.5 * FENCE_S), min_size=3, max_size=9), st.floats(0.001, 4.0))
-def test_only_who_answers_after_the_deadline_is_given_up(after_s: list[float], cost_s: float) -> None:
-    driver = Driver(*fenced(len(after_s) + 1, lambda number: after_s[number - 2]), lambda: cost_s)
+@given(st.lists(st.floats(0.0, 1.5 * FENCE_S), min_size=3, max_size=9), st.floats(0.001, 4.0), st.integers(2, 9))
+def test_only_who_answers_after_the_deadline_is_given_up(after_s: list[float], cost_s: float, many: int) -> None:
+    driver = Driver(*fenced(len(after_s) + 1, lambda number: after_s[number - 2]), lambda: cost_s, many=many)
     assert set(driver.run()) <= {WorkerId(f"w{number + 2}") for number, after in enumerate(after_s) if after >= FENCE_S}
 
 
@@ -104,7 +118,7 @@ def test_with_its_own_processor_time_as_its_clock() -> None:
         before, spent[0] = spent[0], time.thread_time()
         return 1000 * (spent[0] - before)
 
-    driver = Driver(*fenced(200, lambda number: 0.001 * number), cost_s)
+    driver = Driver(*fenced(200, lambda number: 0.001 * number), cost_s, many=ONE_BY_ONE)
     assert driver.run() == []
     assert driver.play.now - driver.began > FENCE_S
 

@@ -19,7 +19,7 @@ import pytest
 
 from elastic.protocol import member
 from elastic.protocol.member import Member
-from elastic.sim.coordinators import Advance
+from elastic.sim.coordinator import Advance
 
 PACKAGE = "elastic.control"
 SHARED = frozenset({"rules", "run"})

@@ -15,7 +15,7 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.copy_schedule import Copies, Copy
 from elastic.sim import Coverage, Violation, cluster, simulate
 from elastic.sim.cluster import Cluster
-from elastic.sim.coordinators import Advance
+from elastic.sim.coordinator import Advance
 from elastic.sim.faults import Fault, Kind, draw
 from elastic.sim.scenario import Scenario, small_rules
 from tests.sim.mutants import Edit, Mutant

@@ -15,7 +15,7 @@ from elastic.control.rules import Rules
 from elastic.protocol import authority, uploads
 from elastic.protocol.authority import Authority, Replica
 from elastic.sim import Violation, simulate
-from elastic.sim.coordinators import Advance
+from elastic.sim.coordinator import Advance
 from elastic.sim.simulation import Simulation
 from elastic.sim.worker import Worker
 from tests.sim.mutants import Edit, Mutant, broken, mutant_member
@@ -198,7 +198,7 @@ def test_a_checkpoint_that_counts_and_is_not_in_the_journal_is_noticed() -> None
 def test_beginning_anew_after_a_coordinators_death_is_noticed() -> None:
     """The mutant throws away the history that it folded from the journal."""
     edit = Edit("takeover", "    _say_again(decision)\n", '    decision.know("history", lineage=())\n    _say_again(decision)\n')
-    assert "finished with the ledger" in killed_by("amnesiac", edit, scenario="interregnum")
+    assert "is not what happened" in killed_by("amnesiac", edit, scenario="interregnum")
 
 
 def test_guessing_what_was_committed_before_a_plan_that_nobody_read_of_is_noticed() -> None:

@@ -29,7 +29,8 @@ from storage.slices import Version
 from tests.sim.scenarios import CALM, barren, edge, interregnum, severed, storm, unshipped
 from tests.support.cells import cell, classes
 
-SEEDS = range(1200)
+SEEDS, RARE = range(1200), 1707
+"""The seeds of the suite, and one more in which a dead worker's report is evidence."""
 OCCASIONS = (
     "a collective completes with garbage",
     "a coordinator finds itself deposed",
@@ -49,6 +50,7 @@ OCCASIONS = (
     "an order of an older incarnation is refused",
     "shards are cut anew",
     "steps are abandoned",
+    "workers' messages are taken together",
 )
 """Occasions that the seeds of the suite must meet; promises are judged on the way, so each occasion is shown to be harmless."""
 
@@ -67,6 +69,7 @@ def seen() -> Coverage:
     """Returns what the seeds met.  Promises are judged on the way: a broken one fails all tests that use this fixture."""
     coverage, broken = run_in_processes(SEEDS, os.cpu_count() or 1)
     assert broken is None, simulate(broken)
+    coverage.add(simulate(RARE))
     with ProcessPoolExecutor(os.cpu_count() or 1) as pool:
         for part in pool.map(of_scenarios, [range(first, first + 10) for first in range(0, 120, 10)]):
             coverage.merge(part)

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from actors.launch import Result, attach, launch
+from elastic.control import codec
 from elastic.data.cursor import Cursor
 from elastic.imports import load
 from elastic.job import Job
@@ -219,8 +220,8 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
     """Returns every world that was to be formed, in order."""
     found, reached = [], 0
     for record in records:
-        event = record["event"]
-        seen = [event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ())
+        told = codec.parts_of(record["event"])
+        seen = [each for event in told for each in ([event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ()))]
         latest = found[-1].generation if found else 1
         reached = max([reached, *(each["step"] for each in seen if each["generation"] == latest)])  # those of earlier worlds are known
         for action in record["actions"]:
@@ -300,7 +301,7 @@ def assert_exceptions(
 
     A process that raised in the copy of a save only writes this into its log: the copy is made once more, and no save fails.
     """
-    events = [record["event"] for record in records]
+    events = [event for record in records for event in codec.parts_of(record["event"])]
     told = [event for event in events if event["$"] == "Broken" and event["cause"] != "peer"]
     raised = [fault for fault in job.faults if fault.kind in CAUSES]
     broke = [fault for fault in raised if fault.point != "save"]

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actors.inbox import Inbox
 from actors.perform import MANY
 from elastic.control import codec
+from elastic.control.inbox import Inbox
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
 from elastic.control.run import Forming, Running, RunState, Stopping
@@ -41,13 +41,11 @@ CLASSES = classes((4096, 32768, 128256))
 PER_NODE = 8
 SAMPLES = 4
 """Samples of a step for each worker."""
-AT_ONCE = 8
-"""Answers between two looks at the clock, which costs as much as an answer on some machines."""
 STEPS, BEATS_S, LEASE_S = 20, 0.5, 120.0
 
 
 class Coordinator:
-    """A coordinator without Ray: events go in one by one, and its processor time, its journal and its messages are counted."""
+    """A coordinator without Ray: its processor time, its journal and its messages are counted."""
 
     def __init__(self, workers: int, folder: Path) -> None:
         layout = LayoutRule(dp_replicate=None, dp_shard=8, min_shard=8)
@@ -61,27 +59,35 @@ class Coordinator:
         self.authority = Authority(1, self.rules.coordinator_lease_s, 0.0, (), self.run)
         self.spent_s, self.given_up = 0.0, list[WorkerId]()
         self.sent = Counter[str]()
-        self.now = self.behind = 0.0
+        self.now = 0.0
+        self.inbox = Inbox(lambda: self.now)
         self.by_event = defaultdict[str, float](float)
         self.events = Counter[str]()
 
     def tell(self, *events: ev.Event) -> None:
         """Handles events that arrived together: the keepers get the journal at the end, or where a record must be durable."""
-        kind, messages = type(events[0]).__name__, [pickle.dumps(event) for event in events]
-        took_s = self.handle(messages, last=True)
-        self.by_event[kind] += took_s
+        kind, messages, before_s = type(events[0]).__name__, [pickle.dumps(event) for event in events], self.spent_s
+        self.receive(messages)
+        while not self.inbox.empty():
+            self.take()
+        self.by_event[kind] += self.spent_s - before_s
         self.events[kind] += len(messages)
 
-    def handle(self, messages: list[bytes], heard_until: float = float("inf"), *, last: bool) -> float:
-        """Handles messages that have arrived and returns the seconds it took.  ``last`` says that no other waits, so the keepers come."""
+    def receive(self, messages: list[bytes]) -> None:
+        """Puts messages that have just arrived into the inbox."""
         began = time.thread_time()
         for message in messages:
-            self._advance(pickle.loads(message), heard_until)
-        if last:
+            self.inbox.put(pickle.loads(message))
+        self.spent_s += time.thread_time() - began
+
+    def take(self) -> None:
+        """Handles what is next in the inbox; once that is empty, the keepers get the journal."""
+        began = time.thread_time()
+        if (waiting := self.inbox.take(0.0)) is not None:
+            self._advance(waiting[0], self.inbox.heard_until()[1])
+        if self.inbox.empty():
             self._replicate()
-        took_s = time.thread_time() - began
-        self.spent_s += took_s
-        return took_s
+        self.spent_s += time.thread_time() - began
 
     def _advance(self, event: ev.Event, heard_until: float) -> None:
         before, done = self.run, advance(self.run, event, self.now, self.rules, heard_until)
@@ -180,15 +186,12 @@ class Coordinator:
                 answers.append(pickle.dumps(member.fence(generation)))
         began_s, began = self.spent_s, self.now
         self.sent["answers bytes"] += sum(map(len, answers))
-        inbox = Inbox(lambda: self.now)  # holds pickled events
         for number, answer in enumerate(answers):
             self.now = began + number / len(answers)
-            inbox.put(answer)  # type: ignore[arg-type]
-        while not inbox.empty():
-            self.now, heard_until = max(self.now, began + 1.0 + self.spent_s - began_s), inbox.heard_until()[1]
-            few = [inbox.take(0.0) for _ in range(min(AT_ONCE, len(answers)))]
-            self.handle([each[0] for each in few if each is not None], heard_until, last=False)  # type: ignore[misc]
-        self.handle([], last=True)
+            self.receive([answer])
+        while not self.inbox.empty():
+            self.now = max(self.now, began + 1.0 + self.spent_s - began_s)
+            self.take()
         for node in self.nodes:
             if not isinstance(self.run.state, Stopping):
                 break

@@ -1,0 +1,150 @@
+"""N1: messages of many workers that wait in line are decided together, as if they had come one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.control import codec
+from elastic.control.inbox import AT_ONCE, MANY, Inbox
+from elastic.control.machine import advance
+from elastic.control.run import Forming, RunState
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Action
+from elastic.report.recoveries import recoveries
+from elastic.report.replay import tell
+from tests.control.play import CLASSES, Play, stepping
+
+WORKERS = 12
+
+
+def answers(play: Play) -> list[ev.Said]:
+    """Loses a member in step 5, which one of the others has seen; returns what the others answer to the fence."""
+    play.steps(1, 4)
+    outcome = play.commit(5)
+    play.lose("w2")
+    found = list[ev.Said]()
+    for number in (n for n in range(1, WORKERS + 1) if n != 2):
+        version = Version(5 if number == 7 else 4, 1)
+        seen = (outcome,) if number in (7, 9) else ()
+        prepared = None if number == 7 else 5
+        found.append(ev.Fenced(WorkerId(f"w{number}"), 1, (play.shard(f"w{number}", version),), prepared, seen))
+    return found
+
+
+def told(run: RunState, events: Sequence[ev.Event], play: Play) -> tuple[RunState, list[Action]]:
+    actions = list[Action]()
+    for event in events:
+        done = advance(run, event, play.now, play.rules)
+        run = done.run
+        actions += done.actions
+    return run, actions
+
+
+@given(st.permutations(range(WORKERS - 1)), st.sets(st.integers(1, WORKERS - 2)))
+def test_answers_to_a_fence_count_the_same_together_as_one_by_one(order: Sequence[int], cuts: set[int]) -> None:
+    play = stepping(WORKERS)
+    each = answers(play)
+    each = [each[i] for i in order]
+    edges = [0, *sorted(cuts), len(each)]
+    grouped = [ev.Together(tuple(each[a:b])) for a, b in pairwise(edges)]
+    one_by_one, together = told(play.run, each, play), told(play.run, grouped, play)
+    assert together == one_by_one
+    assert isinstance(together[0].state, Forming) and together[0].step == 5, "the commit that two have seen counts"
+
+
+def test_whoever_is_refused_does_not_take_the_others_along() -> None:
+    play = stepping(3)
+    play.lose("w3")
+    there, stranger = play.shard("w1", Version(0, 0)), ev.Here(WorkerId("w9"), 1)
+    answer = ev.Fenced(WorkerId("w1"), 1, (there,), None)
+    done = advance(play.run, ev.Together((stranger, answer, answer)), play.now, play.rules)
+    assert done.taken == (answer,)
+    assert not done.reason.startswith("refused")
+    alone = advance(play.run, ev.Together((stranger, stranger)), play.now, play.rules)
+    assert alone.run is play.run and alone.taken == () and alone.reason.count("refused: ") == 2
+
+
+def test_a_record_of_many_answers_has_each_commit_once_and_says_the_same_to_a_reader() -> None:
+    play = stepping(WORKERS)
+    event, before = ev.Together(tuple(answers(play))), play.run
+    done = advance(before, event, play.now, play.rules)
+    record = codec.record(1, play.now, event, before, done)
+    assert [each["step"] for each in record["commits"]] == [5], "although two members have brought it"
+    assert codec.fold(codec.snapshot(before), [record]) == done.run
+    again = codec.decode_event(codec.written_out(record, codec.encode(before))["event"])
+    assert advance(before, again, play.now, play.rules).run == done.run
+    (line,) = tell([(codec.snapshot(before), [record])])
+    assert f"Fenced of {WORKERS - 1} workers" in line
+
+
+def test_the_record_of_many_costs_less_than_a_record_for_each() -> None:
+    play = stepping(WORKERS)
+    each, run, single = answers(play), play.run, 0
+    together = ev.Together(tuple(each))
+    whole = len(str(codec.record(1, 0.0, together, run, advance(run, together, play.now, play.rules))))
+    for number, event in enumerate(each):
+        done = advance(run, event, play.now, play.rules)
+        single += len(str(codec.record(number, 0.0, event, run, done)))
+        run = done.run
+    assert whole < single
+
+
+def test_a_recovery_is_timed_by_what_was_said_together() -> None:
+    play, records = stepping(2), list[codec.Json]()
+
+    def tell_all(*events: ev.Event) -> None:
+        for event in events:
+            before, done = play.run, advance(play.run, event, play.now, play.rules)
+            records.append(codec.record(len(records), play.now, event, before, done))
+            play.run = done.run
+
+    play.steps(1, 2)
+    tell_all(ev.Broken(WorkerId("w1"), 1, 3, "peer", "closed"))
+    held = [ev.Fenced(WorkerId(f"w{n}"), 1, (play.shard(f"w{n}", Version(2, 1)),), 3) for n in (1, 2)]
+    tell_all(ev.Together(tuple(held)))
+    play.now += 1.0
+    ready = [ev.Ready(WorkerId(f"w{n}"), 2, float(n), 0.25) for n in (1, 2)]
+    tell_all(ev.Together((*(ev.Here(each.worker, 2) for each in ready), *ready)))
+    tell_all(ev.StepDone(WorkerId("w1"), 2, play.commit(3)))
+    (found,) = recoveries(records)
+    assert (found.form_s, found.heal_s, found.abort_s) == (2.0, 0.25, 1.0)
+
+
+@pytest.mark.parametrize("waiting", [MANY - 1, MANY, AT_ONCE + 3])
+def test_the_inbox_takes_together_what_many_workers_have_said(waiting: int) -> None:
+    inbox, said = Inbox(lambda: 0.0), [ev.Here(WorkerId(f"w{n}"), 1) for n in range(waiting)]
+    for event in (*said, ev.Tick(), *said):
+        inbox.put(event)
+    taken = list[ev.Event]()
+    while not inbox.empty():
+        taken.append((inbox.take(0.0) or (ev.Tick(9.0), None))[0])
+    assert [each for event in taken for each in ev.parts(event)] == [*said, ev.Tick(), *said], "nothing is lost or overtaken"
+    sizes = [len(ev.parts(event)) for event in taken]
+    whole = {MANY - 1: [1] * (MANY - 1), MANY: [MANY], AT_ONCE + 3: [AT_ONCE, 1, 1, 1]}[waiting]
+    assert sizes == [*whole, 1, *whole]
+
+
+def test_what_is_reported_with_a_receipt_or_by_a_node_is_taken_alone() -> None:
+    inbox = Inbox(lambda: 0.0, many=2)
+    for _ in range(3):
+        inbox.put(ev.Beat(NodeId("n1"), ()))
+        inbox.put(ev.ShardSaved(WorkerId("w1"), Version(1, 1)), "receipt")
+    taken = [inbox.take(0.0) for _ in range(6)]
+    assert taken == [(ev.Beat(NodeId("n1"), ()), None), (ev.ShardSaved(WorkerId("w1"), Version(1, 1)), "receipt")] * 3
+
+
+def test_workers_that_join_together_are_all_in_the_first_world() -> None:
+    play = Play()
+    play.tell(ev.Capacity(2))
+    nodes = [NodeId("n1"), NodeId("n2")]
+    for node in nodes:
+        play.tell(ev.KeeperUp(node))
+    starting = list(play.run.members.starting)
+    play.tell(ev.Together(tuple(ev.Joined(worker, node, "cpu", CLASSES) for worker, node in zip(starting, nodes, strict=True))))
+    assert list(play.run.workers) == starting

@@ -56,6 +56,7 @@ class Coordinator:
         self._inbox = Inbox(lambda: self.now, many=2)
         self._reads_at = 0.0
         """The time at which it reads its inbox, if it is slow."""
+        self._catches_up = False
         self._decided: tuple[RunState, Event, Transition] | None = None
         """The decision that may not be performed yet, because a follower would not find its record."""
         self._judged: tuple[RunState, Event, Transition] | None = None
@@ -206,8 +207,12 @@ class Coordinator:
 
     def _catch_up(self) -> None:
         """Handles the events that came while it could not."""
+        if self._catches_up:  # the loop below goes on
+            return
+        self._catches_up = True
         while self.alive and not self._stands and (waiting := self._inbox.take(0.0)) is not None:
             self._decide(waiting[0])
+        self._catches_up = False
 
     def tick(self) -> None:
         if self.alive:

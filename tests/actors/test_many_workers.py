@@ -23,8 +23,8 @@ from tests.support.nodes import Joined, Node, joined
 from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.full
-NODES, HEAD = 4, 8
-"""Number of nodes beside the head, and the CPUs of the head."""
+NODES = 4
+"""Number of nodes beside the head."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +52,6 @@ class Storm:
     def __init__(self, nodes: Joined) -> None:
         self.nodes, self.done, self.last = nodes, 0, 0
         self.victims: set[str] = set()
-        self.spared: set[str] = set()
 
     def __call__(self, witness: Witness, view: View) -> bool:
         if view.state != "Running" or view.step < self.last + 5 or not view.workers.keys() <= witness.seen.keys():
@@ -69,7 +68,6 @@ class Storm:
             self.victims |= {worker for worker, node in view.workers.items() if node == gone}
             self.nodes.cut_power("n1")
         else:
-            self.spared = set(members)
             coordinator = launch.attach(witness.job_name)
             assert coordinator is not None
             coordinator.stop.remote("enough was seen")

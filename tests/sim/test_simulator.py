@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.control.machine import advance
+from elastic.ids import NodeId
 from elastic.plan.transfer import Holding, covered
-from elastic.protocol.events import Attached, Event, Fenced, Joined, Lost
+from elastic.protocol.events import Attached, Beat, Event, Fenced, Joined, Lost
 from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import STATES as STATES_WITH_FAULTS
@@ -258,6 +259,18 @@ def test_twenty_thousand_seeds_cover_every_pair() -> None:
     for seed in range(2_000):
         for scenario in (storm, edge, interregnum):
             simulate(seed, scenario(seed))
+
+
+def test_a_coordinator_that_stood_still_for_long_handles_all_that_came_meanwhile() -> None:
+    sim = Simulation(3, CALM, advance)
+    one = sim.coordinators.present
+    one.frozen_until = 5.0
+    for _ in range(1000):  # one call within the other for each of them would be too many
+        one.receive(Beat(NodeId("n1"), ()))
+    assert sim.coordinators.events == 0
+    one.frozen_until = 0.0
+    one.thaw()
+    assert sim.coordinators.events == 1000
 
 
 def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monkeypatch: pytest.MonkeyPatch) -> None:

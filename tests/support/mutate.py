@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 
 from tests.support.commands import ROOT
@@ -35,7 +36,7 @@ COPIED = ("actors", "elastic", "examples", "storage", "tests", "pyproject.toml",
 COVER: dict[str, tuple[str, ...]] = {
     "actors/journal_replicas.py": ("tests/actors/test_journal_replicas.py",),
     "actors/logs.py": ("tests/actors/test_logs.py",),
-    "actors/perform.py": ("tests/actors/test_perform.py",),
+    "actors/perform.py": ("tests/actors/test_perform.py", "tests/actors/test_recovery.py", "-k", "test_perform or all_workers_die"),
     "actors/signals.py": ("tests/actors/test_signals.py",),
     "elastic/state/digest.py": ("tests/state/test_copies.py", "-k", "digests or bent"),
     "elastic/state/heal.py": ("tests/state/test_heal.py",),
@@ -345,7 +346,8 @@ def copy_of_the_tree() -> Iterator[Path]:
 
 def environment(folder: Path) -> dict[str, str]:
     """Returns the environment of a process that imports the code in ``folder``, and leaves no bytecode of a mutant to the next one."""
-    return os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def verdict(tests: Sequence[str], folder: Path, limit_s: float = LIMIT_S) -> str:
@@ -398,9 +400,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--count", type=int, default=0, help="number of mutants that are drawn")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for the tests of one mutant")
+    parser.add_argument("--jobs", type=int, default=1, help="number of mutants that are tested at once, each in a copy of its own")
     known = parser.parse_args()
-    chosen = [*(named() if known.named else ()), *draw(known.seed, known.count)]
-    left = survivors(chosen, known.limit)
+    chosen = sorted([*(named() if known.named else ()), *draw(known.seed, known.count)], key=lambda mutant: mutant.tests)
+    shares = [chosen[at * len(chosen) // known.jobs : (at + 1) * len(chosen) // known.jobs] for at in range(known.jobs)]
+    with ThreadPoolExecutor(known.jobs) as pool:
+        left = [mutant for found in pool.map(survivors, shares, repeat(known.limit)) for mutant in found]
     print(f"{len(left)} of {len(chosen)} mutants survive")
     raise SystemExit(bool(left))
 

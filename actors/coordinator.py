@@ -227,6 +227,11 @@ class Coordinator:
         """Puts an event into the inbox; any process of the run may call it."""
         self.inbox.put(event, shard)
 
+    @ray.method(concurrency_group="inbox")  # type: ignore[untyped-decorator]
+    def post_all(self, events: tuple[Event, ...]) -> None:
+        """Puts several events into the inbox: those of one node's workers."""
+        self.inbox.put_all(events)
+
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def renew(self, worker: WorkerId, generation: int) -> Lease:
         """Returns the answer to a member that asks for its lease on ``generation``."""

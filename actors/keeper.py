@@ -21,12 +21,13 @@ import ray
 
 from actors.logs import Logs
 from actors.processes import Process, describe, end_on_sigterm, log_folder, remove_logs, sweep
+from actors.relay import Gathering
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
 from elastic.protocol.actions import Save
 from elastic.protocol.authority import Replica
-from elastic.protocol.events import STOPPED, Beat, Kept, Progress, SaveFailed, ShardSaved
+from elastic.protocol.events import STOPPED, Beat, Event, Kept, Progress, SaveFailed, ShardSaved
 from elastic.runs import SavedShard
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.uploads import Uploads
@@ -77,6 +78,8 @@ class Keeper:
         self.late_s = 0.0
         """The largest delay of a beat so far, in seconds."""
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
+        self.actors: dict[WorkerId, Any] = {}
+        self.gathering = Gathering(coordinator)
         self.stores: dict[int, Any] = {}
         self._beats = coordinator.post.options(max_task_retries=0)  # the next coordinator has no use for an old beat
         self._closed = threading.Event()
@@ -141,10 +144,15 @@ class Keeper:
         self._heed(incarnation)
         self.stores.pop(generation, None)
 
-    def watch(self, worker: WorkerId) -> None:
-        """Follows a worker of this node that has joined."""
-        if worker in self.workers:
-            return
+    def watch(self, worker: WorkerId, actor: Any) -> None:
+        """Follows a worker of this node that has joined, and passes on what it says if the coordinator has its ``actor``."""
+        if worker not in self.workers:
+            self._follow(worker)
+        if actor is not None:
+            self.actors[worker] = actor
+            actor.speak_through.remote(ray.get_runtime_context().current_actor)
+
+    def _follow(self, worker: WorkerId) -> None:
         counters = Counters(segment(self.run, worker), create=False)
         self.workers[worker] = (Process(counters["pid"]), counters)
         self.logs.follow(worker)
@@ -154,6 +162,20 @@ class Keeper:
                 self.keeper_store.adopt(worker, counters["pid"], counters["copies"])
             except (OSError, StateMissing) as error:  # the worker sees that nobody holds its copies, and says so in every commit
                 self._say(f"the copies of {worker} cannot be held here: {error}")
+
+    @ray.method(concurrency_group="orders")  # type: ignore[untyped-decorator]
+    def relay(self, incarnation: int, workers: tuple[WorkerId, ...], order: str, arguments: tuple[Any, ...]) -> tuple[WorkerId, ...]:
+        """Passes an order on to ``workers``.  Returns those of them that this keeper does not follow."""
+        self._heed(incarnation)
+        actors = {worker: self.actors.get(worker) for worker in workers}
+        for actor in filter(None, actors.values()):
+            actor.obey.remote(incarnation, order, *arguments)
+        return tuple(worker for worker, actor in actors.items() if actor is None)
+
+    @ray.method(concurrency_group="gather")  # type: ignore[untyped-decorator]
+    def pass_on(self, events: tuple[Event, ...]) -> bool:
+        """Passes on what a worker says; see :meth:`actors.relay.Gathering.pass_on`."""
+        return self.gathering.pass_on(events)
 
     def address(self) -> str:
         """Returns the address at which this keeper serves its copies."""
@@ -234,6 +256,7 @@ class Keeper:
                     self.keeper_store.ended(worker)
                     self.logs.keep(worker, _how(process))
                     del self.workers[worker]
+                    self.actors.pop(worker, None)
 
     def close(self, incarnation: int) -> None:
         """Ends the keeper because the run is over: it stores the remaining logs and leaves nothing on the node."""

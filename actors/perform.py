@@ -1,7 +1,7 @@
 """Performs actions: starts workers, opens stores, sends plans, fences, settles, kills, writes manifests.
 
-Messages to one worker are sent and received in the order of the actions.  Work that waits for an answer (a store's address, the bucket)
-runs on a small pool and reports back as an event, so that the coordinator never waits.
+Orders to one worker are sent in the order of the actions, through its node's keeper (``actors/relay.py``).  Work that waits for an answer
+(a store's address, the bucket) runs on a small pool and reports back as an event, so that the coordinator never waits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import cluster
 from actors.keeper import Keeper
 from actors.logs import EXAMINE_S
+from actors.relay import SPEAKING, Orders
 from actors.survivors import Left
 from actors.worker import Worker
 from elastic.control.run import RunState
@@ -83,6 +84,7 @@ class Group:
         self.workers: dict[WorkerId, Any] = {}
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
+        self.orders = Orders(incarnation, self.workers, self.joined, self.keepers)
         self.parts = Parts()
         self._lives: set[Any] = set()
         """One call to each actor that is not known to have ended; the call ends when the actor ends."""
@@ -109,13 +111,13 @@ class Group:
             case Form():
                 self._do(self._forms, self._form, action)
             case Go(generation, members):
-                self._send(members, "go", generation)
+                self.orders.send(members, "go", generation)
             case Pause(generation, members, save):
-                self._send(members, "pause", generation, save)
+                self.orders.send(members, "pause", generation, save)
             case Fence(generation, members, whole):
-                self._send(members, "fence", generation, whole)
+                self.orders.send(members, "fence", generation, whole)
             case Settle(generation, members, outcome):
-                self._send(members, "settle", generation, _once(outcome, members))
+                self.orders.send(members, "settle", generation, _once(outcome, members))
                 for keeper in list(self.keepers.values()):
                     keeper.close_store.remote(self.incarnation, generation)
             case Kill(workers, _, examine):
@@ -142,7 +144,7 @@ class Group:
                     for keeper in self._those((node,)):
                         keeper.pair.remote(self.incarnation, address)
             case Exit(workers):
-                self._send(workers, "exit")
+                self.orders.send(workers, "exit")
             case _:
                 assert_never(action)
 
@@ -174,7 +176,7 @@ class Group:
 
     def attach(self, asked: tuple[Version, ...]) -> None:
         """Asks the workers where they stand; they answer with events.  There may be manifests of the versions in ``asked`` already."""
-        self._send(tuple(self.workers), "attach")
+        self.orders.send(tuple(self.workers), "attach")
         for version in asked:
             self._do(self._pool, self._look_for, version)
 
@@ -227,7 +229,8 @@ class Group:
     def _when_done(self, ref: Any, actor: Any, then: Callable[[BaseException | None], None], again: int = REACHES) -> None:
         """Calls ``then`` when ``ref``, a call that ends with ``actor``, is done.
 
-        If the actor cannot be reached, Ray may not know yet that it is dead; so it is asked ``again`` times.
+        If the actor cannot be reached, Ray may not know yet that it is dead; so it is asked ``again`` times.  ``then`` runs on Ray's own
+        thread, where it must not wait for Ray: nothing would ever be answered again in this process.
         """
 
         def done(future: Future[Any]) -> None:
@@ -245,7 +248,7 @@ class Group:
         """Notes that the worker has joined, and lets its node's keeper follow it."""
         self.joined[worker] = node
         for keeper in self._those((node,)):
-            keeper.watch.remote(worker)
+            keeper.watch.remote(worker, self.workers.get(worker))
 
     def _kill(self, worker: WorkerId) -> None:
         if worker in self.workers:
@@ -280,11 +283,6 @@ class Group:
         for keeper in self._those((node,)):
             keeper.upload.remote(self.incarnation, number, saves, generation, version).future().add_done_callback(done)
 
-    def _send(self, workers: tuple[WorkerId, ...], order: str, *arguments: object) -> None:
-        for worker in workers:
-            if worker in self.workers:
-                self.workers[worker].obey.remote(self.incarnation, order, *arguments)
-
     def _form(self, action: Form) -> None:
         plan = action.plan
         try:
@@ -294,7 +292,7 @@ class Group:
             for keeper in self._those((plan.store_node,)):
                 ray.kill(keeper, no_restart=True)  # otherwise the node would never get another keeper
             return
-        self._send(plan.members, "form", _once(plan, plan.members), store)
+        self.orders.send(plan.members, "form", _once(plan, plan.members), store)
 
     # ---- keepers
 
@@ -307,7 +305,7 @@ class Group:
         if self._closing:
             return
         actor = (
-            ray.remote(concurrency_groups={"journal": 1, "life": 1})(Keeper)
+            ray.remote(concurrency_groups={"journal": 1, "life": 1, "orders": 1, "gather": SPEAKING})(Keeper)
             .options(
                 name=f"{self.token}/keeper-{node[:12]}",
                 lifetime="detached",
@@ -369,14 +367,18 @@ class Group:
         keeper = self.keepers[node]
         for worker, home in list(self.joined.items()):
             if home == node:
-                keeper.watch.remote(worker)
+                keeper.watch.remote(worker, self.workers.get(worker))
         self._when_done(keeper.lives.remote(), keeper, lambda ended: self._keeper_lost(node, ended))
 
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
         keeper, why = self.keepers.pop(node, None), _why(error)
-        if why == UNREACHED and keeper is not None:
-            ray.kill(keeper, no_restart=True)  # otherwise the node could get no other keeper
+        if why == UNREACHED and keeper is not None and not self._closing:
+            self._do(self._pool, self._kill_keeper, keeper)  # otherwise the node could get no other keeper
         self.post(KeeperLost(node, why, with_its_node=why == NODE_DIED))
+
+    def _kill_keeper(self, keeper: Any) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(keeper, no_restart=True)
 
     # ---- the bucket
 
@@ -401,6 +403,7 @@ class Group:
     def reap(self, grace_s: float) -> None:
         """Ends every process of the run, in good order if possible, and leaves nothing on any node."""
         self._closing = True
+        self.orders.close()
         for pool in (self._pool, self._forms):
             pool.shutdown(wait=False, cancel_futures=True)
         closing = [keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())]

@@ -23,6 +23,7 @@ import ray
 from actors import cluster
 from actors.logs import EXAMINE_S
 from actors.processes import end_on_sigterm, log_file, make_log_folder
+from actors.relay import Outbox
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
@@ -51,6 +52,7 @@ class Worker:
 
     def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes) -> None:
         self.job, self.worker, self.coordinator, self.secret = job, worker, coordinator, secret
+        self.outbox = Outbox(coordinator)
         self._made_at, self._made_with_s = time.monotonic(), time.process_time()
         end_on_sigterm()
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
@@ -65,6 +67,9 @@ class Worker:
         self.trainer: Trainer | None = None
         self._joined: Joined | None = None
         self._begun = False
+        unused = threading.Timer(2 * job.deadlines.lease_s, self._leave_unused)
+        unused.daemon = True
+        unused.start()
         self._renew_now = threading.Event()
 
     def train(self) -> None:
@@ -106,6 +111,12 @@ class Worker:
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)
         self._end(self.trainer)
 
+    def _leave_unused(self) -> None:
+        """Ends the process if nobody has called ``train``: the order to kill it may have come before it was made."""
+        if not self._begun:
+            print(f"{self.worker}: nobody has called it for {2 * self.job.deadlines.lease_s:.0f} s; leaving", flush=True)
+            os._exit(3)
+
     def _cannot_start(self, error: Exception) -> None:
         """Refuses the node, because another start there would fail in the same way.
 
@@ -128,11 +139,12 @@ class Worker:
         except Exception:
             traceback.print_exc()
         finally:
+            self.outbox.flush()
             sys.stdout.flush()
             os._exit(code)
 
     def report(self, event: Event) -> None:
-        self.coordinator.post.remote(event)
+        self.outbox.put(event)
 
     def _keep_lease(self) -> None:
         """Renews the lease again and again.
@@ -172,6 +184,11 @@ class Worker:
     def lives(self) -> None:
         """Never returns, so the caller learns at once when the worker dies.  Later calls wait in line, and their callers learn it too."""
         threading.Event().wait()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def speak_through(self, keeper: Any) -> None:
+        """Lets ``keeper``, which follows this worker from now on, pass on what it says."""
+        self.outbox.through(keeper)
 
     # ---- control thread: the orders are methods of ``Trainer`` in ``elastic/train/loop.py``
 

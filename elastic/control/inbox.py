@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -28,6 +28,11 @@ class Inbox:
     def put(self, event: Event, shard: Any = None) -> None:
         with self._there:
             self._waiting.append((self._clock(), event, shard))
+            self._there.notify()
+
+    def put_all(self, events: Iterable[Event]) -> None:
+        with self._there:
+            self._waiting.extend((self._clock(), event, None) for event in events)
             self._there.notify()
 
     def take(self, timeout_s: float) -> tuple[Event, Any] | None:

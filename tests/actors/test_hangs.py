@@ -5,6 +5,9 @@ Nothing here ends by a timeout of a collective: those last a day.
 
 from __future__ import annotations
 
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,16 @@ import pytest
 import ray
 
 from actors.coordinator import View
+from actors.perform import UNREACHED, Group
 from elastic.data.cursor import Cursor
+from elastic.ids import NodeId
 from elastic.job import Job
+from elastic.protocol.events import KeeperLost
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.counters import OPERATIONS
 from tests.support.chaos import Trial, Witness, alone, assert_nothing_left, assert_survived, formed, trial
+from tests.support.patience import PATIENCE_S
 from tests.support.room import Room
 from tests.support.toys import toy_job
 
@@ -184,3 +191,40 @@ def test_whoever_cannot_leave_a_broken_world_is_replaced(tmp_path: Path) -> None
     assert [text for text in told(chaos) if blamed in text], told(chaos)
     assert chaos.witness.seen[left].final["updates_applied"] == steps
     assert_said_where_it_stood(chaos, stuck[0], "elastic/data/loader.py")
+
+
+class Bystander:
+    """An actor that somebody follows."""
+
+    def lives(self) -> None:
+        threading.Event().wait()
+
+
+class Follower:
+    """In place of the coordinator: Ray tells it, on Ray's own thread, that a keeper cannot be reached."""
+
+    def loses(self, keeper: Any) -> str:
+        told = queue.SimpleQueue[KeeperLost]()
+        these = Group.__new__(Group)
+        these._closing, these.keepers, these.post = False, {NodeId("away"): keeper}, told.put  # type: ignore[assignment]
+        these._pool = ThreadPoolExecutor(1)
+        error = ray.exceptions.ActorUnavailableError("the connection broke", None)
+        ray.put(None).future().add_done_callback(lambda _: these._keeper_lost(NodeId("away"), error))
+        return told.get(timeout=PATIENCE_S).reason
+
+    def answers(self) -> bool:
+        return True
+
+
+def test_a_keeper_out_of_reach_does_not_hang_the_coordinator() -> None:
+    """Ray tells it on a thread that must not wait for Ray; it once waited there for the keeper's end, and nothing was answered again."""
+    keeper = ray.remote(num_cpus=0)(Bystander).remote()
+    follower = ray.remote(num_cpus=0, max_concurrency=2)(Follower).remote()
+    living = keeper.lives.remote()
+    try:
+        assert ray.get(follower.loses.remote(keeper), timeout=PATIENCE_S) == UNREACHED
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(living, timeout=PATIENCE_S)
+        assert ray.get(follower.answers.remote(), timeout=PATIENCE_S)
+    finally:
+        ray.kill(follower)

@@ -1,0 +1,163 @@
+"""A node speaks for its workers: orders to them, and what they say, pass through their node's keeper.
+
+Each call of an actor costs the process of the coordinator 0.15 to 0.2 ms (``tests/benchmarks/calls.py``), so it has one call for a node
+and not one for a worker.  What a keeper does not pass on in time goes directly.  A message may therefore arrive twice, late, or after a
+later one; the rules expect that of any message (``elastic/sim/network.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from elastic.ids import NodeId, WorkerId
+from elastic.protocol.events import Event
+from elastic.threads import go_or_end
+
+GATHER_S = 0.005
+"""Seconds for which a keeper waits for the other workers of its node, once one has said something."""
+PASSED_S = 2.0
+"""Seconds within which a keeper passes on what a worker says; after that the worker tells the coordinator itself."""
+RELAYED_S = 1.0
+"""Seconds within which a keeper passes on an order; after that the coordinator sends it itself."""
+SPEAKING = 16
+"""Number of a node's workers that wait for their keeper at the same time; the others wait until it has answered one of these."""
+
+
+class Outbox:
+    """What a worker says, in order.  Any thread puts events; a thread of its own sends them, one call at a time."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+        self._keeper: Any = None
+        self._waiting: queue.SimpleQueue[Event | threading.Event] = queue.SimpleQueue()
+        go_or_end(self._run, "outbox")
+
+    def put(self, event: Event) -> None:
+        self._waiting.put(event)
+
+    def through(self, keeper: Any) -> None:
+        """Sends through ``keeper`` from now on."""
+        self._keeper = keeper
+
+    def flush(self) -> None:
+        """Waits until all that was put before has been sent, but not for long."""
+        sent = threading.Event()
+        self._waiting.put(sent)
+        sent.wait(2 * PASSED_S)
+
+    def _run(self) -> None:
+        while True:
+            taken = _all_of(self._waiting)
+            if events := tuple(each for each in taken if not isinstance(each, threading.Event)):
+                self._send(events)
+            for each in taken:
+                if isinstance(each, threading.Event):
+                    each.set()
+
+    def _send(self, events: tuple[Event, ...]) -> None:
+        keeper = self._keeper
+        if keeper is not None:
+            passed = False
+            with contextlib.suppress(ray.exceptions.RayError):  # also if it takes too long
+                passed = ray.get(keeper.pass_on.remote(events), timeout=PASSED_S)
+            if passed:
+                return
+            if self._keeper is keeper:  # this keeper, or the next one, says when it follows the worker again
+                self._keeper = None
+        self._coordinator.post_all.remote(events)
+
+
+class Gathering:
+    """What the workers of a keeper's node say, on its way to the coordinator.  While one call is under way, the next messages gather."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._post = coordinator.post_all.options(max_task_retries=0)
+        self._waiting: queue.SimpleQueue[tuple[tuple[Event, ...], threading.Event]] = queue.SimpleQueue()
+        go_or_end(self._run, "gather")
+
+    def pass_on(self, events: tuple[Event, ...]) -> bool:
+        """Returns True once the coordinator has ``events``; False if it may not have them, and then the worker tells it directly."""
+        passed = threading.Event()
+        self._waiting.put((events, passed))
+        return passed.wait(PASSED_S)
+
+    def _run(self) -> None:
+        while True:
+            taken = _all_of(self._waiting, GATHER_S)
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(self._post.remote(tuple(event for events, _ in taken for event in events)), timeout=PASSED_S)
+                for _, passed in taken:
+                    passed.set()
+
+
+class Orders:
+    """Orders of the coordinator on their way to workers.  Orders to one worker are sent in the order in which they are given."""
+
+    def __init__(self, incarnation: int, workers: Mapping[WorkerId, Any], homes: Mapping[WorkerId, NodeId], keepers: Mapping[NodeId, Any]):
+        """The mappings name the actors and the node of each worker that has joined; the caller changes them as workers come and go."""
+        self._incarnation, self._workers, self._homes, self._keepers = incarnation, workers, homes, keepers
+        self._late: dict[NodeId, Any] = {}
+        """The call to each keeper that did not answer in time."""
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="orders")
+
+    def send(self, workers: Sequence[WorkerId], order: str, *arguments: object) -> None:
+        relayed: dict[Any, tuple[NodeId, tuple[WorkerId, ...]]] = {}
+        for node, those in self._by_node(workers).items():
+            keeper = self._keepers.get(node)
+            if keeper is None or len(those) == 1 or self._is_late(node):
+                self._directly(those, order, arguments)
+            else:
+                relayed[keeper.relay.remote(self._incarnation, those, order, arguments)] = node, those
+        if relayed:
+            self._pool.submit(self._see_to, relayed, order, arguments)
+
+    def _by_node(self, workers: Sequence[WorkerId]) -> dict[NodeId, tuple[WorkerId, ...]]:
+        found = defaultdict[NodeId, list[WorkerId]](list)
+        for worker in workers:
+            if worker in self._workers:
+                found[self._homes.get(worker, NodeId(""))].append(worker)
+        return {node: tuple(those) for node, those in found.items()}
+
+    def _is_late(self, node: NodeId) -> bool:
+        call = self._late.get(node)
+        if call is not None and ray.wait([call], timeout=0)[0]:
+            del self._late[node]
+        return node in self._late
+
+    def _see_to(self, relayed: Mapping[Any, tuple[NodeId, tuple[WorkerId, ...]]], order: str, arguments: tuple[object, ...]) -> None:
+        """Sends an order directly to the workers whom it has not reached through their keeper."""
+        until = time.monotonic() + RELAYED_S
+        for call, (node, those) in relayed.items():
+            try:
+                those = ray.get(call, timeout=max(until - time.monotonic(), 0.001))
+            except ray.exceptions.GetTimeoutError:
+                self._late[node] = call
+            except ray.exceptions.RayError:
+                pass
+            self._directly(those, order, arguments)
+
+    def _directly(self, workers: Sequence[WorkerId], order: str, arguments: tuple[object, ...]) -> None:
+        for worker in workers:
+            if (actor := self._workers.get(worker)) is not None:
+                actor.obey.remote(self._incarnation, order, *arguments)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _all_of(waiting: queue.SimpleQueue[Any], gather_s: float = 0.0) -> list[Any]:
+    """Waits for something in the queue, then ``gather_s`` longer, and returns all that is there."""
+    found = [waiting.get()]
+    time.sleep(gather_s)
+    while not waiting.empty():
+        found.append(waiting.get())
+    return found

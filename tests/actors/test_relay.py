@@ -1,0 +1,242 @@
+"""N2: a node speaks for its workers, with one call for all; nothing is lost if its keeper stands still, dies, or does not know them.
+
+The small tests have the product's outbox, orders and keeper methods in real processes, with no run around them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors import launch
+from actors.coordinator import View
+from actors.keeper import Keeper
+from actors.relay import GATHER_S, SPEAKING, Gathering, Orders, Outbox
+from elastic.ids import NodeId, WorkerId
+from elastic.protocol.authority import Replica
+from elastic.protocol.events import Here
+from elastic.report.ledger import ledger
+from elastic.runs import Run
+from tests.support.chaos import Witness, assert_nothing_left, formed, trial
+from tests.support.hollow import HollowCoordinator
+from tests.support.nodes import Node, joined
+from tests.support.patience import PATIENCE_S
+from tests.support.toys import toy_job
+
+HOME, WORKERS = NodeId("home"), tuple(WorkerId(f"w{number}") for number in range(4))
+
+
+class Desk:
+    """In place of the coordinator: notes each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Here, ...]] = []
+
+    def post_all(self, events: tuple[Here, ...]) -> None:
+        self.calls.append(events)
+
+    def read(self) -> list[tuple[Here, ...]]:
+        return self.calls
+
+
+class Gatherer(Keeper):
+    """A keeper that does nothing but pass on."""
+
+    def __init__(self, desk: Any) -> None:
+        self.node, self.replica, self._hearing = HOME, Replica(), threading.Lock()
+        self.actors, self.gathering = {}, Gathering(desk)
+
+    def follow(self, worker: WorkerId, actor: Any) -> None:
+        self.actors[worker] = actor
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Speaker:
+    """In place of a worker: it says what it is told to say, and notes its orders."""
+
+    def __init__(self, worker: WorkerId, desk: Any) -> None:
+        self.worker, self.outbox = worker, Outbox(desk)
+        self.orders: list[Any] = []
+
+    def speak_through(self, keeper: Any) -> None:
+        self.outbox.through(keeper)
+
+    def say(self, *numbers: int) -> None:
+        for number in numbers:
+            self.outbox.put(Here(self.worker, number))
+
+    def obey(self, incarnation: int, order: str, *arguments: Any) -> None:
+        self.orders.append((incarnation, order, *arguments))
+
+    def read(self) -> list[Any]:
+        return self.orders
+
+
+class Counted:
+    """A keeper's handle that counts the calls by which orders are passed on."""
+
+    def __init__(self, keeper: Any) -> None:
+        self.keeper, self.calls = keeper, 0
+        self.relay = self
+
+    def remote(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self.keeper.relay.remote(*arguments)
+
+
+class Office:
+    """A desk, a keeper, and four workers of one node."""
+
+    def __init__(self, known: tuple[WorkerId, ...] = WORKERS) -> None:
+        self.desk = ray.remote(num_cpus=0)(Desk).remote()
+        groups = {"journal": 1, "life": 1, "orders": 1, "gather": SPEAKING}
+        self.keeper = ray.remote(num_cpus=0, concurrency_groups=groups)(Gatherer).remote(self.desk)
+        self.workers = {worker: ray.remote(num_cpus=0)(Speaker).remote(worker, self.desk) for worker in WORKERS}
+        ray.get([self.keeper.follow.remote(worker, self.workers[worker]) for worker in known])
+        ray.get([actor.speak_through.remote(self.keeper) for actor in self.workers.values()])
+        self.pid = ray.get(self.keeper.pid.remote())
+        self.counted = Counted(self.keeper)
+        self.orders = Orders(1, self.workers, dict.fromkeys(WORKERS, HOME), {HOME: self.counted})
+
+    def say(self, *numbers: int) -> None:
+        ray.get([actor.say.remote(*numbers) for actor in self.workers.values()])
+
+    def heard(self) -> dict[WorkerId, list[int]]:
+        found = defaultdict[WorkerId, list[int]](list)
+        for call in ray.get(self.desk.read.remote()):
+            for event in call:
+                found[event.worker].append(event.generation)
+        return found
+
+    def calls(self) -> int:
+        return len(ray.get(self.desk.read.remote()))
+
+    def obeyed(self) -> dict[WorkerId, list[Any]]:
+        return {worker: ray.get(actor.read.remote()) for worker, actor in self.workers.items()}
+
+    def all_obeyed(self, *orders: Any) -> bool:
+        return all(found == list(orders) for found in self.obeyed().values())
+
+
+@pytest.fixture
+def office(request: pytest.FixtureRequest) -> Iterator[Office]:
+    office = Office(getattr(request, "param", WORKERS))
+    yield office
+    os.kill(office.pid, signal.SIGCONT) if Path(f"/proc/{office.pid}").exists() else None
+    office.orders.close()
+    for actor in (office.desk, office.keeper, *office.workers.values()):
+        ray.kill(actor)
+
+
+def await_that(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_one_call_brings_what_all_workers_of_a_node_say_and_one_call_orders_all(office: Office) -> None:
+    office.say(1)
+    await_that(lambda: len(office.heard()) == len(WORKERS), "all were heard")
+    first = office.calls()
+    for number in range(2, 12):
+        office.say(number)
+        time.sleep(10 * GATHER_S)
+    await_that(lambda: all(found == list(range(1, 12)) for found in office.heard().values()), "each in order, each once")
+    assert first + 10 <= office.calls() <= 11 * len(WORKERS) / 2, "fewer calls than half the messages"
+    office.orders.send(WORKERS, "fence", 7, False)
+    office.orders.send(WORKERS, "settle", 7, None)
+    await_that(lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None)), f"each once: {office.obeyed()}")
+    assert office.counted.calls == 2
+
+
+@pytest.mark.parametrize("office", [WORKERS[:2]], indirect=True)
+def test_a_worker_that_the_keeper_does_not_follow_gets_its_orders_directly(office: Office) -> None:
+    office.orders.send(WORKERS, "go", 7)
+    await_that(lambda: office.all_obeyed((1, "go", 7)), f"each once: {office.obeyed()}")
+
+
+@pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_keeper_that_stands_still_or_dies_loses_nothing(office: Office, fate: signal.Signals) -> None:
+    office.say(1)
+    await_that(lambda: len(office.heard()) == len(WORKERS), "all were heard")
+    os.kill(office.pid, fate)
+    office.say(2, 3)
+    office.orders.send(WORKERS, "fence", 7, False)
+    await_that(lambda: all({1, 2, 3} == set(found) for found in office.heard().values()), f"nothing is lost: {office.heard()}")
+    await_that(lambda: office.all_obeyed((1, "fence", 7, False)), f"nothing is lost: {office.obeyed()}")
+    began = time.monotonic()
+    office.orders.send(WORKERS, "settle", 7, None)
+    await_that(lambda: all(found[-1][1] == "settle" for found in office.obeyed().values()), "the next order, too")
+    if fate == signal.SIGSTOP:
+        assert time.monotonic() - began < 1.0 and office.counted.calls == 1, "nobody waits for the same keeper again"
+        os.kill(office.pid, signal.SIGCONT)
+        await_that(lambda: all(len(found) == 3 for found in office.obeyed().values()), "what it passes on late arrives a second time")
+        office.orders.send(WORKERS, "go", 8)
+        await_that(lambda: all(found[-1][1] == "go" for found in office.obeyed().values()), "it passes on again")
+        assert office.counted.calls == 2
+
+
+def test_a_keeper_whose_coordinator_does_not_answer_says_so(office: Office) -> None:
+    """The coordinator is dead for the keeper only: what the worker then sends directly waits for the next one."""
+    event = Here(WORKERS[0], 1)
+    assert ray.get(office.keeper.pass_on.remote((event,)), timeout=PATIENCE_S), "the control"
+    ray.kill(office.desk)
+    assert not ray.get(office.keeper.pass_on.remote((event,)), timeout=PATIENCE_S)
+
+
+def test_a_keeper_that_stands_still_while_a_worker_of_its_node_dies_costs_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
+    """The survivors there are fenced, and their answers arrive, although their keeper passes nothing on."""
+    monkeypatch.setattr(launch, "Coordinator", HollowCoordinator)
+    stopped: list[tuple[int, str, int, int]] = []
+
+    def act(witness: Witness, view: View) -> bool:
+        if view.state != "Running" or not view.workers.keys() <= witness.seen.keys():
+            return False
+        if not stopped and view.step >= 5:
+            away = sorted(worker for worker, node in view.workers.items() if node == nodes["away"])
+            keeper = ray.get_actor(f"{view.token}/keeper-{nodes['away'][:12]}")
+            pid = ray.get(keeper.__ray_call__.remote(lambda _: os.getpid()))
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append((pid, away[0], view.generation, view.step))
+            witness.seen[away[0]].process.kill()
+        elif stopped and view.generation > stopped[0][2] and view.step >= stopped[0][3] + 5:
+            os.kill(stopped[0][0], signal.SIGCONT)
+            coordinator = launch.attach(witness.job_name)
+            assert coordinator is not None
+            coordinator.stop.remote("enough was seen")
+            return True
+        return False
+
+    with joined(tmp_path, Node("away", 4)) as nodes:
+        job = toy_job(
+            tmp_path,
+            name="hushed",
+            steps=10_000,
+            workers={"min": 4, "max": 8},
+            copies={"copy_every": 0},
+            checkpoint={"save_every": 100_000},
+            data={"dataset": "tests.support.toys:Sums", "args": {"samples": 1_280_000}},
+            deadlines={"grow_debounce_s": 5, "fence_s": 10, "silence_s": 60, "stop_s": 5},
+        )
+        chaos = trial(job, act, hash_it=False)
+    assert chaos.result.state == "Stopped" and stopped
+    run = Run.open(job)
+    records = run.records()
+    killed = {worker for record in records for action in record["actions"] if action["$"] == "Kill" for worker in action["workers"]}
+    assert killed <= {stopped[0][1]}, f"given up although alive: {killed}"
+    assert len(formed(records)) >= 2
+    steps = ledger(run.segments())
+    assert sorted(steps) == list(range(1, max(steps) + 1))
+    assert_nothing_left(chaos)

@@ -16,7 +16,7 @@ from actors.perform import NODE_DIED, UNREACHED, Group
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.protocol.actions import CommitManifest, Save, Upload
-from elastic.protocol.events import Event, Lost, Saved, SaveFailed
+from elastic.protocol.events import Event, KeeperLost, Lost, NodeRefused, Saved, SaveFailed
 from elastic.runs import Parts, Run, SavedShard
 from storage.errors import BadFormat
 from storage.objects import Data, ObjectStore
@@ -73,6 +73,20 @@ def test_an_actor_out_of_reach_is_asked_for_again(
     these._when_done(actor.remote(), actor, lambda error: these._ended(WorkerId("w1"), error))
     assert told.result(10) == Lost(WorkerId("w1"), reason, certain)
     assert these._lives == set(), "calls that have ended are forgotten, however many actors a run has"
+
+
+def test_a_keeper_that_cannot_be_made_refuses_its_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing about a bucket that all nodes would have to share.  The control: a keeper that died refuses nothing."""
+    told, node = queue.SimpleQueue[Event](), NodeId("n1")
+    monkeypatch.setattr(perform.cluster, "place", lambda _: "node n1 (here)")
+    these = Group.__new__(Group)
+    these._closing, these.post, these.keepers, these._pool = False, told.put, {}, ThreadPoolExecutor(1)
+    unmade = ray.exceptions.RayActorError(error_msg="ModuleNotFoundError: No module named 'blake3'", actor_init_failed=True)
+    these._keeper_ready(node, unmade)
+    these._keeper_ready(node, DEAD)
+    why = "node n1 (here) cannot start a keeper: ModuleNotFoundError: No module named 'blake3'"
+    heard = [told.get(timeout=PATIENCE_S) for _ in range(2)]
+    assert sorted(heard, key=str) == [KeeperLost(node, "its process died"), NodeRefused(node, why, shared=False)]
 
 
 class Keeper:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +156,23 @@ def patiently() -> Callable[[], None]:
         time.sleep(0.02)
 
     return wait
+
+
+@pytest.mark.parametrize(
+    ("allowed", "free", "limit"),
+    [
+        ("3000000", 3_000_000 - 1_000_000 + 200_000, "the container (memory.max = 3000000)"),
+        ("9000000000", 4_096_000, "the node (MemAvailable)"),
+        ("max", 4_096_000, "the node (MemAvailable)"),
+    ],
+)
+@pytest.mark.parametrize("group", ["own", "own/inner"])
+def test_the_limit_that_is_reached_first_counts(tmp_path: Path, group: str, allowed: str, free: int, limit: str) -> None:
+    """Also a limit that a group above sets, and not only that of the process's own group."""
+    (tmp_path / "meminfo").write_text("MemTotal: 8000 kB\nMemAvailable: 4000 kB\n")
+    (tmp_path / "cgroup").write_text(f"0::/{group}\n")
+    folder = tmp_path / "groups" / "own"
+    (folder / "inner").mkdir(parents=True)
+    for name, text in (("memory.max", allowed), ("memory.current", "1000000"), ("memory.stat", "anon 5\ninactive_file 200000\n")):
+        (folder / name).write_text(f"{text}\n")
+    assert node_memory.free_memory(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "cgroup") == (free, limit)

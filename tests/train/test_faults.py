@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ from elastic.train.faults import Asked, Faults, InjectedError, Seat
 pytestmark = pytest.mark.fast
 
 SEAT = Seat(generation=2, rank=0)
+HELD_S = 0.4
 
 
 class Pair(torch.nn.Module):
@@ -138,3 +142,25 @@ def test_what_befalls_the_whole_process_is_performed_with_its_figures(worker: An
         pass
     assert time.monotonic() - skewed > 0.5
     assert not worker.trainer.session.faults.asked
+
+
+def test_no_other_thread_runs_while_the_interpreter_is_held() -> None:
+    """The control: while this thread only sleeps, the other one runs."""
+    ran, over = [time.monotonic()], threading.Event()
+
+    def note() -> None:
+        while not over.wait(0.005):
+            ran.append(time.monotonic())
+
+    def longest_gap(wait: Callable[[float], None]) -> float:
+        del ran[:-1]
+        wait(HELD_S)
+        time.sleep(0.05)
+        return max(after - before for before, after in pairwise(list(ran)))
+
+    noting = threading.Thread(target=note)
+    noting.start()
+    held, slept = longest_gap(faults.hold_the_gil), min(longest_gap(time.sleep) for _ in range(3))
+    over.set()
+    noting.join()
+    assert held >= HELD_S > slept

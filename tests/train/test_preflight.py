@@ -145,3 +145,21 @@ def test_a_dataset_must_have_a_fingerprint(tmp_path: Path) -> None:
     job = job_on(tmp_path, "", data={"dataset": "tests.train.test_preflight:Nameless"})
     with pytest.raises(DataError, match=r"^data\.dataset = 'tests\.train\.test_preflight:Nameless' has no fingerprint\(\); see the class"):
         preflight(job)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"workers": {"min": 2}}, ["--local trains with one worker: workers.min = 2 has no effect"]),
+        (
+            {"workers": {"min": 2}, "parallel": {"dp_shard": 2}},
+            ["--local trains with one worker: workers.min = 2, parallel.dp_shard = 2 have no effect"],
+        ),
+        ({}, []),
+    ],
+)
+def test_settings_that_one_worker_makes_no_use_of_are_told(tmp_path: Path, text: Path, changes: dict[str, Any], said: list[str]) -> None:
+    prepare(text, str(tmp_path / "data"))
+    job = job_on(tmp_path, tmp_path / "data", **changes)
+    assert [note for note in preflight(job, local=True).notes if "--local" in note] == said
+    assert not any("--local" in note for note in preflight(job).notes)

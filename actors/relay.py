@@ -33,7 +33,7 @@ SPEAKING = 16
 
 
 class Outbox:
-    """What a worker says, in order.  Any thread puts events; a thread of its own sends them, one call at a time."""
+    """Sends what a worker says, in order.  Any thread puts events; a thread of its own sends them, one call at a time."""
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
@@ -77,7 +77,7 @@ class Outbox:
 
 
 class Gathering:
-    """What the workers of a keeper's node say, on its way to the coordinator.  While one call is under way, the next messages gather."""
+    """Sends on what the workers of a keeper's node say.  While one call to the coordinator is under way, the next messages gather."""
 
     def __init__(self, coordinator: Any) -> None:
         self._post = coordinator.post_all.options(max_task_retries=0)
@@ -100,7 +100,7 @@ class Gathering:
 
 
 class Orders:
-    """Orders of the coordinator on their way to workers.  Orders to one worker are sent in the order in which they are given."""
+    """Sends the coordinator's orders to workers: those to one worker in the order in which they are given."""
 
     def __init__(self, incarnation: int, workers: Mapping[WorkerId, Any], homes: Mapping[WorkerId, NodeId], keepers: Mapping[NodeId, Any]):
         """The mappings name the actors and the node of each worker that has joined; the caller changes them as workers come and go."""

@@ -1,22 +1,17 @@
 """The life of a worker: it waits for a plan, forms the world, heals, steps until the world ends, and waits for the next plan.
 
-There are two threads.  The training thread is in ``run``.  The control thread calls the rest; it never waits for the training thread,
-except for an update that is under way.  Neither thread leaves a group before the coordinator settles the generation: leaving breaks the
-group's commit, and a member that is not yet fenced could still apply it.
-
-The member (``protocol/member.py``) decides under its lock which orders count and what the answers are.  This file keeps the threads, the
-queue between them, and the forming and aborting of worlds.
+There are two threads.  The training thread is in ``run``; the control thread brings the orders (``train/orders.py``).  Neither leaves a
+group before the coordinator settles the generation: leaving breaks the group's commit, and a member that is not yet fenced could still
+apply it.  The member (``protocol/member.py``) decides under its lock which orders count and what the answers are.
 """
 
 from __future__ import annotations
 
 import gc
-import queue
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,7 +21,7 @@ from elastic.engine.stores import join_store
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.plan.transfer import Holding
-from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
+from elastic.protocol.commit_record import GO_ON, CommitShape
 from elastic.protocol.events import Broken, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, nothing
@@ -35,6 +30,7 @@ from elastic.train.blame import classify, tell_where_all_stand, touch
 from elastic.train.faults import Seat
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
+from elastic.train.orders import Controlled, Enter, Leave, Settled, Went
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
 
@@ -50,44 +46,16 @@ RUN_TIMEOUT_S = 24 * 3600.0
 """Seconds after which collectives time out; so long that a loss is always noticed in another way."""
 
 
-@dataclass(frozen=True)
-class Enter:
-    """An order to form the world of ``plan`` in the store at (host, port)."""
-
-    plan: Plan
-    store: tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Settled:
-    """An order to apply the settlement of ``generation``, which is over, and to leave it."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Went:
-    """An order that lets ``generation`` begin to step."""
-
-    generation: int
-
-
-class Leave(Exception):
-    """The run is over for this worker."""
-
-
-class Trainer:
-    """Runs one worker.  ``report(event)`` tells the coordinator and does not block."""
+class Trainer(Controlled):
+    """Runs one worker."""
 
     def __init__(
         self, session: Session, fence: ApplyFence, device: torch.device, checkpoints: Checkpoints, report: Callable[[Event], None]
     ) -> None:
-        self.session, self.apply_fence, self.device, self.checkpoints, self.report = session, fence, device, checkpoints, report
-        self.worker = fence.member.worker
+        super().__init__(fence, report)
+        self.session, self.device, self.checkpoints = session, device, checkpoints
         self.interface = interface()
         """The network interface of this process's sockets, which no world changes."""
-        self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
-        """Accepted orders for the training thread; None means that it leaves the run."""
         self.world: World | None = None
         self._abort: threading.Thread | None = None
         """The thread that aborts the previous world; no collective of the next world begins until it has ended."""
@@ -95,40 +63,8 @@ class Trainer:
 
     # ---- control thread
 
-    def form(self, plan: Plan, store: tuple[str, int]) -> None:
-        """Orders the training thread into the world of ``plan``, once it has left the present one."""
-        with self.apply_fence as member:
-            taken = member.form(plan)
-        if taken:
-            self.orders.put(Enter(plan, store))
-
-    def go(self, generation: int) -> None:
-        """Orders the training thread to begin to step."""
-        with self.apply_fence as member:
-            taken = member.go(generation)
-        if taken:
-            self.orders.put(Went(generation))
-
-    def pause(self, generation: int, save: bool) -> None:
-        """Makes this member ask in the next commit for a stop at the boundary after it."""
-        with self.apply_fence as member:
-            member.pause(generation, save)
-
-    def fence(self, generation: int, whole: bool = False) -> None:
-        """Stops this member from applying more of ``generation``, and answers what it holds.
-
-        If an update is under way, the answer is deferred and the training thread gives it.  ``whole``: see :meth:`Member.fence`.
-        """
-        with self.apply_fence as member:
-            answer = member.fence(generation, whole)
-        self._answer(answer)
-
-    def settle(self, generation: int, outcome: Outcome | None) -> None:
-        """Takes the settlement of a generation and aborts its world, which is allowed only now that all members are fenced or expelled."""
-        with self.apply_fence as member:
-            taken = member.settle(generation, outcome)
-        if not taken:
-            return
+    def _end_world(self, generation: int) -> None:
+        """Aborts the world of ``generation``."""
         self._slow = threading.Timer(SLOW_S, tell_where_all_stand)  # unless the generation is left by then
         self._slow.daemon = True
         self._slow.start()
@@ -136,7 +72,6 @@ class Trainer:
         if world is not None and world.generation == generation:
             self._abort = threading.Thread(target=self._aborts, args=(world, self._abort), daemon=True)
             self._abort.start()
-        self.orders.put(Settled(generation))
 
     def _aborts(self, world: World, before: threading.Thread | None) -> None:
         """Aborts ``world`` on a thread of its own, and ends when the abort ``before`` has also ended.
@@ -157,22 +92,6 @@ class Trainer:
         if hanging := world.in_flight():
             print(f"{self.worker}: in flight: {'; '.join(hanging[-SHOWN:])}", flush=True)
 
-    def exit(self) -> None:
-        """Orders the training thread to leave the run, once it has come to the orders given before."""
-        self.orders.put(None)
-
-    def attach(self) -> None:
-        """Tells a new coordinator where this worker stands, and repeats what may have been lost with the previous coordinator."""
-        with self.apply_fence as member:
-            events = member.attached()
-        for event in events:
-            self.report(event)
-
-    def _answer(self, answer: Event | None) -> None:
-        """Reports the answer to a fence; None means that there is no answer yet."""
-        if answer is not None:
-            self.report(answer)
-
     # ---- training thread
 
     def run(self) -> None:
@@ -188,12 +107,6 @@ class Trainer:
         finally:
             self._slow.cancel()
             self._close()
-
-    def _next(self) -> Enter | Settled | Went:
-        order = self.orders.get()
-        if order is None:
-            raise Leave
-        return order
 
     def _live(self, plan: Plan, store: tuple[str, int]) -> None:
         """Lives through one generation, from its plan to its settlement."""
@@ -233,13 +146,6 @@ class Trainer:
             update(self.session, state, outcome)
         if self.session.snapshots is not None:
             self.session.snapshots.committed(outcome, None)
-
-    def _await(self, generation: int, *kinds: type[Went] | type[Settled]) -> Went | Settled:
-        """Waits for an order of one of ``kinds`` for ``generation`` and returns it; other orders are skipped."""
-        while True:
-            order = self._next()
-            if isinstance(order, kinds) and order.generation == generation:
-                return order
 
     def _form(self, plan: Plan, store: tuple[str, int]) -> State:
         """Forms the plan's world, heals this worker's shard to the plan's version, and returns the state."""
@@ -363,11 +269,6 @@ class Trainer:
                 lives = member.lose()
             if not lives:
                 raise error
-
-    def _say(self, event: Event) -> None:
-        with self.apply_fence as member:
-            member.say(event)
-        self.report(event)
 
     def _close(self) -> None:
         if self.world is not None:

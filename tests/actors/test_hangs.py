@@ -201,7 +201,7 @@ class Bystander:
 
 
 class Follower:
-    """In place of the coordinator: Ray tells it, on Ray's own thread, that a keeper cannot be reached."""
+    """Stands in for the coordinator: Ray tells it, on Ray's own thread, that a keeper cannot be reached."""
 
     def loses(self, keeper: Any) -> str:
         told = queue.SimpleQueue[KeeperLost]()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,10 +18,8 @@ import ray
 
 from actors import launch
 from actors.coordinator import View
-from actors.keeper import Keeper
-from actors.relay import GATHER_S, SPEAKING, Gathering, Orders, Outbox
+from actors.relay import GATHER_S, SPEAKING, Orders
 from elastic.ids import NodeId, WorkerId
-from elastic.protocol.authority import Replica
 from elastic.protocol.events import Here
 from elastic.report.ledger import ledger
 from elastic.runs import Run
@@ -30,57 +27,10 @@ from tests.support.chaos import Witness, assert_nothing_left, formed, trial
 from tests.support.hollow import HollowCoordinator
 from tests.support.nodes import Node, joined
 from tests.support.patience import PATIENCE_S
+from tests.support.relay import Desk, Gatherer, Speaker
 from tests.support.toys import toy_job
 
 HOME, WORKERS = NodeId("home"), tuple(WorkerId(f"w{number}") for number in range(4))
-
-
-class Desk:
-    """In place of the coordinator: notes each call."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Here, ...]] = []
-
-    def post_all(self, events: tuple[Here, ...]) -> None:
-        self.calls.append(events)
-
-    def read(self) -> list[tuple[Here, ...]]:
-        return self.calls
-
-
-class Gatherer(Keeper):
-    """A keeper that does nothing but pass on."""
-
-    def __init__(self, desk: Any) -> None:
-        self.node, self.replica, self._hearing = HOME, Replica(), threading.Lock()
-        self.actors, self.gathering = {}, Gathering(desk)
-
-    def follow(self, worker: WorkerId, actor: Any) -> None:
-        self.actors[worker] = actor
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
-class Speaker:
-    """In place of a worker: it says what it is told to say, and notes its orders."""
-
-    def __init__(self, worker: WorkerId, desk: Any) -> None:
-        self.worker, self.outbox = worker, Outbox(desk)
-        self.orders: list[Any] = []
-
-    def speak_through(self, keeper: Any) -> None:
-        self.outbox.through(keeper)
-
-    def say(self, *numbers: int) -> None:
-        for number in numbers:
-            self.outbox.put(Here(self.worker, number))
-
-    def obey(self, incarnation: int, order: str, *arguments: Any) -> None:
-        self.orders.append((incarnation, order, *arguments))
-
-    def read(self) -> list[Any]:
-        return self.orders
 
 
 class Counted:
@@ -101,7 +51,7 @@ class Office:
     def __init__(self, known: tuple[WorkerId, ...] = WORKERS) -> None:
         self.desk = ray.remote(num_cpus=0)(Desk).remote()
         groups = {"journal": 1, "life": 1, "orders": 1, "gather": SPEAKING}
-        self.keeper = ray.remote(num_cpus=0, concurrency_groups=groups)(Gatherer).remote(self.desk)
+        self.keeper = ray.remote(num_cpus=0, concurrency_groups=groups)(Gatherer).remote(HOME, self.desk)
         self.workers = {worker: ray.remote(num_cpus=0)(Speaker).remote(worker, self.desk) for worker in WORKERS}
         ray.get([self.keeper.follow.remote(worker, self.workers[worker]) for worker in known])
         ray.get([actor.speak_through.remote(self.keeper) for actor in self.workers.values()])

@@ -168,7 +168,7 @@ def patiently() -> Callable[[], None]:
 )
 @pytest.mark.parametrize("group", ["own", "own/inner"])
 def test_the_limit_that_is_reached_first_counts(tmp_path: Path, group: str, allowed: str, free: int, limit: str) -> None:
-    """Also a limit that a group above sets, and not only that of the process's own group."""
+    """A limit that a group above sets counts, too."""
     (tmp_path / "meminfo").write_text("MemTotal: 8000 kB\nMemAvailable: 4000 kB\n")
     (tmp_path / "cgroup").write_text(f"0::/{group}\n")
     folder = tmp_path / "groups" / "own"

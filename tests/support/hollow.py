@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import queue
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from actors import cluster, perform
 from actors.coordinator import Coordinator
 from actors.worker import Worker
 from elastic.errors import FencedOff
-from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
@@ -32,6 +31,7 @@ from elastic.protocol.plan import Plan
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
+from elastic.train.orders import Controlled, Enter, Leave, Settled, Went
 from storage.slices import Version
 from tests.support.cells import classes
 
@@ -76,7 +76,7 @@ class Hollow(Worker):
         if self._begun:
             return
         self._begun = True
-        self.trainer = Training(self.job, self.worker, self.counters, self.apply_fence, self.report)  # type: ignore[assignment]
+        self.trainer = Training(self.job, self.counters, self.apply_fence, self.report)  # type: ignore[assignment]
         go_or_end(self._keep_lease, "lease")
         build = pickle.loads((shared(self.job) / "build").read_bytes())
         self._joined = Joined(self.worker, cluster.here(), "hollow", classes((7, 3)), replace(build, host=cluster.host()), (28, 12))
@@ -84,79 +84,36 @@ class Hollow(Worker):
         self._end(self.trainer)  # type: ignore[arg-type]
 
 
-class Training:
-    """Stands in for ``elastic.train.loop.Trainer``, with the same orders and the same two threads."""
+class Training(Controlled):
+    """Stands in for ``elastic.train.loop.Trainer``."""
 
-    def __init__(self, job: Job, worker: WorkerId, counters: Counters, fence: ApplyFence, report: Callable[[Event], None]) -> None:
-        self.job, self.worker, self.counters, self.apply_fence, self.report = job, worker, counters, fence, report
-        self.folder = shared(job)
-        self.orders: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self.state = ""
-
-    # ---- control thread
-
-    def form(self, plan: Plan, store: tuple[str, int]) -> None:
-        with self.apply_fence as member:
-            taken = member.form(plan)
-        if taken:
-            self.orders.put(("enter", plan))
-
-    def go(self, generation: int) -> None:
-        with self.apply_fence as member:
-            taken = member.go(generation)
-        if taken:
-            self.orders.put(("went", generation))
-
-    def pause(self, generation: int, save: bool) -> None:
-        with self.apply_fence as member:
-            member.pause(generation, save)
-
-    def fence(self, generation: int, whole: bool = False) -> None:
-        with self.apply_fence as member:
-            answer = member.fence(generation, whole)
-        self._answer(answer)
-
-    def settle(self, generation: int, outcome: Outcome | None) -> None:
-        with self.apply_fence as member:
-            taken = member.settle(generation, outcome)
-        if taken:
-            self.orders.put(("settled", generation))
-
-    def exit(self) -> None:
-        self.orders.put(None)
-
-    def attach(self) -> None:
-        with self.apply_fence as member:
-            events = member.attached()
-        for event in events:
-            self.report(event)
-
-    def _answer(self, answer: Event | None) -> None:
-        if answer is not None:
-            self.report(answer)
+    def __init__(self, job: Job, counters: Counters, fence: ApplyFence, report: Callable[[Event], None]) -> None:
+        super().__init__(fence, report)
+        self.job, self.counters, self.folder, self.state = job, counters, shared(job), ""
 
     # ---- training thread
 
     def run(self) -> None:
-        while (order := self.orders.get()) is not None:
-            if order[0] == "enter":
-                self._live(order[1])
+        with suppress(Leave):
+            while True:
+                if isinstance(order := self._next(), Enter):
+                    self._live(order.plan)
 
     def _live(self, plan: Plan) -> None:
         with self.apply_fence as member:
             if not member.enter(plan):
                 return
-        order = ""
+        order: Went | Settled | None = None
         try:
             self._form(plan)
-            order = self._await(plan.generation, "went", "settled")
-            if order == "went":
+            order = self._await(plan.generation, Went, Settled)
+            if isinstance(order, Went):
                 self._train(plan)
         except FencedOff as error:
             if error.lease:
                 self._say(Broken(self.worker, plan.generation, self.counters["step"] + 1, "lease", str(error)))
-        if order != "settled":
-            self._await(plan.generation, "settled")
+        if not isinstance(order, Settled):
+            self._await(plan.generation, Settled)
         with self.apply_fence as member:
             outcome = member.settles()
         if outcome is not None:
@@ -164,14 +121,6 @@ class Training:
         with self.apply_fence as member:
             answer = member.leave()
         self._answer(answer)
-
-    def _await(self, generation: int, *kinds: str) -> str:
-        while True:
-            order = self.orders.get()
-            if order is None:
-                os._exit(0)
-            if order[0] in kinds and order[1] == generation:
-                return str(order[0])
 
     def _form(self, plan: Plan) -> None:
         self.counters["generation"] = plan.generation
@@ -242,8 +191,3 @@ class Training:
         self.counters["step"] = outcome.step
         self.counters["updates_applied"] += 1
         self._write(Version(outcome.step, outcome.generation))
-
-    def _say(self, event: Event) -> None:
-        with self.apply_fence as member:
-            member.say(event)
-        self.report(event)

@@ -61,6 +61,7 @@ COVER: dict[str, tuple[str, ...]] = {
     "elastic/train/machine/interface.py": ("tests/train/test_interface.py",),
     "elastic/train/machine/limits.py": ("tests/train/test_limits.py",),
     "elastic/train/model.py": ("tests/train/test_model_args.py", "tests/state/test_heal.py"),
+    "elastic/train/orders.py": ("tests/train/test_trainer.py",),
     "elastic/train/preflight.py": ("tests/train/test_preflight.py",),
     "elastic/train/step.py": ("tests/train/test_transaction.py", "tests/engine/test_loss.py"),
     "storage/background.py": ("tests/storage/test_background.py",),
@@ -87,7 +88,9 @@ NEEDS_A_GPU = ("_Pinned",)
 """Classes in covered files that only an accelerator runs."""
 
 EXCUSED: dict[str, str] = {
-    "elastic/train/loop.py, Trainer.settle: `self._slow.daemon = True` → `pass`": "A worker ends by os._exit, which waits for no thread.",
+    "elastic/train/loop.py, Trainer._end_world: `self._slow.daemon = True` → `pass`": (
+        "A worker ends by os._exit, which waits for no thread."
+    ),
     "elastic/state/staging.py, _Stage.__init__: "
     "`self.memory, self.gone = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()` → `pass`": (
         "Only a GPU has stages; tests/gpu/test_copies.py fills them."

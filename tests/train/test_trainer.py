@@ -25,7 +25,8 @@ from elastic.protocol.plan import Plan
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.faults import InjectedError
-from elastic.train.loop import Enter, Trainer
+from elastic.train.loop import Trainer
+from elastic.train.orders import Enter
 from elastic.train.session import make_session
 from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore

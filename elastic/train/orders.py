@@ -1,0 +1,131 @@
+"""The control thread's part of a worker: an order passes the member, and what counts waits for the training thread.
+
+The control thread never waits for the training thread, except for an update that is under way.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Event
+from elastic.protocol.plan import Plan
+from elastic.train.apply_fence import ApplyFence
+
+
+@dataclass(frozen=True)
+class Enter:
+    """An order to form the world of ``plan`` in the store at (host, port)."""
+
+    plan: Plan
+    store: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """An order to apply the settlement of ``generation``, which is over, and to leave it."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Went:
+    """An order that lets ``generation`` begin to step."""
+
+    generation: int
+
+
+class Leave(Exception):
+    """The run is over for this worker."""
+
+
+class Controlled:
+    """Base of what trains.  ``report(event)`` tells the coordinator and does not block."""
+
+    def __init__(self, fence: ApplyFence, report: Callable[[Event], None]) -> None:
+        self.apply_fence, self.report = fence, report
+        self.worker = fence.member.worker
+        self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
+        """Accepted orders for the training thread; None means that it leaves the run."""
+
+    # ---- control thread
+
+    def form(self, plan: Plan, store: tuple[str, int]) -> None:
+        """Orders the training thread into the world of ``plan``, once it has left the present one."""
+        with self.apply_fence as member:
+            taken = member.form(plan)
+        if taken:
+            self.orders.put(Enter(plan, store))
+
+    def go(self, generation: int) -> None:
+        """Orders the training thread to begin to step."""
+        with self.apply_fence as member:
+            taken = member.go(generation)
+        if taken:
+            self.orders.put(Went(generation))
+
+    def pause(self, generation: int, save: bool) -> None:
+        """Makes this member ask in the next commit for a stop at the boundary after it."""
+        with self.apply_fence as member:
+            member.pause(generation, save)
+
+    def fence(self, generation: int, whole: bool = False) -> None:
+        """Stops this member from applying more of ``generation``, and answers what it holds.
+
+        If an update is under way, the answer is deferred and the training thread gives it.  ``whole``: see :meth:`Member.fence`.
+        """
+        with self.apply_fence as member:
+            answer = member.fence(generation, whole)
+        self._answer(answer)
+
+    def settle(self, generation: int, outcome: Outcome | None) -> None:
+        """Takes the settlement of a generation and ends its world, which is allowed only now that all members are fenced or expelled."""
+        with self.apply_fence as member:
+            taken = member.settle(generation, outcome)
+        if taken:
+            self._end_world(generation)
+            self.orders.put(Settled(generation))
+
+    def _end_world(self, generation: int) -> None:
+        """Frees the training thread from the world of ``generation``, in which it may hang.  It must not wait."""
+
+    def exit(self) -> None:
+        """Orders the training thread to leave the run, once it has come to the orders given before."""
+        self.orders.put(None)
+
+    def attach(self) -> None:
+        """Tells a new coordinator where this worker stands, and repeats what may have been lost with the previous coordinator."""
+        with self.apply_fence as member:
+            events = member.attached()
+        for event in events:
+            self.report(event)
+
+    # ---- training thread
+
+    def _next(self) -> Enter | Settled | Went:
+        order = self.orders.get()
+        if order is None:
+            raise Leave
+        return order
+
+    def _await(self, generation: int, *kinds: type[Went] | type[Settled]) -> Went | Settled:
+        """Waits for an order of one of ``kinds`` for ``generation`` and returns it; other orders are skipped."""
+        while True:
+            order = self._next()
+            if isinstance(order, kinds) and order.generation == generation:
+                return order
+
+    # ---- both
+
+    def _answer(self, answer: Event | None) -> None:
+        """Reports the answer to a fence; None means that there is no answer yet."""
+        if answer is not None:
+            self.report(answer)
+
+    def _say(self, event: Event) -> None:
+        """Reports ``event`` now, and to each coordinator that takes over before the world is left."""
+        with self.apply_fence as member:
+            member.say(event)
+        self.report(event)

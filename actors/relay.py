@@ -38,6 +38,8 @@ class Outbox:
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
         self._keeper: Any = None
+        self._direct: Any = None
+        """The last call that went to the coordinator directly."""
         self._waiting: queue.SimpleQueue[Event | threading.Event] = queue.SimpleQueue()
         go_or_end(self._run, "outbox")
 
@@ -65,7 +67,7 @@ class Outbox:
 
     def _send(self, events: tuple[Event, ...]) -> None:
         keeper = self._keeper
-        if keeper is not None:
+        if keeper is not None and self._nothing_waits():
             passed = False
             with contextlib.suppress(ray.exceptions.RayError):  # also if it takes too long
                 passed = ray.get(keeper.pass_on.remote(events), timeout=PASSED_S)
@@ -73,7 +75,11 @@ class Outbox:
                 return
             if self._keeper is keeper:  # this keeper, or the next one, says when it follows the worker again
                 self._keeper = None
-        self._coordinator.post_all.remote(events)
+        self._direct = self._coordinator.post_all.remote(events)
+
+    def _nothing_waits(self) -> bool:
+        """Returns whether all that went directly has arrived; what a keeper passes on could otherwise overtake it."""
+        return self._direct is None or bool(ray.wait([self._direct], timeout=0)[0])
 
 
 class Gathering:

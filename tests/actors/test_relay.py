@@ -97,6 +97,7 @@ def await_that(true: Callable[[], bool], what: str) -> None:
 
 
 def test_one_call_brings_what_all_workers_of_a_node_say_and_one_call_orders_all(office: Office) -> None:
+    """N2: a node speaks, not a worker."""
     office.say(1)
     await_that(lambda: len(office.heard()) == len(WORKERS), "all were heard")
     first = office.calls()
@@ -147,7 +148,7 @@ def test_a_keeper_whose_coordinator_does_not_answer_says_so(office: Office) -> N
 
 
 def test_a_keeper_that_stands_still_while_a_worker_of_its_node_dies_costs_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
-    """The survivors there are fenced, and their answers arrive, although their keeper passes nothing on."""
+    """N2: the survivors there are fenced, and their answers arrive, although their keeper passes nothing on."""
     monkeypatch.setattr(launch, "Coordinator", HollowCoordinator)
     stopped: list[tuple[int, str, int, int]] = []
 

@@ -41,6 +41,7 @@ def same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(("make", "resident"), [(Odd, WHOLE), (Odd, 100_000), (Odd, 0), (Widest, 0), (Own, 0), (build, 0)])
 def test_the_bits_are_those_of_plain_torch(make: Callable[[], nn.Module], resident: int) -> None:
+    """N5: also where only one tensor at a time has memory."""
     found, passes, _ = paged(make, 7, resident)
     assert same(found, plain(make, 7))
     assert not same(found, plain(make, 8)), "negative control: a seed off by one"

@@ -118,6 +118,7 @@ def disagreement(world: Sizes) -> str:
 
 @given(worlds())
 def test_sender_and_receiver_plan_what_the_dumb_planner_does(world: Sizes) -> None:
+    """N4: any layout into any."""
     assert disagreement(world) == ""
 
 
@@ -143,7 +144,7 @@ def cost(workers: int, tensors: int) -> tuple[int, int]:
 
 
 def test_what_one_more_tensor_costs_does_not_grow_with_the_members() -> None:
-    """The members themselves are looked at once.  A source that looked at all receivers for each tensor would do it every time."""
+    """N4: the members themselves are looked at once.  A source that looked at all receivers for each tensor would do it every time."""
     (few, some), (many, more) = ([cost(workers, tensors) for tensors in (20, 60)] for workers in (160, 1600))
     assert many[1] <= few[1] and more[1] <= some[1], "there is not more to move"
     assert more[0] - many[0] <= 1.5 * (some[0] - few[0])

@@ -77,6 +77,7 @@ def job_of(folder: Path, model: str, **settings: Any) -> Job:
 
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2)], ids=str)
 def test_the_slices_are_those_of_plain_torch(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """N5: the members initialise, each for itself, and keep their slices."""
     want, other = plain(small, SEED), plain(small, SEED + 1)
     members, wrong = ranks.run(layout, pieces, job_of(tmp_path, "small")), 0
     for name in want:

@@ -34,7 +34,7 @@ def fresh() -> Checkpoints:
 
 
 def test_a_member_that_heals_reads_the_header_and_the_slices_of_its_own_file_alone() -> None:
-    """Four requests: the manifest, the index, the header, the slices.  No other member's file exists, so the control finds none."""
+    """N8: four requests: the manifest, the index, the header, the slices.  No other member's file exists, so the control finds none."""
     checkpoints, store, tensors, receipts = saved(64, layers=4)
     commit(checkpoints, receipts)
     assert store.requests <= 64 + 3 + 1, "one for each part, the index, the manifest, and the real part that was written before"

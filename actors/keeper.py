@@ -234,13 +234,19 @@ class Keeper:
             )
             told = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
             asked = asked or told
+            over = False
             if ray.wait([asked], timeout=0)[0]:
-                with contextlib.suppress(ray.exceptions.RayError):
+                try:
                     ray.get(asked)
                     heard_at = time.monotonic()
+                except ray.exceptions.ActorDiedError:  # for good: one that only restarts is unavailable
+                    over = True
+                except ray.exceptions.RayError:
+                    pass
                 asked = None
-            if time.monotonic() - heard_at > self.silence_s:
-                print(f"keeper of {self.node[:8]}: no coordinator answered for {self.silence_s:.0f} s; leaving", flush=True)
+            if over or time.monotonic() - heard_at > self.silence_s:
+                why = "the run is over" if over else f"no coordinator answered for {self.silence_s:.0f} s"
+                print(f"keeper of {self.node[:8]}: {why}; leaving", flush=True)
                 self._end()
                 remove_logs(self.run)  # the coordinator on this node may only stand still: its part of the journal stays
                 os._exit(3)

@@ -6,7 +6,6 @@ while the training thread computes.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
@@ -149,8 +148,8 @@ class Worker:
     def _keep_lease(self) -> None:
         """Renews the lease again and again.
 
-        If the coordinator does not know this worker any more, or none has answered for two leases, the worker ends itself: an order to
-        kill it may have been lost.
+        If the coordinator does not know this worker any more, or Ray says that there will be none, or none has answered for two leases, the
+        worker ends itself: an order to kill it may have been lost.
         """
         lease_s = self.job.deadlines.lease_s
         with self.apply_fence as member:
@@ -158,8 +157,13 @@ class Worker:
         while True:
             asked_at, answer = time.monotonic(), None
             generation = self.apply_fence.member.generation
-            with contextlib.suppress(ray.exceptions.RayError):
+            try:
                 answer = ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=lease_s / 4)
+            except ray.exceptions.ActorDiedError:  # for good: one that only restarts is unavailable
+                print(f"{self.worker}: the run is over; leaving", flush=True)
+                os._exit(3)
+            except ray.exceptions.RayError:
+                pass
             if answer is not None:
                 with self.apply_fence as member:
                     if heeded := member.heed(answer.incarnation):

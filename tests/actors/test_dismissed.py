@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import ray
+
+from actors.coordinator import Lease
+from actors.keeper import Keeper
 from actors.launch import attach
-from elastic.ids import WorkerId
-from elastic.protocol.events import Lost
+from actors.worker import Worker
+from elastic.ids import NodeId, WorkerId
+from elastic.protocol.events import Event, Lost
+from elastic.protocol.member import Member
+from elastic.threads import go_or_end
+from elastic.train.apply_fence import ApplyFence
 from tests.support.chaos import assert_nothing_left, trial
 from tests.support.toys import toy_job
 
+LEASE_S = 12.0
+GROUPS = ("control", "life", "journal", "orders", "gather")
 LEFT = 3
 """Exit code of a worker that leaves because the run goes on without it."""
 
@@ -40,3 +53,51 @@ def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path) -> 
     (log,) = Path(job.bucket).glob(f"given-up/logs/*/{mistaken[0]}.log")
     assert "the run goes on without this worker" in log.read_text()
     assert_nothing_left(chaos)
+
+
+class Desk:
+    """Stands in for the coordinator: it grants every lease and hears every beat."""
+
+    def renew(self, worker: WorkerId, generation: int) -> Lease:
+        return Lease(True, 0, 1, False)
+
+    def post(self, event: Event) -> None: ...
+
+
+class LoneWorker(Worker):
+    """A worker that does nothing but keep its lease."""
+
+    def __init__(self, desk: Any) -> None:
+        self.worker, self.coordinator = WorkerId("w1"), desk
+        self.job = SimpleNamespace(deadlines=SimpleNamespace(lease_s=LEASE_S))  # type: ignore[assignment]
+        self.apply_fence, self._renew_now = ApplyFence(Member(self.worker, LEASE_S)), threading.Event()
+
+    def begin(self) -> None:
+        go_or_end(self._keep_lease, "lease")
+
+
+class LoneKeeper(Keeper):
+    """A keeper that does nothing but beat."""
+
+    def __init__(self, desk: Any) -> None:
+        self.node, self.run, self.silence_s, self.late_s = NodeId("away"), "nobody", 2 * LEASE_S, 0.0
+        self.workers, self.uploads, self._beats = {}, SimpleNamespace(uploading=tuple), desk.post  # type: ignore[assignment]
+        self._closed = threading.Event()
+
+    def begin(self) -> None:
+        go_or_end(self._beat, "beat")
+
+    def _end(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [LoneWorker, LoneKeeper])
+def test_who_hears_that_there_will_be_no_coordinator_leaves(kind: type[Any]) -> None:
+    """R9: on a node that stood still while its run ended, nobody is left who knows the workers.  The control: a living one keeps them."""
+    desk = ray.remote(num_cpus=0)(Desk).remote()
+    lone = ray.remote(num_cpus=0, concurrency_groups=dict.fromkeys(GROUPS, 1))(kind).remote(desk)
+    ray.get(lone.begin.remote())
+    life = lone.lives.remote()
+    assert ray.wait([life], timeout=LEASE_S)[1] == [life], "the control"
+    ray.kill(desk, no_restart=True)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(life, timeout=LEASE_S)

@@ -113,7 +113,7 @@ def test_a_recovery_passes_few_files() -> None:
     assert set(flow.processes) == {"coordinator", "keeper", *flow.strike.survivors}
     for name in flow.strike.survivors:
         threads = {function: thread for each in flow.processes[name] for function, thread in each.threads.items()}
-        orders = ("Trainer.fence", "Trainer.settle", "Trainer.form", "Trainer.go", "Worker.obey")
+        orders = ("Controlled.fence", "Controlled.settle", "Controlled.form", "Controlled.go", "Worker.obey")
         assert {threads[order] for order in orders} == {"control"}, "Ray starts this thread: whoever cannot see it misses half"
         assert threads["Trainer._form"] == threads["run_step"] == "training"
     decided = {function for each in flow.processes["coordinator"] for function in each.threads}

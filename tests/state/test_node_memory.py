@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -176,3 +178,26 @@ def test_the_limit_that_is_reached_first_counts(tmp_path: Path, group: str, allo
     for name, text in (("memory.max", allowed), ("memory.current", "1000000"), ("memory.stat", "anon 5\ninactive_file 200000\n")):
         (folder / name).write_text(f"{text}\n")
     assert node_memory.free_memory(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "cgroup") == (free, limit)
+
+
+def test_only_one_process_of_a_node_counts_on_its_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one waits for the first, but not for ever."""
+    monkeypatch.setattr(node_memory, "FOLDER", tmp_path)
+    entered = threading.Event()
+
+    def enter_alone() -> None:
+        with node_memory.alone():
+            entered.set()
+
+    other = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    waiting = threading.Thread(target=enter_alone)
+    waiting.start()
+    assert not entered.wait(0.5)
+    fcntl.flock(other, fcntl.LOCK_UN)
+    assert entered.wait(PATIENCE_S)
+    waiting.join()
+    fcntl.flock(other, fcntl.LOCK_EX)
+    monkeypatch.setattr(node_memory, "PATIENCE_S", 0.3)
+    enter_alone()
+    os.close(other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,18 @@ def test_whenever_a_writer_dies_its_disk_and_the_bucket_have_every_record(
         assert len(list(local.iterdir())) <= 2
     journal.close()
     assert bool(lost) == too_early
+
+
+def test_the_names_of_a_journal_s_files_are_put_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut could otherwise leave a coordinator's node without the file that has its newest records."""
+    synced, sync = list[str](), os.fsync
+
+    def noting(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    journal = Journal(ObjectStore.open("memory://names"), "run", tmp_path, 0, {"run": 0}, segment_s=3600.0)
+    journal.append({"n": 0}, lambda: {"run": 0}, durable=True)
+    journal.close()
+    assert str(tmp_path) in synced

@@ -54,7 +54,7 @@ class Outbox:
         """Waits until all that was put before has been sent, but not for long."""
         sent = threading.Event()
         self._waiting.put(sent)
-        sent.wait(2 * PASSED_S)
+        sent.wait(3 * PASSED_S)
 
     def _run(self) -> None:
         while True:
@@ -63,6 +63,7 @@ class Outbox:
                 self._send(events)
             for each in taken:
                 if isinstance(each, threading.Event):
+                    self._nothing_waits(PASSED_S)
                     each.set()
 
     def _send(self, events: tuple[Event, ...]) -> None:
@@ -77,9 +78,9 @@ class Outbox:
                 self._keeper = None
         self._direct = self._coordinator.post_all.remote(events)
 
-    def _nothing_waits(self) -> bool:
+    def _nothing_waits(self, timeout_s: float = 0.0) -> bool:
         """Returns whether all that went directly has arrived; what a keeper passes on could otherwise overtake it."""
-        return self._direct is None or bool(ray.wait([self._direct], timeout=0)[0])
+        return self._direct is None or bool(ray.wait([self._direct], timeout=timeout_s)[0])
 
 
 class Gathering:
@@ -124,7 +125,8 @@ class Orders:
             else:
                 relayed[keeper.relay.remote(self._incarnation, those, order, arguments)] = node, those
         if relayed:
-            self._pool.submit(self._see_to, relayed, order, arguments)
+            with contextlib.suppress(RuntimeError):  # closed, since the run is over
+                self._pool.submit(self._see_to, relayed, order, arguments)
 
     def _by_node(self, workers: Sequence[WorkerId]) -> dict[NodeId, tuple[WorkerId, ...]]:
         found = defaultdict[NodeId, list[WorkerId]](list)

@@ -18,7 +18,7 @@ import ray
 
 from actors import launch
 from actors.coordinator import View
-from actors.relay import GATHER_S, SPEAKING, Orders
+from actors.relay import SPEAKING, Orders
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Here
 from elastic.report.ledger import ledger
@@ -98,14 +98,12 @@ def await_that(true: Callable[[], bool], what: str) -> None:
 
 def test_one_call_brings_what_all_workers_of_a_node_say_and_one_call_orders_all(office: Office) -> None:
     """N2: a node speaks, not a worker."""
-    office.say(1)
-    await_that(lambda: len(office.heard()) == len(WORKERS), "all were heard")
-    first = office.calls()
-    for number in range(2, 12):
+    ray.get(office.desk.take.remote(0.1))  # so that messages gather, however the processes take turns
+    for number in range(1, 12):
         office.say(number)
-        time.sleep(10 * GATHER_S)
+    await_that(lambda: len(office.heard()) == len(WORKERS), "all were heard")
     await_that(lambda: all(found == list(range(1, 12)) for found in office.heard().values()), "each in order, each once")
-    assert first + 10 <= office.calls() <= 11 * len(WORKERS) / 2, "fewer calls than half the messages"
+    assert office.calls() <= 11 * len(WORKERS) / 2, "fewer calls than half the messages"
     office.orders.send(WORKERS, "fence", 7, False)
     office.orders.send(WORKERS, "settle", 7, None)
     await_that(lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None)), f"each once: {office.obeyed()}")
@@ -127,13 +125,13 @@ def test_a_keeper_that_stands_still_or_dies_loses_nothing(office: Office, fate: 
     office.orders.send(WORKERS, "fence", 7, False)
     await_that(lambda: all({1, 2, 3} == set(found) for found in office.heard().values()), f"nothing is lost: {office.heard()}")
     await_that(lambda: office.all_obeyed((1, "fence", 7, False)), f"nothing is lost: {office.obeyed()}")
-    began = time.monotonic()
     office.orders.send(WORKERS, "settle", 7, None)
     await_that(lambda: all(found[-1][1] == "settle" for found in office.obeyed().values()), "the next order, too")
     if fate == signal.SIGSTOP:
-        assert time.monotonic() - began < 1.0 and office.counted.calls == 1, "nobody waits for the same keeper again"
+        assert office.counted.calls == 1, "nobody waits for the same keeper again"
         os.kill(office.pid, signal.SIGCONT)
         await_that(lambda: all(len(found) == 3 for found in office.obeyed().values()), "what it passes on late arrives a second time")
+        await_that(lambda: not office.orders._is_late(HOME), "it has answered")
         office.orders.send(WORKERS, "go", 8)
         await_that(lambda: all(found[-1][1] == "go" for found in office.obeyed().values()), "it passes on again")
         assert office.counted.calls == 2

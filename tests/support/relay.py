@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 
 from actors.keeper import Keeper
@@ -18,8 +19,14 @@ class Desk:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Here, ...]] = []
+        self.takes_s = 0.0
+
+    def take(self, seconds: float) -> None:
+        """Takes so many seconds for each call from now on."""
+        self.takes_s = seconds
 
     def post_all(self, events: tuple[Here, ...]) -> None:
+        time.sleep(self.takes_s)
         self.calls.append(events)
 
     def read(self) -> list[tuple[Here, ...]]:

@@ -21,7 +21,7 @@ import ray
 
 from actors.logs import Logs
 from actors.processes import Process, describe, end_on_sigterm, log_folder, remove_logs, sweep
-from actors.relay import Gathering
+from actors.relay import Gathering, gone_for_good
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
@@ -39,6 +39,8 @@ from storage.objects import ObjectStore
 
 BEAT_S = 0.5
 """Seconds from one beat to the next."""
+SURE = 4
+"""Number of beats in a row to which Ray says that there will be no coordinator, before the keeper believes it."""
 CLOSE_S = 5.0
 """Seconds that all workers of the keeper together may take to end by themselves when the run is over."""
 STORE_S = 60.0
@@ -224,7 +226,7 @@ class Keeper:
         self.late_s = max(self.late_s, late_s)
 
     def _beat(self) -> None:
-        heard_at, asked, due = time.monotonic(), None, time.monotonic() + BEAT_S
+        heard_at, asked, due, refused = time.monotonic(), None, time.monotonic() + BEAT_S, 0
         while not self._closed.wait(max(due - time.monotonic(), 0.0)):
             self._note_lateness(time.monotonic() - due)
             due = time.monotonic() + BEAT_S
@@ -234,17 +236,14 @@ class Keeper:
             )
             told = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
             asked = asked or told
-            over = False
             if ray.wait([asked], timeout=0)[0]:
                 try:
                     ray.get(asked)
-                    heard_at = time.monotonic()
-                except ray.exceptions.ActorDiedError:  # for good: one that only restarts is unavailable
-                    over = True
-                except ray.exceptions.RayError:
-                    pass
+                    heard_at, refused = time.monotonic(), 0
+                except ray.exceptions.RayError as error:
+                    refused = refused + 1 if gone_for_good(error) else 0
                 asked = None
-            if over or time.monotonic() - heard_at > self.silence_s:
+            if (over := refused >= SURE) or time.monotonic() - heard_at > self.silence_s:
                 why = "the run is over" if over else f"no coordinator answered for {self.silence_s:.0f} s"
                 print(f"keeper of {self.node[:8]}: {why}; leaving", flush=True)
                 self._end()

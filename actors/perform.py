@@ -373,7 +373,7 @@ class Group:
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
         keeper, why = self.keepers.pop(node, None), _why(error)
         if why == UNREACHED and keeper is not None and not self._closing:
-            self._do(self._pool, self._kill_keeper, keeper)  # otherwise the node could get no other keeper
+            _later(0, partial(self._kill_keeper, keeper))  # otherwise the node could get no other keeper
         self.post(KeeperLost(node, why, with_its_node=why == NODE_DIED))
 
     def _kill_keeper(self, keeper: Any) -> None:

@@ -21,6 +21,7 @@ import ray
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Event
 from elastic.threads import go_or_end
+from storage.errors import Deposed
 
 GATHER_S = 0.005
 """Seconds for which a keeper waits for the other workers of its node, once one has said something."""
@@ -38,6 +39,8 @@ class Outbox:
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
         self._keeper: Any = None
+        self._late: Any = None
+        """The call that the keeper has not answered in time."""
         self._direct: Any = None
         """The last call that went to the coordinator directly."""
         self._waiting: queue.SimpleQueue[Event | threading.Event] = queue.SimpleQueue()
@@ -48,13 +51,13 @@ class Outbox:
 
     def through(self, keeper: Any) -> None:
         """Sends through ``keeper`` from now on."""
-        self._keeper = keeper
+        self._keeper, self._late = keeper, None
 
     def flush(self) -> None:
         """Waits until all that was put before has been sent, but not for long."""
         sent = threading.Event()
         self._waiting.put(sent)
-        sent.wait(3 * PASSED_S)
+        sent.wait(2 * PASSED_S)
 
     def _run(self) -> None:
         while True:
@@ -63,20 +66,27 @@ class Outbox:
                 self._send(events)
             for each in taken:
                 if isinstance(each, threading.Event):
-                    self._nothing_waits(PASSED_S)
+                    self._nothing_waits(PASSED_S / 2)
                     each.set()
 
     def _send(self, events: tuple[Event, ...]) -> None:
+        if not self._passed(events):
+            self._direct = self._coordinator.post_all.remote(events)
+
+    def _passed(self, events: tuple[Event, ...]) -> bool:
+        """Returns whether the keeper has passed ``events`` on.  One that is late is asked again once it has answered."""
         keeper = self._keeper
-        if keeper is not None and self._nothing_waits():
-            passed = False
-            with contextlib.suppress(ray.exceptions.RayError):  # also if it takes too long
-                passed = ray.get(keeper.pass_on.remote(events), timeout=PASSED_S)
-            if passed:
-                return
-            if self._keeper is keeper:  # this keeper, or the next one, says when it follows the worker again
+        if keeper is None or not self._nothing_waits() or (self._late is not None and not ray.wait([self._late], timeout=0)[0]):
+            return False
+        call, self._late = keeper.pass_on.remote(events), None
+        try:
+            return bool(ray.get(call, timeout=PASSED_S))
+        except ray.exceptions.GetTimeoutError:
+            self._late = call
+        except ray.exceptions.RayError:  # the next keeper says when it follows the worker
+            if self._keeper is keeper:
                 self._keeper = None
-        self._direct = self._coordinator.post_all.remote(events)
+        return False
 
     def _nothing_waits(self, timeout_s: float = 0.0) -> bool:
         """Returns whether all that went directly has arrived; what a keeper passes on could otherwise overtake it."""
@@ -107,7 +117,7 @@ class Gathering:
 
 
 class Orders:
-    """Sends the coordinator's orders to workers: those to one worker in the order in which they are given."""
+    """Sends the coordinator's orders to workers.  They arrive in the order in which they are given, as a rule."""
 
     def __init__(self, incarnation: int, workers: Mapping[WorkerId, Any], homes: Mapping[WorkerId, NodeId], keepers: Mapping[NodeId, Any]):
         """The mappings name the actors and the node of each worker that has joined; the caller changes them as workers come and go."""
@@ -138,7 +148,7 @@ class Orders:
     def _is_late(self, node: NodeId) -> bool:
         call = self._late.get(node)
         if call is not None and ray.wait([call], timeout=0)[0]:
-            del self._late[node]
+            self._late.pop(node, None)  # another thread may have seen it at the same time
         return node in self._late
 
     def _see_to(self, relayed: Mapping[Any, tuple[NodeId, tuple[WorkerId, ...]]], order: str, arguments: tuple[object, ...]) -> None:
@@ -147,6 +157,8 @@ class Orders:
         for call, (node, those) in relayed.items():
             try:
                 those = ray.get(call, timeout=max(until - time.monotonic(), 0.001))
+            except Deposed:  # a later coordinator acts
+                continue
             except ray.exceptions.GetTimeoutError:
                 self._late[node] = call
             except ray.exceptions.RayError:
@@ -160,6 +172,14 @@ class Orders:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def gone_for_good(error: BaseException) -> bool:
+    """Returns whether a call failed because its actor will not come back.
+
+    One that restarts is unavailable; but if its node was drained, Ray calls it dead for a while.
+    """
+    return isinstance(error, ray.exceptions.ActorDiedError) and not error.preempted
 
 
 def _all_of(waiting: queue.SimpleQueue[Any], gather_s: float = 0.0) -> list[Any]:

@@ -22,7 +22,7 @@ import ray
 from actors import cluster
 from actors.logs import EXAMINE_S
 from actors.processes import end_on_sigterm, log_file, make_log_folder
-from actors.relay import Outbox
+from actors.relay import Outbox, gone_for_good
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
@@ -159,11 +159,10 @@ class Worker:
             generation = self.apply_fence.member.generation
             try:
                 answer = ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=lease_s / 4)
-            except ray.exceptions.ActorDiedError:  # for good: one that only restarts is unavailable
-                print(f"{self.worker}: the run is over; leaving", flush=True)
-                os._exit(3)
-            except ray.exceptions.RayError:
-                pass
+            except ray.exceptions.RayError as error:
+                if gone_for_good(error):
+                    print(f"{self.worker}: the run is over; leaving", flush=True)
+                    os._exit(3)
             if answer is not None:
                 with self.apply_fence as member:
                     if heeded := member.heed(answer.incarnation):

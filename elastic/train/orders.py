@@ -49,6 +49,8 @@ class Controlled:
         self.worker = fence.member.worker
         self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
         """Accepted orders for the training thread; None means that it leaves the run."""
+        self._early: Enter | None = None
+        """The order to enter the next world, if it came before the present one was settled: orders may overtake each other."""
 
     # ---- control thread
 
@@ -105,16 +107,26 @@ class Controlled:
     # ---- training thread
 
     def _next(self) -> Enter | Settled | Went:
+        """Waits for an order and returns it.  Outside of worlds, the next plan comes first if it came early."""
+        early, self._early = self._early, None
+        return early or self._take()
+
+    def _take(self) -> Enter | Settled | Went:
         order = self.orders.get()
         if order is None:
             raise Leave
         return order
 
     def _await(self, generation: int, *kinds: type[Went] | type[Settled]) -> Went | Settled:
-        """Waits for an order of one of ``kinds`` for ``generation`` and returns it; other orders are skipped."""
+        """Waits for an order of one of ``kinds`` for ``generation`` and returns it.
+
+        Others are skipped, but for the next plan, which :meth:`_next` gives once this world is left.
+        """
         while True:
-            order = self._next()
-            if isinstance(order, kinds) and order.generation == generation:
+            order = self._take()
+            if isinstance(order, Enter):
+                self._early = order
+            elif isinstance(order, kinds) and order.generation == generation:
                 return order
 
     # ---- both

@@ -64,7 +64,7 @@ COVER: dict[str, tuple[str, ...]] = {
     "elastic/train/machine/interface.py": ("tests/train/test_interface.py",),
     "elastic/train/machine/limits.py": ("tests/train/test_limits.py",),
     "elastic/train/model.py": ("tests/train/test_model_args.py", "tests/state/test_heal.py"),
-    "elastic/train/orders.py": ("tests/train/test_trainer.py",),
+    "elastic/train/orders.py": ("tests/train/test_orders.py", "tests/train/test_trainer.py"),
     "elastic/train/preflight.py": ("tests/train/test_preflight.py",),
     "elastic/train/step.py": ("tests/train/test_transaction.py", "tests/engine/test_loss.py"),
     "storage/background.py": ("tests/storage/test_background.py",),

@@ -21,7 +21,7 @@ import ray
 
 from actors.logs import Logs
 from actors.processes import Process, describe, end_on_sigterm, log_folder, remove_logs, sweep
-from actors.relay import Gathering, gone_for_good
+from actors.relay import SPEAKING, Gathering, answered, gone_for_good
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
@@ -37,6 +37,8 @@ from storage.checkpoints import ShardReceipt
 from storage.errors import Deposed, StorageError
 from storage.objects import ObjectStore
 
+GROUPS = {"journal": 1, "life": 1, "orders": 1, "gather": SPEAKING}
+"""The actor's concurrency groups, with the number of threads of each."""
 BEAT_S = 0.5
 """Seconds from one beat to the next."""
 SURE = 4
@@ -236,7 +238,7 @@ class Keeper:
             )
             told = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
             asked = asked or told
-            if ray.wait([asked], timeout=0)[0]:
+            if answered(asked):
                 try:
                     ray.get(asked)
                     heard_at, refused = time.monotonic(), 0

@@ -18,9 +18,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
-from actors.keeper import Keeper
+from actors.keeper import GROUPS, Keeper
 from actors.logs import EXAMINE_S
-from actors.relay import SPEAKING, Orders
+from actors.relay import Orders
 from actors.survivors import Left
 from actors.worker import Worker
 from elastic.control.run import RunState
@@ -305,7 +305,7 @@ class Group:
         if self._closing:
             return
         actor = (
-            ray.remote(concurrency_groups={"journal": 1, "life": 1, "orders": 1, "gather": SPEAKING})(Keeper)
+            ray.remote(concurrency_groups=GROUPS)(Keeper)
             .options(
                 name=f"{self.token}/keeper-{node[:12]}",
                 lifetime="detached",

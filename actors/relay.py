@@ -1,8 +1,8 @@
 """A node speaks for its workers: orders to them, and what they say, pass through their node's keeper.
 
-Each call of an actor costs the process of the coordinator 0.15 to 0.2 ms (``tests/benchmarks/calls.py``), so it has one call for a node
-and not one for a worker.  What a keeper does not pass on in time goes directly.  A message may therefore arrive twice, late, or after a
-later one; the rules expect that of any message (``elastic/sim/network.py``).
+An order to a worker and its answer cost the coordinator's process 0.65 ms if each is a call of its own (``tests/benchmarks/calls.py``), so
+there is one call for a node and not one for a worker.  What a keeper does not pass on in time goes directly.  A message may therefore
+arrive twice, late, or after a later one; the rules expect that of any message (``elastic/sim/network.py``).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Outbox:
     def _passed(self, events: tuple[Event, ...]) -> bool:
         """Returns whether the keeper has passed ``events`` on.  One that is late is asked again once it has answered."""
         keeper = self._keeper
-        if keeper is None or not self._nothing_waits() or (self._late is not None and not ray.wait([self._late], timeout=0)[0]):
+        if keeper is None or not self._nothing_waits() or not answered(self._late):
             return False
         call, self._late = keeper.pass_on.remote(events), None
         try:
@@ -90,7 +90,7 @@ class Outbox:
 
     def _nothing_waits(self, timeout_s: float = 0.0) -> bool:
         """Returns whether all that went directly has arrived; what a keeper passes on could otherwise overtake it."""
-        return self._direct is None or bool(ray.wait([self._direct], timeout=timeout_s)[0])
+        return answered(self._direct, timeout_s)
 
 
 class Gathering:
@@ -146,8 +146,7 @@ class Orders:
         return {node: tuple(those) for node, those in found.items()}
 
     def _is_late(self, node: NodeId) -> bool:
-        call = self._late.get(node)
-        if call is not None and ray.wait([call], timeout=0)[0]:
+        if answered(self._late.get(node)):
             self._late.pop(node, None)  # another thread may have seen it at the same time
         return node in self._late
 
@@ -172,6 +171,11 @@ class Orders:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def answered(call: Any, timeout_s: float = 0.0) -> bool:
+    """Returns whether ``call`` has ended or ends in time, in whatever way; None is no call, and has ended."""
+    return call is None or bool(ray.wait([call], timeout=timeout_s)[0])
 
 
 def gone_for_good(error: BaseException) -> bool:

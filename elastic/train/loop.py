@@ -30,7 +30,7 @@ from elastic.train.blame import classify, tell_where_all_stand, touch
 from elastic.train.faults import Seat
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
-from elastic.train.orders import Controlled, Enter, Leave, Settled, Went
+from elastic.train.orders import Controlled, Leave, Settled, Went
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
 
@@ -98,10 +98,9 @@ class Trainer(Controlled):
         """Lives through one generation after the other until ``exit`` is called."""
         try:
             while True:
-                order = self._next()
-                if isinstance(order, Enter):
-                    self._live(order.plan, order.store)
-                    gc.collect()  # a wrapped model is full of cycles; what it holds must be free before the next one takes memory
+                order = self._next_plan()
+                self._live(order.plan, order.store)
+                gc.collect()  # a wrapped model is full of cycles; what it holds must be free before the next one takes memory
         except Leave:
             return
         finally:

@@ -106,12 +106,16 @@ class Controlled:
 
     # ---- training thread
 
-    def _next(self) -> Enter | Settled | Went:
-        """Waits for an order and returns it.  Outside of worlds, the next plan comes first if it came early."""
-        early, self._early = self._early, None
-        return early or self._take()
+    def _next_plan(self) -> Enter:
+        """Waits for the order to enter a world and returns it, at once if it came early; other orders are skipped."""
+        order: Enter | Settled | Went | None = self._early
+        self._early = None
+        while not isinstance(order, Enter):
+            order = self._take()
+        return order
 
     def _take(self) -> Enter | Settled | Went:
+        """Waits for an order and returns it.  Raises :class:`Leave` if the run is over for this worker."""
         order = self.orders.get()
         if order is None:
             raise Leave
@@ -120,7 +124,7 @@ class Controlled:
     def _await(self, generation: int, *kinds: type[Went] | type[Settled]) -> Went | Settled:
         """Waits for an order of one of ``kinds`` for ``generation`` and returns it.
 
-        Others are skipped, but for the next plan, which :meth:`_next` gives once this world is left.
+        Others are skipped, but for the next plan, which :meth:`_next_plan` gives once this world is left.
         """
         while True:
             order = self._take()

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from actors.coordinator import Lease
-from actors.keeper import Keeper
+from actors.keeper import GROUPS, Keeper
 from actors.launch import attach
 from actors.worker import Worker
 from elastic.ids import NodeId, WorkerId
@@ -24,7 +24,6 @@ from tests.support.chaos import assert_nothing_left, trial
 from tests.support.toys import toy_job
 
 LEASE_S = 12.0
-GROUPS = ("control", "life", "journal", "orders", "gather")
 LEFT = 3
 """Exit code of a worker that leaves because the run goes on without it."""
 
@@ -94,7 +93,7 @@ class LoneKeeper(Keeper):
 def test_who_hears_that_there_will_be_no_coordinator_leaves(kind: type[Any]) -> None:
     """R9: on a node that stood still while its run ended, nobody is left who knows the workers.  The control: a living one keeps them."""
     desk = ray.remote(num_cpus=0)(Desk).remote()
-    lone = ray.remote(num_cpus=0, concurrency_groups=dict.fromkeys(GROUPS, 1))(kind).remote(desk)
+    lone = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **GROUPS})(kind).remote(desk)
     ray.get(lone.begin.remote())
     life = lone.lives.remote()
     assert ray.wait([life], timeout=LEASE_S)[1] == [life], "the control"

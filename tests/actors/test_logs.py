@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from actors.logs import LINES, Logs, last_lines, stack_of
 from actors.processes import Process, log_file
 from elastic.ids import NodeId, WorkerId
 from storage.objects import Data, ObjectStore
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import state
 from tests.support.stores import Forwarding
 
@@ -50,13 +50,6 @@ class Stuck:
     def stop(self) -> None:
         os.kill(self.popen.pid, signal.SIGSTOP)
         until(lambda: state(self.popen.pid) == "T")
-
-
-def until(true: Callable[[], bool], deadline_s: float = PATIENCE_S) -> None:
-    end = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

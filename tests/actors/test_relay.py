@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import ray
 
 from actors import launch
 from actors.coordinator import View
-from actors.relay import SPEAKING, Orders
+from actors.keeper import GROUPS
+from actors.relay import Orders
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Here
 from elastic.report.ledger import ledger
@@ -26,7 +26,7 @@ from elastic.runs import Run
 from tests.support.chaos import Witness, assert_nothing_left, formed, trial
 from tests.support.hollow import HollowCoordinator
 from tests.support.nodes import Node, joined
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.relay import Desk, Gatherer, Speaker
 from tests.support.toys import toy_job
 
@@ -50,8 +50,7 @@ class Office:
 
     def __init__(self, known: tuple[WorkerId, ...] = WORKERS) -> None:
         self.desk = ray.remote(num_cpus=0)(Desk).remote()
-        groups = {"journal": 1, "life": 1, "orders": 1, "gather": SPEAKING}
-        self.keeper = ray.remote(num_cpus=0, concurrency_groups=groups)(Gatherer).remote(HOME, self.desk)
+        self.keeper = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(HOME, self.desk)
         self.workers = {worker: ray.remote(num_cpus=0)(Speaker).remote(worker, self.desk) for worker in WORKERS}
         ray.get([self.keeper.follow.remote(worker, self.workers[worker]) for worker in known])
         ray.get([actor.speak_through.remote(self.keeper) for actor in self.workers.values()])
@@ -89,51 +88,44 @@ def office(request: pytest.FixtureRequest) -> Iterator[Office]:
         ray.kill(actor)
 
 
-def await_that(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 def test_one_call_brings_what_all_workers_of_a_node_say_and_one_call_orders_all(office: Office) -> None:
     """N2: a node speaks, not a worker."""
     ray.get(office.desk.take.remote(0.1))  # so that messages gather, however the processes take turns
     for number in range(1, 12):
         office.say(number)
-    await_that(lambda: len(office.heard()) == len(WORKERS), "all were heard")
-    await_that(lambda: all(found == list(range(1, 12)) for found in office.heard().values()), "each in order, each once")
+    until(lambda: len(office.heard()) == len(WORKERS), what="all were heard")
+    until(lambda: all(found == list(range(1, 12)) for found in office.heard().values()), what="each in order, each once")
     assert office.calls() <= 11 * len(WORKERS) / 2, "fewer calls than half the messages"
     office.orders.send(WORKERS, "fence", 7, False)
     office.orders.send(WORKERS, "settle", 7, None)
-    await_that(lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None)), f"each once: {office.obeyed()}")
+    until(lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None)), what=f"each once: {office.obeyed()}")
     assert office.counted.calls == 2
 
 
 @pytest.mark.parametrize("office", [WORKERS[:2]], indirect=True)
 def test_a_worker_that_the_keeper_does_not_follow_gets_its_orders_directly(office: Office) -> None:
     office.orders.send(WORKERS, "go", 7)
-    await_that(lambda: office.all_obeyed((1, "go", 7)), f"each once: {office.obeyed()}")
+    until(lambda: office.all_obeyed((1, "go", 7)), what=f"each once: {office.obeyed()}")
 
 
 @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_keeper_that_stands_still_or_dies_loses_nothing(office: Office, fate: signal.Signals) -> None:
     office.say(1)
-    await_that(lambda: len(office.heard()) == len(WORKERS), "all were heard")
+    until(lambda: len(office.heard()) == len(WORKERS), what="all were heard")
     os.kill(office.pid, fate)
     office.say(2, 3)
     office.orders.send(WORKERS, "fence", 7, False)
-    await_that(lambda: all({1, 2, 3} == set(found) for found in office.heard().values()), f"nothing is lost: {office.heard()}")
-    await_that(lambda: office.all_obeyed((1, "fence", 7, False)), f"nothing is lost: {office.obeyed()}")
+    until(lambda: all({1, 2, 3} == set(found) for found in office.heard().values()), what=f"nothing is lost: {office.heard()}")
+    until(lambda: office.all_obeyed((1, "fence", 7, False)), what=f"nothing is lost: {office.obeyed()}")
     office.orders.send(WORKERS, "settle", 7, None)
-    await_that(lambda: all(found[-1][1] == "settle" for found in office.obeyed().values()), "the next order, too")
+    until(lambda: all(found[-1][1] == "settle" for found in office.obeyed().values()), what="the next order, too")
     if fate == signal.SIGSTOP:
         assert office.counted.calls == 1, "nobody waits for the same keeper again"
         os.kill(office.pid, signal.SIGCONT)
-        await_that(lambda: all(len(found) == 3 for found in office.obeyed().values()), "what it passes on late arrives a second time")
-        await_that(lambda: not office.orders._is_late(HOME), "it has answered")
+        until(lambda: all(len(found) == 3 for found in office.obeyed().values()), what="what it passes on late arrives a second time")
+        until(lambda: not office.orders._is_late(HOME), what="it has answered")
         office.orders.send(WORKERS, "go", 8)
-        await_that(lambda: all(found[-1][1] == "go" for found in office.obeyed().values()), "it passes on again")
+        until(lambda: all(found[-1][1] == "go" for found in office.obeyed().values()), what="it passes on again")
         assert office.counted.calls == 2
 
 

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from elastic.train.counters import Counters, segment
 from elastic.train.preflight import preflight
 from tests.support.commands import ROOT, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import Watched
 from tests.support.toys import toy_job
 
@@ -42,14 +40,6 @@ def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
     )
     (folder / "job.toml").write_text(to_toml(job))
     return job, start(job, preflight(job).build, uuid.uuid4().hex)
-
-
-def until(true: Callable[[], Any], deadline_s: float = PATIENCE_S) -> Any:
-    end = time.monotonic() + deadline_s
-    while not (found := true()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 def reached(name: str, step: int) -> bool:

@@ -18,7 +18,8 @@ from typing import Any
 import ray
 
 from actors import cluster
-from actors.relay import SPEAKING, Orders
+from actors.keeper import GROUPS
+from actors.relay import Orders
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Here
 from tests.support.clusters import TUNED
@@ -66,30 +67,28 @@ def main() -> None:
     os.environ.update(TUNED)
     cluster.connect("local")
     head = ray.remote(num_cpus=0, concurrency_groups={"rounds": 1})(Head).remote()
-    groups = {"journal": 1, "life": 1, "orders": 1, "gather": SPEAKING}
     nodes = [NodeId(f"n{number}") for number in range(known.nodes)]
     homes = {WorkerId(f"w{number}"): nodes[number % len(nodes)] for number in range(known.nodes * known.per_node)}
     actors = {worker: ray.remote(num_cpus=0)(Speaker).remote(worker, head) for worker in homes}
     ray.get([actor.read.remote() for actor in actors.values()])
     print(f"{len(homes)} workers on {len(nodes)} nodes", flush=True)
-    rows = {}
     for way in ("a call for each worker", "a call for each node"):
         keepers = {}
         if way == "a call for each node":
-            keepers = {node: ray.remote(num_cpus=0, concurrency_groups=groups)(Gatherer).remote(node, head) for node in nodes}
+            keepers = {node: ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(node, head) for node in nodes}
             ray.get([keepers[node].follow.remote(worker, actors[worker]) for worker, node in homes.items()])
             ray.get([actors[worker].speak_through.remote(keepers[node]) for worker, node in homes.items()])
         ray.get(head.rounds.remote(actors, homes, keepers, 2))
         found = ray.get(head.rounds.remote(actors, homes, keepers, known.rounds))
         cpu, sent, heard, calls = (statistics.median(column) for column in zip(*found, strict=True))
-        rows[way] = {
+        figures = {
             "cpu_ms": 1e3 * cpu,
             "cpu_us_a_worker": 1e6 * cpu / len(homes),
             "sent_ms": 1e3 * sent,
             "heard_ms": 1e3 * heard,
             "calls": calls,
         }
-        print(way, {name: round(value, 1) for name, value in rows[way].items()}, flush=True)
+        print(way, {name: round(value, 1) for name, value in figures.items()}, flush=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, shard_o
 from tests.state.saver import NODE, PLAN, SAVED, WORKER
 from tests.storage.states import slices_of
 from tests.support.cells import cell
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 
 WHOLE = cell(1, 0)
 REPOSITORY = Path(__file__).parents[2]
@@ -54,13 +54,6 @@ def command(bucket: Path) -> list[str]:
 
 def checkpoints(bucket: Path) -> Checkpoints:
     return Checkpoints(ObjectStore.open(str(bucket)), "run")
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Told:

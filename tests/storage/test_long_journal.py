@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from storage.journal import Journal, Newest, newest, parse, read, records
 from storage.journal.objects import key_of, packed, sealed, unpacked
 from storage.objects import ObjectStore
 from tests.storage.test_journal import KNOWN, Moody, objects, write
+from tests.support.syncs import noted
 
 pytestmark = pytest.mark.fast
 _numbers = itertools.count()
@@ -126,13 +126,7 @@ def test_whenever_a_writer_dies_its_disk_and_the_bucket_have_every_record(
 
 def test_the_names_of_a_journal_s_files_are_put_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut could otherwise leave a coordinator's node without the file that has its newest records."""
-    synced, sync = list[str](), os.fsync
-
-    def noting(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noting)
+    synced = noted(monkeypatch)
     journal = Journal(ObjectStore.open("memory://names"), "run", tmp_path, 0, {"run": 0}, segment_s=3600.0)
     journal.append({"n": 0}, lambda: {"run": 0}, durable=True)
     journal.close()

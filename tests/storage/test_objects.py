@@ -18,6 +18,7 @@ from storage.objects import PARTIAL, ObjectStore
 from storage.objects.fsspec import Fsspec
 from tests.storage.conformance import Conformance
 from tests.support.patience import PATIENCE_S
+from tests.support.syncs import noted
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,12 +146,6 @@ def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("put", ["put", "put_if_absent"])
 def test_the_names_of_an_object_and_of_its_folders_are_put_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: str) -> None:
     """A power cut could otherwise leave a manifest without the shards that it names."""
-    store, synced, sync = ObjectStore.open(str(tmp_path)), list[str](), os.fsync
-
-    def noting(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noting)
+    store, synced = ObjectStore.open(str(tmp_path)), noted(monkeypatch)
     getattr(store, put)("a/b/c", b"1")
     assert synced[-3:] == [f"{tmp_path}/a/b", f"{tmp_path}/a", f"{tmp_path}"] and len(synced) > 3, "its bytes come first"

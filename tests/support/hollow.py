@@ -31,7 +31,7 @@ from elastic.protocol.plan import Plan
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
-from elastic.train.orders import Controlled, Enter, Leave, Settled, Went
+from elastic.train.orders import Controlled, Leave, Settled, Went
 from storage.slices import Version
 from tests.support.cells import classes
 
@@ -96,8 +96,7 @@ class Training(Controlled):
     def run(self) -> None:
         with suppress(Leave):
             while True:
-                if isinstance(order := self._next(), Enter):
-                    self._live(order.plan)
+                self._live(self._next_plan().plan)
 
     def _live(self, plan: Plan) -> None:
         with self.apply_fence as member:

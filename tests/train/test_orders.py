@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from contextlib import suppress
 from itertools import permutations
 
 import pytest
@@ -23,12 +24,9 @@ class Lives(Controlled):
     """Lives through worlds as ``Trainer`` does, without training."""
 
     def run(self) -> None:
-        try:
+        with suppress(Leave):
             while True:
-                if isinstance(order := self._next(), Enter):
-                    self._live(order)
-        except Leave:
-            return
+                self._live(self._next_plan())
 
     def _live(self, order: Enter) -> None:
         with self.apply_fence as member:

@@ -25,6 +25,7 @@ from actors import cluster
 from actors.journal_replicas import JournalReplicas
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder, make_log_folder
+from actors.relay import Stamped
 from actors.survivors import Left, find
 from elastic.control import codec, copy_inventory
 from elastic.control.inbox import Inbox
@@ -40,7 +41,9 @@ from elastic.protocol.builds import Build
 from elastic.protocol.events import (
     Capacity,
     Event,
+    Fenced,
     Joined,
+    Lost,
     NodeFound,
     Recovered,
     Renewed,
@@ -228,9 +231,18 @@ class Coordinator:
         self.inbox.put(event, shard)
 
     @ray.method(concurrency_group="inbox")  # type: ignore[untyped-decorator]
-    def post_all(self, events: tuple[Event, ...]) -> None:
-        """Puts several events into the inbox: those of one node's workers."""
-        self.inbox.put_all(events)
+    def post_all(self, said: tuple[Stamped, ...]) -> None:
+        """Puts what workers of one node say into the inbox.
+
+        It leaves out answers to the fence that were meant for an earlier coordinator: a worker may have applied the settlement since, and
+        it answers again when this coordinator asks it where it stands.
+        """
+        self.inbox.put_all(event for heeds, event in said if heeds >= self.incarnation or not isinstance(event, Fenced))
+
+    @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
+    def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> list[Lease]:
+        """Returns the answers to several members of one node, each given as (worker, generation)."""
+        return [self.renew(worker, generation) for worker, generation in asked]
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def renew(self, worker: WorkerId, generation: int) -> Lease:
@@ -354,6 +366,9 @@ class Coordinator:
                         self._advance(NodeFound(each.node))
                     self.group.welcome(each.worker, each.node)
             self._advance(event)
+            for each in parts(event):
+                if isinstance(each, Lost) and each.certain:
+                    self.group.forget(each.worker)
         except Deposed:
             raise
         except Exception as error:  # the process boundary: the next coordinator may know better; the third one gives up
@@ -423,4 +438,5 @@ class Coordinator:
         for node in nodes:
             if node not in self.group.keepers:
                 self.post_local(NodeFound(node))
-                self.group.keep(node)
+                with contextlib.suppress(ray.exceptions.ActorAlreadyExistsError):  # the last one is not quite gone: the next round tries
+                    self.group.keep(node)

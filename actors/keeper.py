@@ -21,13 +21,13 @@ import ray
 
 from actors.logs import Logs
 from actors.processes import Process, describe, end_on_sigterm, log_folder, remove_logs, sweep
-from actors.relay import SPEAKING, Gathering, answered, gone_for_good
+from actors.relay import SPEAKING, Gathering, Stamped, answered, gone_for_good
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
 from elastic.protocol.actions import Save
 from elastic.protocol.authority import Replica
-from elastic.protocol.events import STOPPED, Beat, Event, Kept, Progress, SaveFailed, ShardSaved
+from elastic.protocol.events import STOPPED, Beat, Kept, Progress, SaveFailed, ShardSaved
 from elastic.runs import SavedShard
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.uploads import Uploads
@@ -83,9 +83,9 @@ class Keeper:
         """The largest delay of a beat so far, in seconds."""
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
         self.actors: dict[WorkerId, Any] = {}
-        self.gathering = Gathering(coordinator)
+        self.pass_to(coordinator)
         self.stores: dict[int, Any] = {}
-        self._beats = coordinator.post.options(max_task_retries=0)  # the next coordinator has no use for an old beat
+        self._beats = coordinator.post.options(max_task_retries=0)
         self._closed = threading.Event()
         sys.setswitchinterval(SWITCH_S)
         threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while a world waits
@@ -152,14 +152,17 @@ class Keeper:
         """Follows a worker of this node that has joined, and passes on what it says if the coordinator has its ``actor``."""
         if worker not in self.workers:
             self._follow(worker)
-        if actor is not None:
+        if actor is not None and worker in self.workers:
             self.actors[worker] = actor
             actor.speak_through.remote(ray.get_runtime_context().current_actor)
 
     def _follow(self, worker: WorkerId) -> None:
-        counters = Counters(segment(self.run, worker), create=False)
-        self.workers[worker] = (Process(counters["pid"]), counters)
         self.logs.follow(worker)
+        try:
+            counters = Counters(segment(self.run, worker), create=False)
+            self.workers[worker] = (Process(counters["pid"], counters["started"]), counters)
+        except (FileNotFoundError, ProcessLookupError):
+            return self.logs.keep(worker, "ended before its keeper followed it")
         if counters["copies"]:
             self.uploads.start()
             try:
@@ -176,10 +179,21 @@ class Keeper:
             actor.obey.remote(incarnation, order, *arguments)
         return tuple(worker for worker, actor in actors.items() if actor is None)
 
+    def pass_to(self, coordinator: Any) -> None:
+        """Gathers for ``coordinator`` what the workers of this node say, and their questions for the lease."""
+        say, ask = coordinator.post_all.options(max_task_retries=0), coordinator.renew_all.options(max_task_retries=0)
+        self.saying = Gathering(lambda parcels: say.remote(tuple(each for parcel in parcels for each in parcel)))
+        self.asking = Gathering(ask.remote)
+
     @ray.method(concurrency_group="gather")  # type: ignore[untyped-decorator]
-    def pass_on(self, events: tuple[Event, ...]) -> bool:
-        """Passes on what a worker says; see :meth:`actors.relay.Gathering.pass_on`."""
-        return self.gathering.pass_on(events)
+    def pass_on(self, events: tuple[Stamped, ...]) -> bool:
+        """Passes on what a worker says.  Returns whether the coordinator has it."""
+        return self.saying.pass_on(events) is not None
+
+    @ray.method(concurrency_group="gather")  # type: ignore[untyped-decorator]
+    def renew(self, worker: WorkerId, generation: int) -> Any:
+        """Asks for the lease of a worker.  Returns the coordinator's ``Lease``, or None if there is no answer."""
+        return self.asking.pass_on((worker, generation))
 
     def address(self) -> str:
         """Returns the address at which this keeper serves its copies."""
@@ -236,8 +250,8 @@ class Keeper:
                 Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"], self._operation(process, c))
                 for worker, (process, c) in sorted(self.workers.items())
             )
-            told = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
-            asked = asked or told
+            if asked is None:  # a busy coordinator is not given more to do, and the next one has no use for old beats
+                asked = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
             if answered(asked):
                 try:
                     ray.get(asked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -84,7 +85,9 @@ class Group:
         self.workers: dict[WorkerId, Any] = {}
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
-        self.orders = Orders(incarnation, self.workers, self.joined, self.keepers)
+        self._guests = defaultdict[NodeId, set[WorkerId]](set)
+        """The workers of each node that have joined: ``joined`` the other way round."""
+        self.orders = Orders(incarnation, self.workers, self.joined, self.keepers, job.deadlines.fence_s)
         self.parts = Parts()
         self._lives: set[Any] = set()
         """One call to each actor that is not known to have ended; the call ends when the actor ends."""
@@ -100,8 +103,11 @@ class Group:
         self.probe = Probe(run.store, job.name, token)
         self.probe.leave(COORDINATOR)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
+        self._looks = ThreadPoolExecutor(4, thread_name_prefix="look")
         self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")
-        """A separate pool, so that forming never waits behind calls that wait for the bucket."""
+        """Separate pools, so that forming never waits behind calls that wait for the bucket, nor manifests behind new keepers."""
+        self._stores: dict[int, NodeId] = {}
+        """The node that hosts the store of each generation that is not settled."""
 
     def perform(self, action: Action) -> None:
         match action:
@@ -118,7 +124,8 @@ class Group:
                 self.orders.send(members, "fence", generation, whole)
             case Settle(generation, members, outcome):
                 self.orders.send(members, "settle", generation, _once(outcome, members))
-                for keeper in list(self.keepers.values()):
+                home = self._stores.pop(generation, None)
+                for keeper in list(self.keepers.values()) if home is None else self._those((home,)):  # an earlier coordinator knew where
                     keeper.close_store.remote(self.incarnation, generation)
             case Kill(workers, _, examine):
                 for worker in workers:
@@ -167,6 +174,8 @@ class Group:
         self.workers.update(left.workers)
         self.keepers.update(left.keepers)
         self.joined.update({worker: known.node for worker, known in run.workers.items()})
+        for worker, known in run.workers.items():
+            self._guests[known.node].add(worker)
         for worker, actor in left.workers.items():
             if worker in run.members.starting:
                 actor.train.remote()
@@ -247,8 +256,14 @@ class Group:
     def welcome(self, worker: WorkerId, node: NodeId) -> None:
         """Notes that the worker has joined, and lets its node's keeper follow it."""
         self.joined[worker] = node
+        self._guests[node].add(worker)
         for keeper in self._those((node,)):
             keeper.watch.remote(worker, self.workers.get(worker))
+
+    def forget(self, worker: WorkerId) -> None:
+        """Forgets a worker whose process has certainly ended; a run of months has many."""
+        self.workers.pop(worker, None)
+        self._guests[self.joined.pop(worker, NodeId(""))].discard(worker)
 
     def _kill(self, worker: WorkerId) -> None:
         if worker in self.workers:
@@ -285,6 +300,7 @@ class Group:
 
     def _form(self, action: Form) -> None:
         plan = action.plan
+        self._stores[plan.generation] = plan.store_node
         try:
             store = ray.get(self.keepers[plan.store_node].open_store.remote(self.incarnation, plan.generation), timeout=STORE_DEADLINE_S)
         except (ray.exceptions.RayError, KeyError) as error:
@@ -330,9 +346,9 @@ class Group:
         if self._closing:
             return
         if error is None:
-            self._do(self._pool, self._look, node)
+            self._do(self._looks, self._look, node)
         elif isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
-            self._do(self._pool, self._refuse, node, f"cannot start a keeper: {_why_not_made(error)}", False)
+            self._do(self._looks, self._refuse, node, f"cannot start a keeper: {_why_not_made(error)}", False)
         else:
             self._keeper_lost(node, error)
 
@@ -365,13 +381,13 @@ class Group:
 
     def _follow_keeper(self, node: NodeId) -> None:
         keeper = self.keepers[node]
-        for worker, home in list(self.joined.items()):
-            if home == node:
-                keeper.watch.remote(worker, self.workers.get(worker))
+        for worker in tuple(self._guests[node]):
+            keeper.watch.remote(worker, self.workers.get(worker))
         self._when_done(keeper.lives.remote(), keeper, lambda ended: self._keeper_lost(node, ended))
 
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
         keeper, why = self.keepers.pop(node, None), _why(error)
+        _later(0, partial(self.orders.lost, node))
         if why == UNREACHED and keeper is not None and not self._closing:
             _later(0, partial(self._kill_keeper, keeper))  # otherwise the node could get no other keeper
         self.post(KeeperLost(node, why, with_its_node=why == NODE_DIED))
@@ -404,7 +420,7 @@ class Group:
         """Ends every process of the run, in good order if possible, and leaves nothing on any node."""
         self._closing = True
         self.orders.close()
-        for pool in (self._pool, self._forms):
+        for pool in (self._pool, self._looks, self._forms):
             pool.shutdown(wait=False, cancel_futures=True)
         closing = [keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())]
         ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None

@@ -112,13 +112,24 @@ def clear(name: str, deadline_s: float) -> list[str]:
     return removed
 
 
+def started(pid: int) -> int:
+    """Returns when the process began, in clock ticks since the machine did.  Raises ``ProcessLookupError`` if there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except FileNotFoundError:
+        raise ProcessLookupError(f"there is no process {pid}") from None
+
+
 class Process:
     """A handle on one process by pidfd.  It is never confused with a later process of the same number."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, began: int) -> None:
+        """``began`` is what :func:`started` has returned for it.  Raises ``ProcessLookupError`` if it has ended."""
         self.pid = pid
         self._descriptor = os.pidfd_open(pid)
         weakref.finalize(self, os.close, self._descriptor)
+        if started(pid) != began:
+            raise ProcessLookupError(f"process {pid} has ended; another one has its number")
 
     def ended(self) -> bool:
         poll = select.poll()  # ``select`` fails for descriptors above 1023; each thread needs a poll of its own

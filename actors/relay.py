@@ -1,4 +1,4 @@
-"""A node speaks for its workers: orders to them, and what they say, pass through their node's keeper.
+"""A node speaks for its workers: orders to them, and what they say and ask, pass through their node's keeper.
 
 An order to a worker and its answer cost the coordinator's process 0.65 ms if each is a call of its own (``tests/benchmarks/calls.py``), so
 there is one call for a node and not one for a worker.  What a keeper does not pass on in time goes directly.  A message may therefore
@@ -11,9 +11,11 @@ import contextlib
 import queue
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,38 +28,47 @@ from storage.errors import Deposed
 GATHER_S = 0.005
 """Seconds for which a keeper waits for the other workers of its node, once one has said something."""
 PASSED_S = 2.0
-"""Seconds within which a keeper passes on what a worker says; after that the worker tells the coordinator itself."""
-RELAYED_S = 1.0
-"""Seconds within which a keeper passes on an order; after that the coordinator sends it itself."""
+"""Seconds within which the coordinator takes what a keeper passes on; after that the keeper's answer is that it may not have it."""
 SPEAKING = 16
 """Number of a node's workers that wait for their keeper at the same time; the others wait until it has answered one of these."""
+HOPS = 10
+"""A keeper has the part 1 / ``HOPS`` of ``fence_s`` to pass on an order, and twice that to pass on an answer: both must come well within
+``fence_s`` even if it stands still.
+"""
+LOST_S, ORDERS = 10.0, 8
+"""Age in seconds of the oldest order that a keeper may have taken with it when it died, and the largest number of them."""
+
+Stamped = tuple[int, Event]
+"""What a worker says, and the incarnation of the newest coordinator that it had heard by then."""
 
 
 class Outbox:
     """Sends what a worker says, in order.  Any thread puts events; a thread of its own sends them, one call at a time."""
 
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator = coordinator
-        self._keeper: Any = None
+    def __init__(self, coordinator: Any, fence_s: float) -> None:
+        self._coordinator, self._late_s = coordinator, 2 * fence_s / HOPS
+        self.keeper: Any = None
+        """The keeper that passes on what this worker says and asks; None if there is none."""
         self._late: Any = None
         """The call that the keeper has not answered in time."""
         self._direct: Any = None
         """The last call that went to the coordinator directly."""
-        self._waiting: queue.SimpleQueue[Event | threading.Event] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Stamped | threading.Event] = queue.SimpleQueue()
         go_or_end(self._run, "outbox")
 
-    def put(self, event: Event) -> None:
-        self._waiting.put(event)
+    def put(self, event: Event, heeds: int) -> None:
+        """``heeds`` is the incarnation of the newest coordinator that this worker has heard."""
+        self._waiting.put((heeds, event))
 
     def through(self, keeper: Any) -> None:
         """Sends through ``keeper`` from now on."""
-        self._keeper, self._late = keeper, None
+        self.keeper, self._late = keeper, None
 
     def flush(self) -> None:
         """Waits until all that was put before has been sent, but not for long."""
         sent = threading.Event()
         self._waiting.put(sent)
-        sent.wait(2 * PASSED_S)
+        sent.wait(2 * self._late_s)
 
     def _run(self) -> None:
         while True:
@@ -66,26 +77,26 @@ class Outbox:
                 self._send(events)
             for each in taken:
                 if isinstance(each, threading.Event):
-                    self._nothing_waits(PASSED_S / 2)
+                    self._nothing_waits(self._late_s / 2)
                     each.set()
 
-    def _send(self, events: tuple[Event, ...]) -> None:
+    def _send(self, events: tuple[Stamped, ...]) -> None:
         if not self._passed(events):
             self._direct = self._coordinator.post_all.remote(events)
 
-    def _passed(self, events: tuple[Event, ...]) -> bool:
+    def _passed(self, events: tuple[Stamped, ...]) -> bool:
         """Returns whether the keeper has passed ``events`` on.  One that is late is asked again once it has answered."""
-        keeper = self._keeper
+        keeper = self.keeper
         if keeper is None or not self._nothing_waits() or not answered(self._late):
             return False
         call, self._late = keeper.pass_on.remote(events), None
         try:
-            return bool(ray.get(call, timeout=PASSED_S))
+            return bool(ray.get(call, timeout=self._late_s))
         except ray.exceptions.GetTimeoutError:
             self._late = call
         except ray.exceptions.RayError:  # the next keeper says when it follows the worker
-            if self._keeper is keeper:
-                self._keeper = None
+            if self.keeper is keeper:
+                self.keeper = None
         return False
 
     def _nothing_waits(self, timeout_s: float = 0.0) -> bool:
@@ -94,36 +105,62 @@ class Outbox:
 
 
 class Gathering:
-    """Sends on what the workers of a keeper's node say.  While one call to the coordinator is under way, the next messages gather."""
+    """Sends on what the workers of a keeper's node say or ask.  While one call to the coordinator is under way, the next ones gather."""
 
-    def __init__(self, coordinator: Any) -> None:
-        self._post = coordinator.post_all.options(max_task_retries=0)
-        self._waiting: queue.SimpleQueue[tuple[tuple[Event, ...], threading.Event]] = queue.SimpleQueue()
+    def __init__(self, call: Callable[[tuple[Any, ...]], Any]) -> None:
+        """``call(parcels)`` asks the coordinator; its result is a sequence with an answer to each parcel, or None if none has an answer."""
+        self._call = call
+        self._waiting: queue.SimpleQueue[tuple[Any, queue.SimpleQueue[Any]]] = queue.SimpleQueue()
         go_or_end(self._run, "gather")
 
-    def pass_on(self, events: tuple[Event, ...]) -> bool:
-        """Returns True once the coordinator has ``events``; False if it may not have them, and then the worker tells it directly."""
-        passed = threading.Event()
-        self._waiting.put((events, passed))
-        return passed.wait(PASSED_S)
+    def pass_on(self, parcel: Any) -> Any:
+        """Returns the coordinator's answer, or True if it gives none; None if it may not have the parcel: then the worker asks itself."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting.put((parcel, answer))
+        with contextlib.suppress(queue.Empty):
+            return answer.get(timeout=PASSED_S)
+        return None
 
     def _run(self) -> None:
         while True:
             taken = _all_of(self._waiting, GATHER_S)
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(self._post.remote(tuple(event for events, _ in taken for event in events)), timeout=PASSED_S)
-                for _, passed in taken:
-                    passed.set()
+            try:
+                found = ray.get(self._call(tuple(parcel for parcel, _ in taken)), timeout=PASSED_S)
+                answers = [True] * len(taken) if found is None else found
+            except ray.exceptions.RayError:
+                answers = [None] * len(taken)
+            for (_, answer), each in zip(taken, answers, strict=True):
+                answer.put(each)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """An order that was given at the time ``at``."""
+
+    at: float
+    workers: tuple[WorkerId, ...]
+    order: str
+    arguments: tuple[object, ...]
 
 
 class Orders:
     """Sends the coordinator's orders to workers.  They arrive in the order in which they are given, as a rule."""
 
-    def __init__(self, incarnation: int, workers: Mapping[WorkerId, Any], homes: Mapping[WorkerId, NodeId], keepers: Mapping[NodeId, Any]):
+    def __init__(
+        self,
+        incarnation: int,
+        workers: Mapping[WorkerId, Any],
+        homes: Mapping[WorkerId, NodeId],
+        keepers: Mapping[NodeId, Any],
+        fence_s: float,
+    ) -> None:
         """The mappings name the actors and the node of each worker that has joined; the caller changes them as workers come and go."""
         self._incarnation, self._workers, self._homes, self._keepers = incarnation, workers, homes, keepers
+        self._late_s = fence_s / HOPS
         self._late: dict[NodeId, Any] = {}
         """The call to each keeper that did not answer in time."""
+        self._relayed = defaultdict[NodeId, deque[_Order]](partial(deque, maxlen=ORDERS))
+        """The newest orders that went through each keeper."""
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="orders")
 
     def send(self, workers: Sequence[WorkerId], order: str, *arguments: object) -> None:
@@ -134,9 +171,17 @@ class Orders:
                 self._directly(those, order, arguments)
             else:
                 relayed[keeper.relay.remote(self._incarnation, those, order, arguments)] = node, those
+                self._relayed[node].append(_Order(time.monotonic(), those, order, arguments))
         if relayed:
             with contextlib.suppress(RuntimeError):  # closed, since the run is over
                 self._pool.submit(self._see_to, relayed, order, arguments)
+
+    def lost(self, node: NodeId) -> None:
+        """Sends what the dead keeper of ``node`` may have taken with it: it answers when an order is sent, not when it has arrived."""
+        since = time.monotonic() - LOST_S
+        for each in self._relayed.pop(node, ()):
+            if each.at >= since:
+                self._directly(each.workers, each.order, each.arguments)
 
     def _by_node(self, workers: Sequence[WorkerId]) -> dict[NodeId, tuple[WorkerId, ...]]:
         found = defaultdict[NodeId, list[WorkerId]](list)
@@ -152,7 +197,7 @@ class Orders:
 
     def _see_to(self, relayed: Mapping[Any, tuple[NodeId, tuple[WorkerId, ...]]], order: str, arguments: tuple[object, ...]) -> None:
         """Sends an order directly to the workers whom it has not reached through their keeper."""
-        until = time.monotonic() + RELAYED_S
+        until = time.monotonic() + self._late_s
         for call, (node, those) in relayed.items():
             try:
                 those = ray.get(call, timeout=max(until - time.monotonic(), 0.001))

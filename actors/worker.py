@@ -6,6 +6,7 @@ while the training thread computes.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -21,7 +22,7 @@ import ray
 
 from actors import cluster
 from actors.logs import EXAMINE_S
-from actors.processes import end_on_sigterm, log_file, make_log_folder
+from actors.processes import end_on_sigterm, log_file, make_log_folder, started
 from actors.relay import Outbox, gone_for_good
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
@@ -35,6 +36,7 @@ from elastic.train.machine.limits import no_segment, shared_memory
 from storage.errors import Unavailable
 
 if TYPE_CHECKING:
+    from actors.coordinator import Lease
     from elastic.train.loop import Trainer
 
 DISMISSED_S = EXAMINE_S + 2
@@ -51,7 +53,7 @@ class Worker:
 
     def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes) -> None:
         self.job, self.worker, self.coordinator, self.secret = job, worker, coordinator, secret
-        self.outbox = Outbox(coordinator)
+        self.outbox = Outbox(coordinator, job.deadlines.fence_s)
         self._made_at, self._made_with_s = time.monotonic(), time.process_time()
         end_on_sigterm()
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
@@ -61,7 +63,7 @@ class Worker:
         if why := no_segment(shared_memory()):
             raise JobError(why)
         self.counters = Counters(segment(run, worker), create=True)
-        self.counters["pid"] = os.getpid()
+        self.counters["pid"], self.counters["started"] = os.getpid(), started(os.getpid())
         self.apply_fence = ApplyFence(Member(worker, job.deadlines.lease_s))
         self.trainer: Trainer | None = None
         self._joined: Joined | None = None
@@ -143,7 +145,7 @@ class Worker:
             os._exit(code)
 
     def report(self, event: Event) -> None:
-        self.outbox.put(event)
+        self.outbox.put(event, self.apply_fence.member.incarnation)
 
     def _keep_lease(self) -> None:
         """Renews the lease again and again.
@@ -155,14 +157,8 @@ class Worker:
         with self.apply_fence as member:
             member.heard(time.monotonic())
         while True:
-            asked_at, answer = time.monotonic(), None
-            generation = self.apply_fence.member.generation
-            try:
-                answer = ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=lease_s / 4)
-            except ray.exceptions.RayError as error:
-                if gone_for_good(error):
-                    print(f"{self.worker}: the run is over; leaving", flush=True)
-                    os._exit(3)
+            asked_at, generation = time.monotonic(), self.apply_fence.member.generation
+            answer = self._ask_keeper(generation, lease_s / 8) or self._ask_coordinator(generation, lease_s / 4)
             if answer is not None:
                 with self.apply_fence as member:
                     if heeded := member.heed(answer.incarnation):
@@ -174,8 +170,25 @@ class Worker:
             if self.apply_fence.member.forsaken(time.monotonic()):  # without the lock: an update may hang
                 print(f"{self.worker}: no coordinator answered for {2 * lease_s:.0f} s; leaving", flush=True)
                 os._exit(3)
-            self._renew_now.wait(lease_s / 4)
+            self._renew_now.wait(lease_s / 4 - time.monotonic() % (lease_s / 4))  # all workers of a node ask at the same time
             self._renew_now.clear()
+
+    def _ask_keeper(self, generation: int, timeout_s: float) -> Lease | None:
+        """Asks for the lease through the node's keeper, as the outbox speaks; returns None without an answer."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            if (keeper := self.outbox.keeper) is not None:
+                return ray.get(keeper.renew.remote(self.worker, generation), timeout=timeout_s)  # type: ignore[no-any-return]
+        return None
+
+    def _ask_coordinator(self, generation: int, timeout_s: float) -> Lease | None:
+        """Asks for the lease; returns None without an answer.  Ends the process if there will be no coordinator."""
+        try:
+            return ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=timeout_s)  # type: ignore[no-any-return]
+        except ray.exceptions.RayError as error:
+            if gone_for_good(error):
+                print(f"{self.worker}: the run is over; leaving", flush=True)
+                os._exit(3)
+        return None
 
     @property
     def _trainer(self) -> Trainer:

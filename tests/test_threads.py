@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from actors import cluster, coordinator
 from actors.coordinator import Coordinator
 from actors.perform import Group
 from elastic.control.inbox import Inbox
-from elastic.ids import NodeId
-from elastic.protocol.events import NodeFound
+from elastic.ids import NodeId, WorkerId
+from elastic.protocol.events import Fenced, Here, NodeFound
 from elastic.threads import keep_going
 from storage.errors import Unavailable
 from tests.support.patience import PATIENCE_S
@@ -84,6 +85,35 @@ def test_a_coordinator_watches_the_cluster_on_after_an_error_that_is_not_ray_s(m
     one.over.set()
     event, _ = one.inbox.take(0.0)
     assert event == NodeFound(NodeId("n1")) and len(said) >= 1 and "KeyError: 'NodeID'" in said[0]
+
+
+def test_a_node_whose_last_keeper_is_not_quite_gone_costs_the_other_nodes_nothing() -> None:
+    """Its name is still taken.  The other node gets its keeper in the same round, and this one in a later round."""
+    refusals = [ray.exceptions.ActorAlreadyExistsError("keeper-n1")]
+
+    def keep(node: NodeId) -> None:
+        if node == "n1" and refusals:
+            raise refusals.pop()
+        one.group.keepers[node] = None
+
+    one: Any = Coordinator.__new__(Coordinator)
+    one.inbox, one.group = Inbox(lambda: 0.0), SimpleNamespace(keepers={}, keep=keep)
+    one._keep((NodeId("n1"), NodeId("n2")))
+    assert [*one.group.keepers] == ["n2"]
+    one._keep((NodeId("n1"), NodeId("n2")))
+    assert [*one.group.keepers] == ["n2", "n1"]
+
+
+def test_an_answer_to_the_fence_that_was_meant_for_an_earlier_coordinator_is_left_out() -> None:
+    """It may be older than the settlement that its worker has applied since; asked where it stands, the worker answers again."""
+    one: Any = Coordinator.__new__(Coordinator)
+    one.inbox, one.incarnation = Inbox(lambda: 0.0), 3
+    stale, fresh, other = (Fenced(WorkerId(f"w{number}"), 7, (), None) for number in (1, 2, 3))
+    one.post_all(((2, stale), (2, Here(WorkerId("w1"), 7)), (3, fresh), (4, other)))
+    found = []
+    while (taken := one.inbox.take(0.0)) is not None:
+        found.append(taken[0])
+    assert found == [Here(WorkerId("w1"), 7), fresh, other]
 
 
 def test_what_fails_on_a_pool_is_in_the_story() -> None:

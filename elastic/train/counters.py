@@ -26,12 +26,14 @@ FIELDS = (
     "healed_bucket_bytes",
     "stepping_since_ns",
     "copies",
+    "started",
 )
 """``step``, ``microbatch`` and ``collective`` are the last completed ones.  ``operation`` is the worker's present one, an index into
 :data:`OPERATIONS`; while it initialises, ``collective`` is the time of its newest operation.  ``microbatches_run`` counts since the process
 began, without idle rounds.  ``healed_live_bytes``, ``healed_host_bytes`` and ``healed_bucket_bytes`` are the bytes of state that came from
 members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall clock at which computing of the generation's first microbatch
-began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies, 0 for none."""
+began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies, 0 for none.  ``started`` is when the process
+began, as the kernel counts it; a later process with the same ``pid`` began later."""
 BYTES = 8 * len(FIELDS)
 OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES)
 FOLDER = Path("/dev/shm")

@@ -14,6 +14,8 @@ import ray
 from actors.coordinator import Lease
 from actors.keeper import GROUPS, Keeper
 from actors.launch import attach
+from actors.processes import clear, log_file
+from actors.relay import Outbox, Stamped
 from actors.worker import Worker
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Event, Lost
@@ -21,6 +23,7 @@ from elastic.protocol.member import Member
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
 from tests.support.chaos import assert_nothing_left, trial
+from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
 LEASE_S = 12.0
@@ -62,17 +65,48 @@ class Desk:
 
     def post(self, event: Event) -> None: ...
 
+    def post_all(self, said: tuple[Stamped, ...]) -> None: ...
+
 
 class LoneWorker(Worker):
     """A worker that does nothing but keep its lease."""
 
     def __init__(self, desk: Any) -> None:
-        self.worker, self.coordinator = WorkerId("w1"), desk
+        self.worker, self.coordinator, self.outbox = WorkerId("w1"), desk, Outbox(desk, LEASE_S)
         self.job = SimpleNamespace(deadlines=SimpleNamespace(lease_s=LEASE_S))  # type: ignore[assignment]
         self.apply_fence, self._renew_now = ApplyFence(Member(self.worker, LEASE_S)), threading.Event()
 
     def begin(self) -> None:
         go_or_end(self._keep_lease, "lease")
+
+
+class Called(Worker):
+    """A worker that is called, and then does nothing."""
+
+    def train(self) -> None:
+        self._begun = True
+
+
+def test_a_worker_that_nobody_calls_leaves_by_itself(tmp_path: Path) -> None:
+    """Its coordinator died between its start and the call, and the next one's order to kill it came before it was made.  The control: one
+    that was called stays.
+    """
+    desk = ray.remote(num_cpus=0)(Desk).remote()
+    job = toy_job(tmp_path, name="unused", deadlines={"lease_s": 1, "fence_s": 1})
+    made = {}
+    for kind in (Worker, Called):
+        name = WorkerId(f"w{len(made)}")
+        actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1, "life": 1})(kind)
+        made[kind] = actor.remote(job, "unused-0001-abcdef", name, desk, [], b"secret")
+    ray.get(made[Called].train.remote(), timeout=PATIENCE_S)
+    lives = {kind: actor.lives.remote() for kind, actor in made.items()}
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(lives[Worker], timeout=PATIENCE_S)
+    assert ray.wait([lives[Called]], timeout=3)[1], "the control"
+    assert "nobody has called it for 2 s" in log_file("unused-0001-abcdef", "w0").read_text()
+    for actor in (desk, made[Called]):
+        ray.kill(actor)
+    clear("unused", PATIENCE_S)
 
 
 class LoneKeeper(Keeper):

@@ -16,6 +16,7 @@ import ray
 
 from actors.coordinator import View
 from actors.perform import UNREACHED, Group
+from actors.relay import Orders
 from elastic.data.cursor import Cursor
 from elastic.ids import NodeId
 from elastic.job import Job
@@ -206,6 +207,7 @@ class Follower:
         told = queue.SimpleQueue[KeeperLost]()
         these = Group.__new__(Group)
         these._closing, these.keepers, these.post = False, {NodeId("away"): keeper}, told.put  # type: ignore[assignment]
+        these.orders = Orders(1, {}, {}, {}, 10.0)
         error = ray.exceptions.ActorUnavailableError("the connection broke", None)
         ray.put(None).future().add_done_callback(lambda _: these._keeper_lost(NodeId("away"), error))
         return told.get(timeout=PATIENCE_S).reason

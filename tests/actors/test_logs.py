@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from actors.logs import LINES, Logs, last_lines, stack_of
-from actors.processes import Process, log_file
+from actors.processes import Process, log_file, started
 from elastic.ids import NodeId, WorkerId
 from storage.objects import Data, ObjectStore
 from tests.support.patience import PATIENCE_S, until
@@ -45,7 +45,7 @@ class Stuck:
         self.log.touch()
         self.popen = subprocess.Popen([sys.executable, "-c", STUCK, str(self.log), function])
         until(lambda: Path(f"{self.log}.ready").exists())
-        self.process = Process(self.popen.pid)
+        self.process = Process(self.popen.pid, started(self.popen.pid))
 
     def stop(self) -> None:
         os.kill(self.popen.pid, signal.SIGSTOP)

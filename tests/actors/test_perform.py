@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import ray
 
 from actors import perform
 from actors.perform import NODE_DIED, UNREACHED, Group
+from actors.relay import Orders
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.protocol.actions import CommitManifest, Save, Upload
@@ -80,13 +82,27 @@ def test_a_keeper_that_cannot_be_made_refuses_its_node_alone(monkeypatch: pytest
     told, node = queue.SimpleQueue[Event](), NodeId("n1")
     monkeypatch.setattr(perform.cluster, "place", lambda _: "node n1 (here)")
     these = Group.__new__(Group)
-    these._closing, these.post, these.keepers, these._pool = False, told.put, {}, ThreadPoolExecutor(1)
+    these._closing, these.post, these.keepers, these._looks = False, told.put, {}, ThreadPoolExecutor(1)
+    these.orders = Orders(1, {}, {}, {}, 10.0)
     unmade = ray.exceptions.RayActorError(error_msg="ModuleNotFoundError: No module named 'blake3'", actor_init_failed=True)
     these._keeper_ready(node, unmade)
     these._keeper_ready(node, DEAD)
     why = "node n1 (here) cannot start a keeper: ModuleNotFoundError: No module named 'blake3'"
     heard = [told.get(timeout=PATIENCE_S) for _ in range(2)]
     assert sorted(heard, key=str) == [KeeperLost(node, "its process died"), NodeRefused(node, why, shared=False)]
+
+
+def test_a_worker_that_has_certainly_ended_is_forgotten() -> None:
+    """A run of months on machines that come and go has many workers; what is kept of each would grow without end."""
+    these = Group.__new__(Group)
+    these.workers, these.joined, these.keepers, these._guests = {}, {}, {}, defaultdict(set)
+    one, other, node = WorkerId("w1"), WorkerId("w2"), NodeId("n1")
+    for worker in (one, other):
+        these.workers[worker] = Actor(DEAD)
+        these.welcome(worker, node)
+    these.forget(one)
+    these.forget(WorkerId("w3"))
+    assert [*these.workers] == [*these.joined] == [*these._guests[node]] == [other]
 
 
 class Keeper:

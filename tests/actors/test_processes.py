@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 
 import pytest
 import ray
 
-from actors.processes import end_on_sigterm
+from actors.processes import Process, end_on_sigterm, started
 from tests.support.processes import StillRunning, Watched
+
+
+def test_a_later_process_of_the_same_number_is_not_taken_for_the_one_that_ended() -> None:
+    """A keeper kills the processes that it follows.  The control: the process itself is found, by number and beginning."""
+    own, began = os.getpid(), started(os.getpid())
+    assert not Process(own, began).ended()
+    with pytest.raises(ProcessLookupError, match="another one has its number"):
+        Process(own, began - 1)
+    child = subprocess.Popen(["true"])
+    began = started(child.pid)
+    child.wait()
+    with pytest.raises(ProcessLookupError):
+        Process(child.pid, began)
+    with pytest.raises(ProcessLookupError):
+        started(child.pid)
 
 
 class Busy:

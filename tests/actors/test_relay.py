@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import ray
 from actors import launch
 from actors.coordinator import View
 from actors.keeper import GROUPS
-from actors.relay import Orders
+from actors.relay import HOPS, Orders
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Here
 from elastic.report.ledger import ledger
@@ -27,7 +28,7 @@ from tests.support.chaos import Witness, assert_nothing_left, formed, trial
 from tests.support.hollow import HollowCoordinator
 from tests.support.nodes import Node, joined
 from tests.support.patience import PATIENCE_S, until
-from tests.support.relay import Desk, Gatherer, Speaker
+from tests.support.relay import FENCE_S, Desk, Forgetful, Gatherer, Speaker
 from tests.support.toys import toy_job
 
 HOME, WORKERS = NodeId("home"), tuple(WorkerId(f"w{number}") for number in range(4))
@@ -56,7 +57,7 @@ class Office:
         ray.get([actor.speak_through.remote(self.keeper) for actor in self.workers.values()])
         self.pid = ray.get(self.keeper.pid.remote())
         self.counted = Counted(self.keeper)
-        self.orders = Orders(1, self.workers, dict.fromkeys(WORKERS, HOME), {HOME: self.counted})
+        self.orders = Orders(1, self.workers, dict.fromkeys(WORKERS, HOME), {HOME: self.counted}, FENCE_S)
 
     def say(self, *numbers: int) -> None:
         ray.get([actor.say.remote(*numbers) for actor in self.workers.values()])
@@ -132,9 +133,56 @@ def test_a_keeper_that_stands_still_or_dies_loses_nothing(office: Office, fate: 
 def test_a_keeper_whose_coordinator_does_not_answer_says_so(office: Office) -> None:
     """The coordinator is dead for the keeper only: what the worker then sends directly waits for the next one."""
     event = Here(WORKERS[0], 1)
-    assert ray.get(office.keeper.pass_on.remote((event,)), timeout=PATIENCE_S), "the control"
+    assert ray.get(office.keeper.pass_on.remote(((0, event),)), timeout=PATIENCE_S), "the control"
     ray.kill(office.desk)
-    assert not ray.get(office.keeper.pass_on.remote((event,)), timeout=PATIENCE_S)
+    assert not ray.get(office.keeper.pass_on.remote(((0, event),)), timeout=PATIENCE_S)
+
+
+def test_one_call_asks_for_the_leases_of_all_workers_of_a_node(office: Office) -> None:
+    """Each worker gets its own answer.  The control: those that do not ask at the same time make a call each."""
+    for _ in range(3):
+        asked = [office.keeper.renew.remote(worker, number) for number, worker in enumerate(WORKERS)]
+        assert ray.get(asked, timeout=PATIENCE_S) == [f"{worker} may step in {number}" for number, worker in enumerate(WORKERS)]
+    together = ray.get(office.desk.read_asked.remote())
+    assert sum(together) == 3 * len(WORKERS) and len(together) < len(WORKERS), f"fewer than half: {together}"
+    for worker in WORKERS:
+        assert ray.get(office.keeper.renew.remote(worker, 1), timeout=PATIENCE_S)
+    assert ray.get(office.desk.read_asked.remote())[len(together) :] == [1] * len(WORKERS), "the control"
+
+
+def test_an_outbox_returns_to_a_keeper_that_was_late(office: Office) -> None:
+    """While the keeper stands still, what a worker says goes directly.  Once it has answered, it passes on again."""
+    first, actor = WORKERS[0], office.workers[WORKERS[0]]
+    os.kill(office.pid, signal.SIGSTOP)
+    for number in (1, 2):
+        ray.get(actor.say.remote(number))
+        until(lambda number=number: number in office.heard()[first], what="it goes directly")
+    assert ray.get(actor.spoke_directly.remote()) == 2, "the control"
+    os.kill(office.pid, signal.SIGCONT)
+    until(lambda: office.heard()[first].count(1) == 2, what="the late one arrives, too")
+    until(lambda: ray.get(actor.keeper_answered.remote()), what="the worker knows it")
+    ray.get(actor.say.remote(3))
+    until(lambda: 3 in office.heard()[first], what="it is heard")
+    assert ray.get(actor.spoke_directly.remote()) == 2, "through the keeper"
+
+
+def test_what_a_keeper_takes_with_it_is_sent_again(office: Office) -> None:
+    """It answers once it has sent an order, which may not have arrived when it dies.  The control: nobody else sends it."""
+    forgetful = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Forgetful).remote(HOME, office.desk)
+    keepers = {HOME: forgetful}
+    orders = Orders(1, office.workers, dict.fromkeys(WORKERS, HOME), keepers, FENCE_S)
+    orders.send(WORKERS, "fence", 7, False)
+    orders.send(WORKERS, "settle", 7, None)
+    time.sleep(2 * FENCE_S / HOPS)
+    assert not any(office.obeyed().values()), "the control"
+    ray.kill(forgetful)
+    del keepers[HOME]
+    orders.lost(HOME)
+    until(lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None)), what=f"each once: {office.obeyed()}")
+    orders.lost(HOME)
+    orders.send(WORKERS, "go", 8)
+    until(lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None), (1, "go", 8)), what=f"{office.obeyed()}")
+    orders.close()
 
 
 def test_a_keeper_that_stands_still_while_a_worker_of_its_node_dies_costs_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:

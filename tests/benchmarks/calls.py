@@ -19,11 +19,10 @@ import ray
 
 from actors import cluster
 from actors.keeper import GROUPS
-from actors.relay import Orders
+from actors.relay import Orders, Stamped
 from elastic.ids import NodeId, WorkerId
-from elastic.protocol.events import Here
 from tests.support.clusters import TUNED
-from tests.support.relay import Desk, Gatherer, Speaker
+from tests.support.relay import FENCE_S, Desk, Gatherer, Speaker
 
 LIMIT_S = 120.0
 
@@ -35,14 +34,14 @@ class Head(Desk):
         super().__init__()
         self.heard = 0
 
-    def post_all(self, events: tuple[Here, ...]) -> None:
+    def post_all(self, said: tuple[Stamped, ...]) -> None:
         self.calls.append(())
-        self.heard += len(events)
+        self.heard += len(said)
 
     @ray.method(concurrency_group="rounds")  # type: ignore[untyped-decorator]
     def rounds(self, actors: dict[WorkerId, Any], homes: dict[WorkerId, NodeId], keepers: dict[NodeId, Any], count: int) -> Any:
         """Returns (cpu, seconds until the orders were sent, seconds until all were heard, calls that arrived) of each round."""
-        orders, found = Orders(1, actors, homes, keepers), []
+        orders, found = Orders(1, actors, homes, keepers, FENCE_S), []
         for number in range(count):
             self.calls.clear()
             self.heard = 0

@@ -37,6 +37,7 @@ COVER: dict[str, tuple[str, ...]] = {
     "actors/journal_replicas.py": ("tests/actors/test_journal_replicas.py",),
     "actors/logs.py": ("tests/actors/test_logs.py",),
     "actors/perform.py": ("tests/actors/test_perform.py", "tests/actors/test_recovery.py", "-k", "test_perform or all_workers_die"),
+    "actors/relay.py": ("tests/actors/test_relay.py",),
     "actors/signals.py": ("tests/actors/test_signals.py",),
     "elastic/state/digest.py": ("tests/state/test_copies.py", "-k", "digests or bent"),
     "elastic/state/heal.py": ("tests/state/test_heal.py",),

@@ -7,30 +7,43 @@ import threading
 import time
 from typing import Any
 
+import ray
+
 from actors.keeper import Keeper
-from actors.relay import Gathering, Outbox
+from actors.relay import Outbox, Stamped, answered
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.authority import Replica
-from elastic.protocol.events import Here
+from elastic.protocol.events import Event, Here
+
+FENCE_S = 10.0
 
 
 class Desk:
     """Stands in for the coordinator: notes each call."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Here, ...]] = []
+        self.calls: list[tuple[Event, ...]] = []
+        self.asked: list[int] = []
         self.takes_s = 0.0
 
     def take(self, seconds: float) -> None:
         """Takes so many seconds for each call from now on."""
         self.takes_s = seconds
 
-    def post_all(self, events: tuple[Here, ...]) -> None:
+    def post_all(self, said: tuple[Stamped, ...]) -> None:
         time.sleep(self.takes_s)
-        self.calls.append(events)
+        self.calls.append(tuple(event for _, event in said))
 
-    def read(self) -> list[tuple[Here, ...]]:
+    def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> list[str]:
+        self.asked.append(len(asked))
+        return [f"{worker} may step in {generation}" for worker, generation in asked]
+
+    def read(self) -> list[tuple[Event, ...]]:
         return self.calls
+
+    def read_asked(self) -> list[int]:
+        """Returns the number of leases that each call asked for."""
+        return self.asked
 
 
 class Gatherer(Keeper):
@@ -38,7 +51,8 @@ class Gatherer(Keeper):
 
     def __init__(self, node: NodeId, desk: Any) -> None:
         self.node, self.replica, self._hearing = node, Replica(), threading.Lock()
-        self.actors, self.gathering = {}, Gathering(desk)
+        self.actors = {}
+        self.pass_to(desk)
 
     def follow(self, worker: WorkerId, actor: Any) -> None:
         self.actors[worker] = actor
@@ -47,19 +61,39 @@ class Gatherer(Keeper):
         return os.getpid()
 
 
+class Forgetful(Gatherer):
+    """A keeper that dies after it has answered and before it has passed an order on."""
+
+    @ray.method(concurrency_group="orders")  # type: ignore[untyped-decorator]
+    def relay(self, incarnation: int, workers: tuple[WorkerId, ...], order: str, arguments: tuple[Any, ...]) -> tuple[WorkerId, ...]:
+        return ()
+
+
 class Speaker:
     """Stands in for a worker: it says what it is told to say, and notes its orders."""
 
     def __init__(self, worker: WorkerId, desk: Any) -> None:
-        self.worker, self.outbox = worker, Outbox(desk)
+        self.worker, self.desk, self.post_all, self.direct = worker, desk, self, 0
+        self.outbox = Outbox(self, FENCE_S)
         self.orders: list[Any] = []
+
+    def remote(self, said: tuple[Stamped, ...]) -> Any:
+        """Tells the desk directly."""
+        self.direct += 1
+        return self.desk.post_all.remote(said)
+
+    def spoke_directly(self) -> int:
+        return self.direct
+
+    def keeper_answered(self) -> bool:
+        return answered(self.outbox._late)
 
     def speak_through(self, keeper: Any) -> None:
         self.outbox.through(keeper)
 
     def say(self, *numbers: int) -> None:
         for number in numbers:
-            self.outbox.put(Here(self.worker, number))
+            self.outbox.put(Here(self.worker, number), 0)
 
     def obey(self, incarnation: int, order: str, *arguments: Any) -> None:
         """Notes the order.  An order to say something is obeyed, too."""

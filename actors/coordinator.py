@@ -410,9 +410,10 @@ class Coordinator:
 
     def _tell(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
         reason = transition.reason
-        if isinstance(event, StepDone) and self.state.version.step == event.outcome.step:
-            lr = learning_rate_of(self.job, event.outcome.step)
-            self.story.step(now, event.outcome, before.plan.layout.world if before.plan else 0, lr)
+        for each in parts(event):
+            if isinstance(each, StepDone) and before.version.step < each.outcome.step <= self.state.version.step:
+                lr, world = learning_rate_of(self.job, each.outcome.step), before.plan.layout.world if before.plan else 0
+                self.story.step(now, each.outcome, world, lr, late=not self.inbox.empty())
         if reason and transition.taken and reason != self.reason:
             self.reason = reason
             self.story.say(now, reason)

@@ -39,7 +39,7 @@ LOST_S, ORDERS = 10.0, 8
 """Age in seconds of the oldest order that a keeper may have taken with it when it died, and the largest number of them."""
 
 Stamped = tuple[int, Event]
-"""What a worker says, and the incarnation of the newest coordinator that it had heard by then."""
+"""An event that a worker tells, after the incarnation of the newest coordinator that it had heard by then."""
 
 
 class Outbox:

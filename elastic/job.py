@@ -391,14 +391,19 @@ class Job(Part):
 
     def warnings(self) -> list[str]:
         """Returns a sentence for each setting that works but is probably not meant."""
-        needed = 4 * self.workers.max
+        found, needed = [], 4 * self.workers.max
         if self.workers.max > 1 and self.microbatches < needed:
-            return [
+            found.append(
                 f"global_batch = {self.global_batch} is only {self.microbatches} microbatches of {self.microbatch} for up to "
                 f"{self.workers.max} workers: when their number does not divide it, some idle in a step's last round; "
                 f"{needed} or more microbatches keep that small"
-            ]
-        return []
+            )
+        if self.reduction.block > self.microbatches:
+            found.append(
+                f"reduction.block = {self.reduction.block} is more than the {self.microbatches} microbatches of a step, so these are one "
+                f"block, as with {self.microbatches}; the number of workers on a node is best"
+            )
+        return found
 
 
 _NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}

@@ -7,10 +7,10 @@ capability without a passing test is "not proven here": a skipped test proves no
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -75,7 +75,13 @@ def table(texts: Mapping[str, str], tests: Mapping[str, Sequence[str]], outcomes
 
 
 def main() -> None:
-    texts = {name: text for name, text in rows().items() if name in sys.argv[1:] or not sys.argv[1:]}
+    known = rows()
+    parser = argparse.ArgumentParser(description="Prints each capability, the tests that carry its id, and their last result here.")
+    parser.add_argument("id", nargs="*", help="a capability's id, such as R14; all of them without one")
+    asked = parser.parse_args().id
+    if unknown := [name for name in asked if name not in known]:
+        parser.error(f"there is no capability {', '.join(unknown)}; the ids are in tests/capabilities.tsv")
+    texts = {name: text for name, text in known.items() if name in asked or not asked}
     cache = TESTS.parent / ".pytest_cache" / "v" / RESULTS
     outcomes = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
     print("\n".join(table(texts, scan(TESTS, list(texts)), outcomes)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from elastic.report.story import LINES, Story
+from elastic.protocol.commit_record import Outcome
+from elastic.report.story import LINES, StepLine, Story
 
 pytestmark = pytest.mark.fast
 
@@ -26,3 +29,19 @@ def test_a_story_keeps_its_newest_lines_and_repeats_none_to_a_reader_that_asks_f
     assert rarely == [f"{number}" for number in (*range(LINES // 2 + 1), *range(2 * LINES, 3 * LINES))]
     assert story.since(late) == (3 * LINES, [])
     assert len(story.since(0)[1]) == LINES
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_steps_that_are_heard_all_at_once_have_no_rate_of_their_own(late: bool) -> None:
+    """After a takeover the steps that nobody had heard come within a millisecond.  The control: timed one by one they would seem to have
+    millions of tokens a second.
+    """
+    story, known = Story(10), Outcome(1, 1, 1.0, (1.0,), (1000,), ((0,),), True)
+    for step in (1, 2, 3):
+        story.step(100.0 + step / 1e4, replace(known, step=step), 2, 0.1, late=late and step < 3)
+    story.step(101.0003, replace(known, step=4), 2, 0.1)
+    story.step(103.0003, replace(known, step=5), 2, 0.1, late=True)
+    story.step(103.0003, replace(known, step=6), 2, 0.1)
+    rates = [round(line.tokens_per_s) for line in story.lines if isinstance(line, StepLine)]
+    assert rates[3:] == [1000, 1000, 1000], "two steps of the last two seconds"
+    assert rates[:3] == ([0, 0, 0] if late else [0, 10_000_000, 10_000_000])

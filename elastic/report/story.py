@@ -29,6 +29,7 @@ class StepLine:
     norm: float
     lr: float
     tokens_per_s: float
+    """It is 0 as long as it is not known."""
     world: int
     generation: int
 
@@ -46,7 +47,10 @@ class Story:
         self.lines: deque[Line] = deque(maxlen=LINES)
         self.told = 0
         """The number of lines that were added."""
-        self._last_step_at: float | None = None
+        self._timed_at: float | None = None
+        """The time at which the newest step was heard that was not ``late``."""
+        self._tokens, self._rate = 0, 0.0
+        """The tokens of the steps since then, and the newest ``tokens_per_s``."""
         self._lock = threading.Lock()
 
     def say(self, at: float, text: str) -> None:
@@ -54,12 +58,17 @@ class Story:
         if text:
             self._add(Sentence(at, text))
 
-    def step(self, at: float, outcome: Outcome, world: int, lr: float) -> None:
-        """Adds a step.  Its ``tokens_per_s`` counts from the step before, so a recovery lowers it."""
-        seconds = at - self._last_step_at if self._last_step_at is not None else 0.0
-        self._last_step_at = at
-        rate = outcome.tokens / seconds if seconds > 0 else 0.0
-        self._add(StepLine(at, outcome.step, self.steps, outcome.loss, outcome.norm, lr, rate, world, outcome.generation))
+    def step(self, at: float, outcome: Outcome, world: int, lr: float, *, late: bool = False) -> None:
+        """Adds a step.  Its ``tokens_per_s`` counts from the step before, so a recovery lowers it.
+
+        A step is ``late`` if others wait in line, as after a takeover: when it is heard says nothing of when it was done.
+        """
+        self._tokens += outcome.tokens
+        if not late:
+            if self._timed_at is not None and at > self._timed_at:
+                self._rate = self._tokens / (at - self._timed_at)
+            self._timed_at, self._tokens = at, 0
+        self._add(StepLine(at, outcome.step, self.steps, outcome.loss, outcome.norm, lr, self._rate, world, outcome.generation))
 
     def since(self, seen: int) -> tuple[int, list[Line]]:
         """Returns the number of lines so far, and all but the first ``seen`` of them, as far as they are kept."""

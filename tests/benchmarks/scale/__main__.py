@@ -2,8 +2,8 @@
 
 Workers, nodes and network are modelled; all that one coordinator, worker or keeper computes, writes and reads is the product's.  Each
 module of this package has ``measure(n)``, which returns figures by name for n workers; a name ends with its unit.  A figure that does
-not come within the limit is missing.  Results go to results/scale.json, and results/scale.png draws them in both logarithms, with the
-slope between the two largest sizes: 1 is linear, 2 is quadratic.
+not come within the limit is missing.  Results go to results/scale.json, where they replace those of the same module and size, and
+results/scale.png draws them in both logarithms, with the slope between the two largest sizes: 1 is linear, 2 is quadratic.
 """
 
 from __future__ import annotations
@@ -112,13 +112,19 @@ def main() -> None:
         for module, each in before.items()
     }
     for module in known.modules or modules():
-        figures[module] = {}
+        figures.setdefault(module, {})
         for size in known.sizes:
+            for values in figures[module].values():
+                values.pop(size, None)
             for name, value in measure(module, size, known.limit).items():
                 figures[module].setdefault(name, {})[size] = value
+        figures[module] = {name: dict(sorted(values.items())) for name, values in figures[module].items() if values}
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         print(table({module: figures[module]}), flush=True)
-    draw(figures, RESULTS / "scale.png")
+    try:
+        draw(figures, RESULTS / "scale.png")
+    except ModuleNotFoundError as error:
+        print(f"no picture: {error}; `pip install matplotlib`, and run this again with any module", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ from elastic.protocol.events import (
     Recovered,
     Renewed,
     ShardSaved,
+    StartFailed,
     StepDone,
     StopRequested,
     Stumbled,
@@ -367,7 +368,7 @@ class Coordinator:
                     self.group.welcome(each.worker, each.node)
             self._advance(event)
             for each in parts(event):
-                if isinstance(each, Lost) and each.certain:
+                if isinstance(each, StartFailed) or (isinstance(each, Lost) and each.certain):
                     self.group.forget(each.worker)
         except Deposed:
             raise

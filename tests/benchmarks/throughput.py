@@ -1,0 +1,141 @@
+"""Measures tokens a second of Elastic, with everything of fault tolerance on, and of a plain loop, in one run on the same GPUs.
+
+    python -m tests.benchmarks.throughput --size 1b [--seq 8192] [--microbatches 4] [--world 1] [NAME ...]
+
+NAME is one of ``plain``, ``plain-deterministic`` (FlexAttention), ``free``, ``reproducible``, ``again`` (reproducible once more, to compare
+the bits of every loss and norm) and ``bare`` (free, without copies).  Prints a line of JSON for each and a table at the end; exits with 1
+if bits differ.  MFU is of the GPU's peak in bf16, and counts operations as Chowdhery et al. (2022) do, and with the causal half as Megatron
+does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+
+from actors import cluster
+from actors.launch import launch
+from elastic.data.prepare import prepare
+from elastic.job import Job
+from elastic.report.story import Line, Sentence, StepLine
+from tests.benchmarks.models import SIZES
+from tests.benchmarks.plain_loop import SETTLED
+
+PEAK = 989e12
+"""Operations a second of an H100 or H200 (SXM) in bf16, dense, as the vendor says."""
+PLAIN: dict[str, list[str]] = {"plain": [], "plain-deterministic": ["--deterministic", "--attention", "flex"]}
+OURS: dict[str, dict[str, Any]] = {
+    "free": {"reproducible": False},
+    "reproducible": {},
+    "again": {},
+    "bare": {"reproducible": False, "copies": {"copy_every": 0, "buddy_every": 0}},
+}
+Row = dict[str, Any]
+
+
+def plain(name: str, options: argparse.Namespace) -> Row:
+    """Runs the plain loop in processes of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.world), "-m", "tests.benchmarks.plain_loop"]
+    command += ["--size", options.size, "--seq", str(options.seq), "--microbatches", str(options.microbatches), *PLAIN[name]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {"failed": done.stderr[-1500:]}
+    found: Row = json.loads(lines[-1])
+    return found
+
+
+def job_of(folder: Path, name: str, options: argparse.Namespace) -> Job:
+    values: dict[str, Any] = {
+        "name": f"{name}-{options.size}",
+        "bucket": str(folder / "bucket"),
+        "model_args": SIZES[options.size].arguments(),
+        "data": {"args": {"path": str(folder / "tokens"), "seq_len": options.seq}},
+        "steps": options.steps,
+        "global_batch": options.world * options.microbatches,
+        "microbatch": 1,
+        "precision": "bf16" if options.gpus else "fp32",
+        "compile": bool(options.gpus),
+        "optim": {"lr": 3e-4},
+        "schedule": {"warmup_steps": 5},
+        "checkpoint": {"save_every": 10_000},
+        "copies": {"copy_every": 1, "buddy_every": 0},
+        "workers": {"min": 1, "max": options.world, "gpus": options.gpus, "cpus": 1},
+        "deadlines": {"form_s": 300},
+    }
+    return Job(**(values | OURS[name]))
+
+
+def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
+    """Runs a job to its end."""
+    lines: list[Line] = []
+    began, result = time.time(), launch(job_of(folder, name, options), show=lines.append)
+    steps = [line for line in lines if isinstance(line, StepLine)]
+    if result.state != "Finished" or len(steps) < SETTLED + 2:
+        return {"failed": "\n".join(line.text for line in lines if isinstance(line, Sentence))[-1500:]}
+    seconds = statistics.median(
+        after.at - before.at for before, after in pairwise(steps[SETTLED:]) if after.generation == before.generation
+    )
+    tokens = options.microbatches * options.seq
+    bits = [(line.step, line.loss.hex(), line.norm.hex()) for line in steps]
+    return {"step_s": seconds, "tokens_per_s": tokens / seconds, "first_step_s": steps[0].at - began, "bits": bits, "loss": steps[-1].loss}
+
+
+def table(rows: dict[str, Row], options: argparse.Namespace) -> str:
+    """Returns the rows as a Markdown table."""
+    size, lines = (
+        SIZES[options.size],
+        ["| what | step | tokens/s a GPU | to `plain` | to `plain-deterministic` | MFU; causal half |", "|---|---|---|---|---|---|"],
+    )
+    for name, row in rows.items():
+        if "failed" in row:
+            lines.append(f"| {name} | failed | | | | |")
+            continue
+        rate = row["tokens_per_s"]
+        shares = [f"{rate / rows[other]['tokens_per_s']:.3f}" if "tokens_per_s" in rows.get(other, {}) else "" for other in PLAIN]
+        used = "; ".join(f"{size.flops(options.seq, half=half) * rate / PEAK:.1%}" for half in (False, True))
+        lines.append(f"| {name} | {row['step_s'] * 1e3:.1f} ms | {rate:,.0f} | {shares[0]} | {shares[1]} | {used} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Returns 1 if the bits of two reproducible runs differ, else 0."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=[*PLAIN, *OURS])
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--microbatches", type=int, default=4, help="of one sample each, by each rank in each step")
+    parser.add_argument("--world", type=int, default=1, help="ranks, one on each GPU")
+    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
+    options = parser.parse_args()
+    options.gpus = int(torch.cuda.is_available())
+    folder, rows = Path(mkdtemp()), dict[str, Row]()
+    prepare(Path(sysconfig.get_path("stdlib")) / "asyncio", str(folder / "tokens"), (".py",))
+    if any(name in OURS for name in options.names):
+        cluster.connect("local")
+    for name in options.names:
+        rows[name] = plain(name, options) if name in PLAIN else ours(name, folder, options)
+        print(json.dumps({"name": name, **rows[name]}), flush=True)
+        (options.out / f"throughput-{options.size}-{options.world}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    card = torch.cuda.get_device_name() if options.gpus else "CPU"
+    print(
+        f"{card}, torch {torch.__version__}, {options.world} × {options.size}, sequence {options.seq}\n{table(rows, options)}", flush=True
+    )
+    return int(len({str(rows[name].get("bits")) for name in ("reproducible", "again") if name in rows}) > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

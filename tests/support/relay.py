@@ -35,6 +35,7 @@ class Desk:
         self.calls.append(tuple(event for _, event in said))
 
     def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> list[str]:
+        time.sleep(self.takes_s)
         self.asked.append(len(asked))
         return [f"{worker} may step in {generation}" for worker, generation in asked]
 

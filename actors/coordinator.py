@@ -368,7 +368,7 @@ class Coordinator:
                     self.group.welcome(each.worker, each.node)
             self._advance(event)
             for each in parts(event):
-                if isinstance(each, StartFailed) or (isinstance(each, Lost) and each.certain):
+                if isinstance(each, Joined | Lost | StartFailed) and not self.state.knows(each.worker):
                     self.group.forget(each.worker)
         except Deposed:
             raise

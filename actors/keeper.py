@@ -250,15 +250,15 @@ class Keeper:
                 Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"], self._operation(process, c))
                 for worker, (process, c) in sorted(self.workers.items())
             )
-            if asked is None:  # a busy coordinator is not given more to do, and the next one has no use for old beats
-                asked = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
-            if answered(asked):
+            if asked is not None and answered(asked):
                 try:
                     ray.get(asked)
                     heard_at, refused = time.monotonic(), 0
                 except ray.exceptions.RayError as error:
                     refused = refused + 1 if gone_for_good(error) else 0
                 asked = None
+            if asked is None:  # a busy coordinator is not given more to do, and the next one has no use for old beats
+                asked = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
             if (over := refused >= SURE) or time.monotonic() - heard_at > self.silence_s:
                 why = "the run is over" if over else f"no coordinator answered for {self.silence_s:.0f} s"
                 print(f"keeper of {self.node[:8]}: {why}; leaving", flush=True)

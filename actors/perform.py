@@ -114,7 +114,8 @@ class Group:
             case StartWorkers(workers, avoid):
                 for worker in workers:
                     self._start(worker, avoid)
-            case Form():
+            case Form(plan=plan):
+                self._stores[plan.generation] = plan.store_node
                 self._do(self._forms, self._form, action)
             case Go(generation, members):
                 self.orders.send(members, "go", generation)
@@ -173,9 +174,10 @@ class Group:
         """Takes over the actors of an earlier coordinator; ``run`` says what is known of them.  New calls will notice when they die."""
         self.workers.update(left.workers)
         self.keepers.update(left.keepers)
-        self.joined.update({worker: known.node for worker, known in run.workers.items()})
         for worker, known in run.workers.items():
-            self._guests[known.node].add(worker)
+            if worker in left.workers:
+                self.joined[worker] = known.node
+                self._guests[known.node].add(worker)
         for worker, actor in left.workers.items():
             if worker in run.members.starting:
                 actor.train.remote()
@@ -261,7 +263,7 @@ class Group:
             keeper.watch.remote(worker, self.workers.get(worker))
 
     def forget(self, worker: WorkerId) -> None:
-        """Forgets a worker whose process has certainly ended; a run of months has many."""
+        """Forgets a worker that the run does not know any more; a run of months has many."""
         self.workers.pop(worker, None)
         self._guests[self.joined.pop(worker, NodeId(""))].discard(worker)
 
@@ -300,7 +302,8 @@ class Group:
 
     def _form(self, action: Form) -> None:
         plan = action.plan
-        self._stores[plan.generation] = plan.store_node
+        if plan.generation not in self._stores:  # settled, while other stores were waited for
+            return
         try:
             store = ray.get(self.keepers[plan.store_node].open_store.remote(self.incarnation, plan.generation), timeout=STORE_DEADLINE_S)
         except (ray.exceptions.RayError, KeyError) as error:
@@ -387,7 +390,8 @@ class Group:
 
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
         keeper, why = self.keepers.pop(node, None), _why(error)
-        _later(0, partial(self.orders.lost, node))
+        if not self._closing:
+            self._do(self._looks, self.orders.lost, node)
         if why == UNREACHED and keeper is not None and not self._closing:
             _later(0, partial(self._kill_keeper, keeper))  # otherwise the node could get no other keeper
         self.post(KeeperLost(node, why, with_its_node=why == NODE_DIED))

@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 
 from elastic.errors import JobError
-from elastic.train.counters import segment
+from elastic.train.counters import BYTES, FIELDS, segment
 
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
@@ -79,9 +79,23 @@ def sweep(name: str) -> None:
     It also removes those of other versions of Elastic: the first counter is the pid in every version.
     """
     for path in segment(f"{name}-????-??????", "w*").parent.glob(segment(f"{name}-????-??????", "w*").name):
-        pid = int.from_bytes(path.read_bytes()[:8], sys.byteorder)
-        if pid and not Path(f"/proc/{pid}").exists():
+        if _owner(path) is False:
             path.unlink(missing_ok=True)
+
+
+def _owner(path: Path) -> bool | None:
+    """Returns whether the process that wrote the counters at ``path`` lives; None if it has not written its pid yet.
+
+    Counters of another version may lack the time at which it began.  Then a later process of its number counts for it.
+    """
+    data, at = path.read_bytes(), 8 * FIELDS.index("started")
+    pid, began = (int.from_bytes(data[first : first + 8], sys.byteorder) for first in (0, at))
+    if not pid:
+        return None
+    try:
+        return started(pid) == began or not began or len(data) != BYTES
+    except ProcessLookupError:
+        return False
 
 
 def end_on_sigterm() -> None:
@@ -100,8 +114,7 @@ def clear(name: str, deadline_s: float) -> list[str]:
     """
     removed, end = [], time.monotonic() + deadline_s
     for path in sorted(segment(f"{name}-????-??????", "w*").parent.glob(segment(f"{name}-????-??????", "w*").name)):
-        pid = int.from_bytes(path.read_bytes()[:8], sys.byteorder)
-        while (alive := bool(pid) and Path(f"/proc/{pid}").exists()) and time.monotonic() < end:
+        while (alive := bool(_owner(path))) and time.monotonic() < end:
             time.sleep(0.02)
         if not alive:
             path.unlink(missing_ok=True)

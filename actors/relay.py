@@ -35,7 +35,7 @@ HOPS = 10
 """A keeper has the part 1 / ``HOPS`` of ``fence_s`` to pass on an order, and twice that to pass on an answer: both must come well within
 ``fence_s`` even if it stands still.
 """
-LOST_S, ORDERS = 10.0, 8
+LOST_S, ORDERS = 60.0, 8
 """Age in seconds of the oldest order that a keeper may have taken with it when it died, and the largest number of them."""
 
 Stamped = tuple[int, Event]
@@ -179,7 +179,7 @@ class Orders:
     def lost(self, node: NodeId) -> None:
         """Sends what the dead keeper of ``node`` may have taken with it: it answers when an order is sent, not when it has arrived."""
         since = time.monotonic() - LOST_S
-        for each in self._relayed.pop(node, ()):
+        for each in tuple(self._relayed.pop(node, ())):
             if each.at >= since:
                 self._directly(each.workers, each.order, each.arguments)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +12,21 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import Lease
+from actors.coordinator import Coordinator, Lease
 from actors.keeper import GROUPS, Keeper
 from actors.launch import attach
 from actors.processes import clear, log_file
 from actors.relay import Outbox, Stamped
 from actors.worker import Worker
+from elastic.control.inbox import Inbox
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Event, Lost
 from elastic.protocol.member import Member
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
 from tests.support.chaos import assert_nothing_left, trial
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
+from tests.support.relay import Gatherer
 from tests.support.toys import toy_job
 
 LEASE_S = 12.0
@@ -66,6 +69,8 @@ class Desk:
     def post(self, event: Event) -> None: ...
 
     def post_all(self, said: tuple[Stamped, ...]) -> None: ...
+
+    def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> None: ...
 
 
 class LoneWorker(Worker):
@@ -121,6 +126,111 @@ class LoneKeeper(Keeper):
         go_or_end(self._beat, "beat")
 
     def _end(self) -> None: ...
+
+
+class Beats:
+    """Stands in for the line to the coordinator, and for the event that ends the keeper after twenty ticks.  With ``prompt`` each beat is
+    answered by the next tick.
+    """
+
+    def __init__(self, answers: Any, prompt: bool) -> None:
+        self.answers, self.prompt, self.sent, self.ticks = answers, prompt, list[Any](), 0
+
+    def remote(self, _: Event) -> Any:
+        self.sent.append(self.answers.at_once.remote() if self.prompt else self.answers.never.remote())
+        return self.sent[-1]
+
+    def wait(self, _: float) -> bool:
+        self.ticks += 1
+        if self.sent and self.prompt:
+            ray.get(self.sent[-1], timeout=PATIENCE_S)
+        return self.ticks > 20
+
+
+class Answers:
+    """An actor whose answer comes at once, or never."""
+
+    def at_once(self) -> None: ...
+
+    def never(self) -> None:
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize(("prompt", "beats"), [(True, 20), (False, 1)])
+def test_a_keeper_beats_at_each_tick_unless_its_last_beat_is_not_answered(prompt: bool, beats: int) -> None:
+    """A coordinator that does not keep up is given no more to do; one that does must hear of each node in time, or takes it for silent."""
+    answers = ray.remote(num_cpus=0)(Answers).remote()
+    one: Any = LoneKeeper.__new__(LoneKeeper)
+    one.node, one.silence_s, one.late_s, one.workers = NodeId("n1"), 3600.0, 0.0, {}
+    one.uploads, one._beats = SimpleNamespace(uploading=tuple), Beats(answers, prompt)
+    one._closed = one._beats
+    one._beat()
+    assert len(one._beats.sent) == beats
+    ray.kill(answers)
+
+
+class LeaseDesk(Coordinator):
+    """The coordinator's answers to questions for the lease, with no run around them: it knows the worker w1 alone."""
+
+    def __init__(self) -> None:
+        known = SimpleNamespace(workers=("w1",), grants_lease=lambda generation: generation == 7, knows=lambda worker: worker == "w1")
+        self.recorded, self.inbox, self.incarnation = known, Inbox(time.monotonic), 3  # type: ignore[assignment]
+        self.replicas = SimpleNamespace(holds=True, safe=SimpleNamespace(generation=7, history=SimpleNamespace(recorded_step=5)))  # type: ignore[assignment]
+        self.asked = {"directly": 0, "together": 0}
+
+    def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> list[Lease]:
+        self.asked["together"] += len(asked)
+        return [Coordinator.renew(self, worker, generation) for worker, generation in asked]
+
+    def renew(self, worker: WorkerId, generation: int) -> Lease:
+        self.asked["directly"] += 1
+        return super().renew(worker, generation)
+
+    def read(self) -> dict[str, int]:
+        return self.asked
+
+
+class Leased(LoneWorker):
+    """A worker whose keeper may be known, and that tells what it knows of its lease."""
+
+    def __init__(self, worker: str, desk: Any, keeper: Any) -> None:
+        super().__init__(desk)
+        self.worker, self.outbox.keeper = WorkerId(worker), keeper
+
+    def heeds(self) -> int:
+        return self.apply_fence.member.incarnation
+
+
+@pytest.mark.parametrize("through", ["its keeper", "nobody", "a dead keeper"])
+def test_a_worker_asks_for_its_lease_through_its_keeper_if_it_can(through: str) -> None:
+    """N2.  The controls: without a keeper, or with one that does not answer, the worker asks the coordinator itself."""
+    groups = {"control": 1, **GROUPS}
+    desk = ray.remote(num_cpus=0, concurrency_groups={"inbox": 1, "view": 1})(LeaseDesk).remote()
+    keeper = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(NodeId("n1"), desk) if through != "nobody" else None
+    if through == "a dead keeper":
+        ray.get(keeper.pid.remote())
+        ray.kill(keeper)
+    known, stranger = (ray.remote(num_cpus=0, concurrency_groups=groups)(Leased).remote(name, desk, keeper) for name in ("w1", "w2"))
+    ray.get([known.begin.remote(), stranger.begin.remote()])
+    until(lambda: ray.get(known.heeds.remote()) == 3, what="it has heard the answer")
+    with pytest.raises(ray.exceptions.RayActorError):  # the run does not know it
+        ray.get(stranger.lives.remote(), timeout=PATIENCE_S)
+    asked = ray.get(desk.read.remote())
+    assert (asked["together"] > 0, asked["directly"] > 0) == (through == "its keeper", through != "its keeper")
+    for actor in (desk, known, *((keeper,) if through == "its keeper" else ())):
+        ray.kill(actor)
+
+
+def test_what_a_worker_says_names_the_newest_coordinator_that_it_has_heard() -> None:
+    """The control: what it said before names the earlier one, whenever it is sent."""
+    put = list[tuple[Event, int]]()
+    one: Any = Worker.__new__(Worker)
+    one.outbox, one.apply_fence = SimpleNamespace(put=lambda event, heeds: put.append((event, heeds))), ApplyFence(Member(WorkerId("w1")))
+    for incarnation in (2, 3):
+        with one.apply_fence as member:
+            member.heed(incarnation)
+        one.report(Lost(WorkerId("w1"), "a test"))
+    assert [heeds for _, heeds in put] == [2, 3]
 
 
 @pytest.mark.parametrize("kind", [LoneWorker, LoneKeeper])

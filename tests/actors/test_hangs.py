@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ class Follower:
         told = queue.SimpleQueue[KeeperLost]()
         these = Group.__new__(Group)
         these._closing, these.keepers, these.post = False, {NodeId("away"): keeper}, told.put  # type: ignore[assignment]
-        these.orders = Orders(1, {}, {}, {}, 10.0)
+        these.orders, these._looks = Orders(1, {}, {}, {}, 10.0), ThreadPoolExecutor(1)
         error = ray.exceptions.ActorUnavailableError("the connection broke", None)
         ray.put(None).future().add_done_callback(lambda _: these._keeper_lost(NodeId("away"), error))
         return told.get(timeout=PATIENCE_S).reason

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors import perform
+from actors import perform, relay
 from actors.perform import NODE_DIED, UNREACHED, Group
 from actors.relay import Orders
 from elastic.ids import NodeId, Version, WorkerId
@@ -103,6 +103,11 @@ def test_a_worker_that_has_certainly_ended_is_forgotten() -> None:
     these.forget(one)
     these.forget(WorkerId("w3"))
     assert [*these.workers] == [*these.joined] == [*these._guests[node]] == [other]
+
+
+def test_orders_are_kept_for_longer_than_it_takes_to_give_up_a_keeper() -> None:
+    """The last orders through a keeper that cannot be reached are sent again only once it counts as lost."""
+    assert relay.LOST_S > 2 * perform.REACHES * perform.REACH_S
 
 
 class Keeper:

@@ -10,7 +10,8 @@ import threading
 import pytest
 import ray
 
-from actors.processes import Process, end_on_sigterm, started
+from actors.processes import Process, end_on_sigterm, started, sweep
+from elastic.train.counters import Counters, segment
 from tests.support.processes import StillRunning, Watched
 
 
@@ -27,6 +28,19 @@ def test_a_later_process_of_the_same_number_is_not_taken_for_the_one_that_ended(
         Process(child.pid, began)
     with pytest.raises(ProcessLookupError):
         started(child.pid)
+
+
+def test_counters_of_a_dead_process_are_removed_although_another_has_its_number() -> None:
+    """The control: those of a living process stay, and those that do not say when it began."""
+    for number, (pid, began) in enumerate([(os.getpid(), 0), (os.getpid(), started(os.getpid())), (os.getpid(), 1), (2**22 - 1, 1)]):
+        counters = Counters(segment("swept-0001-abcdef", f"w{number}"), create=True)
+        counters["pid"], counters["started"] = pid, began
+        counters.close()
+    sweep("swept")
+    kept = [number for number in range(4) if segment("swept-0001-abcdef", f"w{number}").exists()]
+    for number in kept:
+        segment("swept-0001-abcdef", f"w{number}").unlink()
+    assert kept == [0, 1]
 
 
 class Busy:

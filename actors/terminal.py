@@ -28,9 +28,9 @@ def show(line: Line) -> None:
     if not isinstance(line, StepLine):
         say(line.text, f"{clock} ", "dim")
         return
-    rate = f"{line.tokens_per_s:>9,.0f} tokens/s" if line.tokens_per_s else " " * len(f"{0:>9} tokens/s")
+    rate = f"{line.tokens_per_s:>9,.0f} tokens/s" if line.tokens_per_s else ""
     console.print(
-        f"[dim]{clock}[/] step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {rate}  "
+        f"[dim]{clock}[/] step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {rate:18}  "
         f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}",
         soft_wrap=True,
         end="\r" if console.is_terminal and line.step < line.steps else "\n",

@@ -179,8 +179,10 @@ class LeaseDesk(Coordinator):
         self.asked = {"directly": 0, "together": 0}
 
     def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> list[Lease]:
-        self.asked["together"] += len(asked)
-        return [Coordinator.renew(self, worker, generation) for worker, generation in asked]
+        before, answers = self.asked["directly"], super().renew_all(asked)  # which asks ``renew`` for each
+        self.asked["together"] += self.asked["directly"] - before
+        self.asked["directly"] = before
+        return answers
 
     def renew(self, worker: WorkerId, generation: int) -> Lease:
         self.asked["directly"] += 1

@@ -85,9 +85,8 @@ def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
     steps = [line for line in lines if isinstance(line, StepLine)]
     if result.state != "Finished" or len(steps) < SETTLED + 2:
         return {"failed": "\n".join(line.text for line in lines if isinstance(line, Sentence))[-1500:]}
-    seconds = statistics.median(
-        after.at - before.at for before, after in pairwise(steps[SETTLED:]) if after.generation == before.generation
-    )
+    took = [after.at - before.at for before, after in pairwise(steps[SETTLED:]) if after.generation == before.generation]
+    seconds = statistics.median(took)
     tokens = options.microbatches * options.seq
     bits = [(line.step, line.loss.hex(), line.norm.hex()) for line in steps]
     return {"step_s": seconds, "tokens_per_s": tokens / seconds, "first_step_s": steps[0].at - began, "bits": bits, "loss": steps[-1].loss}
@@ -95,10 +94,8 @@ def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
 
 def table(rows: dict[str, Row], options: argparse.Namespace) -> str:
     """Returns the rows as a Markdown table."""
-    size, lines = (
-        SIZES[options.size],
-        ["| what | step | tokens/s a GPU | to `plain` | to `plain-deterministic` | MFU; causal half |", "|---|---|---|---|---|---|"],
-    )
+    size = SIZES[options.size]
+    lines = ["| what | step | tokens/s a GPU | to `plain` | to `plain-deterministic` | MFU; causal half |", "|---|---|---|---|---|---|"]
     for name, row in rows.items():
         if "failed" in row:
             lines.append(f"| {name} | failed | | | | |")

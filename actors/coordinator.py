@@ -25,7 +25,6 @@ from actors import cluster
 from actors.journal_replicas import JournalReplicas
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder, make_log_folder
-from actors.relay import Stamped
 from actors.survivors import Left, find
 from elastic.control import codec, copy_inventory
 from elastic.control.inbox import Inbox
@@ -41,7 +40,6 @@ from elastic.protocol.builds import Build
 from elastic.protocol.events import (
     Capacity,
     Event,
-    Fenced,
     Joined,
     Lost,
     NodeFound,
@@ -232,13 +230,9 @@ class Coordinator:
         self.inbox.put(event, shard)
 
     @ray.method(concurrency_group="inbox")  # type: ignore[untyped-decorator]
-    def post_all(self, said: tuple[Stamped, ...]) -> None:
-        """Puts what workers of one node say into the inbox.
-
-        It leaves out answers to the fence that were meant for an earlier coordinator: a worker may have applied the settlement since, and
-        it answers again when this coordinator asks it where it stands.
-        """
-        self.inbox.put_all(event for heeds, event in said if heeds >= self.incarnation or not isinstance(event, Fenced))
+    def post_all(self, said: tuple[Event, ...]) -> None:
+        """Puts what workers of one node say into the inbox."""
+        self.inbox.put_all(said)
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> list[Lease]:

@@ -21,13 +21,13 @@ import ray
 
 from actors.logs import Logs
 from actors.processes import Process, describe, end_on_sigterm, log_folder, remove_logs, sweep
-from actors.relay import SPEAKING, Gathering, Stamped, answered, gone_for_good
+from actors.relay import SPEAKING, Gathering, answered, gone_for_good
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
 from elastic.protocol.actions import Save
 from elastic.protocol.authority import Replica
-from elastic.protocol.events import STOPPED, Beat, Kept, Progress, SaveFailed, ShardSaved
+from elastic.protocol.events import STOPPED, Beat, Event, Kept, Lost, Progress, SaveFailed, ShardSaved
 from elastic.runs import SavedShard
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.uploads import Uploads
@@ -161,8 +161,11 @@ class Keeper:
         try:
             counters = Counters(segment(self.run, worker), create=False)
             self.workers[worker] = (Process(counters["pid"], counters["started"]), counters)
-        except (FileNotFoundError, ProcessLookupError):
+        except ProcessLookupError:
             return self.logs.keep(worker, "ended before its keeper followed it")
+        except FileNotFoundError as error:  # without its counters it could not be saved, nor be found out if it hangs
+            self.coordinator.post.remote(Lost(worker, f"its keeper cannot follow it: {error}", certain=False))
+            return self.logs.keep(worker, f"could not be followed: {error}")
         if counters["copies"]:
             self.uploads.start()
             try:
@@ -186,7 +189,7 @@ class Keeper:
         self.asking = Gathering(ask.remote)
 
     @ray.method(concurrency_group="gather")  # type: ignore[untyped-decorator]
-    def pass_on(self, events: tuple[Stamped, ...]) -> bool:
+    def pass_on(self, events: tuple[Event, ...]) -> bool:
         """Passes on what a worker says.  Returns whether the coordinator has it."""
         return self.saying.pass_on(events) is not None
 

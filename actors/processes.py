@@ -9,14 +9,13 @@ import select
 import shutil
 import signal
 import struct
-import sys
 import tempfile
 import time
 import weakref
 from pathlib import Path
 
 from elastic.errors import JobError
-from elastic.train.counters import BYTES, FIELDS, segment
+from elastic.train.counters import segment, writer_lives
 
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
@@ -74,28 +73,17 @@ def remove_logs(run: str) -> None:
 
 
 def sweep(name: str) -> None:
-    """Removes the counters of dead processes that earlier lives of the run left on this node.
-
-    It also removes those of other versions of Elastic: the first counter is the pid in every version.
-    """
-    for path in segment(f"{name}-????-??????", "w*").parent.glob(segment(f"{name}-????-??????", "w*").name):
-        if _owner(path) is False:
-            path.unlink(missing_ok=True)
+    """Removes the counters of dead processes that earlier lives of the run left on this node."""
+    for path in _segments(name):
+        with contextlib.suppress(FileNotFoundError):  # another keeper of this machine sweeps too
+            if writer_lives(path) is False:
+                path.unlink()
 
 
-def _owner(path: Path) -> bool | None:
-    """Returns whether the process that wrote the counters at ``path`` lives; None if it has not written its pid yet.
-
-    Counters of another version may lack the time at which it began.  Then a later process of its number counts for it.
-    """
-    data, at = path.read_bytes(), 8 * FIELDS.index("started")
-    pid, began = (int.from_bytes(data[first : first + 8], sys.byteorder) for first in (0, at))
-    if not pid:
-        return None
-    try:
-        return started(pid) == began or not began or len(data) != BYTES
-    except ProcessLookupError:
-        return False
+def _segments(name: str) -> list[Path]:
+    """Returns the counters of all lives of the run that are on this node."""
+    every = segment(f"{name}-????-??????", "w*")
+    return sorted(every.parent.glob(every.name))
 
 
 def end_on_sigterm() -> None:
@@ -113,12 +101,13 @@ def clear(name: str, deadline_s: float) -> list[str]:
     Files of a process that still lives at the deadline stay.
     """
     removed, end = [], time.monotonic() + deadline_s
-    for path in sorted(segment(f"{name}-????-??????", "w*").parent.glob(segment(f"{name}-????-??????", "w*").name)):
-        while (alive := bool(_owner(path))) and time.monotonic() < end:
-            time.sleep(0.02)
-        if not alive:
-            path.unlink(missing_ok=True)
-            removed.append(f"{path}")
+    for path in _segments(name):
+        with contextlib.suppress(FileNotFoundError):  # its keeper has removed it
+            while (alive := writer_lives(path)) and time.monotonic() < end:
+                time.sleep(0.02)
+            if not alive:
+                path.unlink()
+                removed.append(f"{path}")
     for folder in sorted(log_folder("").glob(f"{name}-????-??????")) if _is_ours(log_folder("")) else ():
         shutil.rmtree(folder, ignore_errors=True)
         removed.append(f"{folder}")

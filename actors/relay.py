@@ -38,9 +38,6 @@ HOPS = 10
 LOST_S, ORDERS = 60.0, 8
 """Age in seconds of the oldest order that a keeper may have taken with it when it died, and the largest number of them."""
 
-Stamped = tuple[int, Event]
-"""An event that a worker tells, after the incarnation of the newest coordinator that it had heard by then."""
-
 
 class Outbox:
     """Sends what a worker says, in order.  Any thread puts events; a thread of its own sends them, one call at a time."""
@@ -53,12 +50,11 @@ class Outbox:
         """The call that the keeper has not answered in time."""
         self._direct: Any = None
         """The last call that went to the coordinator directly."""
-        self._waiting: queue.SimpleQueue[Stamped | threading.Event] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Event | threading.Event] = queue.SimpleQueue()
         go_or_end(self._run, "outbox")
 
-    def put(self, event: Event, heeds: int) -> None:
-        """``heeds`` is the incarnation of the newest coordinator that this worker has heard."""
-        self._waiting.put((heeds, event))
+    def put(self, event: Event) -> None:
+        self._waiting.put(event)
 
     def through(self, keeper: Any) -> None:
         """Sends through ``keeper`` from now on."""
@@ -80,11 +76,11 @@ class Outbox:
                     self._nothing_waits(self._late_s / 2)
                     each.set()
 
-    def _send(self, events: tuple[Stamped, ...]) -> None:
+    def _send(self, events: tuple[Event, ...]) -> None:
         if not self._passed(events):
             self._direct = self._coordinator.post_all.remote(events)
 
-    def _passed(self, events: tuple[Stamped, ...]) -> bool:
+    def _passed(self, events: tuple[Event, ...]) -> bool:
         """Returns whether the keeper has passed ``events`` on.  One that is late is asked again once it has answered."""
         keeper = self.keeper
         if keeper is None or not self._nothing_waits() or not answered(self._late):

@@ -145,7 +145,7 @@ class Worker:
             os._exit(code)
 
     def report(self, event: Event) -> None:
-        self.outbox.put(event, self.apply_fence.member.incarnation)
+        self.outbox.put(event)
 
     def _keep_lease(self) -> None:
         """Renews the lease again and again.

@@ -16,8 +16,8 @@ from actors import cluster, coordinator
 from actors.coordinator import Coordinator
 from actors.perform import Group
 from elastic.control.inbox import Inbox
-from elastic.ids import NodeId, WorkerId
-from elastic.protocol.events import Fenced, Here, NodeFound
+from elastic.ids import NodeId
+from elastic.protocol.events import NodeFound
 from elastic.threads import keep_going
 from storage.errors import Unavailable
 from tests.support.patience import PATIENCE_S
@@ -102,18 +102,6 @@ def test_a_node_whose_last_keeper_is_not_quite_gone_costs_the_other_nodes_nothin
     assert [*one.group.keepers] == ["n2"]
     one._keep((NodeId("n1"), NodeId("n2")))
     assert [*one.group.keepers] == ["n2", "n1"]
-
-
-def test_an_answer_to_the_fence_that_was_meant_for_an_earlier_coordinator_is_left_out() -> None:
-    """It may be older than the settlement that its worker has applied since; asked where it stands, the worker answers again."""
-    one: Any = Coordinator.__new__(Coordinator)
-    one.inbox, one.incarnation = Inbox(lambda: 0.0), 3
-    stale, fresh, other = (Fenced(WorkerId(f"w{number}"), 7, (), None) for number in (1, 2, 3))
-    one.post_all(((2, stale), (2, Here(WorkerId("w1"), 7)), (3, fresh), (4, other)))
-    found = []
-    while (taken := one.inbox.take(0.0)) is not None:
-        found.append(taken[0])
-    assert found == [Here(WorkerId("w1"), 7), fresh, other]
 
 
 def test_what_fails_on_a_pool_is_in_the_story() -> None:

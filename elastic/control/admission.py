@@ -76,16 +76,16 @@ def joined(decision: Decision, event: Joined) -> None:
         # another coordinator has given this name to the worker
         decision.know("members", next_worker=membership.number_of(event.worker) + 1)
         return decision.say(f"{event.worker} was started by another coordinator; it is ended, and no other worker gets its name")
-    decision.know(members=run.members.without_starting(event.worker))
+    del decision.open("members", "starting")[event.worker]
     if (misfit := _misfit(decision, event)) is not None:
         why, shared = misfit
         decision.do(Kill((event.worker,), "its node is refused"))
         return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
     newcomer = Worker(event.node, event.kind, decision.now, host=event.build.host)
-    home = run.cluster.homes.get(event.node, Home(growth.host_of(newcomer), decision.now))
-    workers = {**run.workers, event.worker: newcomer}
-    decision.know("members", workers=workers, classes=event.classes, class_bytes=event.class_bytes)
-    decision.know("cluster", homes={**run.cluster.homes, event.node: home})
+    decision.open("members", "workers")[event.worker] = newcomer
+    decision.know("members", classes=event.classes, class_bytes=event.class_bytes)
+    if event.node not in run.cluster.homes:
+        decision.open("cluster", "homes")[event.node] = Home(growth.host_of(newcomer), decision.now)
     decision.say(f"{event.worker} joined on node {event.node[:8]}")
 
 

@@ -24,7 +24,7 @@ from elastic.control.decision import Transition
 from elastic.control.deltas import SAME, delta, patched
 from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
-from elastic.control.run import RunState
+from elastic.control.run import Forming, RunState
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Attached, Beat, Capacity, Event, Fenced, Recovered, Renewed, Said, StepDone, Tick, Together
 from elastic.protocol.plan import Plan
@@ -366,6 +366,8 @@ def _decode_fields(kind: Any, json: Json) -> Any:
         raise UnknownFormat(f"the journal has {json.get('$')!r} where {kind.__name__} is expected")
     if PACKED in json:
         return _decode_fields(kind, spelled_out(json))
+    if kind is Forming:
+        json = old_journals.with_there(json)
     unknown = sorted(json.keys() - hints.keys() - RETIRED - {"$"})
     if unknown:
         raise UnknownFormat(f"{kind.__name__} of the journal has unknown fields: {', '.join(unknown)}")

@@ -26,17 +26,22 @@ LATER = 8
 
 def here(decision: Decision, event: Here) -> None:
     state = decision.run.state
-    if isinstance(state, Forming) and event.worker not in state.here:
-        decision.amend(here=(*state.here, event.worker), here_at=min(state.here_at, decision.now))
+    if isinstance(state, Forming) and event.worker not in state.there:
+        _note(decision, state, event.worker, ready=False)
 
 
 def ready(decision: Decision, event: Ready) -> None:
     state = decision.run.state
-    if isinstance(state, Forming) and event.worker not in state.ready:
+    if isinstance(state, Forming) and not state.there.get(event.worker, False):
         if why := slow_network(event):
             decision.say(why)
-        here = state.here if event.worker in state.here else (*state.here, event.worker)
-        decision.amend(here=here, ready=(*state.ready, event.worker), here_at=min(state.here_at, decision.now))
+        _note(decision, state, event.worker, ready=True)
+
+
+def _note(decision: Decision, state: Forming, worker: WorkerId, *, ready: bool) -> None:
+    if decision.now < state.here_at:
+        decision.amend(here_at=decision.now)
+    decision.open("state", "there")[worker] = ready
 
 
 def initialising(decision: Decision, watch: Watch, node: NodeId, progress: Iterable[Progress]) -> None:
@@ -68,8 +73,8 @@ def slow_network(event: Ready) -> str:
 
 
 def go_on(decision: Decision, state: Forming) -> None:
-    run, plan, there = decision.run, state.plan, len(state.here)
-    if len(state.ready) == len(plan.members):
+    run, plan, there = decision.run, state.plan, len(state.there)
+    if there == len(plan.members) and all(state.there.values()):
         edges.go(decision, plan)
     elif run.stop and (plan.tier == "init" or plan.version in run.history.saved):
         edges.stop(decision, f"stop asked for ({run.stop}) with nothing to save")
@@ -85,19 +90,18 @@ def go_on(decision: Decision, state: Forming) -> None:
 
 def _expel_the_absent(decision: Decision, state: Forming, within: str) -> None:
     """Expels the members that did not answer ``Here``.  A member that has left its older world answers at once."""
-    absent = _others(state, state.here)
+    absent = tuple(worker for worker in state.plan.members if worker not in state.there)
     stopping.expel(decision, absent, f"{names(absent)} did not take the plan {within}")
 
 
-def _others(state: Forming, workers: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    known = frozenset(workers)
-    return tuple(worker for worker in state.plan.members if worker not in known)
+def _not_ready(state: Forming) -> tuple[WorkerId, ...]:
+    return tuple(worker for worker in state.plan.members if not state.there.get(worker, False))
 
 
 def _initialising(decision: Decision, state: Forming) -> tuple[WorkerId, ...]:
     """Returns the members that still initialise.  Each does so by itself, so no member waits there for another."""
     seen = seen_of(decision.run.watch)
-    return tuple(each for each in _others(state, state.ready) if each in seen and seen[each].operation == INITIALISES)
+    return tuple(each for each in _not_ready(state) if each in seen and seen[each].operation == INITIALISES)
 
 
 def _expel_the_slow(decision: Decision, state: Forming, slow: tuple[WorkerId, ...]) -> None:
@@ -116,9 +120,9 @@ def _blame_the_store(decision: Decision, state: Forming) -> None:
     """
     plan, again = state.plan, bool(decision.run.cluster.blamed)
     decision.know("cluster", blamed=(*decision.run.cluster.blamed, plan.store_node))
-    stuck = _others(state, state.ready)
+    stuck = _not_ready(state)
     cause = f"all {len(plan.members)} were there, but {names(stuck)} did not get ready within {decision.rules.form_s:g} s"
-    if again and state.ready:
+    if again and any(state.there.values()):
         stopping.expel(decision, stuck, cause)
     else:
         edges.stop(decision, f"{cause}; blame the store on {plan.store_node} or the network")

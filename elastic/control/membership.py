@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from elastic.control import growth, saves
 from elastic.control.decision import Decision, count, names
+from elastic.control.evolve import evolve
 from elastic.control.liveness import forgotten, silent
 from elastic.control.run import Finishing, Host
 from elastic.ids import NodeId, WorkerId
@@ -24,7 +25,7 @@ def start_failed(decision: Decision, event: StartFailed) -> None:
     """Frees the worker's place.  The next attempt waits ``grow_debounce_s``, so that repeated failures do not spin."""
     if event.worker not in decision.run.members.starting:
         return decision.refuse(f"{event.worker} is not being started")
-    decision.know(members=decision.run.members.without_starting(event.worker))
+    del decision.open("members", "starting")[event.worker]
     decision.do(Kill((event.worker,), "it did not start"))
     decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)
     decision.say(f"{event.worker} did not start ({event.reason})")
@@ -62,7 +63,7 @@ def _forget_the_late(decision: Decision) -> None:
     starting = decision.run.members.starting.items()  # who was asked for first comes first
     late = tuple(worker for worker, _ in takewhile(lambda each: decision.due(each[1] + form_s), starting))
     for worker in late:
-        decision.know(members=decision.run.members.without_starting(worker))
+        del decision.open("members", "starting")[worker]
     if late:
         decision.do(Kill(late, f"not there {form_s:g} s after it was asked for"))
         decision.say(f"{names(late)} did not join within {form_s:g} s")
@@ -100,15 +101,15 @@ def expel(decision: Decision, workers: tuple[WorkerId, ...], why: str, *, examin
 
 def hold(decision: Decision, holdings: dict[WorkerId, tuple[Holding, ...]]) -> None:
     """Notes what each named worker holds, if it is still part of the run."""
-    members = decision.run.members.holding(holdings)
-    if members is not decision.run.members:
-        decision.know(members=members)
+    for worker, held in holdings.items():
+        known = decision.run.workers.get(worker)
+        if known is not None and known.holdings != held:
+            decision.open("members", "workers")[worker] = evolve(known, holdings=held)
 
 
 def unfit(decision: Decision, worker: WorkerId, why: str) -> None:
     """Marks a worker that cannot take part any more; it is replaced once the generation is settled."""
-    workers = decision.run.workers
-    decision.know("members", workers={**workers, worker: replace(workers[worker], unfit=why)})
+    decision.open("members", "workers")[worker] = evolve(decision.run.workers[worker], unfit=why)
 
 
 # ---- keepers

@@ -62,6 +62,14 @@ def converted(
     return new, found
 
 
+def with_there(forming: Json) -> Json:
+    """Returns the state ``Forming`` with one entry for each member that is there, where older versions listed them and the ready ones."""
+    if "ready" not in forming:
+        return forming
+    rest = {name: value for name, value in forming.items() if name not in ("here", "ready")}
+    return {**rest, "there": {worker: worker in forming["ready"] for worker in forming["here"]}}
+
+
 def _in_cells(json: Json) -> Json:
     """Returns ``json`` in the words that fit several axes.
 

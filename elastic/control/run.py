@@ -6,7 +6,8 @@
              ├─ history    what was committed, saved and given up   └─ takeover  what coordinators before this one left open
              └─ saves      checkpoints on their way to the bucket
 
-All values are immutable; dictionaries are replaced, never changed.  Which state may follow which is in ``edges.py``.
+All values are immutable; dictionaries are replaced, and only the decision that has made one changes it.  Which state may follow which is
+in ``edges.py``.
 """
 
 from __future__ import annotations
@@ -46,10 +47,8 @@ class Forming:
 
     plan: Plan
     deadline: float
-    here: tuple[WorkerId, ...] = ()
-    """The members that have the plan."""
-    ready: tuple[WorkerId, ...] = ()
-    """The members that have formed their groups and healed their state."""
+    there: dict[WorkerId, bool] = field(default_factory=dict)
+    """The members that have the plan, and whether each has formed its groups and healed its state."""
     here_at: float = NEVER
     """The time at which the first member had the plan."""
 
@@ -174,22 +173,10 @@ class Members:
     declined: tuple[WorkerId, ...] = ()
     """Newcomers that would cost more than they bring; they wait as spares."""
 
-    def without_starting(self, worker: WorkerId) -> Members:
-        """Returns the members without ``worker`` among the starting ones."""
-        starting = dict(self.starting)
-        starting.pop(worker, None)
-        return evolve(self, starting=starting)
-
     def without(self, workers: Iterable[WorkerId]) -> Members:
         """Returns the members without ``workers``, which are no longer part of the run."""
         gone = frozenset(workers)
         return evolve(self, workers={worker: known for worker, known in self.workers.items() if worker not in gone})
-
-    def holding(self, holdings: dict[WorkerId, tuple[Holding, ...]]) -> Members:
-        """Returns the members with the new holdings of each worker in ``holdings`` that is still part of the run."""
-        known = self.workers
-        new = {w: evolve(known[w], holdings=held) for w, held in holdings.items() if w in known and known[w].holdings != held}
-        return evolve(self, workers={**known, **new}) if new else self
 
 
 @dataclass(frozen=True)

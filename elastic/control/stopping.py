@@ -138,6 +138,8 @@ def fenced(decision: Decision, event: Fenced) -> None:
     state = decision.run.state
     if isinstance(state, Finishing):
         return
+    if event.heeds is not None and event.heeds < decision.run.incarnation:  # it may have gone on since; asked again, it answers again
+        return commits.all_committed(decision, event.outcomes)
     if isinstance(state, Forming | Running):
         edges.stop(decision, f"{event.worker} takes no more part")
         return fenced(decision, event)

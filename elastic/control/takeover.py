@@ -97,7 +97,7 @@ def _forgive_the_silence(decision: Decision) -> None:
     decision.know(watch=watch, saves=Saves(again))
     match run.state:
         case Forming():
-            decision.amend(deadline=now + rules.form_s, here_at=now if run.state.here else NEVER)
+            decision.amend(deadline=now + rules.form_s, here_at=now if run.state.there else NEVER)
         case Stopping(planned=False):
             decision.amend(deadline=now + rules.fence_s)
         case Finishing():

@@ -217,7 +217,8 @@ class Fenced:
     ``held`` lists the state that it holds complete and unharmed, in the old and the new layout while it heals; a worker that failed while
     it applied a step holds nothing.  ``prepared`` is the step whose gradients are complete here but not applied.  ``outcomes`` are the
     last commits that it has seen, oldest first: they are evidence, and the ledger of a dead rank 0.  In a large world only some members
-    bring them; an answer that is not ``whole`` only names the newest one in ``seen``.
+    bring them; an answer that is not ``whole`` only names the newest one in ``seen``.  ``heeds`` is the incarnation of the latest
+    coordinator that the worker had heard: to a later one this is no answer.
     """
 
     worker: WorkerId
@@ -228,6 +229,8 @@ class Fenced:
     seen: Version | None = None
     """The newest commit of its generation that the worker has seen.  The journal has it here too, for it leaves out known commits."""
     whole: bool = True
+    heeds: int | None = None
+    """None in older journals."""
 
     @property
     def newest_seen(self) -> Version | None:

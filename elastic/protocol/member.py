@@ -253,10 +253,10 @@ class Member:
         generation, self._owed, self._whole = self._owed, 0, False
         self._answered = generation
         if whole:
-            return Fenced(self.worker, generation, tuple(self.held), self.prepared, tuple(self.outcomes))
+            return Fenced(self.worker, generation, tuple(self.held), self.prepared, tuple(self.outcomes), heeds=self.incarnation)
         newest = max((each.step for each in self.outcomes if each.generation == generation), default=None)
         seen = Version(newest, generation) if newest is not None else None
-        return Fenced(self.worker, generation, tuple(self.held), self.prepared, (), seen, whole=False)
+        return Fenced(self.worker, generation, tuple(self.held), self.prepared, (), seen, whole=False, heeds=self.incarnation)
 
     def _speaks(self) -> bool:
         """Returns whether this member's answers bring the commits: those of ``SPEAKERS`` members do, spread evenly over the world."""

@@ -274,7 +274,10 @@ class Oracle:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
                 self.evidence[event.generation][event.outcome.step] = event.outcome
             case Fenced() if event.worker not in self.expelled and event.generation not in self.settled:
-                self.answered[event.generation].add(event.worker)
+                if event.heeds is None or event.heeds >= before.incarnation:
+                    self.answered[event.generation].add(event.worker)
+                else:
+                    self.occasions["an answer to an earlier coordinator"] += 1
                 applied = (each.version.step for each in event.held if each.version.generation == event.generation)
                 self.answered_at[event.generation] = max(self.answered_at[event.generation], *applied, 0)
                 self.evidence[event.generation].update({o.step: o for o in event.outcomes if o.generation == event.generation})

@@ -1,13 +1,15 @@
 """Progress counters of one worker in shared memory: read by its keeper while the worker is busy, stuck or dead.
 
 They are a file of 64-bit integers in ``/dev/shm`` with one writer.  A reader needs no help from the worker, so a held GIL hides nothing,
-and the work of a killed worker can still be counted.
+and the work of a killed worker can still be counted.  The writer holds a lock on the file as long as it lives.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import sys
 from pathlib import Path
 
 from elastic.protocol.events import INITIALISES
@@ -53,6 +55,7 @@ class Counters:
         try:
             if create:
                 os.posix_fallocate(descriptor, 0, BYTES)  # without room this call fails, instead of the first write by SIGBUS
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # kept by the mapping, which has the same open file
             self._memory = mmap.mmap(descriptor, BYTES)
         finally:
             os.close(descriptor)
@@ -71,3 +74,18 @@ class Counters:
     def close(self) -> None:
         self._view.release()
         self._memory.close()
+
+
+def writer_lives(path: Path) -> bool | None:
+    """Returns whether the process that made the counters at ``path`` lives; None if it has not written its pid yet.
+
+    The lock tells it.  The pid would not: containers with a common ``/dev/shm`` have different numbers and clocks for a process.
+    """
+    with open(path, "rb") as file:
+        if not int.from_bytes(file.read(8), sys.byteorder):
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False

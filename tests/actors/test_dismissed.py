@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import Coordinator, Lease
+from actors.coordinator import Coordinator, Lease, View
 from actors.keeper import GROUPS, Keeper
 from actors.launch import attach
 from actors.processes import clear, log_file
-from actors.relay import Outbox, Stamped
+from actors.relay import Outbox
 from actors.worker import Worker
 from elastic.control.inbox import Inbox
 from elastic.ids import NodeId, WorkerId
@@ -24,6 +25,7 @@ from elastic.protocol.events import Event, Lost
 from elastic.protocol.member import Member
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
+from elastic.train.counters import segment
 from tests.support.chaos import assert_nothing_left, trial
 from tests.support.patience import PATIENCE_S, until
 from tests.support.relay import Gatherer
@@ -34,17 +36,28 @@ LEFT = 3
 """Exit code of a worker that leaves because the run goes on without it."""
 
 
-def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path) -> None:
-    """The coordinator is told by mistake that a living worker has ended, so it kills nobody.  The worker hears so when it asks for its
-    lease, and ends itself.
+def told_so(view: View, worker: WorkerId) -> None:
+    attach("given-up").post.remote(Lost(worker, "a mistake", certain=True))  # type: ignore[union-attr]
+
+
+def not_followed(view: View, worker: WorkerId) -> None:
+    """Removes the counters, as a node does that is told to clean its shared memory, and lets another keeper look for them."""
+    segment(view.token, worker).unlink()
+    ray.kill(ray.get_actor(f"{view.token}/keeper-{view.workers[worker][:12]}"))
+
+
+@pytest.mark.parametrize("mistake", [told_so, not_followed])
+def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path, mistake: Callable[[View, WorkerId], None]) -> None:
+    """The coordinator takes a living worker for one that has ended, so it kills nobody.  The worker hears so when it asks for its lease,
+    and ends itself.
     """
-    mistaken = list[str]()
+    mistaken = list[WorkerId]()
 
     def act(witness: Any, view: Any) -> bool:
         """Returns True once the worker that was given up has ended."""
         if not mistaken and view.step >= 3 and len(view.workers) == 2:
             mistaken.append(max(view.workers))
-            attach("given-up").post.remote(Lost(WorkerId(mistaken[0]), "a mistake", certain=True))  # type: ignore[union-attr]
+            mistake(view, mistaken[0])
         elif mistaken and witness.seen[mistaken[0]].ended is not None:
             attach("given-up").stop.remote("it has ended")  # type: ignore[union-attr]
             return True
@@ -56,7 +69,7 @@ def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path) -> 
     ended = chaos.witness.seen[mistaken[0]].ended
     assert ended is not None and ended.status is not None and os.waitstatus_to_exitcode(ended.status) == LEFT, "nobody killed it"
     (log,) = Path(job.bucket).glob(f"given-up/logs/*/{mistaken[0]}.log")
-    assert "the run goes on without this worker" in log.read_text()
+    assert ("could not be followed" if mistake is not_followed else "the run goes on without this worker") in log.read_text()
     assert_nothing_left(chaos)
 
 
@@ -68,7 +81,7 @@ class Desk:
 
     def post(self, event: Event) -> None: ...
 
-    def post_all(self, said: tuple[Stamped, ...]) -> None: ...
+    def post_all(self, said: tuple[Event, ...]) -> None: ...
 
     def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> None: ...
 
@@ -221,18 +234,6 @@ def test_a_worker_asks_for_its_lease_through_its_keeper_if_it_can(through: str) 
     assert (asked["together"] > 0, asked["directly"] > 0) == (through == "its keeper", through != "its keeper")
     for actor in (desk, known, *((keeper,) if through == "its keeper" else ())):
         ray.kill(actor)
-
-
-def test_what_a_worker_says_names_the_newest_coordinator_that_it_has_heard() -> None:
-    """The control: what it said before names the earlier one, whenever it is sent."""
-    put = list[tuple[Event, int]]()
-    one: Any = Worker.__new__(Worker)
-    one.outbox, one.apply_fence = SimpleNamespace(put=lambda event, heeds: put.append((event, heeds))), ApplyFence(Member(WorkerId("w1")))
-    for incarnation in (2, 3):
-        with one.apply_fence as member:
-            member.heed(incarnation)
-        one.report(Lost(WorkerId("w1"), "a test"))
-    assert [heeds for _, heeds in put] == [2, 3]
 
 
 @pytest.mark.parametrize("kind", [LoneWorker, LoneKeeper])

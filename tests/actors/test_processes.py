@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -30,17 +31,51 @@ def test_a_later_process_of_the_same_number_is_not_taken_for_the_one_that_ended(
         started(child.pid)
 
 
-def test_counters_of_a_dead_process_are_removed_although_another_has_its_number() -> None:
-    """The control: those of a living process stay, and those that do not say when it began."""
-    for number, (pid, began) in enumerate([(os.getpid(), 0), (os.getpid(), started(os.getpid())), (os.getpid(), 1), (2**22 - 1, 1)]):
-        counters = Counters(segment("swept-0001-abcdef", f"w{number}"), create=True)
-        counters["pid"], counters["started"] = pid, began
-        counters.close()
+WRITES = """
+import os, sys, time
+from elastic.train.counters import Counters, segment
+counters = Counters(segment("swept-0001-abcdef", sys.argv[1]), create=True)
+counters["pid"] = os.getpid()
+print("written", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+APART = ["unshare", "--pid", "--fork", "--kill-child", "--time", "--boottime", "1000"]
+"""Runs a command as in a container that has its own numbers of processes and its own clock."""
+
+
+@pytest.mark.parametrize(
+    "where", [[], pytest.param(APART, marks=pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces"))], ids=["here", "apart"]
+)
+def test_counters_are_removed_once_their_process_is_dead(where: list[str]) -> None:
+    """Seen from outside, the process in a container has another number and another beginning.  Of the four, only the last has ended, and
+    its number belongs to a living process."""
+    own = Counters(segment("swept-0001-abcdef", "w0"), create=True)
+    unborn = Counters(segment("swept-0001-abcdef", "w1"), create=True)
+    own["pid"] = os.getpid()
+    living = subprocess.Popen([*where, sys.executable, "-c", WRITES, "w2", "100"], stdout=subprocess.PIPE)
+    try:
+        assert living.stdout is not None and living.stdout.readline() == b"written\n"
+        subprocess.run([sys.executable, "-c", WRITES, "w3", "0"], stdout=subprocess.PIPE, check=True)
+        Counters(segment("swept-0001-abcdef", "w3"), create=False)["pid"] = os.getpid()
+        sweep("swept")
+        assert left() == ["w0", "w1", "w2"]
+    finally:
+        living.kill()
+        living.communicate()
+    own.close()
     sweep("swept")
-    kept = [number for number in range(4) if segment("swept-0001-abcdef", f"w{number}").exists()]
-    for number in kept:
-        segment("swept-0001-abcdef", f"w{number}").unlink()
-    assert kept == [0, 1]
+    assert left() == ["w1"]
+    unborn["pid"] = os.getpid()
+    unborn.close()
+    sweep("swept")
+    assert left() == []
+
+
+def left() -> list[str]:
+    """Returns the workers whose counters are there."""
+    return [f"w{number}" for number in range(4) if segment("swept-0001-abcdef", f"w{number}").exists()]
 
 
 class Busy:

@@ -133,9 +133,9 @@ def test_a_keeper_that_stands_still_or_dies_loses_nothing(office: Office, fate: 
 def test_a_keeper_whose_coordinator_does_not_answer_says_so(office: Office) -> None:
     """The coordinator is dead for the keeper only: what the worker then sends directly waits for the next one."""
     event = Here(WORKERS[0], 1)
-    assert ray.get(office.keeper.pass_on.remote(((0, event),)), timeout=PATIENCE_S), "the control"
+    assert ray.get(office.keeper.pass_on.remote((event,)), timeout=PATIENCE_S), "the control"
     ray.kill(office.desk)
-    assert not ray.get(office.keeper.pass_on.remote(((0, event),)), timeout=PATIENCE_S)
+    assert not ray.get(office.keeper.pass_on.remote((event,)), timeout=PATIENCE_S)
 
 
 def test_one_call_asks_for_the_leases_of_all_workers_of_a_node(office: Office) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic.control import stopping
-from elastic.control.run import Forming, Stopping
+from elastic.control.evolve import evolve
+from elastic.control.run import Forming, Running, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.actions import Fence, Form, Kill, Settle
@@ -297,6 +300,33 @@ def test_an_answer_that_arrives_after_its_sender_died_is_evidence() -> None:
     assert play.run.step == 5 and "w1" not in play.run.workers
     play.answer("w2", Version(4, 1), prepared=5)
     assert play.did(Settle)[0].outcome == outcome(5, 1)
+
+
+@pytest.mark.parametrize("heeds", [1, 2])
+def test_an_answer_that_was_meant_for_an_earlier_coordinator_is_evidence_and_no_answer(heeds: int) -> None:
+    """It may be older than the settlement that its worker has applied since, so what it holds says nothing; its commits are facts.  The
+    control is an answer to the present coordinator."""
+    play = stepping(3)
+    play.steps(1, 4)
+    play.lose("w2")
+    play.run = evolve(play.run, incarnation=2)
+    answer = Fenced(WorkerId("w1"), 1, (play.shard("w1", Version(5, 1)),), None, (outcome(5, 1),), heeds=heeds)
+    play.tell(answer)
+    assert play.run.step == 5
+    assert play.pending == (("w1", "w3") if heeds == 1 else ("w3",))
+    assert bool(play.run.workers[WorkerId("w1")].holdings) is (heeds == 2)
+    play.tell(replace(answer, heeds=2))
+    play.answer("w3", Version(5, 1))
+    assert play.deeds == ["Settle", "Form"] and play.plan.version == Version(5, 1)
+
+
+def test_an_answer_to_an_earlier_coordinator_stops_no_world() -> None:
+    play = stepping(2)
+    play.run = evolve(play.run, incarnation=2)
+    play.tell(Fenced(WorkerId("w1"), 1, (), None, (outcome(1, 1),), heeds=1))
+    assert isinstance(play.run.state, Running) and play.run.step == 1
+    play.tell(Fenced(WorkerId("w1"), 1, (), None, (outcome(1, 1),), heeds=2))
+    assert isinstance(play.run.state, Stopping), "the control"
 
 
 # ---- N1: in a large world only some answers bring the commits

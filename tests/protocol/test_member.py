@@ -98,7 +98,7 @@ def test_a_plan_that_was_fenced_meanwhile_is_not_entered() -> None:
     member, waiting = Member(ME), plan(3)
     assert member.form(waiting)
     answer = member.fence(3)
-    assert answer == Fenced(ME, 3, (), None)
+    assert answer == Fenced(ME, 3, (), None, heeds=0)
     assert not member.enter(waiting) and not member.form(plan(3)) and member.form(plan(4))
 
 
@@ -163,7 +163,7 @@ def test_the_answer_to_a_fence_waits_for_the_update() -> None:
     member.apply(outcome(1), 0.0)
     assert member.fence(1) is None
     member.applied(outcome(1))
-    assert member.answer() == Fenced(ME, 1, (holding(Version(1, 1)),), None, (outcome(1),))
+    assert member.answer() == Fenced(ME, 1, (holding(Version(1, 1)),), None, (outcome(1),), heeds=0)
     assert member.answer() is None, "it is given once"
     assert member.fence(1) is not None, "and again when it is asked for again"
 
@@ -173,7 +173,7 @@ def test_the_answer_to_a_fence_after_a_failed_update_holds_nothing() -> None:
     member.prepare(1)
     member.apply(outcome(1), 0.0)
     member.failed()
-    assert member.fence(1) == Fenced(ME, 1, (), None, ())
+    assert member.fence(1) == Fenced(ME, 1, (), None, (), heeds=0)
     assert not member.go(1)
 
 
@@ -186,7 +186,7 @@ def test_the_answer_to_a_fence_waits_for_a_settlement_under_way() -> None:
     member.apply(outcome(1), 0.0, settled=True)
     member.applied(outcome(1))
     assert member.answer() is None
-    assert member.leave() == Fenced(ME, 1, (holding(Version(1, 1)),), None, (outcome(1),))
+    assert member.leave() == Fenced(ME, 1, (holding(Version(1, 1)),), None, (outcome(1),), heeds=0)
 
 
 def test_an_older_fence_is_not_answered_and_a_later_one_bars_at_once() -> None:
@@ -195,7 +195,7 @@ def test_an_older_fence_is_not_answered_and_a_later_one_bars_at_once() -> None:
     assert member.fence(2) is None, "its answer waits until this world is left"
     with pytest.raises(FencedOff):
         member.prepare(1)
-    assert member.leave() == Fenced(ME, 2, (holding(Version(0, 0)),), None, ())
+    assert member.leave() == Fenced(ME, 2, (holding(Version(0, 0)),), None, (), heeds=0)
 
 
 def test_a_fenced_member_neither_heals_nor_prepares_nor_applies() -> None:
@@ -212,7 +212,7 @@ def test_a_fenced_member_neither_heals_nor_prepares_nor_applies() -> None:
 def test_memory_that_is_lost_after_the_answer_ends_the_process() -> None:
     """The coordinator counts on the answer.  Before the answer the process lives on, and says that it holds nothing."""
     before, after = stepping(), stepping()
-    assert before.lose() and before.fence(1) == Fenced(ME, 1, (), None, ())
+    assert before.lose() and before.fence(1) == Fenced(ME, 1, (), None, (), heeds=0)
     after.fence(1)
     assert not after.lose() and held(after) == [Version(0, 0)]
 
@@ -333,7 +333,8 @@ def test_a_new_coordinator_is_told_all_that_may_be_lost() -> None:
     step(member, 1)
     assert member.attached() == (Attached(ME, member.plan, True), *said, StepDone(ME, 1, outcome(1)))
     member.fence(1)
-    fenced = Fenced(ME, 1, (holding(Version(1, 1)),), None, (outcome(1),))
+    fenced = Fenced(ME, 1, (holding(Version(1, 1)),), None, (outcome(1),), heeds=2)
+    member.heed(2)
     assert member.attached()[-1] == fenced
     member.settle(1, None)
     assert member.attached() == (Attached(ME, member.plan, False), *said, StepDone(ME, 1, outcome(1)))

@@ -164,9 +164,7 @@ def test_forgetting_the_leases_that_a_dead_coordinator_granted_is_noticed() -> N
 
 def test_dropping_here_is_noticed() -> None:
     """Members that said Here are blamed for those that did not."""
-    edit = Edit(
-        "forming", "        decision.amend(here=(*state.here, event.worker), here_at=min(state.here_at, decision.now))", "        pass"
-    )
+    edit = Edit("forming", "        _note(decision, state, event.worker, ready=False)", "        pass")
     assert "said Here and is expelled" in killed_by("deaf", edit)
 
 

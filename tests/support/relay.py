@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from actors.keeper import Keeper
-from actors.relay import Outbox, Stamped, answered
+from actors.relay import Outbox, answered
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import Event, Here
@@ -30,9 +30,9 @@ class Desk:
         """Takes so many seconds for each call from now on."""
         self.takes_s = seconds
 
-    def post_all(self, said: tuple[Stamped, ...]) -> None:
+    def post_all(self, said: tuple[Event, ...]) -> None:
         time.sleep(self.takes_s)
-        self.calls.append(tuple(event for _, event in said))
+        self.calls.append(said)
 
     def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> list[str]:
         time.sleep(self.takes_s)
@@ -78,7 +78,7 @@ class Speaker:
         self.outbox = Outbox(self, FENCE_S)
         self.orders: list[Any] = []
 
-    def remote(self, said: tuple[Stamped, ...]) -> Any:
+    def remote(self, said: tuple[Event, ...]) -> Any:
         """Tells the desk directly."""
         self.direct += 1
         return self.desk.post_all.remote(said)
@@ -94,7 +94,7 @@ class Speaker:
 
     def say(self, *numbers: int) -> None:
         for number in numbers:
-            self.outbox.put(Here(self.worker, number), 0)
+            self.outbox.put(Here(self.worker, number))
 
     def obey(self, incarnation: int, order: str, *arguments: Any) -> None:
         """Notes the order.  An order to say something is obeyed, too."""

@@ -178,6 +178,7 @@ class Coordinator:
         for rank, name in enumerate(plan.members):
             if name in self.run.workers:
                 member = Member(name)
+                member.heed(plan.incarnation)
                 member.form(plan)
                 member.enter(plan)
                 member.healed(0.0, Holding(name, version, cell_of(plan.layout, rank)))

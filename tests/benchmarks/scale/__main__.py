@@ -1,9 +1,10 @@
-"""``python -m tests.benchmarks.scale [MODULE ...] [--sizes 64 256 …] [--limit SECONDS]`` measures the product at many sizes.
+"""``python -m tests.benchmarks.scale [MODULE ...] [--sizes 64,256,…] [--limit SECONDS]`` measures the product at many sizes.
 
 Workers, nodes and network are modelled; all that one coordinator, worker or keeper computes, writes and reads is the product's.  Each
 module of this package has ``measure(n)``, which returns figures by name for n workers; a name ends with its unit.  A figure that does
-not come within the limit is missing.  Results go to results/scale.json, where they replace those of the same module and size, and
-results/scale.png draws them in both logarithms, with the slope between the two largest sizes: 1 is linear, 2 is quadratic.
+not come within the limit is missing.  Results replace those of the same module and size in results/scale.json, with the commit, the day and
+the load of the machine.  results/scale.png draws them in both logarithms, with the slope between the two largest sizes: 1 is linear, 2 is
+quadratic.  ``--table`` measures nothing and prints all that is recorded.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pkgutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from tests.support.commands import ROOT
 
 SIZES = (64, 256, 1_024, 4_096, 10_240)
 RESULTS = Path(__file__).parents[1] / "results"
+FILE = RESULTS / "scale.json"
 ONE = """
 import importlib, json, resource, sys
 found = importlib.import_module(sys.argv[1]).measure(int(sys.argv[2]))
@@ -27,6 +33,8 @@ print("figures: " + json.dumps({**found, "process_peak_bytes": peak}))
 
 Figures = dict[str, dict[int, float]]
 """Maps a figure's name to its values by size."""
+Where = dict[int, str]
+"""Maps a size to the commit, the day and the load at which a module was measured."""
 
 
 def modules() -> list[str]:
@@ -99,28 +107,68 @@ def draw(figures: dict[str, Figures], path: Path) -> None:
     picture.savefig(path, dpi=100)
 
 
+def where() -> str:
+    """Returns the commit, the day, and the number of processes that wanted a core in the last minute."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return f"{commit}, {time.strftime('%Y-%m-%d')}, load {os.getloadavg()[0]:.1f}"
+
+
+def recorded() -> dict[str, tuple[Figures, Where]]:
+    """Returns what results/scale.json has of each module."""
+    if not FILE.exists():
+        return {}
+    return {
+        module: (
+            {name: {int(size): value for size, value in values.items()} for name, values in each["figures"].items()},
+            {int(size): at for size, at in each["measured"].items()},
+        )
+        for module, each in json.loads(FILE.read_text(encoding="utf-8")).items()
+    }
+
+
+def record(known: dict[str, tuple[Figures, Where]]) -> None:
+    found = {module: {"measured": measured, "figures": figures} for module, (figures, measured) in sorted(known.items())}
+    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def measure_all(names: list[str], sizes: list[int], limit_s: float) -> None:
+    known = recorded()
+    for module in names:
+        figures, measured = known.setdefault(module, ({}, {}))
+        for size in sizes:
+            at, found = where(), measure(module, size, limit_s)
+            for values in figures.values():
+                values.pop(size, None)
+            for name, value in found.items():
+                figures.setdefault(name, {})[size] = value
+            measured[size] = at
+        kept = {name: dict(sorted(values.items())) for name, values in figures.items() if values}
+        known[module] = kept, dict(sorted(measured.items()))
+        record(known)
+        print(table({module: kept}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("modules", nargs="*", default=None)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"{', '.join(modules())} (default: all)")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of workers, with commas between them")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one module at one size")
+    parser.add_argument("--table", action="store_true", help="print what is recorded")
     known = parser.parse_args()
-    path = RESULTS / "scale.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    figures: dict[str, Figures] = {
-        module: {name: {int(size): value for size, value in values.items()} for name, values in each.items()}
-        for module, each in before.items()
-    }
-    for module in known.modules or modules():
-        figures.setdefault(module, {})
-        for size in known.sizes:
-            for values in figures[module].values():
-                values.pop(size, None)
-            for name, value in measure(module, size, known.limit).items():
-                figures[module].setdefault(name, {})[size] = value
-        figures[module] = {name: dict(sorted(values.items())) for name, values in figures[module].items() if values}
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        print(table({module: figures[module]}), flush=True)
+    if unknown := [each for each in known.modules if each not in modules()]:
+        parser.error(f"{unknown[0]!r} is no module; there are {', '.join(modules())}")
+    try:
+        sizes = [int(size) for size in known.sizes.split(",")]
+    except ValueError:
+        parser.error(f"--sizes: {known.sizes!r} is not a list such as 64,256")
+    if not known.table:
+        print(f"results replace those in {FILE.relative_to(ROOT)}", flush=True)
+        measure_all(known.modules or modules(), sizes, known.limit)
+    figures = {module: figures for module, (figures, _) in recorded().items()}
+    if known.table:
+        return print(table(figures))
     try:
         draw(figures, RESULTS / "scale.png")
     except ModuleNotFoundError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import signal
@@ -19,7 +20,7 @@ import ray
 from actors import cluster
 from actors.coordinator import Coordinator, View
 from actors.signals import Requests
-from elastic.errors import FINISHED, STOPPED, CoordinatorGone, JobError, PlatformGaveUp
+from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
@@ -27,6 +28,12 @@ from elastic.report.story import Line, Sentence
 from elastic.runs import Run
 
 POLL_S = 0.1
+QUIET_S = 5.0
+"""Seconds without an answer of the coordinator after which the user is told so, and seconds from one look for the cluster's head to the
+next.
+"""
+HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 # Ray's name
+"""Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that helps."""
 LEAVING_S = 2.0
 """Seconds for a coordinator whose run is over to end itself, once its drivers have seen the end."""
 Show = Callable[[Line], None]
@@ -139,6 +146,8 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
         show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already"))
     try:
         view = watch(coordinator, show, driver, requests, deadline_s)
+    except ClusterGone:
+        raise
     except PlatformGaveUp:
         reap(job.name)
         raise
@@ -191,16 +200,46 @@ def _view_of(coordinator: Any, deadline_s: float) -> View | None:
     return view
 
 
-def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float) -> Any:
+class Head:
+    """The head of the cluster that this process has joined."""
+
+    def __init__(self, show: Show = lambda line: None) -> None:
+        self._show, self._address = show, ray.get_runtime_context().gcs_address
+        self._looked_at = self._reached_at = time.monotonic()
+
+    def say(self, sentence: str) -> None:
+        self._show(Sentence(time.time(), sentence))
+
+    def look(self) -> None:
+        """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for nearly ``HEAD_S``."""
+        if time.monotonic() - self._looked_at < QUIET_S:
+            return
+        before, self._looked_at = self._looked_at, time.monotonic()
+        if cluster.reachable(self._address):
+            self._reached_at = self._looked_at
+        elif time.monotonic() - self._reached_at > 0.75 * HEAD_S:
+            raise ClusterGone(f"the head of the cluster at {self._address} is gone; on another one, the same command resumes the run")
+        elif self._reached_at == before:
+            self.say(f"the head of the cluster at {self._address} does not answer; without it, the cluster ends in {HEAD_S:g} s")
+
+
+def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, head: Head | None = None) -> Any:
     """Returns the coordinator's answer.  If its process dies, Ray restarts it and asks again, for ``deadline_s`` in all.
 
-    Raises :class:`PlatformGaveUp` if no answer comes in time, and :class:`CoordinatorGone` if there is no coordinator any more.
+    Raises :class:`PlatformGaveUp` if no answer comes in time, :class:`ClusterGone` if the cluster cannot be reached, and
+    :class:`CoordinatorGone` if there is no coordinator any more.
     """
+    call, asked_at = getattr(coordinator, question).remote(*arguments), time.monotonic()
+    head = head or Head()
+    while not ray.wait([call], timeout=min(QUIET_S, deadline_s))[0]:
+        head.look()
+        if time.monotonic() - asked_at >= deadline_s:
+            silent = f"has not answered for {deadline_s:g} s (2 × deadlines.lease_s)"
+            raise PlatformGaveUp(f"the coordinator of the run {silent}; the same command resumes it")
+        if time.monotonic() - asked_at < 2 * QUIET_S:
+            head.say("the coordinator does not answer; if it has died, another one takes over")
     try:
-        return ray.get(getattr(coordinator, question).remote(*arguments), timeout=deadline_s)
-    except ray.exceptions.GetTimeoutError as error:
-        silent = f"has not answered for {deadline_s:g} s (2 × deadlines.lease_s)"
-        raise PlatformGaveUp(f"the coordinator of the run {silent}; the same command resumes it") from error
+        return ray.get(call)
     except ray.exceptions.RayActorError as error:
         why = str(error).strip().splitlines()[-1]
         raise CoordinatorGone(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
@@ -249,9 +288,10 @@ def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadlin
     ``only`` means that this driver merely watches.  A coordinator that takes over begins a story of its own; the request to leave is
     repeated to it, since the dead coordinator may have lost it.
     """
-    seen, told, incarnation = 0, False, 0
+    seen, told, incarnation, head = 0, False, 0, Head(show)
     while True:
-        view: View = ask(coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s)
+        view: View = ask(coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s, head=head)
+        head.look()
         if view.incarnation != incarnation:
             seen, told, incarnation = 0, False, view.incarnation
         seen = view.told

@@ -14,10 +14,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, launch
 from actors.coordinator import View
-from actors.processes import clear
+from actors.processes import clear, end_on_sigterm
 from actors.terminal import say, show, show_result
 from elastic.control.run import Ended, Failed, Stopped
-from elastic.errors import PlatformGaveUp
+from elastic.errors import ClusterGone, PlatformGaveUp
 from elastic.job import Job
 from elastic.runs import LOCAL, Run
 from storage.objects import ObjectStore
@@ -120,10 +120,12 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     there and does not answer.
     """
     deadline_s = 2 * job.deadlines.lease_s
-    seen, incarnation, shown = 0, 0, ""
+    seen, incarnation, shown, head = 0, 0, "", launch.Head(show)
+    end_on_sigterm()  # Ray's own handler prints a stack
     try:
         while True:
-            view = launch.ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s)
+            view = launch.ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s, head=head)
+            head.look()
             if view.incarnation != incarnation:
                 seen, incarnation = 0, view.incarnation
                 if stop and not view.over:
@@ -139,6 +141,8 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
             if once or view.over:
                 return 0
             time.sleep(0.2)
+    except ClusterGone:
+        raise
     except PlatformGaveUp:
         if launch.attach(job.name) is not None:
             raise

@@ -208,6 +208,15 @@ class Run:
 
         return state(self.checkpoints.recent(lambda found: bool(state(found).history.saved)))
 
+    def goes_on(self, state: RunState) -> str:
+        """Returns a sentence that says where a start that stands at ``state`` goes on; "" if the run never ran before."""
+        last = self._last_recorded()
+        if last is None:
+            return ""
+        where = f"goes on from step {state.step}" if state.step else "begins at step 0, since no checkpoint of it is complete"
+        again = f"; steps {state.step + 1} to {last.step} are done again" if last.step > state.step else ""
+        return f"{self.job.name} ran before: it {where}{again}"
+
     def _last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""
         segment = self._newest.segment()

@@ -207,12 +207,15 @@ def pair(decision: Decision, plan: Plan) -> None:
     if not decision.rules.buddy_every:
         return
     chosen = buddies_of(decision.run, decision.rules, plan.nodes)
-    if alone := tuple(dict.fromkeys(node for node in plan.nodes if node not in chosen)):
+    alone = tuple(dict.fromkeys(node for node in plan.nodes if node not in chosen))
+    if alone and alone != decision.run.copies.alone:
         other = ", or set copies.cross_zone = true" if len({host.zone for host in hosts.values()}) > 1 else ""
         names = ", ".join(node[:8] for node in alone)
         decision.say(
             f"no other node of the zone can hold copies of node {names}, so no member's copies go to other nodes: add a node there{other}"
         )
+    if alone != decision.run.copies.alone:
+        decision.know("copies", alone=alone)
     if plan.buddy_every:
         decision.know("copies", buddies=chosen)
         pairs = [(node, buddy, hosts[buddy].address if buddy in hosts else "") for node, buddy in chosen.items()]

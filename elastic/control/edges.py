@@ -72,7 +72,7 @@ def form(decision: Decision) -> None:
         saves.tell(decision)
     enter(decision, Forming(plan, decision.now + decision.rules.form_s))
     decision.do(Form(plan))
-    decision.say(_announcement(plan, given_up))
+    decision.say(_announcement(plan, run.generation, given_up))
     kinds = sorted({decision.run.workers[member].kind for member in plan.members})
     if len(kinds) > 1:
         decision.know("members", mixed=(*run.members.mixed, plan.generation))
@@ -107,10 +107,12 @@ def _take_up(decision: Decision, plan: Plan) -> None:
     decision.know("copies", copied=None, buddied=None, protected=(plan.protected, plan.buddied), unreported=0)
 
 
-def _announcement(plan: Plan, given_up: tuple[tuple[int, int, int], ...]) -> str:
+def _announcement(plan: Plan, before: int, given_up: tuple[tuple[int, int, int], ...]) -> str:
     text = f"form generation {plan.generation} of {names(plan.members)} ({plan.layout}) at step {plan.version.step} ({plan.tier})"
     for generation, first, last in given_up:
         text += f", abandons step{f' {first}' if first == last else f's {first}–{last}'} of generation {generation}"
+    if plan.generation > before + 1:
+        text += f"; a coordinator whose journal is lost may have used the numbers after {before}"
     return text
 
 

@@ -384,6 +384,8 @@ class CopyInventory:
     """The generation before, if none of its members is left to report its commits, so that only copies may prove them; 0 otherwise."""
     buddies: dict[NodeId, NodeId] = field(default_factory=dict)
     """Maps each node to its buddy, the node whose keeper also holds its copies."""
+    alone: tuple[NodeId, ...] = ()
+    """The nodes of the present world that have none, as was said."""
     copied: Version | None = None
     """The newest version since the generation began that is complete in the host memory of all members."""
     buddied: Version | None = None

@@ -48,10 +48,18 @@ class Difference:
 
 def tell(segments: Iterable[Segment]) -> Iterator[str]:
     """Yields a line for each record.  Commits that follow each other without any other event share one line."""
-    before, state, commits = 0.0, "", list[Json]()
-    for snapshot, records in segments:
-        snapshot, records = codec.modern(snapshot, records)
+    before, state, commits, incarnation = 0.0, "", list[Json](), None
+    for segment in segments:
+        snapshot, records = codec.modern(*segment)
         state = state or snapshot["run"]["state"]["$"]
+        if incarnation is not None and snapshot["run"]["incarnation"] > incarnation:  # who takes over continues the run of another
+            if commits:
+                yield _commits(commits, before)
+                before, commits = commits[-1]["at"], []
+            step = codec.decode_run(snapshot["run"]).step
+            yield f"{'':>31}the run is started again (owner {snapshot['run']['incarnation']}) and goes on from step {step}"
+            state = snapshot["run"]["state"]["$"]
+        incarnation = codec.incarnation_after((snapshot, records))
         for record in records:
             if record["event"]["$"] == "StepDone" and not record["actions"] and record["state"] == state:
                 commits.append(record)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -189,3 +190,23 @@ def test_two_drivers(tmp_path: Path) -> None:
     assert third.wait() == 0, third.text
     assert Run.open(job).newest() is not None
     assert_no_actor_left("two")
+
+
+@pytest.mark.full
+def test_who_loses_the_head_of_the_cluster_hears_so_and_the_same_command_goes_on(tmp_path: Path, undisturbed_hash: str) -> None:
+    """Ray would end the command without a word that helps.  The command has a cluster of its own, whose head dies."""
+    job = job_of(tmp_path, "headless")
+    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20"}
+    command = Command(tmp_path, "train", "job.toml", **patience)
+    command.until(lambda: re.search(r"step +15/", command.text))
+    (head,) = (each for each in psutil.Process(command.process.pid).children(recursive=True) if "gcs_server" in each.name())
+    head.kill()
+    assert command.wait() == 2, command.text
+    assert "does not answer; without it, the cluster ends in 20 s" in command.text
+    assert re.search(r"elastic: the head of the cluster at \S+ is gone; on another one, the same command resumes the run", command.text)
+    again = Command(tmp_path, "train", "job.toml")
+    assert again.wait() == 0, again.text
+    saved = Run.open(job).newest()
+    assert saved is not None and re.search(r"headless ran before: it goes on from step (10|20|30|40)", again.text), again.text
+    assert exported_hash(job) == undisturbed_hash
+    assert_no_actor_left("headless")

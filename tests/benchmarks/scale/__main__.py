@@ -31,6 +31,9 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print("figures: " + json.dumps({**found, "process_peak_bytes": peak}))
 """
 
+ASKED = (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", "elastic", "actors", "storage", "tests/benchmarks/scale"))
+"""What git is asked: the commit, and what of the measured code differs from it."""
+
 Figures = dict[str, dict[int, float]]
 """Maps a figure's name to its values by size."""
 Where = dict[int, str]
@@ -109,9 +112,8 @@ def draw(figures: dict[str, Figures], path: Path) -> None:
 
 def where() -> str:
     """Returns the commit, the day, and the number of processes that wanted a core in the last minute."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    said = [subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() for words in ASKED]
+    commit = f"{said[0]}{'-dirty' if said[1] else ''}"
     return f"{commit}, {time.strftime('%Y-%m-%d')}, load {os.getloadavg()[0]:.1f}"
 
 

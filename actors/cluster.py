@@ -40,6 +40,8 @@ OTHERS = 3
 NODES_SHOWN = 8
 ROOM_S, ROOM_POLL_S = 5.0, 0.1
 """The time in seconds for which a run waits for room before it is refused, and the time between two looks."""
+HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 # Ray's name
+"""Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that helps."""
 
 
 def connect(address: str | None, workers: Workers | None = None) -> None:

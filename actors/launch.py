@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 import signal
@@ -32,8 +31,6 @@ QUIET_S = 5.0
 """Seconds without an answer of the coordinator after which the user is told so, and seconds from one look for the cluster's head to the
 next.
 """
-HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 # Ray's name
-"""Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that helps."""
 LEAVING_S = 2.0
 """Seconds for a coordinator whose run is over to end itself, once its drivers have seen the end."""
 Show = Callable[[Line], None]
@@ -211,16 +208,16 @@ class Head:
         self._show(Sentence(time.time(), sentence))
 
     def look(self) -> None:
-        """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for nearly ``HEAD_S``."""
+        """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for nearly ``cluster.HEAD_S``."""
         if time.monotonic() - self._looked_at < QUIET_S:
             return
         before, self._looked_at = self._looked_at, time.monotonic()
         if cluster.reachable(self._address):
             self._reached_at = self._looked_at
-        elif time.monotonic() - self._reached_at > 0.75 * HEAD_S:
+        elif time.monotonic() - self._reached_at > 0.75 * cluster.HEAD_S:
             raise ClusterGone(f"the head of the cluster at {self._address} is gone; on another one, the same command resumes the run")
         elif self._reached_at == before:
-            self.say(f"the head of the cluster at {self._address} does not answer; without it, the cluster ends in {HEAD_S:g} s")
+            self.say(f"the head of the cluster at {self._address} does not answer; without it, the cluster ends in {cluster.HEAD_S:g} s")
 
 
 def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, head: Head | None = None) -> Any:

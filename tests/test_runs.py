@@ -258,6 +258,16 @@ def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life:
     assert life.run.standing(0, 0.0).generation == life.play.run.generation, "who takes over, or only looks, counts by itself"
 
 
+def test_a_life_after_another_says_what_is_done_again(life: Life) -> None:
+    """The control is a run that never ran."""
+    assert life.run.goes_on(life.run.standing(2, 0.0)) == "", "the control"
+    life.step(3)
+    life.journal.ship(10.0)
+    reached = life.play.run.step
+    said = life.run.goes_on(life.run.standing(2, 0.0))
+    assert said.endswith(f"begins at step 0, since no checkpoint of it is complete; steps 1 to {reached} are done again")
+
+
 def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:
     """The control: a journal that records the end is complete."""
     end_as(life, Stopped("Ctrl-C"))

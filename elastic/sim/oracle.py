@@ -274,10 +274,9 @@ class Oracle:
                 self.occasions["a dead worker's report is evidence"] += event.worker in self.lost
                 self.evidence[event.generation][event.outcome.step] = event.outcome
             case Fenced() if event.worker not in self.expelled and event.generation not in self.settled:
-                if event.heeds is None or event.heeds >= before.incarnation:
-                    self.answered[event.generation].add(event.worker)
-                else:
+                if stale := (event.heeds or 0) < before.incarnation:
                     self.occasions["an answer to an earlier coordinator"] += 1
+                self.answered[event.generation].update(() if stale else (event.worker,))
                 applied = (each.version.step for each in event.held if each.version.generation == event.generation)
                 self.answered_at[event.generation] = max(self.answered_at[event.generation], *applied, 0)
                 self.evidence[event.generation].update({o.step: o for o in event.outcomes if o.generation == event.generation})
@@ -426,11 +425,9 @@ class Oracle:
             cells[version].add(cell)
         for name in self.joined - self.lost - self.expelled:
             worker = self.sim.cluster.workers[name]
-            if worker.alive:
-                for version, cell in worker.held_after(self.settle):
-                    cells[version].add(cell)
-        rows = self.sim.scenario.rows
-        whole = [v for v, found in cells.items() if covers(frozenset(found), rows)]
+            for version, cell in worker.held_after(self.settle) if worker.alive else ():
+                cells[version].add(cell)
+        whole = [v for v, found in cells.items() if covers(frozenset(found), self.sim.scenario.rows)]
         return [v for v in (*whole, *self.counting) if self.on_lineage(v)]
 
     def resumed(self) -> None:

@@ -163,3 +163,7 @@ def test_who_has_no_buddy_any_more_is_told_so() -> None:
     (lost,) = play.did(Pair)
     assert (NodeId("n1"), NodeId(""), "") in lost.buddies
     assert "no other node of the zone can hold copies of node n1" in reason and "add a node there" in reason and "cross_zone" not in reason
+    play.tell(ev.KeeperUp(NodeId("n2")))
+    reason = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
+    assert "can hold copies of node n1" in reason, "again, since it had one meanwhile"
+    assert "can hold copies" not in play.tell(ev.KeeperLost(NodeId("n2"), "its process died")), "but not again and again"

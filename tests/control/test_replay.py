@@ -13,9 +13,14 @@ import pytest
 
 from actors.cli import main
 from elastic.control import codec
+from elastic.control.decision import Transition
 from elastic.control.rules import Rules
+from elastic.control.run import RunState
+from elastic.ids import Version
+from elastic.protocol.events import Recovered
 from elastic.report.replay import action_line, differences, tell
 from storage.journal import parse
+from tests.control.play import Play, stepping
 
 SEATED_AS_JOINED = "simulated_2"
 OTHERWISE = {"storm": {28}}
@@ -72,6 +77,24 @@ def test_the_telling(kills: Any) -> None:
     assert "do Fence w2,w3 generation=1" in text
     assert "do Settle generation 1 for w2,w3: nothing more was committed" in text
     assert "do Form generation 2 of w2,w3 as 2×1 at step 7@g1 from live" in text
+
+
+def test_a_run_that_was_started_again_is_told_so() -> None:
+    """The control is a coordinator that takes over: the run goes on as it was."""
+    play = stepping(2)
+    play.steps(1, 3)
+    first, before = RunState.begin(1, 0.0), play.run
+    again = RunState.begin(3, 9.0, (Version(2, 1),), ((1, 2),), 101)
+    taken_over = codec.record(8, 8.0, Recovered(2, (), ()), before, followed(play))
+    text = [*tell([(codec.snapshot(first), []), (codec.snapshot(before), [taken_over]), (codec.snapshot(again), [])])]
+    assert [line.strip() for line in text if "started again" in line] == ["the run is started again (owner 3) and goes on from step 2"]
+    assert any("coordinator 2 takes over at step 3" in line for line in text)
+
+
+def followed(play: Play) -> Transition:
+    """Returns the decision of the next coordinator."""
+    play.tell(Recovered(2, tuple(play.run.workers), play.run.cluster.keepers))
+    return play.last
 
 
 def test_a_layout_is_told_with_all_its_axes(kills: Any) -> None:

@@ -32,7 +32,7 @@ print("figures: " + json.dumps({**found, "process_peak_bytes": peak}))
 """
 
 ASKED = (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", "elastic", "actors", "storage", "tests/benchmarks/scale"))
-"""What git is asked: the commit, and what of the measured code differs from it."""
+"""Questions to git: the commit, and what of the measured code differs from it."""
 
 Figures = dict[str, dict[int, float]]
 """Maps a figure's name to its values by size."""

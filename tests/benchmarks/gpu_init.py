@@ -76,6 +76,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--seq", type=int, default=2048)
     known = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("it needs a GPU")
     for numerics in known.numerics:
         with TemporaryDirectory() as folder:
             call = f"import tests.benchmarks.gpu_init as b; b.child({folder!r}, {numerics}, {known.layers}, {known.seq}, {time.time()!r})"

@@ -34,11 +34,15 @@ COPIED = ("actors", "elastic", "examples", "storage", "tests", "pyproject.toml",
 """The files and folders that the tests of a copy of the tree need."""
 
 COVER: dict[str, tuple[str, ...]] = {
+    "actors/coordinator.py": ("tests/actors/test_dismissed.py", "tests/test_threads.py", "tests/actors/test_failover.py"),
     "actors/journal_replicas.py": ("tests/actors/test_journal_replicas.py",),
+    "actors/keeper.py": ("tests/actors/test_dismissed.py", "tests/actors/test_relay.py", "tests/actors/test_recovery.py"),
     "actors/logs.py": ("tests/actors/test_logs.py",),
     "actors/perform.py": ("tests/actors/test_perform.py", "tests/actors/test_recovery.py", "-k", "test_perform or all_workers_die"),
+    "actors/processes.py": ("tests/actors/test_processes.py", "tests/test_log_folder.py"),
     "actors/relay.py": ("tests/actors/test_relay.py",),
     "actors/signals.py": ("tests/actors/test_signals.py",),
+    "actors/worker.py": ("tests/actors/test_dismissed.py", "tests/actors/test_recovery.py"),
     "elastic/state/digest.py": ("tests/state/test_copies.py", "-k", "digests or bent"),
     "elastic/state/heal.py": ("tests/state/test_heal.py",),
     "elastic/state/keeper_store.py": ("tests/state/test_buddies.py", "tests/state/test_copies.py", "tests/state/test_node_memory.py"),

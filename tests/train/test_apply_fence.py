@@ -79,6 +79,7 @@ def test_an_update_without_a_fence_is_applied() -> None:
     assert (versions(answer), answer.prepared, answer.outcomes) == ([AFTER], None, (OUTCOME,))
     (holding,) = answer.held
     assert (holding.worker, holding.cell) == ("w1", cell(2, 1))
+    assert [memory.version for memory in found.member.held.values()] == [AFTER], "the shard says so, too"
 
 
 @pytest.mark.parametrize("fenced", [GENERATION, GENERATION + 2])

@@ -184,7 +184,7 @@ def reachable(address: str) -> bool:
     """Returns whether the head of a cluster answers at ``host:port``.  Ray itself would wait for a minute."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=2).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()  # an IPv6 address stands in brackets
     except OSError:
         return False
     return True

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from actors.logs import Logs
-from actors.processes import Process, describe, end_on_sigterm, log_folder, remove_logs, sweep
+from actors.processes import Process, describe, end_on_sigterm, lives, log_folder, remove_logs, segments, sweep
 from actors.relay import SPEAKING, Gathering, answered, gone_for_good
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
@@ -151,12 +151,12 @@ class Keeper:
     def watch(self, worker: WorkerId, actor: Any) -> None:
         """Follows a worker of this node that has joined, and passes on what it says if the coordinator has its ``actor``."""
         if worker not in self.workers:
-            self._follow(worker)
+            self._follow(worker, actor)
         if actor is not None and worker in self.workers:
             self.actors[worker] = actor
             actor.speak_through.remote(ray.get_runtime_context().current_actor)
 
-    def _follow(self, worker: WorkerId) -> None:
+    def _follow(self, worker: WorkerId, actor: Any) -> None:
         self.logs.follow(worker)
         try:
             counters = Counters(segment(self.run, worker), create=False)
@@ -165,7 +165,9 @@ class Keeper:
             return self.logs.keep(worker, "ended before its keeper followed it")
         except FileNotFoundError as error:  # without its counters it could not be saved, nor be found out if it hangs
             self.coordinator.post.remote(Lost(worker, f"its keeper cannot follow it: {error}", certain=False))
-            return self.logs.keep(worker, f"could not be followed: {error}")
+            if actor is not None:
+                ray.kill(actor)
+            return self.logs.keep(worker, f"could not be followed, and was killed: {error}")
         if counters["copies"]:
             self.uploads.start()
             try:
@@ -298,8 +300,9 @@ class Keeper:
                 time.sleep(0.01)
             process.kill()
             self.logs.keep(worker, _how(process) if process.ended() else "ended by its keeper")
-        for path in segment(self.run, "x").parent.glob(f"elastic-{self.run}-*"):
-            path.unlink(missing_ok=True)
+        for path in segments(self.run):
+            if path.name in {segment(self.run, worker).name for worker in self.workers} or not lives(path):
+                path.unlink(missing_ok=True)
         self.logs.close()
         self.uploads.close()
         self.workers.clear()

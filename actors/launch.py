@@ -202,21 +202,30 @@ class Head:
 
     def __init__(self, show: Show = lambda line: None) -> None:
         self._show, self._address = show, ray.get_runtime_context().gcs_address
-        self._looked_at = self._reached_at = time.monotonic()
+        self._looked_at, self._missed_at = time.monotonic(), 0.0
+        self.heard = False
+        """True once the coordinator has answered: before that, it may only be starting."""
 
     def say(self, sentence: str) -> None:
         self._show(Sentence(time.time(), sentence))
 
-    def look(self) -> None:
-        """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for nearly ``cluster.HEAD_S``."""
-        if time.monotonic() - self._looked_at < QUIET_S:
+    def look(self, *, last: bool = False) -> None:
+        """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for nearly ``cluster.HEAD_S``.
+
+        ``last`` looks now, and does not wait for the head to come back.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < QUIET_S and not last:
             return
-        before, self._looked_at = self._looked_at, time.monotonic()
+        if now - self._looked_at > 4 * QUIET_S:  # this process stood still
+            self._missed_at = 0.0
+        self._looked_at = now
         if cluster.reachable(self._address):
-            self._reached_at = self._looked_at
-        elif time.monotonic() - self._reached_at > 0.75 * cluster.HEAD_S:
+            self._missed_at = 0.0
+        elif last or (self._missed_at and now - self._missed_at > 0.75 * cluster.HEAD_S - QUIET_S):
             raise ClusterGone(f"the head of the cluster at {self._address} is gone; on another one, the same command resumes the run")
-        elif self._reached_at == before:
+        elif not self._missed_at:
+            self._missed_at = now
             self.say(f"the head of the cluster at {self._address} does not answer; without it, the cluster ends in {cluster.HEAD_S:g} s")
 
 
@@ -228,12 +237,12 @@ def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, hea
     """
     call, asked_at = getattr(coordinator, question).remote(*arguments), time.monotonic()
     head = head or Head()
-    while not ray.wait([call], timeout=min(QUIET_S, deadline_s))[0]:
-        head.look()
+    while not ray.wait([call], timeout=max(0.0, min(QUIET_S, asked_at + deadline_s - time.monotonic())))[0]:
+        head.look(last=time.monotonic() - asked_at >= deadline_s)
         if time.monotonic() - asked_at >= deadline_s:
             silent = f"has not answered for {deadline_s:g} s (2 × deadlines.lease_s)"
             raise PlatformGaveUp(f"the coordinator of the run {silent}; the same command resumes it")
-        if time.monotonic() - asked_at < 2 * QUIET_S:
+        if head.heard and time.monotonic() - asked_at < 2 * QUIET_S:
             head.say("the coordinator does not answer; if it has died, another one takes over")
     try:
         return ray.get(call)
@@ -288,6 +297,7 @@ def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadlin
     seen, told, incarnation, head = 0, False, 0, Head(show)
     while True:
         view: View = ask(coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s, head=head)
+        head.heard = True
         head.look()
         if view.incarnation != incarnation:
             seen, told, incarnation = 0, False, view.incarnation

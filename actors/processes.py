@@ -74,16 +74,23 @@ def remove_logs(run: str) -> None:
 
 def sweep(name: str) -> None:
     """Removes the counters of dead processes that earlier lives of the run left on this node."""
-    for path in _segments(name):
-        with contextlib.suppress(FileNotFoundError):  # another keeper of this machine sweeps too
-            if writer_lives(path) is False:
-                path.unlink()
+    for path in segments(f"{name}-????-??????"):
+        if lives(path) is False:
+            path.unlink(missing_ok=True)
 
 
-def _segments(name: str) -> list[Path]:
-    """Returns the counters of all lives of the run that are on this node."""
-    every = segment(f"{name}-????-??????", "w*")
+def segments(run: str) -> list[Path]:
+    """Returns the counters that are on this node of a life of the run, or of several if ``run`` is a pattern."""
+    every = segment(run, "w*")
     return sorted(every.parent.glob(every.name))
+
+
+def lives(path: Path) -> bool | None:
+    """Returns :func:`writer_lives`; None also if the counters are gone meanwhile, or are another user's."""
+    try:
+        return writer_lives(path)
+    except (FileNotFoundError, PermissionError):
+        return None
 
 
 def end_on_sigterm() -> None:
@@ -101,11 +108,11 @@ def clear(name: str, deadline_s: float) -> list[str]:
     Files of a process that still lives at the deadline stay.
     """
     removed, end = [], time.monotonic() + deadline_s
-    for path in _segments(name):
-        with contextlib.suppress(FileNotFoundError):  # its keeper has removed it
-            while (alive := writer_lives(path)) and time.monotonic() < end:
-                time.sleep(0.02)
-            if not alive:
+    for path in segments(f"{name}-????-??????"):
+        while (alive := lives(path)) and time.monotonic() < end:
+            time.sleep(0.02)
+        if not alive:
+            with contextlib.suppress(FileNotFoundError, PermissionError):
                 path.unlink()
                 removed.append(f"{path}")
     for folder in sorted(log_folder("").glob(f"{name}-????-??????")) if _is_ours(log_folder("")) else ():

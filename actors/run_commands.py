@@ -125,6 +125,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     try:
         while True:
             view = launch.ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s, head=head)
+            head.heard = True
             head.look()
             if view.incarnation != incarnation:
                 seen, incarnation = 0, view.incarnation

@@ -215,7 +215,12 @@ class Run:
             return ""
         where = f"goes on from step {state.step}" if state.step else "begins at step 0, since no checkpoint of it is complete"
         again = f"; steps {state.step + 1} to {last.step} are done again" if last.step > state.step else ""
-        return f"{self.job.name} ran before: it {where}{again}"
+        jump = (
+            f"; its generations go on at {state.next_generation}, since nobody knows which it used last"
+            if state.generation > last.generation
+            else ""
+        )
+        return f"{self.job.name} ran before: it {where}{again}{jump}"
 
     def _last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""

@@ -265,7 +265,8 @@ def test_a_life_after_another_says_what_is_done_again(life: Life) -> None:
     life.journal.ship(10.0)
     reached = life.play.run.step
     said = life.run.goes_on(life.run.standing(2, 0.0))
-    assert said.endswith(f"begins at step 0, since no checkpoint of it is complete; steps 1 to {reached} are done again")
+    assert f"begins at step 0, since no checkpoint of it is complete; steps 1 to {reached} are done again; its" in said
+    assert said.endswith(f"its generations go on at {2 * UNREAD + 2}, since nobody knows which it used last")
 
 
 def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:

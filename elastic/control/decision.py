@@ -75,7 +75,7 @@ class Decision:
         there: dict[Any, Any] = getattr(getattr(self.run, part), name)
         if self._opened.get((part, name)) is not there:
             there = self._opened[part, name] = dict(there)
-            self.know(part, **{name: there})
+        self.know(part, **{name: there})  # each time: what is derived from the value is kept by its identity (``seating.py``)
         return there
 
     def due(self, deadline: float) -> bool:

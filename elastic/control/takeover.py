@@ -39,6 +39,7 @@ def recovered(decision: Decision, event: Recovered) -> None:
     decision.know(incarnation=event.incarnation)
     decision.know("takeover", startups=run.takeover.startups + 1)
     decision.know("cluster", slots=0)
+    decision.know("copies", alone=())  # the story begins anew
     decision.durable = True
     decision.say(f"coordinator {event.incarnation} takes over at step {run.step}")
     _forgive_the_silence(decision)

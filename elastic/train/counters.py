@@ -1,7 +1,8 @@
 """Progress counters of one worker in shared memory: read by its keeper while the worker is busy, stuck or dead.
 
 They are a file of 64-bit integers in ``/dev/shm`` with one writer.  A reader needs no help from the worker, so a held GIL hides nothing,
-and the work of a killed worker can still be counted.  The writer holds a lock on the file as long as it lives.
+and the work of a killed worker can still be counted.  The writer, with what it has forked, holds a lock on the file as long as
+it lives.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def not_followed(view: View, worker: WorkerId) -> None:
 @pytest.mark.parametrize("mistake", [told_so, not_followed])
 def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path, mistake: Callable[[View, WorkerId], None]) -> None:
     """The coordinator takes a living worker for one that has ended, so it kills nobody.  The worker hears so when it asks for its lease,
-    and ends itself.
+    and ends itself.  One that cannot be followed is killed by its keeper.
     """
     mistaken = list[WorkerId]()
 
@@ -67,7 +67,9 @@ def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path, mis
     chaos = trial(job, act, hash_it=False)
     assert chaos.result.state == "Stopped"
     ended = chaos.witness.seen[mistaken[0]].ended
-    assert ended is not None and ended.status is not None and os.waitstatus_to_exitcode(ended.status) == LEFT, "nobody killed it"
+    assert ended is not None and ended.status is not None
+    if mistake is told_so:
+        assert os.waitstatus_to_exitcode(ended.status) == LEFT, "nobody killed it"
     (log,) = Path(job.bucket).glob(f"given-up/logs/*/{mistaken[0]}.log")
     assert ("could not be followed" if mistake is not_followed else "the run goes on without this worker") in log.read_text()
     assert_nothing_left(chaos)

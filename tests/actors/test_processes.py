@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import threading
 import pytest
 import ray
 
+from actors.cluster import reachable
 from actors.processes import Process, end_on_sigterm, started, sweep
 from elastic.train.counters import Counters, segment
 from tests.support.processes import StillRunning, Watched
@@ -114,3 +116,11 @@ def test_sigterm_ends_an_actor_that_is_busy(ends: bool) -> None:
         with pytest.raises(ray.exceptions.GetTimeoutError):
             ray.get(actor.pid.remote(), timeout=1)
     ray.kill(actor)
+
+
+def test_a_cluster_at_an_address_of_ipv6_can_be_reached() -> None:
+    """The control: nobody listens at the port any more."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+        assert reachable(f"[::1]:{port}")
+    assert not reachable(f"[::1]:{port}"), "the control"

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from elastic.control import membership
 from elastic.control.codec import changes, decode_run, encode
+from elastic.control.decision import Decision
 from elastic.control.run import Failed, Forming, Running, Waiting
+from elastic.control.seating import candidates
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill, StartWorkers
@@ -322,3 +325,13 @@ def test_room_is_free_for_nobody_twice() -> None:
     assert [action.workers for action in play.did(StartWorkers)] == [("w3",)], "more room, once a node came"
     play.join("w1", "w2", "w3")
     assert play.tell(ev.Capacity(0, ())) == "" and not play.run.members.starting
+
+
+def test_who_becomes_unfit_is_no_candidate_within_the_same_decision() -> None:
+    """A decision changes its dictionary of workers in place, while seating keeps what it has found by their identity."""
+    play = stepping(3)
+    decision = Decision(play.run, play.now, play.rules, play.now)
+    membership.unfit(decision, WorkerId("w1"), "a test")
+    assert candidates(decision.run, play.rules) == ("w2", "w3"), "the control"
+    membership.unfit(decision, WorkerId("w2"), "a test")
+    assert candidates(decision.run, play.rules) == ("w3",)

@@ -198,8 +198,8 @@ class Coordinator:
 
     def _begun(self, reference: Build) -> RunState:
         """Returns the run as the bucket knows it; ``reference`` is the build that the job was checked with."""
-        state = self.run.standing(0 if self.again else self.incarnation, self.clock())
-        self._say("" if self.again else self.run.goes_on(state))
+        state, goes_on = self.run.begins(0 if self.again else self.incarnation, self.clock())
+        self._say("" if self.again else goes_on)
         return replace(state, members=replace(state.members, reference=reference))
 
     def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[replicas.Written]:

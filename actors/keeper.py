@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from actors.logs import Logs
-from actors.processes import Process, describe, end_on_sigterm, lives, log_folder, remove_logs, segments, sweep
+from actors.processes import Process, describe, end_on_sigterm, log_folder, remove_logs, segments, sweep
 from actors.relay import SPEAKING, Gathering, answered, gone_for_good
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
@@ -32,7 +32,7 @@ from elastic.runs import SavedShard
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.uploads import Uploads
 from elastic.threads import keep_going
-from elastic.train.counters import OPERATIONS, Counters, segment
+from elastic.train.counters import OPERATIONS, Counters, segment, writer_lives
 from storage.checkpoints import ShardReceipt
 from storage.errors import Deposed, StorageError
 from storage.objects import ObjectStore
@@ -300,8 +300,9 @@ class Keeper:
                 time.sleep(0.01)
             process.kill()
             self.logs.keep(worker, _how(process) if process.ended() else "ended by its keeper")
+        ours = {segment(self.run, worker) for worker in self.workers}
         for path in segments(self.run):
-            if path.name in {segment(self.run, worker).name for worker in self.workers} or not lives(path):
+            if path in ours or not writer_lives(path):
                 path.unlink(missing_ok=True)
         self.logs.close()
         self.uploads.close()

@@ -143,8 +143,6 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
         show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already"))
     try:
         view = watch(coordinator, show, driver, requests, deadline_s)
-    except ClusterGone:
-        raise
     except PlatformGaveUp:
         reap(job.name)
         raise
@@ -245,10 +243,13 @@ def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, hea
         if head.heard and time.monotonic() - asked_at < 2 * QUIET_S:
             head.say("the coordinator does not answer; if it has died, another one takes over")
     try:
-        return ray.get(call)
+        answer = ray.get(call)
     except ray.exceptions.RayActorError as error:
         why = str(error).strip().splitlines()[-1]
         raise CoordinatorGone(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
+    head.heard = True
+    head.look()  # the coordinator of a dead head answers, too, until Ray ends it
+    return answer
 
 
 def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> None:
@@ -297,8 +298,6 @@ def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadlin
     seen, told, incarnation, head = 0, False, 0, Head(show)
     while True:
         view: View = ask(coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s, head=head)
-        head.heard = True
-        head.look()
         if view.incarnation != incarnation:
             seen, told, incarnation = 0, False, view.incarnation
         seen = view.told

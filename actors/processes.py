@@ -75,7 +75,7 @@ def remove_logs(run: str) -> None:
 def sweep(name: str) -> None:
     """Removes the counters of dead processes that earlier lives of the run left on this node."""
     for path in segments(f"{name}-????-??????"):
-        if lives(path) is False:
+        if writer_lives(path) is False:
             path.unlink(missing_ok=True)
 
 
@@ -83,14 +83,6 @@ def segments(run: str) -> list[Path]:
     """Returns the counters that are on this node of a life of the run, or of several if ``run`` is a pattern."""
     every = segment(run, "w*")
     return sorted(every.parent.glob(every.name))
-
-
-def lives(path: Path) -> bool | None:
-    """Returns :func:`writer_lives`; None also if the counters are gone meanwhile, or are another user's."""
-    try:
-        return writer_lives(path)
-    except (FileNotFoundError, PermissionError):
-        return None
 
 
 def end_on_sigterm() -> None:
@@ -109,7 +101,7 @@ def clear(name: str, deadline_s: float) -> list[str]:
     """
     removed, end = [], time.monotonic() + deadline_s
     for path in segments(f"{name}-????-??????"):
-        while (alive := lives(path)) and time.monotonic() < end:
+        while (alive := writer_lives(path)) and time.monotonic() < end:
             time.sleep(0.02)
         if not alive:
             with contextlib.suppress(FileNotFoundError, PermissionError):

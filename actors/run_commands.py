@@ -17,7 +17,7 @@ from actors.coordinator import View
 from actors.processes import clear, end_on_sigterm
 from actors.terminal import say, show, show_result
 from elastic.control.run import Ended, Failed, Stopped
-from elastic.errors import ClusterGone, PlatformGaveUp
+from elastic.errors import PlatformGaveUp
 from elastic.job import Job
 from elastic.runs import LOCAL, Run
 from storage.objects import ObjectStore
@@ -125,8 +125,6 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     try:
         while True:
             view = launch.ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s, head=head)
-            head.heard = True
-            head.look()
             if view.incarnation != incarnation:
                 seen, incarnation = 0, view.incarnation
                 if stop and not view.over:
@@ -142,8 +140,6 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
             if once or view.over:
                 return 0
             time.sleep(0.2)
-    except ClusterGone:
-        raise
     except PlatformGaveUp:
         if launch.attach(job.name) is not None:
             raise

@@ -12,8 +12,8 @@
     ├── StateMissing         2   state is not where the plan says
     ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
     ├── WireError            2   the other end of a direct socket is gone, or is a stranger
+    ├── ClusterGone          2   the head of the cluster cannot be reached any more
     └── PlatformGaveUp       2   a budget is spent: workers, time, or generations without a commit
-        ├── ClusterGone          the cluster cannot be reached any more
         └── CoordinatorGone      no coordinator acts for the run any more
 
 A message has one clear sentence for each problem, one problem a line.  Errors travel between processes, so each of them pickles, and
@@ -87,12 +87,12 @@ class WireError(ElasticError):
     """The other end of a direct socket is gone, hung up, or does not know the secret of the run."""
 
 
+class ClusterGone(ElasticError):
+    """The head of the cluster cannot be reached any more, so nothing of the run can be ended from here."""
+
+
 class PlatformGaveUp(ElasticError):
     """The run ended as ``Failed``, but not because of the job; the same command resumes it."""
-
-
-class ClusterGone(PlatformGaveUp):
-    """The cluster cannot be reached any more, so nothing of the run can be ended from here."""
 
 
 class CoordinatorGone(PlatformGaveUp):

@@ -191,7 +191,15 @@ class Run:
         does not reach the end of the run, it may lack the newest generations.  So an ``incarnation`` that begins anew skips numbers; 0
         stands for a reader or a takeover, which skips none.
         """
+        return self._standing(self._last_recorded(), incarnation, now, step)
+
+    def begins(self, incarnation: int, now: float) -> tuple[RunState, str]:
+        """Returns :meth:`standing` for a start, and the sentence that says where it goes on; "" if the run never ran before."""
         last = self._last_recorded()
+        state = self._standing(last, incarnation, now)
+        return state, f"{self.job.name} ran before: it {_goes_on(state, last)}" if last is not None else ""
+
+    def _standing(self, last: RunState | None, incarnation: int, now: float, step: int | None = None) -> RunState:
         generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
         if incarnation and last is not None and not last.over:
             generation += UNREAD * incarnation
@@ -207,20 +215,6 @@ class Run:
             return RunState.begin(incarnation, now, tuple(good), manifest.lineage, max(generation, newest.generation), next_worker)
 
         return state(self.checkpoints.recent(lambda found: bool(state(found).history.saved)))
-
-    def goes_on(self, state: RunState) -> str:
-        """Returns a sentence that says where a start that stands at ``state`` goes on; "" if the run never ran before."""
-        last = self._last_recorded()
-        if last is None:
-            return ""
-        where = f"goes on from step {state.step}" if state.step else "begins at step 0, since no checkpoint of it is complete"
-        again = f"; steps {state.step + 1} to {last.step} are done again" if last.step > state.step else ""
-        jump = (
-            f"; its generations go on at {state.next_generation}, since nobody knows which it used last"
-            if state.generation > last.generation
-            else ""
-        )
-        return f"{self.job.name} ran before: it {where}{again}{jump}"
 
     def _last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""
@@ -365,3 +359,11 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, each in value.items():
         found |= flat(each, f"{prefix}{key}.") if isinstance(each, Mapping) else {f"{prefix}{key}": each}
     return found
+
+
+def _goes_on(state: RunState, last: RunState) -> str:
+    """Returns where a start that stands at ``state`` goes on after what was recorded ``last``."""
+    where = f"goes on from step {state.step}" if state.step else "begins at step 0, since no checkpoint of it is complete"
+    again = f"; steps {state.step + 1} to {last.step} are done again" if last.step > state.step else ""
+    jump = f"; its generations go on at {state.next_generation}, since nobody knows which it used last"
+    return f"{where}{again}{jump if state.generation > last.generation else ''}"

@@ -260,11 +260,12 @@ def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life:
 
 def test_a_life_after_another_says_what_is_done_again(life: Life) -> None:
     """The control is a run that never ran."""
-    assert life.run.goes_on(life.run.standing(2, 0.0)) == "", "the control"
+    assert life.run.begins(2, 0.0)[1] == "", "the control"
     life.step(3)
     life.journal.ship(10.0)
     reached = life.play.run.step
-    said = life.run.goes_on(life.run.standing(2, 0.0))
+    state, said = life.run.begins(2, 0.0)
+    assert state == life.run.standing(2, 0.0)
     assert f"begins at step 0, since no checkpoint of it is complete; steps 1 to {reached} are done again; its" in said
     assert said.endswith(f"its generations go on at {2 * UNREAD + 2}, since nobody knows which it used last")
 

@@ -1,8 +1,7 @@
 """Progress counters of one worker in shared memory: read by its keeper while the worker is busy, stuck or dead.
 
 They are a file of 64-bit integers in ``/dev/shm`` with one writer.  A reader needs no help from the worker, so a held GIL hides nothing,
-and the work of a killed worker can still be counted.  The writer, with what it has forked, holds a lock on the file as long as
-it lives.
+and the work of a killed worker can still be counted.  The writer, with what it has forked, holds a lock on the file as long as it lives.
 """
 
 from __future__ import annotations
@@ -78,15 +77,18 @@ class Counters:
 
 
 def writer_lives(path: Path) -> bool | None:
-    """Returns whether the process that made the counters at ``path`` lives; None if it has not written its pid yet.
+    """Returns whether the process that made the counters at ``path`` lives.
 
-    The lock tells it.  The pid would not: containers with a common ``/dev/shm`` have different numbers and clocks for a process.
+    It is None if that process has not written its pid yet, or if the counters are gone or another user's.  The lock tells it.  The pid
+    would not: containers with a common ``/dev/shm`` have different numbers and clocks for a process.
     """
-    with open(path, "rb") as file:
-        if not int.from_bytes(file.read(8), sys.byteorder):
-            return None
-        try:
+    try:
+        with open(path, "rb") as file:
+            if not int.from_bytes(file.read(8), sys.byteorder):
+                return None
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
+    except (FileNotFoundError, PermissionError):
+        return None
+    except BlockingIOError:
+        return True
+    return False

@@ -267,7 +267,7 @@ class Keeper:
             if (over := refused >= SURE) or time.monotonic() - heard_at > self.silence_s:
                 why = "the run is over" if over else f"no coordinator answered for {self.silence_s:.0f} s"
                 print(f"keeper of {self.node[:8]}: {why}; leaving", flush=True)
-                self._end()
+                self._end(over=over)
                 remove_logs(self.run)  # the coordinator on this node may only stand still: its part of the journal stays
                 os._exit(3)
 
@@ -287,11 +287,14 @@ class Keeper:
     def close(self, incarnation: int) -> None:
         """Ends the keeper because the run is over: it stores the remaining logs and leaves nothing on the node."""
         self._heed(incarnation)
-        self._end()
+        self._end(over=True)
         shutil.rmtree(log_folder(self.run), ignore_errors=True)
 
-    def _end(self) -> None:
-        """Ends what runs here, stores the remaining logs, and removes what workers and keeper have left outside the run's folder."""
+    def _end(self, *, over: bool) -> None:
+        """Ends what runs here, stores the remaining logs, and removes what workers and keeper have left outside the run's folder.
+
+        Unless the run is over, a worker that is not followed here may be another host's that shares this memory, and goes on.
+        """
         self._closed.set()
         self._watching.join()
         deadline = time.monotonic() + CLOSE_S
@@ -300,17 +303,16 @@ class Keeper:
                 time.sleep(0.01)
             process.kill()
             self.logs.keep(worker, _how(process) if process.ended() else "ended by its keeper")
-        ours = {segment(self.run, worker) for worker in self.workers}
-        for path in segments(self.run):
-            if path in ours or not writer_lives(path):
-                path.unlink(missing_ok=True)
         self.logs.close()
         self.uploads.close()
-        self.workers.clear()
         self.stores.clear()
         self.keeper_store.close()
         with contextlib.suppress(StorageError):
             self.probe.remove(self.node)
+        ours = {segment(self.run, worker) for worker in self.workers}
+        for path in segments(self.run):  # last, since a worker that is just being killed may still make its counters
+            if over or path in ours or not writer_lives(path):
+                path.unlink(missing_ok=True)
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:

@@ -426,15 +426,25 @@ class Group:
         self.orders.close()
         for pool in (self._pool, self._looks, self._forms):
             pool.shutdown(wait=False, cancel_futures=True)
-        closing = [keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())]
-        ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None
-        for actor in [*self.workers.values(), *self.keepers.values()]:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(actor, no_restart=True)
-        lives = list(self._lives.copy())
-        ray.wait(lives, num_returns=len(lives), timeout=grace_s) if lives else None
+        unfollowed = [actor for worker, actor in self.workers.items() if worker not in self.joined]
+        _kill_all(unfollowed)  # before the keepers close: what these workers have made would stay, and nobody ends them in good order
+        _wait_for_all([actor.lives.remote() for actor in unfollowed], grace_s)
+        _wait_for_all([keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())], grace_s)
+        _kill_all([*self.workers.values(), *self.keepers.values()])
+        _wait_for_all(list(self._lives.copy()), grace_s)
         with contextlib.suppress(StorageError):
             self.probe.remove_all()  # last, since a keeper that was being checked may have left its sign after it was closed
+
+
+def _kill_all(actors: list[Any]) -> None:
+    for actor in actors:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(actor, no_restart=True)
+
+
+def _wait_for_all(calls: list[Any], timeout_s: float) -> None:
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
 
 
 def _later(seconds: float, call: Callable[[], None]) -> None:

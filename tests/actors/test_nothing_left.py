@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,13 +18,17 @@ import pytest
 import ray
 
 from actors import cluster
+from actors.coordinator import View
 from actors.processes import log_folder, remove_logs
-from elastic.train.counters import segment
+from elastic.data.cursor import Cursor
+from elastic.report.story import Sentence
+from elastic.train.counters import Counters, segment, writer_lives
 from storage.journal.replicas import folder_of
-from tests.support.chaos import assert_nothing_left
+from tests.support.chaos import Witness, assert_nothing_left, trial
 from tests.support.commands import assert_no_actor_left
 from tests.support.left import left_of
 from tests.support.processes import Watched
+from tests.support.toys import toy_job
 
 NAME, TOKEN = "nobodys", "nobodys-0001-abcdef"
 RUN: Any = SimpleNamespace(job=SimpleNamespace(name=NAME), witness=SimpleNamespace(token=TOKEN, seen={}))
@@ -140,6 +146,31 @@ def test_what_is_of_another_run_or_of_another_cluster_is_not_looked_at(tmp_path:
         orphan(tmp_path / "session_2020-01-01_00-00-00_000000_7" / "log"),
     ):
         assert left_of(NAME, TOKEN, deadline_s=0.0) == []
+
+
+@pytest.mark.must_run_in_ci
+def test_a_run_that_ends_while_a_worker_starts_leaves_nothing(tmp_path: Path) -> None:
+    """The worker has made its counters and has not joined, so no keeper follows it.
+
+    It is stopped (SIGSTOP), so it lives until Ray uses SIGKILL, longer than the keeper.
+    """
+    hold, gate = tmp_path / "hold", tmp_path / "gate"
+    (sample,) = Cursor(64, 16, 0, "permutation").microbatch_ids(2, 0, 1)
+
+    def act(witness: Witness, view: View) -> bool:
+        if view.state == "Running" and len(view.workers) == 2 and not hold.exists():
+            hold.touch()
+            witness.seen["w2"].process.kill(signal.SIGKILL)
+        if not hold.exists() or writer_lives(segment(view.token, "w3")) is not True:
+            return False
+        os.kill(Counters(segment(view.token, "w3"), create=False)["pid"], signal.SIGSTOP)
+        gate.touch()
+        return True
+
+    data = {"dataset": "tests.support.toys:Held", "args": {"hold": str(hold), "samples": 64, "gates": {str(sample): str(gate)}}}
+    chaos = trial(toy_job(tmp_path, name="early", steps=4, data=data, workers={"min": 1, "max": 2}), act)
+    assert chaos.result.state == "Finished" and not any("w3 joined" in line.text for line in chaos.lines if isinstance(line, Sentence))
+    assert_nothing_left(chaos)
 
 
 @pytest.mark.parametrize("coordinator", [True, False])

@@ -77,6 +77,15 @@ class Paced(Sums):
         return super().read(ids)
 
 
+class Held(Sums):
+    """A dataset that cannot be opened while ``hold`` exists, so a test can hold workers between their making and their joining."""
+
+    def __init__(self, hold: str, **args: Any) -> None:
+        super().__init__(**args)
+        if Path(hold).exists():
+            time.sleep(PATIENCE_S)
+
+
 class Late(Sums):
     """A dataset whose first reader of ``sample`` needs ``late_s``.
 

@@ -43,7 +43,7 @@ from elastic.errors import JobError
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout, LayoutRule, table
 
-NUMERICS = 2
+NUMERICS = 3
 """The newest number of the setting ``numerics``; a new run begins with it."""
 
 
@@ -250,7 +250,8 @@ class Job(Part):
     """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""
     numerics: Refused[Annotated[Whole, Field(ge=1, le=NUMERICS)]] = NUMERICS
     """Number of the rules by which the bits are computed.  Leave it out: a new run begins with the newest, and each run goes on with its
-    own.  1: the first worker initialises the model on its CPU.  2: every worker initialises its part on its own device.
+    own.  1: the first worker initialises the model on its CPU.  2: every worker initialises its part on its own device.  3: besides, the
+    loss is fused with the head, and attention on a GPU is by FlexAttention if blocks are compiled.
     """
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
     """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""

@@ -13,7 +13,9 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked, and negative inputs read as token 0.
     """
     tokens = batch["tokens"]
-    logits = model(tokens[:, :-1].clamp_min(0))
-    targets = tokens[:, 1:].flatten().clamp_min(-1)
-    loss = F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=-1, reduction="sum")
+    inputs, targets = tokens[:, :-1].clamp_min(0), tokens[:, 1:].clamp_min(-1)
+    if getattr(model, "fuses_loss", False):
+        loss = model(inputs, targets)
+    else:
+        loss = F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
     return loss, torch.count_nonzero(targets >= 0)

@@ -21,6 +21,8 @@ from elastic.engine.world import World, all_gather
 
 TURN_ROWS = 1 << 20
 """Number of rows that take one turn, if no tensor has more: 8 MiB as float64.  Each turn costs one collective."""
+WIDEST = 1 << 15
+"""Number of elements of the widest row that a kernel of our own adds on a GPU."""
 SQUARED = 1 << 24
 """Number of elements that are squared at once, or else those of one row: 64 MiB as float32."""
 
@@ -98,6 +100,12 @@ def _row_sums(grads: Sequence[Tensor], size: int) -> Tensor:
     rows, columns = len(grads[0]), grads[0][:1].numel()
     sums = torch.zeros(len(grads), size, dtype=torch.float64, device=grads[0].device)
     if not rows or not columns:
+        return sums
+    if grads[0].device.type == "cuda" and grads[0].dtype == torch.float32 and 1 < columns <= WIDEST:
+        from elastic.kernels import triton_kernels as kernels
+
+        for number, grad in enumerate(grads):
+            kernels.squares_(grad.detach().reshape(rows, columns), sums[number, :rows])
         return sums
     if rows * columns > SQUARED:
         step = max(1, SQUARED // columns)

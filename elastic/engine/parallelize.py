@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
-from elastic.engine.axes.data import apply_fsdp, apply_sync, keep_streams
+from elastic.engine.axes.base import Parameters
+from elastic.engine.axes.split import Split, apply_fsdp, apply_sync, keep_streams
+from elastic.engine.axes.whole import Whole
 from elastic.engine.compile import apply_compile
 from elastic.engine.precision import PRECISIONS
 from elastic.engine.sync.base import Scheme
@@ -21,23 +24,42 @@ from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
 
+KERNELS_SINCE = 3
+"""The first ``numerics`` with a fused loss, and with FlexAttention in reproducible runs."""
 
-def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Scheme]:
+
+def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Parameters, Scheme]:
     """Wraps ``blueprint`` (on meta) for ``world`` and gives it memory, but no values yet.
 
-    Returns the wrapped model and the scheme that sums its gradients.
+    Returns the wrapped model, this member's parts of its parameters, and the scheme that sums their gradients.
     """
     aliases, table = _aliases(blueprint), sharding_table(blueprint)
     scheme = scheme_of(job)(world, deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes))
+    apply_kernels(blueprint, world.device, job)
     if job.compile:
         apply_compile(blueprint, table)
-    apply_fsdp(blueprint, world, table, PRECISIONS[job.precision])
-    apply_sync(blueprint, world, scheme)
+    precision, splits = PRECISIONS[job.precision], world.layout.dp_shard > 1
+    if splits:
+        apply_fsdp(blueprint, world, table, precision)
+        apply_sync(blueprint, scheme)
     blueprint.to_empty(device=world.device)
     _tie(blueprint, aliases)
+    if not splits:
+        return blueprint, Whole(blueprint, world, table, precision, scheme), scheme
     if world.device.type == "cuda":
         keep_streams(blueprint, world)
-    return blueprint, scheme
+    return blueprint, Split(blueprint, scheme), scheme
+
+
+def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:
+    """Sets how ``model`` attends and computes its loss, if it lets the engine choose (as :class:`elastic.models.llama.Llama` does)."""
+    if job.numerics < KERNELS_SINCE:
+        return
+    dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    flexes = job.reproducible and job.compile and device.type == "cuda" and not dropout
+    for name, value in {"fuses_loss": True, "flexes": flexes}.items():
+        if hasattr(model, name):
+            setattr(model, name, value)
 
 
 def scheme_of(job: Job) -> type[Scheme]:

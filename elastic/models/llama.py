@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
+from elastic.kernels.attention import causal_attention, causal_mask
+from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.spec import ShardingTable
 
 
@@ -24,13 +27,12 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: BlockMask | None) -> Tensor:
         batch, seq, _ = x.shape
         q = rotate(self.wq(x).view(batch, seq, self.heads, self.head_dim), rope).transpose(1, 2)
         k = rotate(self.wk(x).view(batch, seq, self.kv_heads, self.head_dim), rope).transpose(1, 2)
         v = self.wv(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        dropout = self.dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        out = causal_attention(q, k, v, mask, self.dropout if self.training else 0.0)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -58,13 +60,20 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(dim, hidden)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope))
+    def forward(self, x: Tensor, rope: Tensor, mask: BlockMask | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
 class Llama(nn.Module):
-    """The decoder: tokens, int64 [batch, seq] -> logits [batch, seq, vocab]."""
+    """The decoder: tokens, int64 [batch, seq] -> logits [batch, seq, vocab].  With targets, int64 [batch, seq], it returns the sum of their
+    cross-entropies instead, a float32 scalar, and never makes the logits.
+    """
+
+    fuses_loss = flexes = False
+    """The engine sets both.  The first lets :func:`elastic.engine.loss.next_token` give the targets to the model, the second lets it attend
+    by FlexAttention.
+    """
 
     def __init__(
         self,
@@ -108,12 +117,14 @@ class Llama(nn.Module):
                 residual = name.endswith(("wo.weight", "w2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * self.depth) ** 0.5 if residual else 0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         rope = rotary(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
+        mask = causal_mask(tokens.shape[1], tokens.device) if self.flexes else None
         for layer in self.layers:
-            x = layer(x, rope)
-        return self.output(self.norm(x))
+            x = layer(x, rope, mask)
+        x = self.norm(x)
+        return self.output(x) if targets is None else cross_entropy(x, self.output.weight, targets)
 
     def sharding(self) -> ShardingTable:
         return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from elastic.engine.optim.base import Optimizer, Rule
 from elastic.engine.parallelize import parallelize
@@ -85,13 +84,7 @@ def bytes_of(tensors: tuple[Tensor, ...]) -> int:
     return sum(nbytes(tensor, tensor.whole()) for tensor in tensors)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a sharded tensor that is in this process."""
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
-
-
-def _existing(local: dict[str, torch.Tensor], tensor: Tensor, cell: Cell) -> torch.Tensor:
+def _existing(local: Mapping[str, torch.Tensor], tensor: Tensor, cell: Cell) -> torch.Tensor:
     """Returns the parameter's part that is in this process.  Raises AssertionError if the wrapped model does not have the parameter."""
     assert tensor.name in local, (
         f"parameter {tensor.name!r}: the wrapped model of the member in cell {cell!r} does not have it; "
@@ -112,16 +105,16 @@ class State:
         self.rows = {name: parameter.shape[0] for name, parameter in blueprint.named_parameters()}
         decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
         self.job, self.world = job, world
-        self.model, self.sync = parallelize(blueprint, world, job)
-        local = {name: _local(parameter).detach() for name, parameter in self.model.named_parameters()}
-        self.trained = {name: local[name].requires_grad_() for name, p in self.model.named_parameters() if p.requires_grad}
+        self.model, self.parameters, self.sync = parallelize(blueprint, world, job)
+        local = self.parameters.parts
+        self.trained = {name: part for name, part in local.items() if name in self.parameters.trained}
         cell = cell_of(world.layout, world.rank)
         parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
         boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
         self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed)
         self.shard = Shard(version, cell, self._values(local, cell))
 
-    def _values(self, local: dict[str, torch.Tensor], cell: Cell) -> dict[Key, torch.Tensor]:
+    def _values(self, local: Mapping[str, torch.Tensor], cell: Cell) -> dict[Key, torch.Tensor]:
         buffers = dict(self.model.named_buffers())
         values = {}
         for tensor in self.tensors:
@@ -145,15 +138,3 @@ class State:
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""
         return {name: (buffer.data_ptr(), buffer._version) for name, buffer in self.model.named_buffers()}
-
-    def grads(self) -> dict[str, torch.Tensor]:
-        """Returns this member's shard of the summed gradient, by name.  A parameter that was not used has zeros."""
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                local = self.trained[name]
-                found[name] = torch.zeros_like(local, requires_grad=False) if parameter.grad is None else _local(parameter.grad)
-        return found
-
-    def forget_grads(self) -> None:
-        self.model.zero_grad(set_to_none=True)

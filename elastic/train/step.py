@@ -102,9 +102,7 @@ def compute(session: Session, state: State, step: int) -> Share:
     for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
         session.counters.at("computes")
         session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
-        state.sync.round.number, state.sync.round.last = round_, round_ + 1 == deal.rounds
-        if state.sync.keeps_sums or round_ == 0:
-            state.forget_grads()
+        state.parameters.begin_round(round_, last=round_ + 1 == deal.rounds)
         if batch is None:
             batch = session.loader.read(session.cursor.microbatch_ids(step, 0, job.microbatch))
         if round_ == 0:
@@ -116,6 +114,7 @@ def compute(session: Session, state: State, step: int) -> Share:
         torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))
         loss, count = loss_of(session, state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
         (loss if index is not None else loss * 0).backward()
+        state.parameters.end_round()
         _refuse_changes(buffers, state)
         share.losses.append(loss.detach())
         share.counts.append(torch.as_tensor(count, device=world.device))
@@ -171,7 +170,7 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
 def prepare(session: Session, state: State, fence: ApplyFence, step: int) -> torch.Tensor:
     """Reduces what the optimizer needs from the group, and returns the squared norm.  Afterwards this member can apply alone."""
     session.counters.at("commits")
-    grads = state.grads()
+    grads = state.parameters.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
     session.counters["collective"] = 1
     session.faults.strike("before_commit", step, state.world)
@@ -213,9 +212,9 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
 def update(session: Session, state: State, outcome: Outcome) -> None:
     """Applies a committed step with the prepared gradients.  The caller holds the apply fence."""
     session.counters.at("updates")
-    state.optimizer.apply(state.grads(), outcome)
+    state.optimizer.apply(state.parameters.grads(), outcome)
     session.faults.strike("in_update", outcome.step, state.world)
     state.world.finish()
-    state.forget_grads()
+    state.parameters.forget_grads()
     session.counters["updates_applied"] += 1
     session.counters["step"], session.counters["microbatch"], session.counters["collective"] = outcome.step, 0, 0

@@ -59,10 +59,16 @@ IMPORTS = {
         ("pydantic",),
     ),
     "elastic.runs": Row(("elastic", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job", "storage.*", *NAMES)),
-    "elastic.models": Row(("elastic.models.*",), ("torch",)),
+    "elastic.kernels": Row(("elastic.kernels.*",), ("torch",)),
+    "elastic.kernels.triton_kernels": Row((), ("torch", "triton")),
+    "elastic.models": Row(("elastic.models.*", "elastic.kernels.*"), ("torch",)),
     "elastic.models.spec": Row(),
     "elastic.engine": Row(
-        ("elastic.engine.*", "elastic.models.spec", "elastic.plan.*", "elastic.protocol.commit_record", "elastic.job", *NAMES), ("torch",)
+        (
+            *("elastic.engine.*", "elastic.kernels.*", "elastic.models.spec", "elastic.plan.*", "elastic.protocol.commit_record"),
+            *("elastic.job", *NAMES),
+        ),
+        ("torch",),
     ),
     "elastic.state": Row(
         (

@@ -113,7 +113,8 @@ def folded(world: World, grads: torch.Tensor, output: torch.Tensor, rounds: int)
     folding = scheme.reduction()
     for number in range(rounds):
         scheme.round.number, scheme.round.last = number, number + 1 == rounds
-        folding.reduce(grads, output)
+        if (total := folding.reduce(grads)) is not None:
+            output.copy_(total)
 
 
 def scattered(world: World, grads: torch.Tensor, output: torch.Tensor, rounds: int) -> None:

@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elastic.engine.axes.data import FSDP_STREAMS
+from elastic.engine.axes.split import FSDP_STREAMS
 from elastic.engine.optim.base import rule_of
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Fault
+from elastic.plan.layout import Layout
 from elastic.train.faults import Asked, Faults, InjectedError
 from elastic.train.model import State, builder_of
 from elastic.train.session import LAUNCHES
@@ -104,7 +105,7 @@ class _Seat:
 
 def test_the_streams_that_are_kept_are_all_that_fsdp_has(tmp_path: Path) -> None:
     """The streams are known by their private names, which a later torch may change."""
-    job, world = toy_job(tmp_path), World.alone(torch.device("cpu"))
+    job, world = toy_job(tmp_path), World.imagined(Layout(1, 2), torch.device("cpu"))
     try:
         wrapped = State(job, builder_of(job), rule_of(job), world, Version(0, 0)).model._get_fsdp_state()  # type: ignore[operator]
         wrapped._lazy_init()

@@ -67,7 +67,10 @@ def reduced(world: Any, block: int, elements: int, seed: int, microbatches: int,
         index = scheme.deal.microbatch_of(number, world.rank)
         scheme.round.number, scheme.round.last = number, number == scheme.deal.rounds - 1
         grads = torch.full((elements,), float("nan"), dtype=dtype) if index is None else whole[index].clone()
-        reduction.reduce(grads.to(world.device), output)
+        total = reduction.reduce(grads.to(world.device))
+        assert (total is not None) is scheme.round.last
+        if total is not None:
+            output.copy_(total)
         kept = [each for each in (reduction.total, reduction.open) if each is not None]
         assert all(each.untyped_storage().nbytes() == each.nbytes for each in kept), "a sum keeps no buffer of a round alive"
     return output

@@ -41,7 +41,7 @@ def dtypes(world: World, job: Job) -> dict[str, set[str]]:
             if isinstance(module, torch.nn.Linear):
                 module.register_forward_hook(hook)
         compute(me.session, me.state, 1)
-        for gradient in me.state.grads().values():
+        for gradient in me.state.parameters.grads().values():
             note("gradient", gradient)
         for (kind, _), value in me.state.shard.values.items():
             note(kind, value)

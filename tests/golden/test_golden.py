@@ -23,13 +23,17 @@ from elastic.runs import Run
 from storage import journal
 from storage.objects import ObjectStore
 from tests.golden.jobs import LOCAL, PINNED, Request, ask, final_hash, golden, pinned
-from tests.golden.make import RESUMED, facts, read, unpack
+from tests.golden.make import NEWEST, RESUMED, facts, read, unpack
 from tests.golden.simulator import SEEDS, seen
 from tests.support.job_file import to_toml
 
 A_BIT_MORE = struct.unpack("<f", struct.pack("<I", struct.unpack("<I", struct.pack("<f", 0.01))[0] + 1))[0]
 """The float32 after 0.01."""
 ALONE: Sequence[str] = ("base", "untied", "bf16", "own model", "stopped")
+ANEW: Sequence[Request] = tuple(
+    (name, layout, {"numerics": NEWEST}) for name, layout in (("base", LOCAL), ("base", "1x2"), ("untied", LOCAL), ("bf16", LOCAL))
+)
+"""Jobs with the newest ``numerics``."""
 REQUESTS: Sequence[Request] = (
     *((name, LOCAL, {}) for name in ALONE),
     ("base", "1x2", {}),
@@ -41,9 +45,9 @@ JOURNALS = sorted(read("journals.json"))
 WITHOUT_ONE: Any = {"seed": REQUESTS[6], "a bit of the learning rate": REQUESTS[7], "the samples": REQUESTS[8]}
 
 
-def entry_of(name: str, kinds: dict[str, str]) -> Any:
+def entry_of(name: str, kinds: dict[str, str], numerics: int = 1) -> Any:
     """Returns the golden entry of a job for this machine; skips where there is none."""
-    known = golden()["kinds"]
+    known = golden(numerics)["kinds"]
     if name not in known.get(kinds[name], {}):
         pytest.skip(f"not proven here: no golden data of {name!r} for this kind ({kinds[name]}); there are {'; '.join(known)}")
     return known[kinds[name]][name]
@@ -62,8 +66,9 @@ def turn_a_bit(path: Path) -> None:
 @pytest.fixture(scope="module")
 def answer() -> Any:
     """The kind of this machine for each job, and the hashes of :data:`REQUESTS`, all from one child process."""
-    found = ask(REQUESTS)
-    return {"kinds": found["kinds"], "hashes": {json.dumps(each): value for each, value in zip(REQUESTS, found["hashes"], strict=True)}}
+    asked = (*REQUESTS, *ANEW)
+    found = ask(asked)
+    return {"kinds": found["kinds"], "hashes": {json.dumps(each): value for each, value in zip(asked, found["hashes"], strict=True)}}
 
 
 @pytest.mark.parametrize("request_", REQUESTS[:6], ids=lambda each: f"{each[0]}, {each[1]}")
@@ -71,6 +76,13 @@ def test_the_bits_are_the_golden_ones(answer: Any, request_: Request) -> None:
     expected = entry_of(request_[0], answer["kinds"])
     assert request_[1] in expected["seen"]
     assert answer["hashes"][json.dumps(request_)] == expected["hash"]
+
+
+@pytest.mark.parametrize("request_", ANEW, ids=lambda each: f"{each[0]}, {each[1]}")
+def test_the_newest_numerics_have_golden_bits_of_their_own(answer: Any, request_: Request) -> None:
+    expected = entry_of(request_[0], answer["kinds"], NEWEST)
+    assert request_[1] in expected["seen"]
+    assert answer["hashes"][json.dumps(request_)] == expected["hash"] != entry_of(request_[0], answer["kinds"])["hash"]
 
 
 @pytest.mark.parametrize("what", WITHOUT_ONE)

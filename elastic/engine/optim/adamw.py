@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019), by torch's own function.
+"""AdamW (Loshchilov and Hutter 2019), by torch's own function or, on a GPU, by a kernel with the same bits in one pass over memory.
 
 ``foreach`` computes elementwise, and its result does not depend on how a tensor is cut.  The fused CPU kernel treats the last few
 elements of a tensor differently, so its result does depend on the cut.
@@ -6,15 +6,41 @@ elements of a tensor differently, so its result does depend on the cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from elastic.engine.optim.base import Hyper, Part, Rule
+from elastic.engine.optim.base import Hyper, Part, Rule, mean_
 
 
-def update(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) -> None:
+def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
+    """Takes the mean, clips, and updates."""
+    if all(each.device.type == "cuda" and each.dtype == torch.float32 for each in (*grads, *(part.values for part in parts))):
+        return _by_kernel(parts, grads, hyper)
+    mean_(grads, hyper)
+    _by_torch(parts, grads, hyper)
+
+
+def _by_kernel(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
+    from elastic.kernels import triton_kernels as kernels
+
+    settings, (beta1, beta2) = hyper.settings, hyper.settings.betas
+    updates = float(hyper.updates) + 1
+    for part, grad in zip(parts, grads, strict=True):
+        by = kernels.AdamW(
+            divide=hyper.divide,
+            clip=hyper.clip,
+            keep=1 - hyper.lr * (settings.weight_decay if part.decays else 0.0),
+            beta1=beta1,
+            beta2=beta2,
+            step_size=hyper.lr / (1 - beta1**updates),
+            root=(1 - beta2**updates) ** 0.5,
+            eps=settings.eps,
+        )
+        kernels.adamw_(part.values, grad, part.moments["exp_avg"], part.moments["exp_avg_sq"], by)
+
+
+def _by_torch(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     """Updates the parts whose weights decay, then the others, because torch's function takes one decay for each call."""
     settings = hyper.settings
     for decays, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
@@ -37,5 +63,5 @@ def update(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) -> None
         )
 
 
-ADAMW = Rule(("exp_avg", "exp_avg_sq"), update)
+ADAMW = Rule(("exp_avg", "exp_avg_sq"), update, scales=True)
 """The rule that ``optim.kind = "adamw"`` names."""

@@ -11,7 +11,7 @@ so yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,10 @@ class Hyper:
     """Number of updates applied before this one, a float32 scalar.  The rule must not change it."""
     scalars: Mapping[str, Tensor]
     """Scalars (float32) by the names that the rule declares."""
+    divide: float = 1.0
+    """The number by which a rule that :attr:`~Rule.scales` divides the summed gradients."""
+    clip: float = 1.0
+    """The number by which it multiplies them then."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,17 @@ class Rule:
     """
 
     moments: tuple[str, ...]
-    update: Callable[[Sequence[Part], Sequence[Tensor], Hyper], None]
+    update: Callable[[list[Part], list[Tensor], Hyper], None]
     scalars: tuple[str, ...] = field(default=())
+    scales: bool = False
+    """True if ``update`` gets sums, and takes the mean and clips by itself, as :func:`mean_` does."""
+
+
+def mean_(grads: list[Tensor], hyper: Hyper) -> None:
+    """Turns summed gradients into their mean, and clips that."""
+    torch._foreach_div_(grads, hyper.divide)
+    if hyper.clip != 1.0:
+        torch._foreach_mul_(grads, hyper.clip)
 
 
 def rule_of(job: Job) -> Rule:
@@ -113,10 +126,11 @@ class Optimizer:
         lr = learning_rate_of(job, outcome.step)
         if not outcome.finite:
             return lr
-        means = [grads[name] for name in self.parts]
-        torch._foreach_div_(means, float(max(outcome.tokens, 1)))
-        if outcome.norm > job.optim.clip_norm:
-            torch._foreach_mul_(means, job.optim.clip_norm / outcome.norm)
-        self.rule.update([*self.parts.values()], means, Hyper(job.optim, lr, self.updates, self.scalars))
+        clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
+        hyper = Hyper(job.optim, lr, self.updates, self.scalars, float(max(outcome.tokens, 1)), clip)
+        mine = [grads[name] for name in self.parts]
+        if not self.rule.scales:
+            mean_(mine, hyper)
+        self.rule.update([*self.parts.values()], mine, hyper)
         self.updates += 1
         return lr

@@ -39,11 +39,11 @@ class Reduction(ABC):
     any."""
 
     @abstractmethod
-    def reduce(self, grads: Tensor, total: Tensor) -> None:
-        """Takes this member's gradient of one microbatch, and gives its shard of the sum.
+    def reduce(self, grads: Tensor) -> Tensor | None:
+        """Takes this member's gradient of one microbatch, flat [shards × n], and returns its shard of the sum, flat [n].
 
-        ``grads`` is flat [shards × n].  ``total`` is flat [n]; with one shard it may be the same memory.  If the scheme
-        :attr:`~Scheme.keeps_sums`, ``total`` is written in the last round, else in every round.
+        The sum is of all rounds, and is returned in the last one; in others the result is None.  If parameters are split and the scheme
+        does not :attr:`~Scheme.keeps_sums`, the sum is of this round, and is returned in each.
         """
 
 
@@ -51,7 +51,7 @@ class Scheme(ABC):
     """One way to synchronise the members of one world, which run the microbatches that ``deal`` gives them."""
 
     keeps_sums: ClassVar[bool]
-    """True if reductions add up the rounds by themselves.  If False, the caller adds the results of the rounds."""
+    """True if reductions add up the rounds by themselves.  If False, the caller adds the results of the rounds if parameters are split."""
     needs_replicate_group: ClassVar[bool]
     """True if the world must have a process group of the members that hold the same shard."""
 

@@ -103,16 +103,17 @@ class OrderedReduction(Reduction):
         self.open: Tensor | None = None
         """The sum of the microbatches of the block that is not complete yet."""
 
-    def reduce(self, grads: Tensor, total: Tensor) -> None:
+    def reduce(self, grads: Tensor) -> Tensor | None:
         self.world.keep_up()
         legs = self.scheme.legs()
         pieces = self._to_owner(self._to_handler(self._by_owner(grads), legs), legs)
         for unit, piece in zip(legs.units, pieces, strict=True):
             self._add(unit, piece)
-        if self.scheme.round.last:
-            assert self.total is not None and self.open is None, "the last round ends the last block"
-            total.copy_(self._from_replicas(self.total, total.numel()))
-            self.total = None
+        if not self.scheme.round.last:
+            return None
+        assert self.total is not None and self.open is None, "the last round ends the last block"
+        total, self.total = self.total, None
+        return self._from_replicas(total, grads.numel() // self.world.layout.dp_shard)
 
     def _add(self, unit: Unit, piece: Tensor) -> None:
         """Adds the unit to the sum that it continues.  A sum has memory of its own, because pieces lie in buffers of a whole round."""

@@ -60,7 +60,7 @@ def reduced(world: Any, deal: Deal) -> tuple[int, int]:
     grads = torch.empty(elements, device="meta")
     for number in range(deal.rounds):
         scheme.round.number, scheme.round.last = number, number == deal.rounds - 1
-        reduction.reduce(grads, grads.new_empty(elements // world.layout.dp_shard))
+        reduction.reduce(grads)
     after = Counting(world.layout, world.nodes, world.rank)
     reduction.world = after  # type: ignore[assignment]
     reduction._from_replicas(grads.new_empty(ELEMENTS), elements // world.layout.dp_shard)

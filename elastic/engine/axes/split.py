@@ -1,9 +1,8 @@
-"""The data axes: parameters are split over ``dp_shard`` members by FSDP2, and gradients are summed over all data ranks.
+"""Parameters that are split over ``dp_shard`` members by FSDP2; gradients are summed over all data ranks.
 
 This is the only module that knows FSDP2.  FSDP2 splits the parameters of each block, gathers them before the block runs, and frees them
 afterwards.  It gets the one-dimensional mesh of the shards only.  A :class:`~elastic.engine.sync.base.Scheme` sums the gradients over
-the data ranks.  FSDP2 calls it through two hooks: a custom reduce-scatter for parameters that are split, and an all-reduce hook, which
-FSDP2 also calls for parameters that are not split.
+the data ranks.  FSDP2 calls it as a custom reduce-scatter, and perhaps as a hook for the replicas.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from elastic.engine.axes.base import Parameters
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Reduction, Scheme
@@ -23,6 +24,42 @@ from elastic.models.spec import ShardingTable
 
 FSDP_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
 """Attributes of FSDP2's communication context that hold streams, in torch 2.11 to 2.13."""
+
+
+class Split(Parameters):
+    """The parameters of a model that FSDP2 has split."""
+
+    def __init__(self, model: nn.Module, scheme: Scheme) -> None:
+        self.scheme = scheme
+        self._parameters = dict(model.named_parameters())
+        self.parts = {name: _local(parameter).detach() for name, parameter in self._parameters.items()}
+        self.trained = frozenset(name for name, parameter in self._parameters.items() if parameter.requires_grad)
+
+    def begin_round(self, number: int, *, last: bool) -> None:
+        self.scheme.round.number, self.scheme.round.last = number, last
+        if self.scheme.keeps_sums or number == 0:
+            self.forget_grads()
+
+    def end_round(self) -> None:
+        """FSDP2 has summed everything in the backward pass."""
+
+    def grads(self) -> dict[str, Tensor]:
+        found = {}
+        for name, part in self.parts.items():
+            if name in self.trained:
+                grad = self._parameters[name].grad
+                found[name] = torch.zeros_like(part) if grad is None else _local(grad)
+        return found
+
+    def forget_grads(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns the part of a split tensor that is in this process."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
 
 
 def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: Precision) -> None:
@@ -36,20 +73,17 @@ def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: 
         module.set_force_sum_reduction_for_comms(True)
 
 
-def apply_sync(model: nn.Module, world: World, scheme: Scheme) -> None:
+def apply_sync(model: nn.Module, scheme: Scheme) -> None:
     """Lets ``scheme`` sum the gradients of every wrapped module."""
     for module in _wrapped(model):
         reduction = scheme.reduction()
-        if world.layout.dp_shard == 1:
-            module.set_all_reduce_hook(_Unsplit(reduction))
-            continue
-        module.set_custom_reduce_scatter(_Split(reduction))  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
+        module.set_custom_reduce_scatter(_Reduce(reduction))  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
         if reduction.across_replicas is not None:
             module.set_all_reduce_hook(reduction.across_replicas)
 
 
-class _Split:
-    """The reduce-scatter that FSDP2 calls for parameters that are split."""
+class _Reduce:
+    """The reduce-scatter that FSDP2 calls."""
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
@@ -60,22 +94,8 @@ class _Split:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False
     ) -> None:
-        self.reduction.reduce(input_tensor, output_tensor)
-
-
-class _Unsplit:
-    """Sums the gradients of parameters that are not split.
-
-    FSDP2 calls it as its all-reduce hook, since it runs no reduce-scatter for them.
-    """
-
-    def __init__(self, reduction: Reduction) -> None:
-        self.reduction = reduction
-
-    def __call__(self, grads: Tensor) -> None:
-        self.reduction.reduce(grads, grads)
-        if self.reduction.across_replicas is not None:
-            self.reduction.across_replicas(grads)
+        if (total := self.reduction.reduce(input_tensor)) is not None:
+            output_tensor.copy_(total)
 
 
 def keep_streams(model: nn.Module, world: World) -> None:

@@ -1,0 +1,76 @@
+"""The cross-entropy of a head, fused with the head's matrix product, in chunks of tokens.
+
+The logits of a whole microbatch never exist: at 8,192 tokens and a vocabulary of 128,256 they are 2 GB in bf16, and 4 GB in float32.  A
+chunk's gradient replaces its logits at once, and the gradient of the head is added up in float32 over the chunks, in their order.  So the
+number of tokens in a chunk is part of what makes the bits, and the job's ``numerics`` fixes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 2048
+"""Number of tokens of a chunk, for ``numerics`` 3."""
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Returns the sum of the cross-entropies of ``hidden @ weight.T``, a float32 scalar; the caller takes its gradient once.
+
+    ``hidden`` is [..., dim], ``weight`` [vocab, dim] and ``targets`` int64 [...]; negative targets are masked.
+    """
+    loss: Tensor = _CrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten())
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Computes the gradients together with the sum, as if the gradient of the sum were 1; ``backward`` scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        tokens, learns = len(hidden), any(ctx.needs_input_grad)
+        losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        by_hidden, by_weight = torch.empty_like(hidden) if learns else None, None
+        for first in range(0, tokens, CHUNK):
+            chunk = slice(first, first + CHUNK)
+            logits = hidden[chunk] @ weight.T
+            _losses_(logits, targets[chunk], losses[chunk])
+            if by_hidden is not None:
+                torch.mm(logits, weight, out=by_hidden[chunk])
+                by_weight = _added(by_weight, logits.T, hidden[chunk])
+        if by_hidden is not None and by_weight is not None:
+            ctx.save_for_backward(by_hidden, by_weight.to(weight.dtype))
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        by_hidden, by_weight = ctx.saved_tensors
+        return by_hidden * grad.to(by_hidden.dtype), by_weight * grad.to(by_weight.dtype), None
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Returns ``total + left @ right`` in float32 at least."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.device.type != "cuda" or left.dtype == wide:
+        product = left.to(wide) @ right.to(wide)
+        return product if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(left, right, out_dtype=wide)
+    return torch.addmm(total, left, right, out_dtype=wide, out=total)
+
+
+def _losses_(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
+    """Writes the cross-entropy of each row into ``losses``, and its gradient over the logits.  Masked rows become zeros."""
+    if logits.device.type == "cuda":
+        from elastic.kernels.triton_kernels import cross_entropy_
+
+        return cross_entropy_(logits, targets, losses)
+    wide = logits.to(losses.dtype)
+    top = wide.logsumexp(-1, keepdim=True)
+    valid, chosen = (targets >= 0)[:, None], targets.clamp_min(0)[:, None]
+    losses.copy_(torch.where(valid, top - wide.gather(-1, chosen), 0.0)[:, 0])
+    grads = (wide - top).exp_()
+    grads.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=grads.dtype))
+    logits.copy_(grads.mul_(valid))

@@ -1,0 +1,88 @@
+"""Kernels of our own have the bits of what they replace, or those of the same sums in every run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+STEPS = 5
+
+
+def state(elements: int) -> list[Tensor]:
+    """Returns values and both moments of a parameter."""
+    values, average = torch.randn(2, elements, device="cuda")
+    return [values, average * 1e-3, torch.rand(elements, device="cuda") * 1e-5]
+
+
+def updated(by: str, elements: int, clip: float) -> list[Tensor]:
+    """Returns the state after a few updates, by torch's functions or by the kernel."""
+    from elastic.kernels import triton_kernels as kernels
+
+    torch.manual_seed(0)
+    values, average, square = state(elements)
+    for step in range(1, STEPS + 1):
+        grad, tokens, lr, decay = torch.randn(elements, device="cuda") * 100 * step, float(8191 * step), 3e-4 / step, 0.1 * (step % 2)
+        if by == "kernel":
+            bias1, bias2 = 1 - 0.9 ** float(step), 1 - 0.95 ** float(step)
+            kernels.adamw_(
+                values, grad, average, square, kernels.AdamW(tokens, clip, 1 - lr * decay, 0.9, 0.95, lr / bias1, bias2**0.5, 1e-8)
+            )
+            continue
+        torch._foreach_div_([grad], tokens)
+        if clip != 1.0:
+            torch._foreach_mul_([grad], clip)
+        settings = {"beta1": 0.9, "beta2": 0.95, "lr": lr, "weight_decay": decay, "eps": 1e-8, "maximize": False}
+        counted = [torch.tensor(float(step - 1))]
+        adamw([values], [grad], [average], [square], [], counted, foreach=True, amsgrad=False, **settings)  # type: ignore[arg-type]
+    return [values, average, square]
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.37])
+@pytest.mark.parametrize("elements", [1, 7, 1023, 1025, 1 << 20])
+def test_an_update_in_one_pass_has_the_bits_of_torch_s(elements: int, clip: float) -> None:
+    """The control: another clipping has other bits."""
+    expected = updated("torch", elements, clip)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(updated("kernel", elements, clip), expected, strict=True))
+    assert not torch.equal(updated("kernel", elements, 0.9)[0], expected[0])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 2), (7, 3), (33, 1000), (2048, 8192), (128_256, 2048), (4, 32_768)])
+def test_squares_are_added_by_the_tree_of_the_norm(rows: int, columns: int) -> None:
+    """The control: torch's own sum has other bits, if there is anything to add in another order."""
+    from elastic.engine import norm
+    from elastic.kernels import triton_kernels as kernels
+
+    torch.manual_seed(0)
+    values = torch.randn(rows, columns, device="cuda") * torch.rand(rows, 1, device="cuda")
+    sums = torch.zeros(rows, dtype=torch.float64, device="cuda")
+    kernels.squares_(values, sums)
+    squares = values.square()
+    assert torch.equal(sums, norm.tree_sum(squares).double())
+    assert columns <= 3 or not torch.equal(sums, squares.sum(-1).double())
+
+
+def test_the_fused_loss_repeats_bit_for_bit_and_is_torch_s() -> None:
+    """It has 8,192 tokens and 128,256 words in bf16, some masked.  The control: one target more that is masked changes the sum."""
+    from elastic.kernels.cross_entropy import cross_entropy
+
+    torch.manual_seed(0)
+    hidden = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(128_256, 256, device="cuda") * 0.05).bfloat16().requires_grad_()
+    targets = torch.randint(-10_000, 128_256, (8192,), device="cuda").clamp_min(-1)
+
+    def found() -> list[Tensor]:
+        loss = cross_entropy(hidden, weight, targets)
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    first, again = found(), found()
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    logits = (hidden @ weight.T).float()
+    loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    expected = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+    for mine, theirs in zip(first, expected, strict=True):
+        assert (mine.double() - theirs.double()).norm() < 0.01 * theirs.double().norm()
+    targets[int(targets.argmax())] = -1
+    assert not torch.equal(found()[0], first[0])

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from elastic.config.agreement import disagreements
 from elastic.config.command_line import COMMAND_LINE, read_options
 from elastic.config.settings import Where, merge, read_toml, sentences
 from elastic.config.values import (
@@ -67,20 +68,28 @@ class Data(Part):
 
 
 class Optim(Part):
-    """The optimizer.  Weight decay is decoupled, and leaves out biases, norms and every other tensor with fewer than two dimensions."""
+    """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two dimensions."""
 
-    kind: Refused[Literal["adamw"] | Code] = "adamw"
-    """The optimizer: ``adamw``, or ``pkg.module:RULE`` with a ``Rule`` of ``elastic.engine.optim.base``."""
+    kind: Refused[Literal["adamw", "sgd", "adagrad", "rmsprop"] | Code] = "adamw"
+    """The optimizer: ``adamw`` (with ``decay = "l2"`` it is Adam), ``sgd``, ``adagrad``, ``rmsprop``, or ``pkg.module:RULE`` with a
+    ``Rule`` of ``elastic.engine.optim.base``.
+    """
     args: Branch[dict[str, JsonValue]] = {}
     """Settings of your own optimizer."""
     lr: Branch[Annotated[Number, Field(ge=0)]] = 3e-4
     """Learning rate after the warmup.  ``[schedule]`` says how it falls."""
     betas: Branch[tuple[Fraction, Fraction]] = (0.9, 0.95)
-    """Decay rates of the averages of the gradient and of its square."""
+    """Decay rates of the averages of the gradient and of its square.  ``rmsprop`` uses the second one only."""
+    momentum: Branch[Fraction] = 0.9
+    """Part of the velocity that ``sgd`` keeps in each step."""
     eps: Branch[Annotated[Number, Field(gt=0)]] = 1e-8
     """Number that is added to the divisor of an update, so that it is never zero."""
     weight_decay: Branch[Annotated[Number, Field(ge=0)]] = 0.1
     """Fraction of a weight, times the learning rate, that is subtracted in each step."""
+    decay: Branch[Literal["decoupled", "l2"]] = "decoupled"
+    """Form of the weight decay: ``decoupled`` changes the weight itself, ``l2`` adds ``weight_decay`` × weight to the gradient, after
+    clipping.
+    """
     clip_norm: Branch[Annotated[Number, Field(gt=0)]] = 1.0
     """Largest norm of the mean gradient.  A gradient with a larger norm is scaled down to it."""
 
@@ -88,12 +97,16 @@ class Optim(Part):
 class Schedule(Part):
     """The learning rate by step.  It rises linearly from 0 in the warmup, and then follows ``kind``."""
 
-    kind: Branch[Literal["cosine", "constant"]] = "cosine"
-    """``cosine`` falls to ``final`` × ``optim.lr`` at the last step.  ``constant`` stays at ``optim.lr``."""
+    kind: Branch[Literal["cosine", "constant", "wsd"]] = "cosine"
+    """``cosine`` falls to ``final`` × ``optim.lr`` at the last step.  ``constant`` stays at ``optim.lr``.  ``wsd`` stays there, too, and
+    falls linearly in the last ``decay_steps``.
+    """
     warmup_steps: Branch[Annotated[Whole, Field(ge=0)]] = 0
     """Number of steps in which the learning rate rises."""
     final: Branch[Annotated[Number, Field(ge=0, le=1)]] = 0.1
-    """Fraction of ``optim.lr`` that is left at the last step of a cosine."""
+    """Fraction of ``optim.lr`` that is left at the last step, unless the rate is constant."""
+    decay_steps: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of steps at the end in which the learning rate of ``wsd`` falls."""
 
 
 class Parallel(Part):
@@ -281,7 +294,7 @@ class Job(Part):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        problems = list(_disagreements(self))
+        problems = list(disagreements(self))
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -412,7 +425,11 @@ _NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}
 
 The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is compared instead (``Run.trains_on``).
 """
-_LATER: dict[str, dict[str, Any]] = {"optim": {"kind": "adamw", "args": {}}, "reduction": {"block": 1}}
+_LATER: dict[str, dict[str, Any]] = {
+    "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled"},
+    "schedule": {"decay_steps": 0},
+    "reduction": {"block": 1},
+}
 """The settings that came after the first release, by section, each with the value that stands for the behaviour before.
 
 A setting with that value is left out of the digest, and a section without others too, so that the digest of an older run stays the same.
@@ -420,55 +437,3 @@ A setting with that value is left out of the digest, and a section without other
 
 BEFORE_NUMERICS: dict[str, Any] = {"numerics": 1}
 """The setting of a run whose ``job.json`` does not say by which rules it computes.  The digest leaves this value out, as above."""
-
-
-FENCED_LEASES = 4
-"""Longest fence, in leases.  A worker that hears no coordinator ends after two leases; the fence may last twice as long."""
-
-
-def _disagreements(job: Job) -> Iterator[str]:
-    """Yields a sentence for each check over several settings that fails."""
-    rest = job.global_batch % job.microbatch
-    if rest:
-        near = [n for n in (job.global_batch - rest, job.global_batch - rest + job.microbatch) if n]
-        yield (
-            f"global_batch = {job.global_batch} is not a multiple of microbatch = {job.microbatch}; "
-            f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
-        )
-    if job.schedule.warmup_steps > job.steps:
-        yield f"schedule.warmup_steps = {job.schedule.warmup_steps} is more than steps = {job.steps}; lower it or train longer"
-    if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
-        yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
-    yield from _deadlines(job.deadlines)
-    if job.copies.copy_every == 0 and job.copies.buddy_every not in (0, "auto"):
-        yield (
-            f"copies.buddy_every = {job.copies.buddy_every} with copies.copy_every = 0: there is no copy that could go to a buddy; "
-            f"set copies.copy_every to 1 or more, or copies.buddy_every to 0"
-        )
-    if job.workers.min > job.workers.max:
-        yield f"workers.min = {job.workers.min} is more than workers.max = {job.workers.max}; raise the one or lower the other"
-        return
-    try:
-        job.layout_rule().check(job.workers.min, job.workers.max)
-    except ValueError as error:
-        yield str(error)
-
-
-def _deadlines(deadlines: Deadlines) -> Iterator[str]:
-    """Yields a sentence for each deadline that is so short that healthy processes would miss it."""
-    rhythm = {
-        "lease_s": (1, "a member renews its lease four times in this time, and a healthy one would stop"),
-        "stall_s": (1, "keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed"),
-        "silence_s": (2, "a node beats each 0.5 s, and a healthy one would be taken for silent"),
-        "driver_s": (1, "a driver asks ten times a second, and a healthy one would be taken for gone"),
-        "wait_s": (1, "no worker can start in less time, and the run would give up"),
-    }
-    for name, (least_s, why) in rhythm.items():
-        if (value := getattr(deadlines, name)) < least_s:
-            yield f"deadlines.{name} = {value:g} is less than {least_s:g}: {why}; raise it"
-    lease_s, fence_s = deadlines.lease_s, deadlines.fence_s
-    if lease_s >= 1 and fence_s > FENCED_LEASES * lease_s:
-        yield (
-            f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = {lease_s:g}: a worker that hears nobody "
-            f"ends itself after two leases, and a longer wait for its answer is in vain; lower the one or raise the other"
-        )

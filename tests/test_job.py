@@ -123,9 +123,35 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         ("epochs = 1", [], "job.toml: unknown setting 'epochs'; did you mean 'steps'?"),
         ("num_workers = 1", [], "job.toml: unknown setting 'num_workers'; did you mean 'workers.max'?"),
         (
-            "[optim]\nmomentum = 1",
+            "[optim]\nnesterov = 1",
             [],
-            "job.toml: unknown setting 'optim.momentum'; [optim] has kind, args, lr, betas, eps, weight_decay, clip_norm",
+            "job.toml: unknown setting 'optim.nesterov'; [optim] has kind, args, lr, betas, momentum, eps, weight_decay, decay, clip_norm",
+        ),
+        (
+            "[optim]\nmomentum = 0.5",
+            [],
+            "job.toml: optim.momentum = 0.5 is a setting of sgd, and optim.kind = 'adamw'; leave it out",
+        ),
+        (
+            "[optim]\nkind = 'sgd'\neps = 1e-3",
+            [],
+            "job.toml: optim.eps = 0.001 is a setting of adamw, adagrad, rmsprop, and optim.kind = 'sgd'; leave it out",
+        ),
+        (
+            "[schedule]\nkind = 'wsd'",
+            [],
+            "job.toml: schedule.kind = 'wsd' falls in the last schedule.decay_steps = 0 steps; set decay_steps, say to a tenth of steps",
+        ),
+        (
+            "[schedule]\ndecay_steps = 7",
+            [],
+            "job.toml: schedule.decay_steps = 7 belongs to schedule.kind = 'wsd', and it is 'cosine'; leave one of them out",
+        ),
+        (
+            "steps = 10\n[schedule]\nkind = 'wsd'\ndecay_steps = 7\nwarmup_steps = 4",
+            [],
+            "job.toml: schedule.warmup_steps = 4 and schedule.decay_steps = 7 are together more than steps = 10; lower them or "
+            "train longer",
         ),
         (
             "",

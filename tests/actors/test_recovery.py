@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from actors.coordinator import View
+from elastic.engine.optim.base import RULES
 from elastic.protocol.lineage import tip
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local
-from tests.support.chaos import REDONE, Witness, assert_nothing_left, exported_hash, samples, trial
+from tests.support.chaos import REDONE, Witness, alone, assert_nothing_left, exported_hash, samples, trial
 from tests.support.commands import Command, seen, user_job, user_package
 from tests.support.processes import Machine
 from tests.support.toys import toy_job
@@ -62,6 +63,20 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
     assert "no sharding table: wraps layers.0 … layers.2" in told[0] and told[0].endswith("data parallel only")
     (log,) = Path(job.bucket).glob(f"{job.name}/logs/*/{killed.worker}.log")
     assert "killed by signal 9 (SIGKILL)" in log.read_text().splitlines()[0]
+    assert_nothing_left(chaos)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", sorted(RULES))
+def test_the_state_of_every_optimizer_survives_a_kill(tmp_path: Path, kind: str) -> None:
+    """A4: the only worker that holds a shard is killed; its moments come from host memory."""
+    settings = {"steps": 16, "optim": {"kind": kind, "lr": 1e-2}, "parallel": {"dp_replicate": 1}}
+    expected = alone(toy_job(tmp_path / "alone", name="local", **settings))
+    job = toy_job(tmp_path / "killed", **settings, faults=[{"point": "backward", "step": 8, "world_rank": 1}])
+    chaos = trial(job)
+    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
+    assert len(chaos.witness.killed()) == 1 and chaos.witness.total("healed_host_bytes") > 0
+    assert chaos.losses[-1] < chaos.losses[0]
     assert_nothing_left(chaos)
 
 

@@ -49,6 +49,7 @@ IMPORTS = {
     "elastic.config": Row(
         ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic",)
     ),
+    "elastic.config.agreement": Row(("elastic.job",)),
     "elastic.job": Row(
         (
             "elastic.config.*",

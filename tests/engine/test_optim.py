@@ -70,6 +70,13 @@ def test_learning_rate_over_the_whole_curve() -> None:
     assert all(a < b for a, b in pairwise(curve[:2001])) and all(a > b for a, b in pairwise(curve[2000:]))
 
 
+def test_warmup_stable_decay() -> None:
+    """A5: up to the maximum, there until the last 1,000 steps, then straight down to 0.1 × the maximum."""
+    curve = [learning_rate(step, steps=10_000, peak=3e-4, warmup=2000, final=0.1, kind="wsd", decay=1000) for step in range(10_001)]
+    assert curve[:2001] == [long(step) for step in range(2001)] and set(curve[2000:9001]) == {3e-4}
+    np.testing.assert_allclose(curve[9000:], np.linspace(3e-4, 0.1 * 3e-4, 1001), rtol=1e-12)
+
+
 def test_the_cosine_is_torchs() -> None:
     """A5, independent judge: torch's warmup and cosine, chained."""
     peak, warmup, steps = 3e-4, 20, 100

@@ -2,6 +2,7 @@
 
 ``foreach`` computes elementwise, and its result does not depend on how a tensor is cut.  The fused CPU kernel treats the last few
 elements of a tensor differently, so its result does depend on the cut.
+With the weight decay in the gradient (``optim.decay = "l2"``) the same update is Adam (Kingma and Ba 2015).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _by_kernel(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
         by = kernels.AdamW(
             divide=hyper.divide,
             clip=hyper.clip,
-            keep=1 - hyper.lr * (settings.weight_decay if part.decays else 0.0),
+            keep=1 - hyper.lr * (hyper.weight_decay if part.decays else 0.0),
             beta1=beta1,
             beta2=beta2,
             step_size=hyper.lr / (1 - beta1**updates),
@@ -43,7 +44,7 @@ def _by_kernel(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
 def _by_torch(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     """Updates the parts whose weights decay, then the others, because torch's function takes one decay for each call."""
     settings = hyper.settings
-    for decays, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
+    for decays, weight_decay in ((True, hyper.weight_decay), (False, 0.0)):
         chosen = [(part, grad) for part, grad in zip(parts, grads, strict=True) if part.decays is decays]
         adamw(
             [part.values for part, _ in chosen],

@@ -11,8 +11,8 @@ so yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,12 @@ from elastic.job import Job, Optim
 from elastic.protocol.commit_record import Outcome
 from storage.slices import Slice
 
-RULES = {"adamw": "elastic.engine.optim.adamw:ADAMW"}
+RULES = {
+    "adamw": "elastic.engine.optim.adamw:ADAMW",
+    "sgd": "elastic.engine.optim.sgd:SGD",
+    "adagrad": "elastic.engine.optim.adagrad:ADAGRAD",
+    "rmsprop": "elastic.engine.optim.rmsprop:RMSPROP",
+}
 """Places of the rules that have a short name.  Any other rule is named as ``pkg.module:NAME``."""
 
 
@@ -53,6 +58,8 @@ class Hyper:
     """Number of updates applied before this one, a float32 scalar.  The rule must not change it."""
     scalars: Mapping[str, Tensor]
     """Scalars (float32) by the names that the rule declares."""
+    weight_decay: float
+    """The weight decay that the rule itself subtracts from parts that decay: 0 if it is in the gradient already."""
     divide: float = 1.0
     """The number by which a rule that :attr:`~Rule.scales` divides the summed gradients."""
     clip: float = 1.0
@@ -81,13 +88,28 @@ def mean_(grads: list[Tensor], hyper: Hyper) -> None:
         torch._foreach_mul_(grads, hyper.clip)
 
 
+def decay_(parts: Sequence[Part], hyper: Hyper) -> None:
+    """Subtracts the decoupled weight decay (Loshchilov and Hutter 2019) from the parts that decay."""
+    if hyper.weight_decay and (values := [part.values for part in parts if part.decays]):
+        torch._foreach_mul_(values, 1 - hyper.lr * hyper.weight_decay)
+
+
 def rule_of(job: Job) -> Rule:
     """Returns the rule that ``optim.kind`` names.  Raises :class:`CodeError` if it names none."""
     kind = job.optim.kind
     found = load(RULES.get(kind, kind), "optim.kind")
     if not isinstance(found, Rule):
-        raise CodeError(f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or 'adamw'")
+        raise CodeError(
+            f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or one of {', '.join(RULES)}"
+        )
     return found
+
+
+def _add_penalty(parts: list[Part], grads: list[Tensor], weight_decay: float) -> None:
+    """Adds the gradient of ½ × ``weight_decay`` × |w|² of the parts that decay."""
+    chosen = [(part.values, grad) for part, grad in zip(parts, grads, strict=True) if part.decays]
+    if chosen and weight_decay:
+        torch._foreach_add_([grad for _, grad in chosen], [values for values, _ in chosen], alpha=weight_decay)
 
 
 class Optimizer:
@@ -122,15 +144,19 @@ class Optimizer:
 
         If the gradient is not finite, nothing changes.
         """
-        job = self.job
+        job, l2 = self.job, self.job.optim.decay == "l2"
         lr = learning_rate_of(job, outcome.step)
         if not outcome.finite:
             return lr
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
-        hyper = Hyper(job.optim, lr, self.updates, self.scalars, float(max(outcome.tokens, 1)), clip)
-        mine = [grads[name] for name in self.parts]
-        if not self.rule.scales:
+        decoupled = 0.0 if l2 else job.optim.weight_decay
+        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, float(max(outcome.tokens, 1)), clip)
+        parts, mine = [*self.parts.values()], [grads[name] for name in self.parts]
+        if l2 or not self.rule.scales:
             mean_(mine, hyper)
-        self.rule.update([*self.parts.values()], mine, hyper)
+            hyper = replace(hyper, divide=1.0, clip=1.0)
+        if l2:
+            _add_penalty(parts, mine, job.optim.weight_decay)
+        self.rule.update(parts, mine, hyper)
         self.updates += 1
         return lr

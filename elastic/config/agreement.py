@@ -1,0 +1,91 @@
+"""Checks over several settings of a job, which must fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic.job import Deadlines, Job, Optim
+
+FENCED_LEASES = 4
+"""Longest fence, in leases.  A worker that hears no coordinator ends after two leases; the fence may last twice as long."""
+
+
+def disagreements(job: Job) -> Iterator[str]:
+    """Yields a sentence for each check over several settings that fails."""
+    rest = job.global_batch % job.microbatch
+    if rest:
+        near = [n for n in (job.global_batch - rest, job.global_batch - rest + job.microbatch) if n]
+        yield (
+            f"global_batch = {job.global_batch} is not a multiple of microbatch = {job.microbatch}; "
+            f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
+        )
+    yield from _schedule(job)
+    yield from _unused(job.optim)
+    if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
+        yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
+    yield from _deadlines(job.deadlines)
+    if job.copies.copy_every == 0 and job.copies.buddy_every not in (0, "auto"):
+        yield (
+            f"copies.buddy_every = {job.copies.buddy_every} with copies.copy_every = 0: there is no copy that could go to a buddy; "
+            f"set copies.copy_every to 1 or more, or copies.buddy_every to 0"
+        )
+    if job.workers.min > job.workers.max:
+        yield f"workers.min = {job.workers.min} is more than workers.max = {job.workers.max}; raise the one or lower the other"
+        return
+    try:
+        job.layout_rule().check(job.workers.min, job.workers.max)
+    except ValueError as error:
+        yield str(error)
+
+
+def _schedule(job: Job) -> Iterator[str]:
+    """Yields a sentence for each part of the schedule that does not fit the others."""
+    schedule = job.schedule
+    warmup, decay, steps = schedule.warmup_steps, schedule.decay_steps, job.steps
+    if warmup > steps:
+        yield f"schedule.warmup_steps = {warmup} is more than steps = {steps}; lower it or train longer"
+    if schedule.kind == "wsd" and not decay:
+        yield "schedule.kind = 'wsd' falls in the last schedule.decay_steps = 0 steps; set decay_steps, say to a tenth of steps"
+    elif schedule.kind != "wsd" and decay:
+        yield f"schedule.decay_steps = {decay} belongs to schedule.kind = 'wsd', and it is {schedule.kind!r}; leave one of them out"
+    elif warmup <= steps < warmup + decay:
+        yield (
+            f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are together more than steps = {steps}; lower them or "
+            f"train longer"
+        )
+
+
+_OF_OPTIMIZERS = {"adamw": ("betas", "eps"), "sgd": ("momentum",), "adagrad": ("eps",), "rmsprop": ("betas", "eps")}
+"""The settings that only some optimizers read, by optimizer."""
+
+
+def _unused(optim: Optim) -> Iterator[str]:
+    """Yields a sentence for each setting that the optimizer would not read, unless it has its default."""
+    used = _OF_OPTIMIZERS.get(optim.kind)
+    for name in sorted({name for names in _OF_OPTIMIZERS.values() for name in names} if used is not None else ()):
+        value, default = getattr(optim, name), type(optim).model_fields[name].default
+        if name not in (used or ()) and value != default:
+            readers = ", ".join(kind for kind, names in _OF_OPTIMIZERS.items() if name in names)
+            yield f"optim.{name} = {value!r} is a setting of {readers}, and optim.kind = {optim.kind!r}; leave it out"
+
+
+def _deadlines(deadlines: Deadlines) -> Iterator[str]:
+    """Yields a sentence for each deadline that is so short that healthy processes would miss it."""
+    rhythm = {
+        "lease_s": (1, "a member renews its lease four times in this time, and a healthy one would stop"),
+        "stall_s": (1, "keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed"),
+        "silence_s": (2, "a node beats each 0.5 s, and a healthy one would be taken for silent"),
+        "driver_s": (1, "a driver asks ten times a second, and a healthy one would be taken for gone"),
+        "wait_s": (1, "no worker can start in less time, and the run would give up"),
+    }
+    for name, (least_s, why) in rhythm.items():
+        if (value := getattr(deadlines, name)) < least_s:
+            yield f"deadlines.{name} = {value:g} is less than {least_s:g}: {why}; raise it"
+    lease_s, fence_s = deadlines.lease_s, deadlines.fence_s
+    if lease_s >= 1 and fence_s > FENCED_LEASES * lease_s:
+        yield (
+            f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = {lease_s:g}: a worker that hears nobody "
+            f"ends itself after two leases, and a longer wait for its answer is in vain; lower the one or raise the other"
+        )

@@ -1,0 +1,173 @@
+"""Every optimizer computes what torch.optim does, does not notice how its tensors are cut, and keeps its state through reshapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic.engine.optim.base import RULES, Optimizer, rule_of
+from elastic.engine.optim.schedule import learning_rate_of
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.protocol.commit_record import Outcome
+from elastic.runs import Run
+from tests.support.ranks import Ranks
+from tests.support.segments import train
+from tests.support.toys import toy_job
+from tests.support.worlds import STEPS
+
+ROWS, COUNT, LR, PENALTY = 23, 50, 1e-2, 0.1
+KINDS = sorted(RULES)
+
+
+def job_of(kind: str, bucket: Path | str = "/nowhere", **optim: Any) -> Job:
+    return toy_job(bucket, optim={"kind": kind, "lr": LR, **optim}, schedule={"warmup_steps": 2}, steps=COUNT)
+
+
+def outcome(step: int, norm: float = 0.5) -> Outcome:
+    """Returns the outcome of a step with one token, so that the mean gradient is the sum; a norm of 0.5 is not clipped."""
+    return Outcome(step, 1, norm**2, (1.0,), (1,), ((0,),), True)
+
+
+def gradients(steps: int, dtype: torch.dtype = torch.float64) -> Iterator[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        yield {"matrix": torch.randn(ROWS, 5, generator=draw, dtype=dtype), "vector": torch.randn(13, generator=draw, dtype=dtype)}
+
+
+def begun() -> dict[str, Tensor]:
+    return next(gradients(1))
+
+
+def pieces(whole: dict[str, Tensor], cuts: Sequence[int]) -> dict[str, Tensor]:
+    """Returns the rows of the matrix in pieces, and the vector."""
+    found = {f"matrix {a:04}": whole["matrix"][a:b].clone() for a, b in pairwise((0, *cuts, ROWS))}
+    return found | {"vector": whole["vector"].clone()}
+
+
+def trained(job: Job, steps: int, cuts: Sequence[int] = (), then: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Trains the matrix and the vector, cut at ``cuts``, and from the middle on at ``then``, to which the state moves.
+
+    Returns values and moments of the whole matrix, and the values of the vector.
+    """
+    mine = Optimizer(job, rule_of(job), (first := pieces(begun(), cuts)), dict.fromkeys(first, ()), frozenset(first) - {"vector"})
+    for step, grads in enumerate(gradients(steps), 1):
+        if step == steps // 2 + 1:
+            mine, cuts = moved(job, mine, then), then
+        mine.apply(pieces(grads, cuts), outcome(step))
+    return whole_of(mine)
+
+
+def moved(job: Job, old: Optimizer, cuts: Sequence[int]) -> Optimizer:
+    """Returns an optimizer with the values and the moments of another one, cut anew."""
+    whole = whole_of(old)
+    values = pieces({"matrix": whole["values"], "vector": whole["vector"]}, cuts)
+    new = Optimizer(job, old.rule, values, dict.fromkeys(values, ()), frozenset(values) - {"vector"})
+    new.updates.copy_(old.updates)
+    for kind in old.rule.moments:
+        cut = pieces({"matrix": whole[kind], "vector": old.parts["vector"].moments[kind]}, cuts)
+        for name, part in new.parts.items():
+            part.moments[kind].copy_(cut[name])
+    return new
+
+
+def whole_of(mine: Optimizer) -> dict[str, Tensor]:
+    parts = [mine.parts[name] for name in sorted(mine.parts) if name != "vector"]
+    moments = {kind: torch.cat([part.moments[kind] for part in parts]) for kind in mine.rule.moments}
+    return {"values": torch.cat([part.values for part in parts]), "vector": mine.parts["vector"].values, **moments}
+
+
+def judge(kind: str, job: Job, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns torch's optimizer; what torch.optim.AdamW decouples, the others add to the gradient."""
+    optim = job.optim
+    groups: Any = [{"params": [parameters["matrix"]], "weight_decay": optim.weight_decay}, {"params": [parameters["vector"]]}]
+    match kind:
+        case "adamw" if optim.decay == "decoupled":
+            groups[1]["weight_decay"] = 0.0
+            return torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps)
+        case "adamw":
+            return torch.optim.Adam(groups, betas=optim.betas, eps=optim.eps)
+        case "sgd":
+            return torch.optim.SGD(groups, momentum=optim.momentum)
+        case "adagrad":
+            return torch.optim.Adagrad(groups, eps=optim.eps)
+        case "rmsprop":
+            return torch.optim.RMSprop(groups, alpha=optim.betas[1], eps=optim.eps)
+    raise AssertionError(f"torch has no judge for {kind!r}")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("kind", "decay"), [("adamw", "decoupled"), *((kind, "l2") for kind in KINDS)])
+def test_fifty_steps_are_torchs(kind: str, decay: str) -> None:
+    """A4: in float64, whole and in pieces whose cuts change after 25 steps.  The control: one step fewer gives another result."""
+    job = job_of(kind, decay=decay, weight_decay=PENALTY)
+    parameters = {name: torch.nn.Parameter(value) for name, value in begun().items()}
+    theirs = judge(kind, job, parameters)
+    for step, grads in enumerate(gradients(COUNT), 1):
+        for name, parameter in parameters.items():
+            parameter.grad = grads[name].clone()
+        for group in theirs.param_groups:
+            group["lr"] = learning_rate_of(job, step)
+        theirs.step()
+    for cuts, then in (((), ()), ((3, 4, 17), (9,))):
+        ours = trained(job, COUNT, cuts, then)
+        torch.testing.assert_close(ours["values"], parameters["matrix"].detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(ours["vector"], parameters["vector"].detach(), rtol=0, atol=1e-12)
+    assert not torch.allclose(trained(job, COUNT - 1)["values"], parameters["matrix"], rtol=0, atol=1e-7)
+
+
+@pytest.mark.fast
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(KINDS), *[st.sets(st.integers(1, ROWS - 1), max_size=4).map(sorted)] * 2, st.sampled_from(("decoupled", "l2")))
+def test_the_bits_do_not_depend_on_the_cuts(kind: str, cuts: list[int], then: list[int], decay: str) -> None:
+    job = job_of(kind, decay=decay, weight_decay=PENALTY)
+    whole, cut = trained(job, 6), trained(job, 6, cuts, then)
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.fast
+def test_momentum_is_the_recurrence_to_the_bit() -> None:
+    """A3: v ← μ·v + g and w ← w - lr·v in float64, bitwise, in pieces that change.  The control: another μ."""
+    job = job_of("sgd", momentum=0.875, weight_decay=0.0)
+    value, velocity = begun()["matrix"], torch.zeros(ROWS, 5, dtype=torch.float64)
+    for step, grads in enumerate(gradients(20), 1):
+        velocity = 0.875 * velocity + grads["matrix"]
+        value = value - learning_rate_of(job, step) * velocity
+    found = trained(job, 20, (2, 11), (5,))
+    assert torch.equal(found["velocity"], velocity)
+    torch.testing.assert_close(found["values"], value, rtol=0, atol=1e-15)
+    assert not torch.equal(trained(job_of("sgd", momentum=0.75, weight_decay=0.0), 20)["velocity"], velocity)
+
+
+@pytest.mark.fast
+def test_the_two_forms_of_weight_decay() -> None:
+    """A6: by hand.  The first step of AdaGrad is lr × the sign of the gradient, so a penalty in it only matters where it turns the sign."""
+    lr, weight_decay = 0.25, 0.5
+    values, grads = torch.tensor([[4.0, -4.0, 4.0]]), torch.tensor([[1.0, 1.0, -1.0]])
+    expected = {"decoupled": [[4.0 * 0.875 - 0.25, -4.0 * 0.875 - 0.25, 4.0 * 0.875 + 0.25]], "l2": [[3.75, -3.75, 3.75]]}
+    for decay, want in expected.items():
+        optim = {"kind": "adagrad", "lr": lr, "eps": 1e-30, "decay": decay, "weight_decay": weight_decay}
+        job = toy_job("/nowhere", optim=optim, schedule={"kind": "constant"})
+        mine = Optimizer(job, rule_of(job), {"w": values.clone(), "b": values.clone()}, {"w": (), "b": ()}, frozenset({"w"}))
+        mine.apply({"w": grads.clone(), "b": grads.clone()}, outcome(1))
+        assert mine.parts["w"].values.tolist() == want
+        assert mine.parts["b"].values.tolist() == [[3.75, -4.25, 4.25]], "what does not decay is the same in both"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adamw"])  # test_bits has AdamW
+def test_its_state_is_resumed_in_another_layout(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """Promises 1 and 4: 2×2, then from the bucket 1×3, ends with the bits of one worker.  The control: it learns, by another rule."""
+    alone = train(ranks, job_of(kind, tmp_path / "alone"), Layout(1, 1), STEPS)
+    first = train(ranks, job_of(kind, tmp_path / "run"), Layout(2, 2), 3)
+    stored = {tensor.kind for tensor in Run.open(job_of(kind, tmp_path / "run")).checkpoints.open(first.version).tensors()}
+    assert stored == {"parameter", "scalar", *(f"moment.{moment}" for moment in rule_of(job_of(kind)).moments)}
+    assert train(ranks, job_of(kind, tmp_path / "run"), Layout(1, 3), STEPS, first.version).hash == alone.hash
+    assert alone.outcomes[-1].loss < alone.outcomes[0].loss

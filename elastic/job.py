@@ -259,6 +259,10 @@ class Job(Part):
     """
     compile: Branch[Flag] = False
     """``true`` compiles each block of the model.  New worlds of the same process reuse the compiled code."""
+    recompute: Branch[Literal["none", "block", "selective"]] = "none"
+    """The part of each block that the backward pass computes again, so that it need not be kept: ``block`` is all but its input, a third
+    more computing; ``selective`` is all but matrix products and attention.
+    """
     reproducible: Branch[Flag] = True
     """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""
     numerics: Refused[Annotated[Whole, Field(ge=1, le=NUMERICS)]] = NUMERICS
@@ -314,7 +318,7 @@ class Job(Part):
     @classmethod
     def from_json(cls, text: str) -> Job:
         """Returns the job that :meth:`to_json` wrote.  Raises :class:`JobError` if its settings are no longer valid."""
-        return cls(**BEFORE_NUMERICS | json.loads(text))
+        return cls(**BEFORE | json.loads(text))
 
     def replace(self, **settings: Any) -> Job:
         """Returns the job with other values for some of its settings, checked again.  A setting that was left out stays so."""
@@ -322,14 +326,14 @@ class Job(Part):
 
     def going_on(self, stored: dict[str, Any]) -> Job:
         """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names a number itself."""
-        return self if "numerics" in self.model_fields_set else self.replace(numerics=(BEFORE_NUMERICS | stored)["numerics"])
+        return self if "numerics" in self.model_fields_set else self.replace(numerics=(BEFORE | stored)["numerics"])
 
     def begun_as(self, stored: dict[str, Any]) -> Job:
         """Returns the job of a run's ``job.json`` as this code reads it.
 
         Free settings of the top level, and sections that have only free ones, are left out: their stored values may be invalid by now.
         """
-        theirs = {name: value for name, value in (BEFORE_NUMERICS | stored).items() if _NOT_THE_TRAJECTORY.get(name) is not True}
+        theirs = {name: value for name, value in (BEFORE | stored).items() if _NOT_THE_TRAJECTORY.get(name) is not True}
         return Job(**theirs, name=self.name, bucket=self.bucket)
 
     def to_json(self) -> str:
@@ -350,7 +354,7 @@ class Job(Part):
         settings = self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
         for section, later in _LATER.items():
             settings[section] = {name: value for name, value in settings[section].items() if name not in later or value != later[name]}
-        without = {name: {} for name in _LATER} | BEFORE_NUMERICS
+        without = {name: {} for name in _LATER} | BEFORE
         return {name: value for name, value in settings.items() if name not in without or value != without[name]}
 
     @classmethod
@@ -435,5 +439,5 @@ _LATER: dict[str, dict[str, Any]] = {
 A setting with that value is left out of the digest, and a section without others too, so that the digest of an older run stays the same.
 """
 
-BEFORE_NUMERICS: dict[str, Any] = {"numerics": 1}
-"""The setting of a run whose ``job.json`` does not say by which rules it computes.  The digest leaves this value out, as above."""
+BEFORE: dict[str, Any] = {"numerics": 1, "recompute": "none"}
+"""The settings of the top level that a run has whose ``job.json`` does not name them.  The digest leaves these values out, as above."""

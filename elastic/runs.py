@@ -18,7 +18,7 @@ from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.job import BEFORE_NUMERICS, Job
+from elastic.job import BEFORE, Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage
@@ -339,7 +339,7 @@ def _life_of(pid: int) -> str:
 
 def _other_job(job: Job, found: Job) -> str:
     """Returns the sentence that names the settings in which two jobs differ, why the run cannot go on with them, and what to do."""
-    ours, theirs = (flat(BEFORE_NUMERICS | each.trajectory()) for each in (job, found))
+    ours, theirs = (flat(BEFORE | each.trajectory()) for each in (job, found))
     changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
     shown = ", ".join(f"{key} = {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in changed[:4])
     refused = [key for key in changed if Job.refuses(key)]

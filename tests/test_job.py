@@ -371,6 +371,7 @@ TRAJECTORY = {
     "reproducible": False,
     "precision": "bf16",
     "compile": True,
+    "recompute": "block",
     "data": Data(sampling="with_replacement"),
     "optim": Optim(lr=1),
     "schedule": Schedule(warmup_steps=1),

@@ -15,6 +15,7 @@ from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.split import Split, apply_fsdp, apply_sync, keep_streams
 from elastic.engine.axes.whole import Whole
 from elastic.engine.compile import apply_compile
+from elastic.engine.memory import apply_recompute
 from elastic.engine.precision import PRECISIONS
 from elastic.engine.sync.base import Scheme
 from elastic.engine.sync.collective import Collective
@@ -36,6 +37,7 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
     aliases, table = _aliases(blueprint), sharding_table(blueprint)
     scheme = scheme_of(job)(world, deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes))
     apply_kernels(blueprint, world.device, job)
+    apply_recompute(blueprint, table, job.recompute)
     if job.compile:
         apply_compile(blueprint, table)
     precision, splits = PRECISIONS[job.precision], world.layout.dp_shard > 1

@@ -1,0 +1,48 @@
+"""Memory policies: what the backward pass computes again in place of keeping it.
+
+Without a policy a block keeps everything that its backward pass reads.  The results of a policy have the same bits, unless blocks are
+compiled: the compiler then fuses other operations.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from elastic.models.spec import ShardingTable
+
+aten = torch.ops.aten
+KEPT: frozenset[Any] = frozenset(
+    {
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default),
+        *(aten.convolution.default, aten._softmax.default),
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.higher_order.flex_attention,
+    }
+)
+"""The operations whose results ``selective`` keeps: matrix products and attention.  The others are cheap for what they would keep."""
+
+
+def apply_recompute(model: nn.Module, table: ShardingTable, policy: str) -> None:
+    """Lets each block of ``model`` keep less for its backward pass, by the setting ``recompute``.
+
+    It replaces ``forward`` of the blocks, so names of parameters stay, and hooks of the axes run once.  The random numbers of dropout are
+    drawn again (Chen and others 2016, section 3).
+    """
+    if policy == "none":
+        return
+    more: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _choice)} if policy == "selective" else {}
+    for name in table.blocks:
+        block = model.get_submodule(name)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **more)
+
+
+def _choice(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import elastic
 from actors.terminal import console, say, show, show_result
 from elastic.config.command_line import COMMAND_LINE, Parser
 from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
+from elastic.imports import failure
 from elastic.job import Job
 from storage.errors import Damaged, StorageError
 
@@ -158,7 +160,16 @@ def _train(known: Namespace) -> int:
     for warning in job.warnings():
         say(warning, "note: ", "yellow")
     line = f"{_line(known)} --local" if known.local else _line(known)
-    return show_result(launch(job, address=known.address, local=known.local, show=show), job, line)
+    try:
+        result = launch(job, address=known.address, local=known.local, show=show)
+    except (ElasticError, StorageError):
+        raise
+    except Exception as error:  # with --local the user's own code runs in this process
+        if not known.local:
+            raise
+        traceback.print_exc()
+        raise JobError(f"the job failed in this process: {failure(error)}; the traceback is above") from error
+    return show_result(result, job, line)
 
 
 def _on_run(known: Namespace) -> int:
@@ -193,7 +204,7 @@ def _replay(known: Namespace) -> int:
     rules = None
     if known.job.suffix == ".toml":
         job = _job(known)
-        segments, rules = journal.read(Run.look(job).store, job.name), job.rules()
+        segments, rules = journal.read(Run.find(job).store, job.name), job.rules()
         if not segments:
             raise JobError(f"there is no journal of {job.name} in {job.bucket}: it has never run there, or only with --local")
     elif known.line:
@@ -301,7 +312,7 @@ def _show_data(known: Namespace) -> int:
 def _checkpoint_ls(known: Namespace) -> int:
     from elastic.runs import Run
 
-    run = Run.look(_job(known))
+    run = Run.find(_job(known))
     newest = run.newest()
     table = Table("step", "generation", "files", "bytes", "layout", "state")
     for listed in run.checkpoints.versions():
@@ -318,7 +329,7 @@ def _checkpoint_ls(known: Namespace) -> int:
 def _checkpoint_verify(known: Namespace) -> int:
     from elastic.runs import Run
 
-    run = Run.look(_job(known))
+    run = Run.find(_job(known))
     report = run.checkpoints.verify(run.version_at(known.step))
     say(str(report))
     return 0 if report.good else 1
@@ -327,7 +338,7 @@ def _checkpoint_verify(known: Namespace) -> int:
 def _checkpoint_export(known: Namespace) -> int:
     from elastic.runs import Run
 
-    run = Run.look(_job(known))
+    run = Run.find(_job(known))
     try:
         written = run.checkpoints.export(run.version_at(known.step), known.to)
     except OSError as error:  # an error of the bucket would be a StorageError

@@ -63,6 +63,8 @@ def connect(address: str | None, workers: Workers | None = None) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    if address and address.count(":") == 1 and not reachable(address):
+        raise PlatformGaveUp(f"no Ray cluster answers at {address}; correct --address, or leave it out")
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address or "auto"}
     if local:
         cpus = max(8, os.cpu_count() or 1)

@@ -32,6 +32,7 @@ from elastic.control.machine import Transition, advance
 from elastic.control.run import TERMINAL, Failed, RunState
 from elastic.control.takeover import STOOD_S
 from elastic.engine.optim.schedule import learning_rate_of
+from elastic.errors import PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.protocol import authority
@@ -132,11 +133,12 @@ def steady_clock(wall: Callable[[], float] = time.time, pace: Callable[[], float
 class Coordinator:
     """The actor.  Its concurrency groups are ``inbox`` (events) and ``view`` (questions); the loop has its own thread."""
 
-    def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str, life: str, secret: bytes) -> None:
-        """``life`` is a random text that names this actor.  ``secret`` lets the processes of the run recognise each other on direct
-        sockets.
+    def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str, seen: int, life: str, secret: bytes) -> None:
+        """``seen`` is the newest incarnation that ``driver`` has seen.  ``life`` is a random text that names this actor.  ``secret`` lets
+        the processes of the run recognise each other on direct sockets.
 
-        Ray starts the actor again with the same arguments whenever its process dies.
+        Ray starts the actor again with the same arguments whenever its process dies.  Raises :class:`PlatformGaveUp` if a command on
+        another cluster has begun the run since.
         """
         end_on_sigterm()
         self.secret = secret
@@ -148,11 +150,11 @@ class Coordinator:
         self.audience = Audience(driver, job.on_driver_exit, job.deadlines.driver_s, time.monotonic())
         self.over = threading.Event()
         deadline = time.monotonic() + 2 * job.deadlines.lease_s  # by then the workers have ended themselves
-        while not self._stands(reference, life, deadline):
+        while not self._stands(reference, seen, life, deadline):
             time.sleep(RETRY_S)
         go_or_end(self._run, "loop")
 
-    def _stands(self, reference: Build, life: str, deadline: float) -> bool:
+    def _stands(self, reference: Build, seen: int, life: str, deadline: float) -> bool:
         """Claims the run and reads where it stands.
 
         Returns False if the bucket does not answer although workers may wait for a coordinator that takes over; the caller then tries
@@ -162,7 +164,7 @@ class Coordinator:
         try:
             self.run = Run.open(self.job)
             self.job = self.run.job
-            before, asked_at = self.run.claims(life), time.monotonic()
+            before, asked_at = self._claims(life, seen), time.monotonic()
             self.incarnation = self.run.claim(context.gcs_address, life, cluster.here())
             self._find_out(reference, before, life)
             self.group = Group(
@@ -179,6 +181,17 @@ class Coordinator:
         self.replicas = JournalReplicas(rules, self.run, self.journal, self.group.keepers)
         self.group.ship = self.journal.ship
         return True
+
+    def _claims(self, life: str, seen: int) -> dict[int, NodeId]:
+        """Returns the incarnations of earlier coordinators of this life, each with its node."""
+        name, shows = self.job.name, "`elastic status` shows it"
+        try:
+            before = self.run.claims(life)
+        except Deposed:
+            raise PlatformGaveUp(f"{name} was taken over by a command on the cluster at {self.run.begun_since(0)}; {shows}") from None
+        if not before and (there := self.run.begun_since(seen)):
+            raise PlatformGaveUp(f"{name} was begun on the cluster at {there} while this command started; {shows}")
+        return before
 
     def _find_out(self, reference: Build, before: Mapping[int, NodeId], life: str) -> None:
         """Finds out where the run stands: from what earlier coordinators of this life have left, or else from the bucket."""
@@ -274,6 +287,11 @@ class Coordinator:
             return True
         self.audience.leave(driver)
         return False
+
+    @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings with which the run lives."""
+        return self.job.model_dump(mode="json")
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def view(self, seen: int = 0, driver: str = "", incarnation: int = 0, only: bool = False) -> View:

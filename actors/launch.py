@@ -24,7 +24,7 @@ from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run
+from elastic.runs import Run, flat
 
 POLL_S = 0.1
 QUIET_S = 5.0
@@ -78,10 +78,12 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
                     f"name = {job.name!r}: this run lives on the cluster at {living}; `elastic stop` ends it, or choose another name"
                 )
             return _result(job, *run_local(job, show))
-        Run.look(job).check_local()
+        run = Run.look(job)
+        run.check_local()
+        seen = run.latest_claim()
         cluster.connect(address, job.workers)
         requests.note()
-        return _follow(_heeding_the_driver(job, show), checked.build, requests, show)
+        return _follow(_heeding_the_driver(job, show), checked.build, requests, show, seen)
 
 
 def _at_its_cluster(job: Job, show: Show) -> str:
@@ -129,18 +131,22 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
     return job
 
 
-def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
-    """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave."""
+def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int) -> Result:
+    """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave.
+
+    ``seen`` is the run's newest incarnation that this driver has seen: it does not start the run if somebody else has begun it since.
+    """
     driver = uuid.uuid4().hex
     coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s  # by then the workers have ended themselves
     if coordinator is not None and _is_ending(coordinator, deadline_s):
         _await_end(job.name, coordinator, show, deadline_s)
-        coordinator = None
+        coordinator, seen = None, Run.look(job).latest_claim()
     if coordinator is None:
         cluster.check_room(job.workers)
-        coordinator = start(job, replace(build, host=cluster.place(cluster.here())), driver)
+        coordinator = start(job, replace(build, host=cluster.place(cluster.here())), driver, seen)
     else:
-        show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already"))
+        theirs = _not_ours(job, ask(coordinator, "settings", deadline_s=deadline_s))
+        show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{theirs}"))
     try:
         view = watch(coordinator, show, driver, requests, deadline_s)
     except PlatformGaveUp:
@@ -151,6 +157,13 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show) -> Result:
         _await_gone(job.name)
         return _result(job, view.state, view.reason, view.step, view.job_error)
     return _left(job, view, requests)
+
+
+def _not_ours(job: Job, theirs: dict[str, Any]) -> str:
+    """Returns the part of a sentence that names the settings in which a run that lives differs from ``job``."""
+    ours, found = flat(job.model_dump(mode="json")), flat(theirs)
+    other = [f"{name} = {found[name]!r} there and {ours[name]!r} here" for name in ours if name in found and found[name] != ours[name]]
+    return f" with settings of its own, which stay until it is started again ({', '.join(other[:4])})" if other else ""
 
 
 def follow(job: Job, coordinator: Any, show: Show) -> Result:
@@ -246,6 +259,8 @@ def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, hea
         answer = ray.get(call)
     except ray.exceptions.RayActorError as error:
         why = str(error).strip().splitlines()[-1]
+        if getattr(error, "actor_init_failed", False) and (said := why.partition(f"{PlatformGaveUp.__name__}: ")[2]):
+            raise PlatformGaveUp(said) from error
         raise CoordinatorGone(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
     head.heard = True
     head.look()  # the coordinator of a dead head answers, too, until Ray ends it
@@ -263,10 +278,11 @@ def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> No
     _await_gone(name)
 
 
-def start(job: Job, reference: Build, driver: str) -> Any:
+def start(job: Job, reference: Build, driver: str, seen: int) -> Any:
     """Starts a coordinator: named, detached, without an accelerator.  From now on the folder in the bucket belongs to the run.
 
-    ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it.  Raises as :meth:`Run.trains_on`.
+    ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it, if nobody has claimed the run since
+    incarnation ``seen``.  Raises as :meth:`Run.trains_on`.
     """
     run = Run.open(job)
     run.trains_on(reference.data)
@@ -284,7 +300,7 @@ def start(job: Job, reference: Build, driver: str) -> Any:
             label_selector=cluster.on_this_node(),
             fallback_strategy=cluster.elsewhere(),
         )
-        .remote(job, reference, cluster.search_path(), driver, uuid.uuid4().hex[:6], secrets.token_bytes(32))
+        .remote(job, reference, cluster.search_path(), driver, seen, uuid.uuid4().hex[:6], secrets.token_bytes(32))
     )
     return coordinator
 

@@ -102,6 +102,7 @@ class Group:
         """Adds a sentence to the run's story: something that was found out and decides nothing."""
         self.probe = Probe(run.store, job.name, token)
         self.probe.leave(COORDINATOR)
+        self.probe.remove_earlier()
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
         self._looks = ThreadPoolExecutor(4, thread_name_prefix="look")
         self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")

@@ -30,7 +30,7 @@ CLEAR_S = 30.0
 
 def _connected(job: Job) -> bool:
     """Connects to the cluster that the run was on last, and tells whether that cluster answers."""
-    owner = Run.look(job).owner()
+    owner = Run.find(job).owner()
     if owner is None or owner["address"] == LOCAL or not cluster.reachable(owner["address"]):
         return False
     if not ray.is_initialized():
@@ -57,7 +57,7 @@ class Absent:
 
     @classmethod
     def of(cls, job: Job) -> Absent:
-        run = Run.look(job)
+        run = Run.find(job)
         if (owner := run.owner()) is None:
             return cls(f"{job.name} has never run in {job.bucket}", over=False)
         if pid := run.local_process():
@@ -143,7 +143,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     except PlatformGaveUp:
         if launch.attach(job.name) is not None:
             raise
-        say(f"{job.name} is not running any more; newest good checkpoint: {Run.look(job).newest() or 'none'}")
+        say(f"{job.name} is not running any more; newest good checkpoint: {Run.find(job).newest() or 'none'}")
         return 0
 
 
@@ -168,7 +168,7 @@ def clean(job: Job, force: bool) -> int:
     """
     if not _connected(job):
         removed = clear(job.name, CLEAR_S)
-        _tell(removed, "this machine (the run's cluster cannot be reached)")
+        _tell(removed, "this machine (the run's cluster has ended, or cannot be reached from here)")
         return 0
     if not force:
         _refuse_a_living_run(job.name)

@@ -37,6 +37,12 @@ class Probe:
         """Removes the sign of ``who``."""
         self.store.delete(self.key(who))
 
+    def remove_earlier(self) -> None:
+        """Removes the signs of other lives of the run, which have ended before they could."""
+        for key in self.store.list(f"{self.name}/.probe-"):
+            if not key.startswith(self.key("")):
+                self.store.delete(key)
+
     def remove_all(self) -> None:
         """Removes every sign of this life that is visible here, also those whose writers ended before they could."""
         for key in self.store.list(self.key("")):

@@ -77,7 +77,9 @@ class Parts:
 
 
 class Run:
-    """The folder of a job's run.  ``open`` begins the run, ``look`` writes nothing.  Both refuse a folder with the run of another job."""
+    """The folder of a job's run.  ``open`` begins the run, ``look`` writes nothing.  Both refuse a folder with the run of another
+    job.  ``find`` takes the run as it is there.
+    """
 
     def __init__(self, job: Job, store: ObjectStore) -> None:
         self.job, self.store = job, store
@@ -110,6 +112,14 @@ class Run:
                 raise JobError(_other_job(job, found))
         return cls(job, store)
 
+    @classmethod
+    def find(cls, job: Job) -> Run:
+        """Returns the run in order to read it, whatever ``job`` says of its trajectory."""
+        store = ObjectStore.open(job.bucket)
+        with suppress(Missing):
+            job = job.begun_as(json.loads(store.get(f"{job.name}/job.json"))["job"])
+        return cls(job, store)
+
     def trains_on(self, fingerprint: str) -> None:
         """Binds the run to its samples, wherever they are stored.  Raises like :meth:`check_data`."""
         with suppress(Exists):
@@ -130,6 +140,11 @@ class Run:
                 f"bucket = {self.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
                 f"give this run another name, or the data it was begun on"
             )
+
+    def begun_since(self, after: int) -> str:
+        """Returns where the run was begun after incarnation ``after`` had claimed it, or "" if it was not."""
+        owner = self.owner()
+        return f"{owner['address']} ({owner['host']})" if owner is not None and owner["incarnation"] > after else ""
 
     def claim(self, address: str, life: str = "", node: str = "") -> int:
         """Claims the next incarnation by a create-only write, before the coordinator's first action, and returns it.
@@ -364,6 +379,6 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _goes_on(state: RunState, last: RunState) -> str:
     """Returns where a start that stands at ``state`` goes on after what was recorded ``last``."""
     where = f"goes on from step {state.step}" if state.step else "begins at step 0, since no checkpoint of it is complete"
-    again = f"; steps {state.step + 1} to {last.step} are done again" if last.step > state.step else ""
+    again = f"; the steps after it are done again, at least up to {last.step}" if last.step > state.step else ""
     jump = f"; its generations go on at {state.next_generation}, since nobody knows which it used last"
     return f"{where}{again}{jump if state.generation > last.generation else ''}"

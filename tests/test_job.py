@@ -112,6 +112,11 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         ("xyzzy = 3", [], "job.toml: unknown setting 'xyzzy'; see 'elastic train --help' for all settings"),
         ("", ["--worker.max", "3"], "command line: unknown setting '--worker.max'; did you mean '--workers.max'?"),
         ("", ["--max=3"], "command line: unknown setting '--max'; did you mean '--workers.max'?"),
+        (
+            "",
+            ["--checkpoint", "1"],
+            "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every",
+        ),
         ("", ["--steps.x", "1"], "command line: unknown setting '--steps.x'; did you mean '--steps'?"),
         ("", ["--no-steps"], "command line: unknown setting '--no-steps'; did you mean '--steps'?"),
         ("", ["--no_steps"], "command line: unknown setting '--no_steps'; did you mean '--steps'?"),

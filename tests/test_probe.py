@@ -41,6 +41,11 @@ def test_all_signs_of_one_life_are_removed_and_no_others(tmp_path: Path) -> None
     for probe in (this, other_life, other_run):
         probe.leave(COORDINATOR)
         probe.leave("node")
+    other_life.remove_earlier()
+    assert not this.sees(COORDINATOR) and other_life.sees(COORDINATOR) and other_run.sees(COORDINATOR), (
+        "a new life removes the others' signs"
+    )
+    this.leave(COORDINATOR)
     this.remove_all()
     assert not this.sees(COORDINATOR) and not this.sees("node")
     assert all(probe.sees(who) for probe in (other_life, other_run) for who in (COORDINATOR, "node"))

@@ -83,6 +83,9 @@ def unknown(setting: str, model: Model, typed: str = "", also: Iterable[str] = (
     """
     wanted = re.sub(r"\[\d+\]", "[]", setting)
     known = [*leaves(model), *(name for name, field in model.model_fields.items() if section_of(field.annotation)), *also]
+    if part := section_of(model.model_fields[wanted].annotation) if wanted in model.model_fields else None:
+        inside = ", ".join(option_of(f"{wanted}.{name}") for name in part.model_fields)
+        return f"'{typed or setting}' is a section; its settings are {inside}"
     near = nearest(wanted, [name for name in known if ("[]" in name) == ("[]" in wanted)])
     section = wanted.rpartition(".")[0]
     beside = [name.rpartition(".")[2] for name in known if section and name.rpartition(".")[0] == section]

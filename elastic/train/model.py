@@ -63,6 +63,10 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ModelError(f"parameter {name!r} of {job.model!r} has no dimensions and cannot be split; make it a tensor of shape [1]")
+        if parameter.numel() == 0:
+            raise ModelError(
+                f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct model_args = {job.model_args}"
+            )
     return model
 
 

@@ -160,7 +160,7 @@ def _wrapping(blocks: tuple[str, ...]) -> str:
     """Returns a sentence that says how a model without a sharding table is wrapped."""
     match blocks:
         case ():
-            what = "the model has no ModuleList either, so it is wrapped as one unit"
+            what = "and no ModuleList, so the whole model is one unit"
         case (only,):
             what = f"wraps {only}, the only child of the largest ModuleList, and all other parameters as one unit"
         case (first, *_, last):

@@ -101,7 +101,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     if len(dataset) < job.global_batch:
         raise DataError(
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
-            f"prepare more text, or lower seq_len or global_batch"
+            f"give it more samples, or lower global_batch"
         )
     rule = rule_of(job)
     cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -349,6 +350,35 @@ def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.
     refused = sentence(capsys)
     assert "seed = 0 there and 7 here" in refused and "optim.lr = 0.01 there and 0.5 here" in refused
     assert "workers" not in refused
+    assert main(["checkpoint", "ls", written(tmp_path, seed=7)]) == 0, "who only reads may name other settings"
+    assert main(["status", written(tmp_path, seed=7), "--once"]) == 0
+    assert "newest good checkpoint: step" in capsys.readouterr().out
+
+
+def test_an_address_at_which_nobody_answers_is_said_at_once(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would try for minutes, with warnings of its own."""
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: pytest.fail("it asks Ray"))
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = "{}:{}".format(*nobody.getsockname())
+        assert main(["train", written(tmp_path), "--address", address]) == 2
+    assert sentence(capsys) == f"elastic: no Ray cluster answers at {address}; correct --address, or leave it out"
+
+
+def mistaken(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    raise ValueError("a mistake of my own")
+
+
+def test_a_mistake_in_the_users_code_ends_a_local_run_with_a_sentence(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The traceback comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", written(tmp_path, loss="tests.actors.test_cli:mistaken"), "--local"]) == 1
+    shown = capsys.readouterr()
+    assert "Traceback" in shown.err and "elastic: the job failed in this process: ValueError: a mistake of my own (in " in shown.out
 
 
 @pytest.fixture

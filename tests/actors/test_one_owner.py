@@ -10,9 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 
+from actors.launch import ask, attach, reap, start
+from elastic.errors import PlatformGaveUp
+from elastic.runs import Run
+from elastic.train.preflight import preflight
 from tests.support.job_file import to_toml
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.toys import toy_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +81,29 @@ def test_a_second_local_command_does_not_write_into_a_run_that_another_one_train
     third.send_signal(signal.SIGINT)
     third.communicate(timeout=PATIENCE_S)
     assert third.returncode == 3
+
+
+@pytest.mark.must_run_in_ci
+def test_two_commands_that_begin_a_run_on_two_clusters_at_once(tmp_path: Path) -> None:
+    """Neither has seen the other's claim.  The later one is refused, and the run goes on elsewhere.
+
+    The control: a command that has seen the claim takes the run over, since it has found nobody there.
+    """
+    job = toy_job(tmp_path, name="raced", steps=2)
+    seen = Run.look(job).latest_claim()
+    elsewhere = Run.open(job).claim("192.0.2.7:6379", "abcdef")
+    coordinator = start(job, preflight(job).build, "driver", seen)
+    with pytest.raises(PlatformGaveUp, match=r"^raced was begun on the cluster at 192[.]0[.]2[.]7:6379 .* while this command started; `el"):
+        ask(coordinator, "view", deadline_s=PATIENCE_S)
+    until(lambda: attach("raced") is None)
+    coordinator = start(job, preflight(job).build, "driver", elsewhere)
+    assert ask(coordinator, "view", deadline_s=PATIENCE_S).incarnation == elsewhere + 1
+    Run.open(job).claim("192.0.2.8:6379", "fedcba")
+    ray.kill(coordinator, no_restart=False)
+    with pytest.raises(PlatformGaveUp, match=r"^raced was taken over by a command on the cluster at 192[.]0[.]2[.]8:6379"):
+        while True:
+            ask(coordinator, "view", deadline_s=PATIENCE_S)
+    reap("raced")
 
 
 @pytest.mark.full

@@ -39,7 +39,7 @@ def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
         folder / "bucket", name=name, steps=steps, data=data, on_driver_exit="detach", deadlines={"lease_s": 60, "grow_debounce_s": 8}
     )
     (folder / "job.toml").write_text(to_toml(job))
-    return job, start(job, preflight(job).build, uuid.uuid4().hex)
+    return job, start(job, preflight(job).build, uuid.uuid4().hex, 0)
 
 
 def reached(name: str, step: int) -> bool:

@@ -173,6 +173,14 @@ def test_two_drivers(tmp_path: Path) -> None:
     leaves, stays = train(tmp_path), train(tmp_path)
     for each in (leaves, stays):
         each.until(attached(each))
+    assert "with settings of its own" not in stays.text
+    (tmp_path / "job.toml").write_text(to_toml(job.replace(workers={"min": 1, "max": 4})))
+    other = train(tmp_path)
+    other.until(attached(other))
+    assert "which stay until it is started again (workers.max = 2 there and 4 here)" in other.text, other.text
+    other.interrupt()
+    assert other.wait() == 3
+    (tmp_path / "job.toml").write_text(to_toml(job))
     leaves.interrupt()
     assert leaves.wait() == 3 and "the run goes on" in leaves.text
     first.process.terminate()

@@ -124,6 +124,20 @@ def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
         build_model(job, builder_of(job))
 
 
+def empty() -> nn.Module:
+    model = own()
+    model.nothing = nn.Parameter(torch.ones(1, 0))
+    return model
+
+
+def test_a_parameter_without_elements_is_refused(tmp_path: Path) -> None:
+    job = toy_job(tmp_path, model="tests.state.test_heal:empty", model_args={})
+    with pytest.raises(
+        ModelError, match=r"'nothing' of 'tests\.state\.test_heal:empty' has no elements \(shape \[1, 0\]\); correct model_a"
+    ):
+        build_model(job, builder_of(job))
+
+
 class Normalising(Own):
     """A model whose running statistics depend on the microbatches computed here."""
 

@@ -80,6 +80,7 @@ class Worker:
         self._begun = True
         from elastic.plan.placement import bytes_by_class, classes_of
         from elastic.train.loop import Trainer
+        from elastic.train.machine.device import fitting_shard
         from elastic.train.model import build_model, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
         from elastic.train.warmup import warm_up
@@ -92,7 +93,8 @@ class Worker:
             tensors = tensors_of(build_model(self.job, session.builder), session.rule)
             classes = classes_of(tensors)
             session.secret = self.secret
-            session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults)
+            least = fitting_shard(self.job, tensors, device)
+            session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least)
             build = replace(build_of(session), host=cluster.host())
         except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free
             self.report(StartFailed(self.worker, str(error)))
@@ -103,10 +105,15 @@ class Worker:
             return
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
-        warm_up(session, device)
+        transient = warm_up(session, device)
         session.snapshots.ready()
         go_or_end(self._keep_lease, "lease")
-        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors))
+        try:
+            least = fitting_shard(self.job, tensors, device, transient)
+        except JobError as error:
+            self._cannot_start(error)
+            return
+        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors), least)
         self.report(self._joined)
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)

@@ -115,9 +115,9 @@ class Parallel(Part):
     dp_replicate: Free[Positive | Auto] = "auto"
     """Number of replicas of the state.  ``auto``: as many as the workers allow with the given ``dp_shard``."""
     dp_shard: Free[Positive | Auto] = "auto"
-    """Number of workers over which one replica is cut.  ``auto``: the smallest number that is allowed."""
+    """Number of workers over which one replica is cut.  ``auto``: the smallest number that is allowed and whose memory the state fits."""
     min_shard: Free[Positive] = 1
-    """Smallest shard degree at which one worker's part of the state fits its memory."""
+    """Smallest shard degree that is allowed.  ``auto`` takes a larger one by itself where memory asks for it."""
     use: Free[Literal["all", "fit"]] = "all"
     """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer than one in eight and
     replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
@@ -149,6 +149,10 @@ class Workers(Part):
     """CPUs that a worker takes from its node."""
     gpus: Free[Annotated[Whole, Field(ge=0, le=1)]] = 0
     """GPUs that a worker takes from its node.  With 0 it trains on the CPU.  A run resumed with another value may end with other bits."""
+    device_gb: Free[Annotated[Number, Field(gt=0)] | Auto] = "auto"
+    """Memory of its device that a worker may use, in GB.  ``auto``: all that a GPU has; on the CPU it is not limited.  With ``dp_shard =
+    "auto"`` the state is cut among so many workers that each part fits.
+    """
     threads: Free[Positive] = 1
     """Number of threads for the kernels of a worker on the CPU.  Workers with different numbers are of different kinds.  A run resumed with
     another value may end with other bits.
@@ -239,9 +243,11 @@ class Job(Part):
     bucket: Free[Annotated[str, AfterValidator(place)]]
     """Folder or fsspec URL of the bucket.  Every node must see the same place under it."""
     model: Refused[Code] = "elastic.models.llama:build"
-    """The model, as ``pkg.module:build``.  ``build(**model_args)`` returns an ``nn.Module`` on the meta device, with ``init_weights()``."""
+    """The model, as ``pkg.module:build``.  ``build(**model_args)`` returns an ``nn.Module`` on the meta device, with ``init_weights()``.
+    ``elastic.models.llama:build`` has Llama 3 and Qwen 3 too, ``elastic.models.gpt2:build`` has GPT-2.
+    """
     model_args: Refused[dict[str, JsonValue]] = {}
-    """Arguments of ``model``."""
+    """Arguments of ``model``.  Our own models take the name of a published one: ``{ preset = "qwen3-8b" }``."""
     loss: Branch[Code] = "elastic.engine.loss:next_token"
     """The loss, as ``pkg.module:loss``.  ``loss(model, batch)`` returns ``(loss_sum, count)``: a sum, and the number of its terms."""
     seed: Branch[Whole] = 0
@@ -252,10 +258,14 @@ class Job(Part):
     """Samples of one step, whatever the number of workers."""
     microbatch: Branch[Positive] = 2
     """Samples of one forward and backward.  ``global_batch`` must be a multiple of it."""
-    precision: Branch[Literal["fp32", "bf16"]] = "fp32"
+    precision: Branch[Literal["fp32", "bf16", "fp16"]] = "fp32"
     """Number format of forward and backward.  Gradients are summed in float32.
 
     Weights and moments keep the format of the model, which is float32 unless it says otherwise.
+    """
+    loss_scale: Branch[Literal["dynamic"] | Annotated[Number, Field(gt=0)]] = "dynamic"
+    """Number by which the loss is multiplied with ``precision = "fp16"``, so that small gradients do not become zero.  ``dynamic``: as
+    large as works.
     """
     compile: Branch[Flag] = False
     """``true`` compiles each block of the model.  New worlds of the same process reuse the compiled code."""
@@ -439,5 +449,5 @@ _LATER: dict[str, dict[str, Any]] = {
 A setting with that value is left out of the digest, and a section without others too, so that the digest of an older run stays the same.
 """
 
-BEFORE: dict[str, Any] = {"numerics": 1, "recompute": "none"}
+BEFORE: dict[str, Any] = {"numerics": 1, "recompute": "none", "loss_scale": "dynamic"}
 """The settings of the top level that a run has whose ``job.json`` does not name them.  The digest leaves these values out, as above."""

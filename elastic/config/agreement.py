@@ -21,6 +21,8 @@ def disagreements(job: Job) -> Iterator[str]:
             f"global_batch = {job.global_batch} is not a multiple of microbatch = {job.microbatch}; "
             f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
         )
+    if job.precision != "fp16" and job.loss_scale != "dynamic":
+        yield f"loss_scale = {job.loss_scale:g} belongs to precision = 'fp16', and it is {job.precision!r}; leave one of them out"
     yield from _schedule(job)
     yield from _unused(job.optim)
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):

@@ -145,6 +145,8 @@ class Worker:
     unfit: str = ""
     """The reason why the worker cannot take part any more and is replaced; "" while it is fit."""
     host: str = ""
+    least_shard: int = 1
+    """The smallest shard degree at which a member fits its device."""
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,13 @@ def _layout_of(known: _Same, workers: _Same, rules: Rules) -> Layout | None:
     nodes = Counter(members.workers[worker].node for worker in there)
     fits = cache(lambda shards: padding(members.classes, members.class_bytes, shards) <= PADDING)
     number = min(len(there), rules.max_workers)
-    layout = choose(number, rules.layout, tuple(nodes.values()), least=rules.min_workers, fits=fits)
+    layout = choose(number, rules.layout.at_least(least_shard(members, there)), tuple(nodes.values()), least=rules.min_workers, fits=fits)
     return layout if layout is not None and layout.world >= rules.min_workers else None
+
+
+def least_shard(members: Members, workers: Sequence[WorkerId]) -> int:
+    """Returns the smallest shard degree at which every worker's part of the state fits its device."""
+    return max((members.workers[worker].least_shard for worker in workers), default=1)
 
 
 def make_plan(run: RunState, rules: Rules) -> Plan | None:

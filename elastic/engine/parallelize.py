@@ -15,6 +15,7 @@ from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.split import Split, apply_fsdp, apply_sync, keep_streams
 from elastic.engine.axes.whole import Whole
 from elastic.engine.compile import apply_compile
+from elastic.engine.loss_scale import is_scaled
 from elastic.engine.memory import apply_recompute
 from elastic.engine.precision import PRECISIONS
 from elastic.engine.sync.base import Scheme
@@ -59,7 +60,8 @@ def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:
         return
     dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
     flexes = job.reproducible and job.compile and device.type == "cuda" and not dropout
-    for name, value in {"fuses_loss": True, "flexes": flexes}.items():
+    fuses = not is_scaled(job)  # the fused loss computes its gradient before it knows the scale
+    for name, value in {"fuses_loss": fuses, "flexes": flexes}.items():
         if hasattr(model, name):
             setattr(model, name, value)
 

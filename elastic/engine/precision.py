@@ -20,5 +20,5 @@ class Precision:
     reduce: torch.dtype = torch.float32
 
 
-PRECISIONS = {"fp32": Precision(None), "bf16": Precision(torch.bfloat16)}
+PRECISIONS = {"fp32": Precision(None), "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}
 """The policies by the names that the setting ``precision`` accepts."""

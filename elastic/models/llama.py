@@ -1,10 +1,17 @@
 """A Llama-type decoder: RMSNorm before each part, rotary positions, SwiGLU, no biases (Touvron et al. 2023, section 2.2).
 
+With other arguments it is Llama 3 (Grattafiori et al. 2024, section 3.2) or Qwen 3 (Yang et al. 2025, section 2), whose dense models also
+normalise each head's query and key; see :data:`PRESETS`.
+
 It is written for one device; ``sharding()`` names the blocks that may be wrapped.  Dropout draws from torch's default generator, which
 the engine seeds by (seed, step, microbatch).
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +24,24 @@ from elastic.models.spec import ShardingTable
 
 
 class Attention(nn.Module):
-    """Causal self-attention, [batch, seq, dim] -> [batch, seq, dim].  ``heads`` query heads share ``kv_heads`` keys and values."""
+    """Causal self-attention, [batch, seq, dim] -> [batch, seq, dim].  ``heads`` query heads share ``kv_heads`` keys and values.
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, dropout: float) -> None:
+    With ``qk_norm`` each head's query and key is normalised before it is rotated.
+    """
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, dropout: float, qk_norm: bool, eps: float) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, dim // heads, dropout
+        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, head_dim, dropout
         self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor, rope: Tensor, mask: BlockMask | None) -> Tensor:
         batch, seq, _ = x.shape
-        q = rotate(self.wq(x).view(batch, seq, self.heads, self.head_dim), rope).transpose(1, 2)
-        k = rotate(self.wk(x).view(batch, seq, self.kv_heads, self.head_dim), rope).transpose(1, 2)
+        q = rotate(self.q_norm(self.wq(x).view(batch, seq, self.heads, self.head_dim)), rope).transpose(1, 2)
+        k = rotate(self.k_norm(self.wk(x).view(batch, seq, self.kv_heads, self.head_dim)), rope).transpose(1, 2)
         v = self.wv(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
         out = causal_attention(q, k, v, mask, self.dropout if self.training else 0.0)
         return self.wo(out.transpose(1, 2).flatten(2))
@@ -52,11 +63,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One decoder block: attention and feed-forward, each after a norm and added to its input.  [batch, seq, dim] -> the same shape."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, dropout: float) -> None:
+    def __init__(self, dim: int, hidden: int, eps: float, attention: Attention, dropout: float) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
-        self.attention = Attention(dim, heads, kv_heads, dropout)
-        self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-5)
+        self.attention_norm = nn.RMSNorm(dim, eps=eps)
+        self.attention = attention
+        self.feed_forward_norm = nn.RMSNorm(dim, eps=eps)
         self.feed_forward = FeedForward(dim, hidden)
         self.dropout = nn.Dropout(dropout)
 
@@ -86,21 +97,31 @@ class Llama(nn.Module):
         dropout: float = 0.0,
         tied: bool = True,
         rope_base: float = 10_000.0,
+        rope_scaling: Sequence[float] | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
     ) -> None:
+        """``head_dim`` is ``dim // heads`` if it is left out.  ``rope_scaling`` is as :func:`rotary` takes it."""
         super().__init__()
         kv_heads = kv_heads or heads
-        self.head_dim, rest = divmod(dim, heads)
-        if rest or self.head_dim % 2:
+        if head_dim is None and dim % (2 * heads):
             raise ValueError(
                 f"dim = {dim} must be a multiple of 2 × heads = {2 * heads}: each head has an even number of dimensions, rotated in pairs"
             )
+        self.head_dim = head_dim or dim // heads
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {head_dim} must be even: the dimensions of a head are rotated in pairs")
+        if rope_scaling is not None and len(rope_scaling) != 4:
+            raise ValueError(f"rope_scaling = {rope_scaling} must be [factor, low, high, old length], as [8, 1, 4, 8192]")
         if heads % kv_heads:
             raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: equal numbers of heads share keys and values")
-        self.rope_base, self.depth, self.vocab = rope_base, layers, vocab
+        self.rope_base, self.rope_scaling, self.depth, self.vocab = rope_base, rope_scaling, layers, vocab
         hidden = hidden or -(-8 * dim // 3 // 32) * 32
         self.embedding = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(Block(dim, heads, kv_heads, hidden, dropout) for _ in range(layers))
-        self.norm = nn.RMSNorm(dim, eps=1e-5)
+        attentions = (Attention(dim, heads, kv_heads, self.head_dim, dropout, qk_norm, norm_eps) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(dim, hidden, norm_eps, attention, dropout) for attention in attentions)
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
         self.output = nn.Linear(dim, vocab, bias=False)
         if tied:
             self.output.weight = self.embedding.weight
@@ -119,7 +140,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
-        rope = rotary(tokens.shape[1], self.head_dim, self.rope_base, tokens.device)
+        rope = rotary(tokens.shape[1], self.head_dim, self.rope_base, tokens.device, self.rope_scaling)
         mask = causal_mask(tokens.shape[1], tokens.device) if self.flexes else None
         for layer in self.layers:
             x = layer(x, rope, mask)
@@ -130,9 +151,17 @@ class Llama(nn.Module):
         return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))
 
 
-def rotary(seq: int, head_dim: int, base: float, device: torch.device) -> Tensor:
-    """Returns cosines and sines of the rotary embedding, float32 [2, seq, head_dim // 2] (Su et al. 2021, section 3.2.2)."""
+def rotary(seq: int, head_dim: int, base: float, device: torch.device, scaling: Sequence[float] | None = None) -> Tensor:
+    """Returns cosines and sines of the rotary embedding, float32 [2, seq, head_dim // 2] (Su et al. 2021, section 3.2.2).
+
+    ``scaling`` (factor, low, high, old length) divides slow frequencies by ``factor``, as Llama 3.1 does: those with fewer than ``low``
+    turns in the old length; those with more than ``high`` stay, and between the two the change is gradual.
+    """
     frequencies = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    if scaling is not None:
+        factor, low, high, length = scaling
+        kept = ((length * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        frequencies = (1 - kept) * frequencies / factor + kept * frequencies
     angles = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 
@@ -144,6 +173,34 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
-def build(**args: object) -> nn.Module:
-    """Builds the model of a job from the keyword arguments of :class:`Llama`."""
-    return Llama(**args)  # type: ignore[arg-type]
+def _llama(dim: int, layers: int, heads: int, hidden: int, vocab: int = 128_256, **more: Any) -> Mapping[str, Any]:
+    shape = {"vocab": vocab, "dim": dim, "layers": layers, "heads": heads, "kv_heads": 8, "hidden": hidden}
+    return {**shape, "tied": False, "rope_base": 500_000.0, **more}
+
+
+def _qwen(dim: int, layers: int, heads: int, hidden: int, **more: Any) -> Mapping[str, Any]:
+    own = {"rope_base": 1_000_000.0, "head_dim": 128, "qk_norm": True, "norm_eps": 1e-6}
+    return _llama(dim, layers, heads, hidden, vocab=151_936, **own, **more)
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "llama3-8b": _llama(4096, 32, 32, 14_336),
+    "llama3-70b": _llama(8192, 80, 64, 28_672),
+    "llama3.1-8b": _llama(4096, 32, 32, 14_336, rope_scaling=(8, 1, 4, 8192)),
+    "llama3.2-1b": _llama(2048, 16, 32, 8192, rope_scaling=(32, 1, 4, 8192), tied=True),
+    "llama3.2-3b": _llama(3072, 28, 24, 8192, rope_scaling=(32, 1, 4, 8192), tied=True),
+    "qwen3-0.6b": _qwen(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen(4096, 36, 32, 12_288),
+    "qwen3-14b": _qwen(5120, 40, 40, 17_408),
+    "qwen3-32b": _qwen(5120, 64, 64, 25_600),
+}
+"""The arguments of published models, by the name that ``model_args.preset`` takes."""
+
+
+def build(preset: str | None = None, **args: Any) -> nn.Module:
+    """Builds the model of a job from the keyword arguments of :class:`Llama`, which replace those of a :data:`PRESETS` entry."""
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"preset = {preset!r} must be one of {', '.join(PRESETS)}")
+    return Llama(**{**PRESETS[preset], **args} if preset else args)

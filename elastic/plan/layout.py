@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.plan.axes import AXES
@@ -97,6 +97,10 @@ class LayoutRule:
                 f"parallel.dp_shard = {self.dp_shard} is less than parallel.min_shard = {self.min_shard}; "
                 f'set dp_shard = {self.min_shard} or "auto", or lower min_shard'
             )
+
+    def at_least(self, shards: int) -> LayoutRule:
+        """Returns the rule without shard degrees below ``shards``, unless it fixes the degree."""
+        return self if self.dp_shard is not None or shards <= self.min_shard else replace(self, min_shard=shards)
 
     def check(self, min_workers: int, max_workers: int) -> None:
         """Raises ValueError if no number of workers from min to max forms a world of at least ``min_workers`` members."""

@@ -21,7 +21,8 @@ class Joined:
 
     ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes`` has one tensor of the state
     for each class of tensors that all axes cut alike; coverage depends on nothing else.  ``build`` must be the same everywhere.
-    ``class_bytes`` has the bytes of all tensors of each class; it is empty in journals of older releases.
+    ``class_bytes`` has the bytes of all tensors of each class; it is empty in journals of older releases.  ``least_shard`` is the smallest
+    shard degree at which a member fits the worker's device.
     """
 
     worker: WorkerId
@@ -30,6 +31,7 @@ class Joined:
     classes: tuple[Tensor, ...]
     build: Build = field(default_factory=Build)
     class_bytes: tuple[int, ...] = ()
+    least_shard: int = 1
 
 
 @dataclass(frozen=True)

@@ -117,23 +117,27 @@ def _loss(job: Job) -> Loss:
     return found
 
 
-def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults) -> Snapshots:
-    """Returns this worker's slots.  They may become as large as its shard in the smallest permitted world, if the node has the memory.
+def make_snapshots(
+    job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults, least: int = 1
+) -> Snapshots:
+    """Returns this worker's slots.  They may become as large as its shard in the smallest permitted world of ``least`` or more shards, if
+    the node has the memory.
 
     Raises :class:`JobError` if this node, beside the copies of its other workers, has no room for its shard in a world of ``workers.max``.
     Raises :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.
     """
-    layouts, rule = job.layouts(), job.rules()
+    layouts = [layout for layout in job.layouts() if layout.dp_shard >= least] or job.layouts()
+    rule = job.rules()
     slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
-    least = _shard_bytes(tensors, layouts[-1])
+    smallest = _shard_bytes(tensors, layouts[-1])
     own, slots = slots_for(rule.copy_every, rule.buddy_every), slots_a_worker(rule.copy_every, rule.buddy_every)
     with alone():
         (free, where), (coming, kept) = free_memory(), copies_here()
-        needed, left = slots * least, max(free - coming, 0)
+        needed, left = slots * smallest, max(free - coming, 0)
         if why := no_room(job.copies.copy_every, needed, left, where, slots):
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
         region = Region.create(own, slot_bytes, slot_blocks, tensors)
-        region["wanted"] = own * least
+        region["wanted"] = own * smallest
         counters["copies"] = region.descriptor
     if device.type == "cuda" and (little := little_lockable(own * slot_bytes, lockable_memory())):
         print(little, flush=True)
@@ -142,7 +146,7 @@ def make_snapshots(job: Job, tensors: tuple[Tensor, ...], device: torch.device, 
         faults.strike("save", step, Seat(plan.generation, rank))
 
     def foresee(plan: Plan) -> int:
-        layout = after_a_loss(plan.layout, plan.nodes, rule.layout, job.workers.min)
+        layout = after_a_loss(plan.layout, plan.nodes, rule.layout.at_least(least), job.workers.min)
         return _shard_bytes(tensors, layout) if layout is not None else 0
 
     saves = SaveRule(job.checkpoint.save_every, job.steps)

@@ -95,7 +95,7 @@ def reserve(world: World, shape: CommitShape) -> None:
 
 def compute(session: Session, state: State, step: int) -> Share:
     """Runs forward and backward of this member's rounds; gradients are reduced as they come."""
-    share, world, job = Share([], [], []), state.world, session.job
+    share, world, job, scale = Share([], [], []), state.world, session.job, state.optimizer.loss_scale.value
     state.model.train()
     buffers, deal = state.buffer_marks(), state.sync.deal
     session.counters.at("reads data")
@@ -113,7 +113,8 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.faults.aim(step, state.model, world)
         torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))
         loss, count = loss_of(session, state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
-        (loss if index is not None else loss * 0).backward()
+        weight = 0.0 if index is None else scale
+        (loss if weight == 1 else loss * weight).backward()
         state.parameters.end_round()
         _refuse_changes(buffers, state)
         share.losses.append(loss.detach())
@@ -172,6 +173,8 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int) -> tor
     session.counters.at("commits")
     grads = state.parameters.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
+    if (scale := state.optimizer.loss_scale.value) != 1:
+        norm /= scale**2
     session.counters["collective"] = 1
     session.faults.strike("before_commit", step, state.world)
     with fence as member:

@@ -21,16 +21,19 @@ from elastic.train.model import State
 from elastic.train.step import Session
 
 
-def warm_up(session: Session, device: torch.device) -> None:
-    """Warms up once, before the first world.  A failure here happens again in the first step, and is reported there with its samples."""
-    began = time.monotonic()
+def warm_up(session: Session, device: torch.device) -> int:
+    """Warms up once, before the first world.  A failure here happens again in the first step, and is reported there with its samples.
+
+    Returns the bytes that the microbatch took on a GPU, beside what a member holds all the time; 0 on a CPU.
+    """
+    began, transient = time.monotonic(), 0
     try:
         world = World.alone(device, generation=0)  # opens the communication library
         world.abort()
         world.close()
         world = World.imagined(Layout(1, session.job.workers.max), device)
         try:
-            _compute(session, world)
+            transient = _compute(session, world)
         finally:
             world.close()
         if session.snapshots is not None:
@@ -45,10 +48,11 @@ def warm_up(session: Session, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     print(f"the warm-up took {time.monotonic() - began:.3f} s", flush=True)
+    return transient
 
 
-def _compute(session: Session, world: World) -> None:
-    """Computes one microbatch, forward and backward, and the norm of its gradients."""
+def _compute(session: Session, world: World) -> int:
+    """Computes one microbatch, forward and backward, and the norm of its gradients.  Returns as :func:`warm_up`."""
     state = State(session.job, session.builder, session.rule, world, Version(0, 0))
     with torch.no_grad():
         for value in state.shard.values.values():
@@ -62,3 +66,7 @@ def _compute(session: Session, world: World) -> None:
     grads = state.parameters.grads()
     squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
     world.finish()
+    if world.device.type != "cuda":
+        return 0
+    held = sum(tensor.nbytes for tensor in (*state.shard.values.values(), *grads.values()))
+    return max(0, torch.cuda.max_memory_allocated(world.device) - held)

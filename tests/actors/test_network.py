@@ -54,7 +54,7 @@ def local_cluster(hosts: Hosts) -> Iterator[None]:
 
 def job_of(bucket: Path, name: str, **changes: Any) -> Job:
     """Returns a job that is slow enough to be cut and mended on its way, and as fast as it can be once ``calm`` exists."""
-    args = {"samples": SAMPLES, "pace_s": 0.2, "calm": str(bucket / "calm")}
+    args = {"samples": SAMPLES, "pace_s": 0.4, "calm": str(bucket / "calm")}  # slow enough for a worker to be asked for twice
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,

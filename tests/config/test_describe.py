@@ -43,7 +43,17 @@ def test_the_trajectory_is_what_is_not_free() -> None:
     """The name is an exception: it says which run it is.  A run's folder may be moved, so its bucket is free."""
     optim = {"kind": "a.b:c", "args": {"x": 1}, "momentum": 0.5, "decay": "l2"}
     schedule = {"kind": "wsd", "decay_steps": 1}
-    job = Job(name="run", bucket="/b", model_args={"dim": 1}, recompute="block", optim=optim, schedule=schedule, reduction={"block": 2})
+    job = Job(
+        name="run",
+        bucket="/b",
+        model_args={"dim": 1},
+        recompute="block",
+        precision="fp16",
+        loss_scale=2.0,
+        optim=optim,
+        schedule=schedule,
+        reduction={"block": 2},
+    )
     fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE}
     tables = {"model_args": "model_args.dim", "optim.args": "optim.args.x"}
     assert set(flat(job.trajectory())) == {tables.get(name, name) for name in fixed} - {"name"}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from elastic.engine.loss_scale import SCALARS, LossScale, is_scaled
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError
 from elastic.imports import load
@@ -95,14 +96,14 @@ def decay_(parts: Sequence[Part], hyper: Hyper) -> None:
 
 
 def rule_of(job: Job) -> Rule:
-    """Returns the rule that ``optim.kind`` names.  Raises :class:`CodeError` if it names none."""
+    """Returns the rule that ``optim.kind`` names, with the scalars that the job adds.  Raises :class:`CodeError` if it names none."""
     kind = job.optim.kind
     found = load(RULES.get(kind, kind), "optim.kind")
     if not isinstance(found, Rule):
         raise CodeError(
             f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or one of {', '.join(RULES)}"
         )
-    return found
+    return replace(found, scalars=(*found.scalars, *SCALARS)) if is_scaled(job) else found
 
 
 def _add_penalty(parts: list[Part], grads: list[Tensor], weight_decay: float) -> None:
@@ -127,6 +128,7 @@ class Optimizer:
         self.updates = torch.zeros((), dtype=torch.float32)
         """Number of updates applied.  A step that is skipped does not count."""
         self.scalars = {name: torch.zeros((), dtype=torch.float32) for name in self.rule.scalars}
+        self.loss_scale = LossScale(job, self.scalars)
         self.parts = {
             name: Part(
                 name,
@@ -142,15 +144,17 @@ class Optimizer:
     def apply(self, grads: Mapping[str, Tensor], outcome: Outcome) -> float:
         """Applies the update of ``outcome.step`` from summed gradients, which are scaled in place.  Returns the learning rate of the step.
 
-        If the gradient is not finite, nothing changes.
+        If the gradient is not finite, nothing changes but the scale of the loss.
         """
         job, l2 = self.job, self.job.optim.decay == "l2"
         lr = learning_rate_of(job, outcome.step)
+        divide = max(outcome.tokens, 1) * self.loss_scale.value
+        self.loss_scale.after(finite=outcome.finite)
         if not outcome.finite:
             return lr
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
         decoupled = 0.0 if l2 else job.optim.weight_decay
-        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, float(max(outcome.tokens, 1)), clip)
+        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip)
         parts, mine = [*self.parts.values()], [grads[name] for name in self.parts]
         if l2 or not self.rule.scales:
             mean_(mine, hyper)

@@ -1,0 +1,49 @@
+"""Loss scaling for fp16 (Micikevicius and others 2018, section 3.2): small gradients would become zero without it.
+
+The loss is multiplied before the backward pass, and the sums of the gradients are divided by the same number.  A scale that is too large
+makes some gradient infinite; then no member applies the step, as the commit says, and the scale is halved.  After ``GROWS_AFTER`` steps in
+a row that were applied it is doubled.  The scale and the number of these steps are scalars of the state, the same on every member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from elastic.job import Job
+
+SCALARS = ("loss_scale", "good_steps")
+"""The scalars of the state; a ``loss_scale`` of 0 stands for ``FIRST``."""
+FIRST = 2.0**10
+"""First scale.  Our losses are sums over tokens, so that a gradient of the logits is at most the scale itself."""
+LEAST = 2.0**-14
+"""Least scale: a loss that overflows even then is not a matter of its scale."""
+GROWS_AFTER = 2000
+
+
+def is_scaled(job: Job) -> bool:
+    return job.precision == "fp16"
+
+
+class LossScale:
+    """The scale of one job, which is 1 in every other precision."""
+
+    def __init__(self, job: Job, scalars: Mapping[str, Tensor]) -> None:
+        """``scalars`` are those of the state, by name."""
+        self._setting = job.loss_scale if is_scaled(job) else 1.0
+        self._scalars = scalars
+
+    @property
+    def value(self) -> float:
+        """The number by which the loss of the next step is multiplied."""
+        return float(self._scalars["loss_scale"]) or FIRST if self._setting == "dynamic" else float(self._setting)
+
+    def after(self, *, finite: bool) -> None:
+        """Notes that a step is committed, and whether its gradient was finite."""
+        if self._setting != "dynamic":
+            return
+        good = int(self._scalars["good_steps"]) + 1 if finite else 0
+        scale = self.value if finite else max(self.value / 2, LEAST)
+        self._scalars["loss_scale"].fill_(2 * scale if good >= GROWS_AFTER else scale)
+        self._scalars["good_steps"].fill_(good % GROWS_AFTER)

@@ -1,0 +1,114 @@
+"""GPT-2 (Radford and others 2019): learned positions, LayerNorm before each part, GELU, biases.
+
+It is written for one device, as ``llama.py`` is; ``sharding()`` names the blocks that may be wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from elastic.kernels.attention import causal_attention, causal_mask
+from elastic.kernels.cross_entropy import cross_entropy
+from elastic.models.spec import ShardingTable
+
+
+class Attention(nn.Module):
+    """Causal self-attention, [batch, seq, dim] -> [batch, seq, dim]."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: BlockMask | None) -> Tensor:
+        q, k, v = (each.unflatten(2, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=2))
+        found = causal_attention(q, k, v, mask, self.dropout if self.training else 0.0)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """One decoder block: attention and feed-forward, each after a norm and added to its input.  [batch, seq, dim] -> the same shape."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads, dropout)
+        self.w1, self.w2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        return x + self.dropout(self.w2(F.gelu(self.w1(self.feed_forward_norm(x)), approximate="tanh")))
+
+
+class GPT2(nn.Module):
+    """The decoder: tokens, int64 [batch, seq] -> logits [batch, seq, vocab]; with targets, the sum of their cross-entropies.
+
+    ``fuses_loss`` and ``flexes`` are as in :class:`elastic.models.llama.Llama`.
+    """
+
+    fuses_loss = flexes = False
+
+    def __init__(self, vocab: int = 257, dim: int = 128, layers: int = 4, heads: int = 4, length: int = 1024, dropout: float = 0.0) -> None:
+        """``length`` is the longest sequence."""
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim = {dim} must be a multiple of heads = {heads}")
+        self.depth, self.vocab, self.length = layers, vocab, length
+        self.embedding, self.positions = nn.Embedding(vocab, dim), nn.Embedding(length, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.output = nn.Linear(dim, vocab, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def init_weights(self) -> None:
+        """Sets norms to 1 and biases to 0, and draws all other weights from a normal distribution with standard deviation 0.02.
+
+        For projections into the residual stream the deviation is divided by sqrt(2 × layers) (section 2.3).
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() < 2:
+                nn.init.ones_(parameter)
+            else:
+                residual = name.endswith(("out.weight", "w2.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * self.depth) ** 0.5 if residual else 0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        seq = tokens.shape[1]
+        if seq > self.length:
+            raise ValueError(f"model_args.length = {self.length} is shorter than a sequence, {seq}; set it to {seq} or more")
+        x = self.dropout(self.embedding(tokens) + self.positions(torch.arange(seq, device=tokens.device)))
+        mask = causal_mask(seq, tokens.device) if self.flexes else None
+        for layer in self.layers:
+            x = layer(x, mask)
+        x = self.norm(x)
+        return self.output(x) if targets is None else cross_entropy(x, self.output.weight, targets)
+
+    def sharding(self) -> ShardingTable:
+        return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"vocab": 50_257, "dim": 768, "layers": 12, "heads": 12},
+    "gpt2-medium": {"vocab": 50_257, "dim": 1024, "layers": 24, "heads": 16},
+    "gpt2-large": {"vocab": 50_257, "dim": 1280, "layers": 36, "heads": 20},
+    "gpt2-xl": {"vocab": 50_257, "dim": 1600, "layers": 48, "heads": 25},
+}
+"""The arguments of the published models, by the name that ``model_args.preset`` takes."""
+
+
+def build(preset: str | None = None, **args: Any) -> nn.Module:
+    """Builds the model of a job from the keyword arguments of :class:`GPT2`, which replace those of a :data:`PRESETS` entry."""
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"preset = {preset!r} must be one of {', '.join(PRESETS)}")
+    return GPT2(**{**PRESETS[preset], **args} if preset else args)

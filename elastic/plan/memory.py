@@ -1,0 +1,36 @@
+"""The memory that a member needs on its device, and the smallest shard degree at which it fits.
+
+Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of the gradients in float32.
+With one shard it also holds the copy of the weights with which it computes, if that has another dtype.  What comes and goes in a step, such
+as activations, does not depend on the layout; a worker measures it before it joins.  While a world forms, a member holds its old part
+beside the new one, and no gradients; the old part is not larger than that at the smallest degree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+USABLE = 0.92
+"""Part of a device's memory that is planned with.  The rest is for what nobody counts: contexts, communication, fragments."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that training needs: the whole ``state``, sums of ``gradients`` and ``computing`` copies, and what is ``transient``."""
+
+    state: int
+    gradients: int
+    computing: int
+    transient: int = 0
+
+    def of_a_member(self, shards: int) -> int:
+        """Returns the bytes of a member in worlds with ``shards`` or more shards."""
+        computing = self.computing if shards == 1 else 0
+        step = -(-(self.state + self.gradients) // shards) + computing + self.transient
+        forming = 2 * -(-self.state // shards) + computing if shards > 1 else 0  # one shard keeps its memory
+        return max(step, forming)
+
+
+def least_shard(need: Need, device: int, most: int) -> int:
+    """Returns the smallest shard degree, up to ``most``, at which a member fits a device with so many bytes; 0 if none does."""
+    return next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)

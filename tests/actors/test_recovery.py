@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from actors.coordinator import View
+from actors.launch import launch
 from elastic.engine.optim.base import RULES
+from elastic.plan.memory import USABLE
 from elastic.protocol.lineage import tip
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local
-from tests.support.chaos import REDONE, Witness, alone, assert_nothing_left, exported_hash, samples, trial
+from elastic.train.model import build_model, builder_of
+from tests.support.chaos import REDONE, Witness, alone, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.commands import Command, seen, user_job, user_package
 from tests.support.processes import Machine
 from tests.support.toys import toy_job
@@ -78,6 +81,40 @@ def test_the_state_of_every_optimizer_survives_a_kill(tmp_path: Path, kind: str)
     assert len(chaos.witness.killed()) == 1 and chaos.witness.total("healed_host_bytes") > 0
     assert chaos.losses[-1] < chaos.losses[0]
     assert_nothing_left(chaos)
+
+
+def needing(device_bytes_a_parameter: float) -> float:
+    """Returns the memory, in GB, of devices with so many bytes for each parameter of the toy model that may be used."""
+    job = toy_job("/nowhere")
+    elements = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
+    return device_bytes_a_parameter * elements / USABLE / 1e9
+
+
+def test_the_state_is_cut_as_the_devices_need_it(tmp_path: Path, forty: Any) -> None:
+    """With 14 bytes a parameter, half of the state fits a device and the whole does not.
+
+    So two workers share it although the job would let them replicate it.  When one dies the other waits for the next one.
+    """
+    data = {"dataset": "tests.support.toys:Sums", "args": {**forty.job.data.args, "read_s": 0.01}}
+    job = toy_job(
+        tmp_path,
+        name="tight",
+        steps=forty.job.steps,
+        data=data,
+        workers={"min": 1, "max": 2, "device_gb": needing(14)},
+        faults=[{"point": "backward", "step": 11, "world_rank": 1}],
+    )
+    chaos = trial(job)
+    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", forty.hash, forty.losses)
+    assert [(len(each.members), each.layout) for each in formed(Run.open(job).records())] == [(2, (1, 2)), (2, (1, 2))]
+    assert len(chaos.witness.killed()) == 1
+    assert any("2 workers or more must share the state" in line.text for line in chaos.lines if isinstance(line, Sentence))
+    assert_nothing_left(chaos)
+
+
+def test_a_state_that_fits_no_number_of_workers_is_refused(tmp_path: Path) -> None:
+    result = launch(toy_job(tmp_path, name="large", workers={"min": 1, "max": 2, "device_gb": needing(11)}))
+    assert result.state == "Failed" and "workers.max = 2: even if so many workers share the state (" in result.reason, result
 
 
 @pytest.mark.parametrize("tier", ["bucket", pytest.param("host", marks=pytest.mark.full)])

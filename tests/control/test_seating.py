@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from elastic.control import seating
 from elastic.control.rules import Rules
-from elastic.control.run import Cluster, History, Members, RunState, Waiting, Worker
+from elastic.control.run import Cluster, Forming, History, Members, RunState, Waiting, Worker
 from elastic.control.seating import candidates, layout_of, make_plan
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, LayoutRule
 from elastic.plan.transfer import Holding
-from tests.control.play import CLASSES, rules
+from elastic.protocol import events as ev
+from tests.control.play import CLASSES, Play, but, reformed, rules
 from tests.support.cells import cell, classes, shard_interval, shard_of
 
 pytestmark = pytest.mark.fast
@@ -138,3 +139,45 @@ def test_the_plan_knows_nodes_and_what_the_state_pads() -> None:
     capped, unknown = (make_plan(replace(run, members=each), by) for each in (known, replace(known, class_bytes=())))
     assert capped is not None and unknown is not None
     assert (capped.layout, unknown.layout) == (Layout(1, 16), Layout(1, 17))
+
+
+def joined(play: Play, worker: str, least: int) -> str:
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    return play.tell(ev.Joined(WorkerId(worker), NodeId("n1"), "cpu", CLASSES, least_shard=least))
+
+
+@pytest.mark.parametrize(("fixed", "becomes"), [(None, Layout(1, 2)), (1, Layout(2, 1))])
+def test_the_state_is_cut_as_the_devices_need_it(fixed: int | None, becomes: Layout) -> None:
+    """The job allows replicas; a worker's device has room for half of the state.  A degree that the job fixes is its own affair."""
+    play = Play(rules(min_workers=1, layout=LayoutRule(None, fixed)))
+    play.tell(ev.Capacity(2))
+    said = joined(play, "w1", 2)
+    assert ("by the memory of its device, 2 workers or more must share the state" in said) is (fixed is None)
+    assert "must share" not in joined(play, "w2", 2)
+    play.later(3.0)
+    assert play.plan.layout == becomes
+
+
+def test_a_world_that_does_not_fit_is_waited_for() -> None:
+    """One worker is left of two, and its device is too small for the whole state.  The control: with room for it, it goes on alone."""
+    for least, alone in ((2, False), (1, True)):
+        play = Play(rules(min_workers=1, wait_s=300.0))
+        play.tell(ev.Capacity(2))
+        for worker in ("w1", "w2"):
+            joined(play, worker, least)
+        play.later(3.0)
+        reformed(play)
+        play.lose("w2")
+        play.answer("w1", play.run.version)
+        assert isinstance(play.run.state, Forming) is alone
+        if not alone:
+            assert "1 worker of at least 1, and the state fits the memory of 2 or more" in play.later(400.0)
+
+
+@given(runs(), RULES, st.integers(1, 4))
+def test_no_layout_has_fewer_shards_than_a_device_needs(run: RunState, limits: Rules, least: int) -> None:
+    there = candidates(run, limits)
+    needed = but(run, "members", workers={name: replace(worker, least_shard=least) for name, worker in run.members.workers.items()})
+    found = layout_of(needed, there, limits)
+    assert found is None or found.dp_shard >= least
+    assert found == layout_of(run, there, replace(limits, layout=limits.layout.at_least(least)))

@@ -1,4 +1,4 @@
-"""F1, F2: what a block keeps for its backward pass is computed again, and nothing but memory and work changes."""
+"""Blocks compute again what they do not keep for the backward pass, and nothing but memory and work changes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def a_layer(policy: str) -> float:
 
 @pytest.mark.fast
 def test_a_block_keeps_its_input_alone() -> None:
-    """F1: bytes a layer, from live storages: about the input, and the seed of dropout.  Selective is between."""
+    """Bytes a layer, from live storages: about the input, and the seed of dropout.  Selective is between."""
     everything, selective, block = (a_layer(policy) for policy in ("none", "selective", "block"))
     state = 2 * torch.get_rng_state().numel()
     assert 2 * SEQ * DIM * 4 <= block <= 2 * SEQ * DIM * 4 + state
@@ -76,7 +76,7 @@ def test_a_block_keeps_its_input_alone() -> None:
 
 @pytest.mark.fast
 def test_the_forward_pass_runs_twice() -> None:
-    """F1: every matrix product of the blocks, and nothing of the rest of the model."""
+    """Every matrix product of the blocks, and nothing of the rest of the model."""
     _, forward, plain, _ = measured("none")
     _, _, again, _ = measured("block")
     product = torch.ops.aten.mm.default
@@ -85,7 +85,7 @@ def test_the_forward_pass_runs_twice() -> None:
 
 @pytest.mark.fast
 def test_selective_computes_no_product_again() -> None:
-    """F2: neither a matrix product nor attention runs in the backward pass, and the elementwise work does."""
+    """Neither a matrix product nor attention runs in the backward pass, and the elementwise work does."""
     _, _, plain, _ = measured("none")
     _, _, again, _ = measured("selective")
     more = again - plain
@@ -96,7 +96,7 @@ def test_selective_computes_no_product_again() -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("policy", ["block", "selective"])
 def test_gradients_have_the_same_bits(policy: str) -> None:
-    """F1: with dropout.  The control: other random numbers give other gradients."""
+    """The model has dropout.  The control: other random numbers give other gradients."""
     for ours, plain in zip(measured(policy)[3], measured("none")[3], strict=True):
         assert torch.equal(ours, plain)
 
@@ -115,5 +115,5 @@ def test_without_the_seed_of_dropout_the_gradients_differ(monkeypatch: pytest.Mo
 def test_worlds_end_with_the_bits_of_the_run_that_keeps_everything(
     ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, policy: str
 ) -> None:
-    """F1, promise 1."""
+    """Promise 1."""
     assert train(ranks, toy_job(tmp_path, recompute=policy), layout, STEPS).hash == reference.hash

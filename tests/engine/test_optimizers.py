@@ -149,7 +149,7 @@ def test_momentum_is_the_recurrence_to_the_bit() -> None:
 
 @pytest.mark.fast
 def test_the_two_forms_of_weight_decay() -> None:
-    """A6: by hand.  The first step of AdaGrad is lr × the sign of the gradient, so a penalty in it only matters where it turns the sign."""
+    """The first step of AdaGrad is lr × the sign of the gradient, so a penalty in it only matters where it turns the sign."""
     lr, weight_decay = 0.25, 0.5
     values, grads = torch.tensor([[4.0, -4.0, 4.0]]), torch.tensor([[1.0, 1.0, -1.0]])
     expected = {"decoupled": [[4.0 * 0.875 - 0.25, -4.0 * 0.875 - 0.25, 4.0 * 0.875 + 0.25]], "l2": [[3.75, -3.75, 3.75]]}

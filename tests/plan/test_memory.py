@@ -1,0 +1,34 @@
+"""The memory that a member needs, and the smallest shard degree at which it fits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.plan.memory import USABLE, Need, least_shard
+
+pytestmark = pytest.mark.fast
+GB = 10**9
+PARAMETERS = 8_030_261_248
+LLAMA_8B = Need(state=12 * PARAMETERS, gradients=4 * PARAMETERS, computing=2 * PARAMETERS, transient=6 * GB)
+sizes = st.integers(0, 200 * GB)
+
+
+@pytest.mark.parametrize(("device", "shards"), [(400, 1), (140, 2), (80, 3), (40, 6), (24, 9), (6, 0)])
+def test_eight_billion_parameters_by_device(device: int, shards: int) -> None:
+    """16 bytes a parameter are 128 GB, so one GPU of 80 GB is too small, and eight of them need not replicate the state."""
+    assert least_shard(LLAMA_8B, device * GB, 64) == shards
+
+
+@given(st.builds(Need, sizes, sizes, sizes, sizes), st.integers(1, 300 * GB), st.integers(1, 64))
+def test_it_is_the_smallest_that_fits(need: Need, device: int, most: int) -> None:
+    found = least_shard(need, device, most)
+    fitting = [shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device]
+    assert found == (fitting[0] if fitting else 0)
+
+
+@given(st.builds(Need, sizes, sizes, sizes, sizes), st.integers(1, 63))
+def test_a_member_needs_no_more_among_more_shards(need: Need, shards: int) -> None:
+    """So a world of more shards than the least fits, too.  A single shard may need less than two, which hold an old part beside the new."""
+    assert shards == 1 or need.of_a_member(shards + 1) <= need.of_a_member(shards)

@@ -105,13 +105,16 @@ class Llama(nn.Module):
         """``head_dim`` is ``dim // heads`` if it is left out.  ``rope_scaling`` is as :func:`rotary` takes it."""
         super().__init__()
         kv_heads = kv_heads or heads
-        if head_dim is None and dim % (2 * heads):
-            raise ValueError(
-                f"dim = {dim} must be a multiple of 2 × heads = {2 * heads}: each head has an even number of dimensions, rotated in pairs"
-            )
-        self.head_dim = head_dim or dim // heads
-        if self.head_dim % 2:
+        if head_dim is None:
+            head_dim, rest = divmod(dim, heads)
+            if rest or head_dim % 2:
+                raise ValueError(
+                    f"dim = {dim} must be a multiple of 2 × heads = {2 * heads}: "
+                    f"each head has an even number of dimensions, rotated in pairs"
+                )
+        if head_dim % 2:
             raise ValueError(f"head_dim = {head_dim} must be even: the dimensions of a head are rotated in pairs")
+        self.head_dim = head_dim
         if rope_scaling is not None and len(rope_scaling) != 4:
             raise ValueError(f"rope_scaling = {rope_scaling} must be [factor, low, high, old length], as [8, 1, 4, 8192]")
         if heads % kv_heads:

@@ -91,7 +91,7 @@ def needing(device_bytes_a_parameter: float) -> float:
 
 
 def test_the_state_is_cut_as_the_devices_need_it(tmp_path: Path, forty: Any) -> None:
-    """With 14 bytes a parameter, half of the state fits a device and the whole does not.
+    """Half of the state fits a device of 14 bytes a parameter, and the whole does not.
 
     So two workers share it although the job would let them replicate it.  When one dies the other waits for the next one.
     """

@@ -17,7 +17,7 @@ sizes = st.integers(0, 200 * GB)
 
 @pytest.mark.parametrize(("device", "shards"), [(400, 1), (140, 2), (80, 3), (40, 6), (24, 9), (6, 0)])
 def test_eight_billion_parameters_by_device(device: int, shards: int) -> None:
-    """16 bytes a parameter are 128 GB, so one GPU of 80 GB is too small, and eight of them need not replicate the state."""
+    """A state of 16 bytes a parameter has 128 GB, so one GPU of 80 GB is too small, and eight of them need not replicate the state."""
     assert least_shard(LLAMA_8B, device * GB, 64) == shards
 
 
@@ -30,5 +30,8 @@ def test_it_is_the_smallest_that_fits(need: Need, device: int, most: int) -> Non
 
 @given(st.builds(Need, sizes, sizes, sizes, sizes), st.integers(1, 63))
 def test_a_member_needs_no_more_among_more_shards(need: Need, shards: int) -> None:
-    """So a world of more shards than the least fits, too.  A single shard may need less than two, which hold an old part beside the new."""
+    """A world of more shards than the least fits, too.
+
+    A single shard may need less than two, which hold an old part beside the new one.
+    """
     assert shards == 1 or need.of_a_member(shards + 1) <= need.of_a_member(shards)

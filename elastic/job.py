@@ -43,6 +43,7 @@ from elastic.control.rules import Rules
 from elastic.errors import JobError
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout, LayoutRule, table
+from elastic.plan.ramp import Batches
 
 NUMERICS = 3
 """The newest number of the setting ``numerics``; a new run begins with it."""
@@ -107,6 +108,17 @@ class Schedule(Part):
     """Fraction of ``optim.lr`` that is left at the last step, unless the rate is constant."""
     decay_steps: Branch[Annotated[Whole, Field(ge=0)]] = 0
     """Number of steps at the end in which the learning rate of ``wsd`` falls."""
+
+
+class BatchRamp(Part):
+    """A batch that grows at the beginning of the run, from ``start`` by ``increment`` up to ``global_batch``."""
+
+    start: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Samples of the first step.  0: every step has ``global_batch``."""
+    increment: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Samples by which a step becomes larger, each time."""
+    samples: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Samples after which the batch has its final size; each size before lasts for an equal share of them."""
 
 
 class Parallel(Part):
@@ -285,6 +297,7 @@ class Job(Part):
     data: Data = Data()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
+    batch_ramp: BatchRamp = BatchRamp()
     parallel: Parallel = Parallel()
     reduction: Reduction = Reduction()
     workers: Workers = Workers()
@@ -379,8 +392,12 @@ class Job(Part):
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches of one step."""
+        """The number of microbatches of one step, once the batch has its final size."""
         return self.global_batch // self.microbatch
+
+    def batches(self) -> Batches:
+        """Returns the number of samples of each step."""
+        return Batches(self.global_batch, **self.batch_ramp.model_dump())
 
     def layout_rule(self) -> LayoutRule:
         degrees = (self.parallel.dp_replicate, self.parallel.dp_shard)
@@ -442,6 +459,7 @@ The name only says which run it is.  ``data.args`` are free, because the fingerp
 _LATER: dict[str, dict[str, Any]] = {
     "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled"},
     "schedule": {"decay_steps": 0},
+    "batch_ramp": {"start": 0, "increment": 0, "samples": 0},
     "reduction": {"block": 1},
 }
 """The settings that came after the first release, by section, each with the value that stands for the behaviour before.

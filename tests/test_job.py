@@ -15,7 +15,7 @@ from elastic.config.command_line import Parser
 from elastic.config.settings import leaves, nearest
 from elastic.control.rules import Rules
 from elastic.errors import JobError
-from elastic.job import Checkpoint, Copies, Data, Deadlines, Fault, Job, Network, Optim, Parallel, Reduction, Schedule, Workers
+from elastic.job import BatchRamp, Checkpoint, Copies, Data, Deadlines, Fault, Job, Network, Optim, Parallel, Reduction, Schedule, Workers
 from tests.support.job_file import to_toml
 
 pytestmark = pytest.mark.fast
@@ -116,6 +116,23 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "",
             ["--checkpoint", "1"],
             "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every",
+        ),
+        (
+            "[batch_ramp]\nstart = 4",
+            [],
+            "job.toml: batch_ramp.increment and batch_ramp.samples = 0: a batch ramp needs all of start, increment, samples; "
+            "set them all, or none",
+        ),
+        (
+            "global_batch = 16\n[batch_ramp]\nstart = 4\nincrement = 8\nsamples = 9",
+            [],
+            "job.toml: batch_ramp.start = 4 does not grow to global_batch = 16 by batch_ramp.increment = 8; "
+            "let their difference be a multiple of the increment",
+        ),
+        (
+            "global_batch = 16\n[batch_ramp]\nstart = 4\nincrement = 3\nsamples = 9",
+            [],
+            "job.toml: batch_ramp.increment = 3 is not a multiple of microbatch = 2; make it one",
         ),
         ("", ["--steps.x", "1"], "command line: unknown setting '--steps.x'; did you mean '--steps'?"),
         ("", ["--no-steps"], "command line: unknown setting '--no-steps'; did you mean '--steps'?"),
@@ -381,6 +398,7 @@ TRAJECTORY = {
     "data": Data(sampling="with_replacement"),
     "optim": Optim(lr=1),
     "schedule": Schedule(warmup_steps=1),
+    "batch_ramp": BatchRamp(start=4, increment=4, samples=100),
     "numerics": 1,
     "reduction": Reduction(block=2),
 }

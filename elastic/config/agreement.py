@@ -24,6 +24,7 @@ def disagreements(job: Job) -> Iterator[str]:
     if job.precision != "fp16" and job.loss_scale != "dynamic":
         yield f"loss_scale = {job.loss_scale:g} belongs to precision = 'fp16', and it is {job.precision!r}; leave one of them out"
     yield from _schedule(job)
+    yield from _ramp(job)
     yield from _unused(job.optim)
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
         yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
@@ -56,6 +57,25 @@ def _schedule(job: Job) -> Iterator[str]:
         yield (
             f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are together more than steps = {steps}; lower them or "
             f"train longer"
+        )
+
+
+def _ramp(job: Job) -> Iterator[str]:
+    """Yields a sentence for each part of the batch ramp that does not fit the others."""
+    ramp, names = job.batch_ramp, ("start", "increment", "samples")
+    if not any(values := [getattr(ramp, name) for name in names]):
+        return
+    if not all(values):
+        missing = " and ".join(f"batch_ramp.{name}" for name, value in zip(names, values, strict=True) if not value)
+        yield f"{missing} = 0: a batch ramp needs all of {', '.join(names)}; set them all, or none"
+        return
+    for name in ("start", "increment"):
+        if (value := getattr(ramp, name)) % job.microbatch:
+            yield f"batch_ramp.{name} = {value} is not a multiple of microbatch = {job.microbatch}; make it one"
+    if ramp.start >= job.global_batch or (job.global_batch - ramp.start) % ramp.increment:
+        yield (
+            f"batch_ramp.start = {ramp.start} does not grow to global_batch = {job.global_batch} by batch_ramp.increment = "
+            f"{ramp.increment}; let their difference be a multiple of the increment"
         )
 
 

@@ -1,6 +1,7 @@
 """The position in the data is a function of the step.  Nothing is remembered, so no sample can be lost, repeated or swapped.
 
-Step s, with a global batch of B, uses the positions (s-1)·B … s·B-1 of an endless stream.  Position p is slot ``p mod n`` of epoch ``p
+Step s, with a global batch of B, uses the positions (s-1)·B … s·B-1 of an endless stream; where the batch grows, each step uses those that
+follow the step before (``plan/ramp.py``).  Position p is slot ``p mod n`` of epoch ``p
 div n``, and the order of an epoch is a permutation that is *computed*, not stored.  It is a Feistel network on the two digits (row,
 column) of a slot in a grid just larger than n; a result outside of n is permuted again until it lies inside (Black and Rogaway 2002,
 "Ciphers with Arbitrary Finite Domains", method 3).  So every epoch contains each sample exactly once, and the samples of any step take a
@@ -12,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 
+from elastic.plan.ramp import Batches
+
 ROUNDS = 8
 """Rounds of the Feistel network.  Four are enough for a large range; a small range needs more to look random, and a round is cheap."""
 
@@ -22,23 +25,26 @@ SAMPLINGS = ("permutation", "with_replacement")
 class Cursor:
     """Names the samples of every step.
 
-    ``samples`` is the length of the dataset.  ``sampling`` is "permutation" (each sample once an epoch) or "with_replacement".
+    ``samples`` is the length of the dataset, and ``global_batch`` the number of samples of each step.  ``sampling`` is "permutation" (each
+    sample once an epoch) or "with_replacement".
     """
 
-    def __init__(self, samples: int, global_batch: int, seed: int, sampling: str = "permutation") -> None:
-        if samples < 1 or global_batch < 1:
-            raise ValueError(f"samples = {samples} and global_batch = {global_batch} must both be at least 1")
+    def __init__(self, samples: int, global_batch: int | Batches, seed: int, sampling: str = "permutation") -> None:
+        self.batches = global_batch if isinstance(global_batch, Batches) else Batches(global_batch)
+        self.global_batch = self.batches.final
+        if samples < 1 or self.global_batch < 1:
+            raise ValueError(f"samples = {samples} and global_batch = {self.global_batch} must both be at least 1")
         if sampling not in SAMPLINGS:
             raise ValueError(f"sampling = {sampling!r} must be one of {', '.join(SAMPLINGS)}")
-        self.samples, self.global_batch, self.seed, self.sampling = samples, global_batch, seed, sampling
+        self.samples, self.seed, self.sampling = samples, seed, sampling
 
     def ids(self, step: int) -> tuple[int, ...]:
         """Returns the sample ids of ``step`` (from 1), in order.  A step that reaches the end of an epoch continues with the next one."""
-        return self.microbatch_ids(step, 0, self.global_batch)
+        return self.microbatch_ids(step, 0, self.batches.of(step))
 
     def microbatch_ids(self, step: int, index: int, microbatch: int) -> tuple[int, ...]:
         """Returns the sample ids of microbatch ``index`` of ``step``."""
-        first = (step - 1) * self.global_batch + index * microbatch
+        first = self.batches.before(step) + index * microbatch
         return tuple(self.at(position) for position in range(first, first + microbatch))
 
     def at(self, position: int) -> int:

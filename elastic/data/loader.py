@@ -59,7 +59,7 @@ class Loader:
 
     def __init__(self, dataset: Dataset, cursor: Cursor, microbatch: int, prefetch: int = 2) -> None:
         self.dataset, self.cursor, self.microbatch, self.prefetch = dataset, cursor, microbatch, prefetch
-        self._count = cursor.global_batch // microbatch
+        self._final = cursor.batches.final // microbatch
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") if prefetch else None
         self._next: Reading | None = None
         self._ahead: deque[Future[Batch]] = deque()
@@ -71,14 +71,15 @@ class Loader:
         Raises :class:`DataError` for any exception of the dataset except :class:`Unavailable`: a store that does not answer is not the
         job's error.
         """
-        for round_ in range(deal.rounds):
+        deal, dealt = deal.of(self._final), self._dealt(deal, step)
+        for round_ in range(dealt.rounds):
             if self._next != (step, round_, data_rank, deal):
                 self.seek(step, data_rank, deal, round_)
             self._next = None  # stays None if the read below fails, so that the next call seeks
-            index = deal.microbatch_of(round_, data_rank)
+            index = dealt.microbatch_of(round_, data_rank)
             ids = () if index is None else self._ids(step, index)
             batch = None if index is None else self._take(ids)
-            after = (step, round_ + 1) if round_ + 1 < deal.rounds else (step + 1, 0)
+            after = (step, round_ + 1) if round_ + 1 < dealt.rounds else (step + 1, 0)
             self._next = Reading(*after, data_rank, deal)
             yield round_, index, ids, batch
 
@@ -116,11 +117,18 @@ class Loader:
 
     def _work(self, reading: Reading) -> Iterator[Ids]:
         """Yields the sample ids of every microbatch of the rank from ``reading`` on, without end; none for a rank that always idles."""
-        deal, first = reading.deal, reading.round
-        mine = [deal.microbatch_of(round_, reading.data_rank) for round_ in range(deal.rounds)]
-        for step in itertools.count(reading.step) if any(index is not None for index in mine) else ():
+        first = reading.round
+        for step in itertools.count(reading.step):
+            dealt = self._dealt(reading.deal, step)
+            mine = [dealt.microbatch_of(round_, reading.data_rank) for round_ in range(dealt.rounds)]
+            if dealt.microbatches == self._final and not any(index is not None for index in mine):
+                return
             yield from (self._ids(step, index) for index in mine[first:] if index is not None)
             first = 0
+
+    def _dealt(self, deal: Deal, step: int) -> Deal:
+        """Returns the deal of the microbatches of ``step``."""
+        return deal.of(self.cursor.batches.of(step) // self.microbatch)
 
     def _ids(self, step: int, index: int) -> Ids:
         return self.cursor.microbatch_ids(step, index, self.microbatch)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -45,6 +45,18 @@ class Deal:
     microbatches: int
     block: int
     nodes: tuple[Hashable, ...]
+
+    def of(self, microbatches: int) -> Deal:
+        """Returns the deal of another number of microbatches to the same ranks."""
+        if microbatches == self.microbatches:
+            return self
+        if microbatches not in self._others:
+            self._others[microbatches] = replace(self, microbatches=microbatches)
+        return self._others[microbatches]
+
+    @cached_property
+    def _others(self) -> dict[int, Deal]:
+        return {}
 
     @property
     def rounds(self) -> int:

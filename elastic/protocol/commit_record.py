@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -148,12 +148,25 @@ class CommitShape:
     incarnation: int
     generation: int
     microbatches: int
+    """The number in a step once the batch has its final size."""
     microbatch: int
     layout: Layout
     block: int = 1
     """Number of microbatches that are added before anything else is: see ``plan/batch.py``."""
     nodes: tuple[str, ...] = ()
     """The node of each member, by world rank.  Empty: all are on one."""
+
+    def of(self, microbatches: int) -> CommitShape:
+        """Returns the shape of a step with another number of microbatches."""
+        if microbatches == self.microbatches:
+            return self
+        if microbatches not in self._others:
+            self._others[microbatches] = replace(self, microbatches=microbatches)
+        return self._others[microbatches]
+
+    @cached_property
+    def _others(self) -> dict[int, CommitShape]:
+        return {}
 
     @cached_property
     def deal(self) -> Deal:

@@ -59,6 +59,8 @@ class Scenario:
     """True if it raises the first time only, else each time."""
     dry_step: int | None = None
     """Step whose samples never come, so that a worker that reads them hangs."""
+    least_shard: int = 1
+    """The smallest shard degree at which a member fits its device."""
     patience_s: float = 150.0
     """Time in seconds after the end of the last fault within which every run must end."""
 

@@ -83,7 +83,9 @@ class Worker(Process):
 
     @property
     def introduction(self) -> Joined:
-        return Joined(self.name, self.node, "cpu torch-2.13 threads-1", self.sim.scenario.classes, self.sim.cluster.build_of(self.node))
+        scenario, build = self.sim.scenario, self.sim.cluster.build_of(self.node)
+        kind = "cpu torch-2.13 threads-1"
+        return Joined(self.name, self.node, kind, scenario.classes, build, least_shard=scenario.least_shard)
 
     def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
         """Obeys an order or an answer of a coordinator, or refuses it if the coordinator's incarnation is too old."""

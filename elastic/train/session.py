@@ -104,7 +104,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
             f"give it more samples, or lower global_batch"
         )
     rule = rule_of(job)
-    cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling)
+    cursor = Cursor(len(dataset), job.batches(), job.seed, job.data.sampling)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
     return Session(job, builder_of(job), rule, _loss(job), cursor, loader, counters, Faults(job.faults))
 

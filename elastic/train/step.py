@@ -73,6 +73,7 @@ def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitSha
 
     Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
     """
+    shape = shape.of(session.cursor.batches.of(step) // session.job.microbatch)
     reserve(state.world, shape)
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
@@ -97,7 +98,7 @@ def compute(session: Session, state: State, step: int) -> Share:
     """Runs forward and backward of this member's rounds; gradients are reduced as they come."""
     share, world, job, scale = Share([], [], []), state.world, session.job, state.optimizer.loss_scale.value
     state.model.train()
-    buffers, deal = state.buffer_marks(), state.sync.deal
+    buffers, deal = state.buffer_marks(), state.sync.begin_step(session.cursor.batches.of(step) // job.microbatch)
     session.counters.at("reads data")
     for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
         session.counters.at("computes")

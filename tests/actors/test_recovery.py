@@ -70,6 +70,27 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_ramp": {"start": 4, "increment": 4, "samples": 80}},
+        {"precision": "fp16"},
+        {"recompute": "block"},
+        {"model": "elastic.models.gpt2:build", "model_args": {"vocab": 29, "dim": 32, "length": 16}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_kill_costs_no_bits_whatever_the_engine_does(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """A10, E3: the only worker that holds a shard is killed while the batch grows, or under another setting of the engine."""
+    settings = {"steps": 16, "parallel": {"dp_replicate": 1}, **changes}
+    expected = alone(toy_job(tmp_path / "alone", name="local", **settings))
+    chaos = trial(toy_job(tmp_path / "killed", **settings, faults=[{"point": "backward", "step": 6, "world_rank": 1}]))
+    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
+    assert len(chaos.witness.killed()) == 1 and chaos.losses[-1] < chaos.losses[0]
+    assert_nothing_left(chaos)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", sorted(RULES))
 def test_the_state_of_every_optimizer_survives_a_kill(tmp_path: Path, kind: str) -> None:
     """A4: the only worker that holds a shard is killed; its moments come from host memory."""

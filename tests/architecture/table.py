@@ -90,7 +90,7 @@ IMPORTS = {
         ("elastic.state.region", "elastic.protocol.copy_schedule", "elastic.plan.*", "storage.*", *NAMES), ("numpy",)
     ),
     "elastic.data": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "pyarrow")),
-    "elastic.data.cursor": Row(),
+    "elastic.data.cursor": Row(("elastic.plan.ramp",)),
     "elastic.data.tokenizer": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "tokenizers")),
     "elastic.data.tokens": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "torch")),
     "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", "storage.errors", *NAMES), ("numpy", "torch")),

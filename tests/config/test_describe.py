@@ -52,6 +52,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         loss_scale=2.0,
         optim=optim,
         schedule=schedule,
+        batch_ramp={"start": 4, "increment": 4, "samples": 9},
         reduction={"block": 2},
     )
     fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE}

@@ -9,14 +9,17 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control.machine import advance
+from elastic.control.machine import Transition, advance
 from elastic.ids import NodeId
+from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding, covered
+from elastic.protocol.actions import Form
 from elastic.protocol.events import Attached, Beat, Event, Fenced, Joined, Lost
 from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
@@ -92,6 +95,23 @@ def test_every_event_met_every_state(seen: Coverage) -> None:
 
 def test_what_is_rare_did_happen(seen: Coverage) -> None:
     assert [occasion for occasion in OCCASIONS if not seen.occasions[occasion]] == []
+
+
+@pytest.mark.parametrize("least", [2, 1])
+def test_no_world_has_fewer_shards_than_a_device_needs(least: int) -> None:
+    """The control has room for all of the state on each device: it has worlds of replicas."""
+    shards = Counter[int]()
+
+    def watched(*now: Any) -> Transition:
+        decided = advance(*now)
+        shards.update(action.plan.layout.dp_shard for action in decided.actions if isinstance(action, Form))
+        return decided
+
+    for seed in range(40):
+        drawn = Scenario.drawn(seed)
+        rules = replace(drawn.rules, min_workers=2, layout=LayoutRule(None, None, 1, "all"))
+        simulate(seed, replace(drawn, rules=rules, least_shard=least), watched)
+    assert shards[1] == 0 < shards[2] if least == 2 else shards[1] > 0
 
 
 def test_the_tables_have_a_row_and_a_column_for_each(seen: Coverage) -> None:

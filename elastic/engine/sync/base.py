@@ -58,6 +58,11 @@ class Scheme(ABC):
     def __init__(self, world: World, deal: Deal) -> None:
         self.world, self.deal, self.round = world, deal, Round()
 
+    def begin_step(self, microbatches: int) -> Deal:
+        """Prepares for a step with so many microbatches, and returns their deal."""
+        self.deal = self.deal.of(microbatches)
+        return self.deal
+
     @abstractmethod
     def reduction(self) -> Reduction:
         """Returns a new reduction for one wrapped module."""

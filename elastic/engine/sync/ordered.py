@@ -39,7 +39,7 @@ class Ordered(Scheme):
     def __init__(self, world: World, deal: Deal) -> None:
         super().__init__(world, deal)
         self.routes = Routes(world.layout, world.nodes, world.rank)
-        self._legs: dict[int, _Legs] = {}
+        self._legs: dict[tuple[int, int], _Legs] = {}
         order, shards = self.routes.order, world.layout.dp_shard
         self.order: tuple[Tensor, Tensor] | None = None
         """The shards, and the sub-pieces of each, in the order of the handlers; None if that is the order in which they are."""
@@ -52,10 +52,10 @@ class Ordered(Scheme):
 
     def legs(self) -> _Legs:
         """Returns what travels in the present round.  All wrapped modules and all steps use it again."""
-        number = self.round.number
-        if number not in self._legs:
-            self._legs[number] = _Legs(self.routes, self.deal.units[number])
-        return self._legs[number]
+        place = self.deal.microbatches, self.round.number
+        if place not in self._legs:
+            self._legs[place] = _Legs(self.routes, self.deal.units[self.round.number])
+        return self._legs[place]
 
 
 @dataclass(frozen=True)

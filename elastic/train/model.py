@@ -110,6 +110,8 @@ class State:
         decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
         self.job, self.world = job, world
         self.model, self.parameters, self.sync = parallelize(blueprint, world, job)
+        places = ((name, *name.rpartition(".")[::2]) for name, _ in self.model.named_buffers())
+        self._buffers = [(name, self.model.get_submodule(owner), key) for name, owner, key in places]
         local = self.parameters.parts
         self.trained = {name: part for name, part in local.items() if name in self.parameters.trained}
         cell = cell_of(world.layout, world.rank)
@@ -141,4 +143,5 @@ class State:
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""
-        return {name: (buffer.data_ptr(), buffer._version) for name, buffer in self.model.named_buffers()}
+        found = ((name, module._buffers.get(key)) for name, module, key in self._buffers)
+        return {name: (buffer.data_ptr(), buffer._version) for name, buffer in found if buffer is not None}

@@ -112,7 +112,7 @@ def compute(session: Session, state: State, step: int) -> Share:
                     world.reserve(f"{name} {later}", value)
         session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
         session.faults.aim(step, state.model, world)
-        torch.manual_seed(microbatch_seed(job.seed, step, 0 if index is None else index))
+        _seed(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
         loss, count = loss_of(session, state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
         weight = 0.0 if index is None else scale
         (loss if weight == 1 else loss * weight).backward()
@@ -161,6 +161,13 @@ def _refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
                 f"computed which microbatch, so the result would depend on the number of workers.  Keep it out of the model; in place of "
                 f"BatchNorm use LayerNorm, RMSNorm or GroupNorm"
             )
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seeds torch's generators, of the CPU and of ``device``.  ``torch.manual_seed`` formats a traceback each time if there is no GPU."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def microbatch_seed(seed: int, step: int, microbatch: int) -> int:

@@ -57,7 +57,7 @@ from elastic.protocol.events import (
 from elastic.report.story import Line, Story
 from elastic.runs import Run
 from elastic.threads import go_or_end, keep_going
-from storage.errors import Deposed, Unavailable
+from storage.errors import Deposed, Exists, Unavailable
 from storage.journal import replicas
 
 TICK_S = 0.1
@@ -164,8 +164,7 @@ class Coordinator:
         try:
             self.run = Run.open(self.job)
             self.job = self.run.job
-            before, asked_at = self._claims(life, seen), time.monotonic()
-            self.incarnation = self.run.claim(context.gcs_address, life, cluster.here())
+            before, asked_at = self._claim(seen, life), time.monotonic()
             self._find_out(reference, before, life)
             self.group = Group(
                 self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local
@@ -182,16 +181,20 @@ class Coordinator:
         self.group.ship = self.journal.ship
         return True
 
-    def _claims(self, life: str, seen: int) -> dict[int, NodeId]:
-        """Returns the incarnations of earlier coordinators of this life, each with its node."""
-        name, shows = self.job.name, "`elastic status` shows it"
+    def _claim(self, seen: int, life: str) -> dict[int, NodeId]:
+        """Claims the run.  Returns the incarnations of earlier coordinators of this life, each with its node."""
+        address, node = ray.get_runtime_context().gcs_address, cluster.here()
         try:
             before = self.run.claims(life)
+            after = None if before else self.run.follows(seen)
+            self.incarnation = self.run.claim(address, life, node, after)
         except Deposed:
-            raise PlatformGaveUp(f"{name} was taken over by a command on the cluster at {self.run.begun_since(0)}; {shows}") from None
-        if not before and (there := self.run.begun_since(seen)):
-            raise PlatformGaveUp(f"{name} was begun on the cluster at {there} while this command started; {shows}")
-        return before
+            what = f"was taken over by a command on the cluster at {self.run.home()}"
+        except Exists:
+            what = f"was begun on the cluster at {self.run.home()} while this command started"
+        else:
+            return before
+        raise PlatformGaveUp(f"{self.job.name} {what}; `elastic status` shows it")
 
     def _find_out(self, reference: Build, before: Mapping[int, NodeId], life: str) -> None:
         """Finds out where the run stands: from what earlier coordinators of this life have left, or else from the bucket."""

@@ -145,8 +145,7 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int) -
         cluster.check_room(job.workers)
         coordinator = start(job, replace(build, host=cluster.place(cluster.here())), driver, seen)
     else:
-        theirs = _not_ours(job, ask(coordinator, "settings", deadline_s=deadline_s))
-        show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{theirs}"))
+        show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{_not_ours(job, coordinator, deadline_s)}"))
     try:
         view = watch(coordinator, show, driver, requests, deadline_s)
     except PlatformGaveUp:
@@ -159,9 +158,13 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int) -
     return _left(job, view, requests)
 
 
-def _not_ours(job: Job, theirs: dict[str, Any]) -> str:
-    """Returns the part of a sentence that names the settings in which a run that lives differs from ``job``."""
-    ours, found = flat(job.model_dump(mode="json")), flat(theirs)
+def _not_ours(job: Job, coordinator: Any, deadline_s: float) -> str:
+    """Returns the part of a sentence that names the settings in which a run that lives differs from ``job``; "" if it does not answer."""
+    try:
+        found = flat(ask(coordinator, "settings", deadline_s=deadline_s))
+    except PlatformGaveUp:
+        return ""
+    ours = flat(Run.look(job).job.model_dump(mode="json", exclude={"on_driver_exit"}))
     other = [f"{name} = {found[name]!r} there and {ours[name]!r} here" for name in ours if name in found and found[name] != ours[name]]
     return f" with settings of its own, which stay until it is started again ({', '.join(other[:4])})" if other else ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -427,12 +428,13 @@ class Group:
         self.orders.close()
         for pool in (self._pool, self._looks, self._forms):
             pool.shutdown(wait=False, cancel_futures=True)
+        until = time.monotonic() + 2 * grace_s
         unfollowed = [actor for worker, actor in self.workers.items() if worker not in self.joined]
         _kill_all(unfollowed)  # before the keepers close: what these workers have made would stay, and nobody ends them in good order
-        _wait_for_all([actor.lives.remote() for actor in unfollowed], grace_s)
-        _wait_for_all([keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())], grace_s)
+        _wait_for_all([actor.lives.remote() for actor in unfollowed], until)
+        _wait_for_all([keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())], until)
         _kill_all([*self.workers.values(), *self.keepers.values()])
-        _wait_for_all(list(self._lives.copy()), grace_s)
+        _wait_for_all(list(self._lives.copy()), max(until, time.monotonic() + grace_s / 2))
         with contextlib.suppress(StorageError):
             self.probe.remove_all()  # last, since a keeper that was being checked may have left its sign after it was closed
 
@@ -443,9 +445,10 @@ def _kill_all(actors: list[Any]) -> None:
             ray.kill(actor, no_restart=True)
 
 
-def _wait_for_all(calls: list[Any], timeout_s: float) -> None:
+def _wait_for_all(calls: list[Any], until: float) -> None:
+    """Waits for the calls to end, until the monotonic clock shows ``until``."""
     if calls:
-        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        ray.wait(calls, num_returns=len(calls), timeout=max(0.0, until - time.monotonic()))
 
 
 def _later(seconds: float, call: Callable[[], None]) -> None:

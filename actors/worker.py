@@ -105,11 +105,11 @@ class Worker:
             return
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
-        transient = warm_up(session, device)
+        took = warm_up(session, device)
         session.snapshots.ready()
         go_or_end(self._keep_lease, "lease")
         try:
-            least = fitting_shard(self.job, tensors, device, transient)
+            least = fitting_shard(self.job, tensors, device, took)
         except JobError as error:
             self._cannot_start(error)
             return

@@ -404,10 +404,14 @@ class Job(Part):
         dp_replicate, dp_shard = (None if degree == "auto" else degree for degree in degrees)
         return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
 
-    def layouts(self) -> list[Layout]:
-        """Returns the layouts that the permitted numbers of workers form, from the fewest workers to ``workers.max``; at least one."""
-        least = self.workers.min
-        return [layout for n, layout in table(self.layout_rule(), self.workers.max, least) if layout is not None and n >= least]
+    def layouts(self, least_shard: int = 1) -> list[Layout]:
+        """Returns the layouts that the permitted numbers of workers form, from the fewest workers to ``workers.max``.
+
+        They have at least ``least_shard`` shards, if there are such layouts; so there is at least one.
+        """
+        least, rule = self.workers.min, self.layout_rule().at_least(least_shard)
+        found = [layout for n, layout in table(rule, self.workers.max, least) if layout is not None and n >= least]
+        return found if found or least_shard == 1 else self.layouts()
 
     def copy_rule(self) -> CopyRule:
         return CopyRule(self.copies.copy_every == "auto", self.copies.buddy_every == "auto", self.copies.link_share)

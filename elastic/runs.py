@@ -141,18 +141,30 @@ class Run:
                 f"give this run another name, or the data it was begun on"
             )
 
-    def begun_since(self, after: int) -> str:
-        """Returns where the run was begun after incarnation ``after`` had claimed it, or "" if it was not."""
-        owner = self.owner()
-        return f"{owner['address']} ({owner['host']})" if owner is not None and owner["incarnation"] > after else ""
+    def home(self) -> str:
+        """Returns where the newest claim of the run was made."""
+        owner = self.owner() or {"address": "an unknown address", "host": ""}
+        return f"{owner['address']} ({owner['host']})"
 
-    def claim(self, address: str, life: str = "", node: str = "") -> int:
+    def follows(self, seen: int) -> int:
+        """Returns the newest claim.  Raises :class:`Exists` if another life has claimed the run since incarnation ``seen``.
+
+        A coordinator of the same life that took over since then has begun nothing.
+        """
+        found = owners(self.store, self.job.name)
+        latest = max(found, default=0)
+        if latest > seen and found[latest].get("life") != found.get(seen, {}).get("life"):
+            raise Exists(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
+        return latest
+
+    def claim(self, address: str, life: str = "", node: str = "", after: int | None = None) -> int:
         """Claims the next incarnation by a create-only write, before the coordinator's first action, and returns it.
 
         ``life`` is common to the coordinators that follow one another on one cluster, where workers survive them.  ``node`` is this
-        coordinator's node.
+        coordinator's node.  With ``after`` it is the incarnation after that; raises :class:`Exists` if somebody else has claimed it.
         """
-        return claim_owner(self.store, self.job.name, {"address": address, "host": platform.node(), "life": life, "node": node})
+        about = {"address": address, "host": platform.node(), "life": life, "node": node}
+        return claim_owner(self.store, self.job.name, about, after)
 
     def claim_here(self) -> int:
         """Claims the next incarnation for this process, which trains the run by itself.

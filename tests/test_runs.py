@@ -23,6 +23,7 @@ from storage.errors import Damaged, Deposed, Exists
 from storage.journal import Journal, replicas
 from tests.control.play import Play, stepping
 from tests.storage.states import TENSORS, state_of, write
+from tests.support.toys import toy_job
 
 _numbers = itertools.count()
 
@@ -339,3 +340,19 @@ def test_a_manifest_that_is_there_already_counts_whichever_world_wrote_it() -> N
     assert run.checkpoints.manifest(version).layout == {"dp_replicate": 1, "dp_shard": 1} and run.checkpoints.verify(version).problems == ()
     with pytest.raises(Exists):
         run.commit(version, two, ((1, 5), (2, 6)), Layout(1, 2))
+
+
+def test_a_run_is_begun_only_after_what_its_command_has_seen(tmp_path: Path) -> None:
+    """R19: another life may have claimed it in between, also at the last moment.  A coordinator of the same life begins nothing."""
+    run = Run.open(toy_job(tmp_path))
+    assert run.follows(0) == 0
+    seen = run.claim("10.0.0.1:6379", "first")
+    assert run.follows(seen) == seen
+    later = run.claim("10.0.0.1:6379", "first")
+    assert run.follows(seen) == later == seen + 1
+    assert run.claim("10.0.0.2:6379", "second", after=later) == later + 1
+    with pytest.raises(Exists):
+        run.claim("10.0.0.3:6379", "third", after=later)
+    with pytest.raises(Exists, match=f"owner/{later + 1:06d}"):
+        run.follows(later)
+    assert run.claim("10.0.0.3:6379", "third") == later + 2, "the control: who has seen nothing takes the next"

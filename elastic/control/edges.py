@@ -27,7 +27,7 @@ from elastic.control.run import (
     Stopping,
     Waiting,
 )
-from elastic.control.seating import candidates, layout_of, make_plan
+from elastic.control.seating import candidates, layout_of, least_shard, make_plan
 from elastic.ids import WorkerId
 from elastic.protocol import lineage
 from elastic.protocol.actions import Exit, Fence, Form, Go, Kill, Pause
@@ -120,7 +120,9 @@ def _shortage(decision: Decision) -> str:
     workers, low = candidates(decision.run, decision.rules), decision.rules.min_workers
     if layout_of(decision.run, workers, decision.rules) is not None:
         return "no keeper is there to host the store"
-    there = len(workers)
+    there, shards = len(workers), least_shard(decision.run.members, workers)
+    if there >= low and shards > decision.rules.layout.min_shard:
+        return f"{count(there, 'worker')} cannot share the state: its part fits the memory of one only among {shards} or more"
     return f"{count(there, 'worker')} {'is' if there == 1 else 'are'} too few for any layout (at least {low})"
 
 

@@ -87,12 +87,26 @@ def layout_of(run: RunState, workers: tuple[WorkerId, ...], rules: Rules) -> Lay
 
     A world with spares asks it at every event.  So it looks at the workers again only if something about them has changed.
     """
-    return _layout_of(_Same(run.members), _Same(workers), rules)
+    return _world_of(_Same(run.members), _Same(workers), rules)[0]
 
 
 @lru_cache(maxsize=8)
-def _layout_of(known: _Same, workers: _Same, rules: Rules) -> Layout | None:
+def _world_of(known: _Same, workers: _Same, rules: Rules) -> tuple[Layout | None, tuple[WorkerId, ...]]:
+    """Returns the layout of ``workers``, and those of them whose devices have room for it.
+
+    A device with little memory asks for many shards.  If there are not enough workers for these, or more could train without it, it waits.
+    """
     members, there = known.value, workers.value
+    best, fitting = _layout_of(members, there, rules), there
+    for level in sorted({members.workers[worker].least_shard for worker in there}, reverse=True)[1:]:
+        some = tuple(worker for worker in there if members.workers[worker].least_shard <= level)
+        layout = _layout_of(members, some, rules)
+        if layout is not None and (best is None or layout.world >= best.world):
+            best, fitting = layout, some
+    return best, fitting
+
+
+def _layout_of(members: Members, there: tuple[WorkerId, ...], rules: Rules) -> Layout | None:
     if len(there) < rules.min_workers:
         return None
     nodes = Counter(members.workers[worker].node for worker in there)
@@ -109,8 +123,7 @@ def least_shard(members: Members, workers: Sequence[WorkerId]) -> int:
 
 def make_plan(run: RunState, rules: Rules) -> Plan | None:
     """Returns the plan of the next generation; None if there are too few workers, or no keeper to host its store."""
-    there = candidates(run, rules)
-    layout = layout_of(run, there, rules)
+    layout, there = _world_of(_Same(run.members), _Same(candidates(run, rules)), rules)
     if layout is None or not run.cluster.keepers:
         return None
     kept = copy_inventory.listed(run)

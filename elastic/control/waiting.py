@@ -9,7 +9,7 @@ from elastic.control.decision import Decision, count
 from elastic.control.growth import expects_more
 from elastic.control.run import Failed, Finished, Waiting
 from elastic.control.saves import target_is_saved
-from elastic.control.seating import candidates, least_shard
+from elastic.control.seating import candidates, layout_of, least_shard
 from elastic.ids import WorkerId
 
 
@@ -75,6 +75,7 @@ def _have(decision: Decision, there: Sequence[WorkerId]) -> str:
     refused = [refusal.why for refusal in run.cluster.refused.values()]
     others = [f"{worker} on node {known.node[:8]} is {known.kind}" for worker, known in run.workers.items() if worker not in there]
     have = f"{count(len(there), 'worker')} of at least {decision.rules.min_workers}"
-    if (shards := least_shard(run.members, there)) > max(len(there), 1) and decision.rules.layout.dp_shard is None:
+    shards, layout = least_shard(run.members, there), decision.rules.layout
+    if shards > layout.min_shard and layout.dp_shard is None and layout_of(run, tuple(there), decision.rules) is None:
         have += f", and the state fits the memory of {shards} or more"
     return "; ".join((have, *refused, *others))

@@ -19,6 +19,7 @@ FIRST = 2.0**10
 """First scale.  Our losses are sums over tokens, so that a gradient of the logits is at most the scale itself."""
 LEAST = 2.0**-14
 """Least scale: a loss that overflows even then is not a matter of its scale."""
+MOST = 2.0**24
 GROWS_AFTER = 2000
 
 
@@ -45,5 +46,5 @@ class LossScale:
             return
         good = int(self._scalars["good_steps"]) + 1 if finite else 0
         scale = self.value if finite else max(self.value / 2, LEAST)
-        self._scalars["loss_scale"].fill_(2 * scale if good >= GROWS_AFTER else scale)
+        self._scalars["loss_scale"].fill_(min(2 * scale, MOST) if good >= GROWS_AFTER else scale)
         self._scalars["good_steps"].fill_(good % GROWS_AFTER)

@@ -6,7 +6,7 @@ compiled: the compiler then fuses other operations.
 
 from __future__ import annotations
 
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -38,11 +38,26 @@ def apply_recompute(model: nn.Module, table: ShardingTable, policy: str) -> None
     """
     if policy == "none":
         return
-    more: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _choice)} if policy == "selective" else {}
     for name in table.blocks:
         block = model.get_submodule(name)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **more)
+        block.forward = MethodType(_POLICIES[policy], block)  # no closure: the compiler would compile each block anew
+
+
+def _all_but_its_input(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
+
+
+def _all_but_what_is_kept(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(type(block).forward, block, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_choice)
 
 
 def _choice(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_POLICIES = {"block": _all_but_its_input, "selective": _all_but_what_is_kept}
+"""The functions by the names that the setting ``recompute`` accepts, beside "none"."""

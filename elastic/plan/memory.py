@@ -25,12 +25,18 @@ class Need:
 
     def of_a_member(self, shards: int) -> int:
         """Returns the bytes of a member in worlds with ``shards`` or more shards."""
-        computing = self.computing if shards == 1 else 0
-        step = -(-(self.state + self.gradients) // shards) + computing + self.transient
-        forming = 2 * -(-self.state // shards) + computing if shards > 1 else 0  # one shard keeps its memory
-        return max(step, forming)
+        forming = 2 * -(-self.state // shards) if shards > 1 else 0  # a whole state stays where it is
+        return max(self.held(shards) + self.transient, forming)
+
+    def held(self, shards: int) -> int:
+        """Returns the bytes that a member holds at the end of a backward pass."""
+        return -(-(self.state + self.gradients) // shards) + (self.computing if shards == 1 else 0)
 
 
 def least_shard(need: Need, device: int, most: int) -> int:
-    """Returns the smallest shard degree, up to ``most``, at which a member fits a device with so many bytes; 0 if none does."""
-    return next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)
+    """Returns the smallest shard degree, up to ``most``, at which a member fits a device with so many bytes; 0 if none does.
+
+    The largest degree may take all of the device: the estimate refuses no run that might just fit.
+    """
+    found = next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)
+    return found or (most if need.of_a_member(most) <= device else 0)

@@ -126,7 +126,7 @@ def make_snapshots(
     Raises :class:`JobError` if this node, beside the copies of its other workers, has no room for its shard in a world of ``workers.max``.
     Raises :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.
     """
-    layouts = [layout for layout in job.layouts() if layout.dp_shard >= least] or job.layouts()
+    layouts = job.layouts(least)
     rule = job.rules()
     slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
     smallest = _shard_bytes(tensors, layouts[-1])

@@ -24,16 +24,16 @@ from elastic.train.step import Session
 def warm_up(session: Session, device: torch.device) -> int:
     """Warms up once, before the first world.  A failure here happens again in the first step, and is reported there with its samples.
 
-    Returns the bytes that the microbatch took on a GPU, beside what a member holds all the time; 0 on a CPU.
+    Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU.
     """
-    began, transient = time.monotonic(), 0
+    began, took = time.monotonic(), 0
     try:
         world = World.alone(device, generation=0)  # opens the communication library
         world.abort()
         world.close()
         world = World.imagined(Layout(1, session.job.workers.max), device)
         try:
-            transient = _compute(session, world)
+            took = _compute(session, world)
         finally:
             world.close()
         if session.snapshots is not None:
@@ -48,17 +48,22 @@ def warm_up(session: Session, device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     print(f"the warm-up took {time.monotonic() - began:.3f} s", flush=True)
-    return transient
+    return took
 
 
 def _compute(session: Session, world: World) -> int:
     """Computes one microbatch, forward and backward, and the norm of its gradients.  Returns as :func:`warm_up`."""
+    before = 0
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(world.device)
+        before = torch.cuda.memory_allocated(world.device)
     state = State(session.job, session.builder, session.rule, world, Version(0, 0))
     with torch.no_grad():
         for value in state.shard.values.values():
             value.zero_()
     batch = session.loader.read(session.cursor.microbatch_ids(1, 0, session.job.microbatch))
     state.model.train()
+    state.sync.begin_step(1)
     state.parameters.begin_round(0, last=True)
     loss, _ = session.loss(state.model, {name: value.to(world.device) for name, value in batch.items()})
     loss.backward()
@@ -66,7 +71,4 @@ def _compute(session: Session, world: World) -> int:
     grads = state.parameters.grads()
     squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
     world.finish()
-    if world.device.type != "cuda":
-        return 0
-    held = sum(tensor.nbytes for tensor in (*state.shard.values.values(), *grads.values()))
-    return max(0, torch.cuda.max_memory_allocated(world.device) - held)
+    return torch.cuda.max_memory_allocated(world.device) - before if world.device.type == "cuda" else 0

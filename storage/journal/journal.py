@@ -290,13 +290,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def claim_owner(store: ObjectStore, run: str, information: Json) -> int:
-    """Claims the next free incarnation by a create-only write, and returns it."""
-    number = latest_claim(store, run) + 1
+def claim_owner(store: ObjectStore, run: str, information: Json, after: int | None = None) -> int:
+    """Claims the next free incarnation by a create-only write, and returns it.
+
+    With ``after`` it is the one after that.  Raises :class:`Exists` if somebody else has claimed it.
+    """
+    number = (latest_claim(store, run) if after is None else after) + 1
     while True:
         try:
             store.put_if_absent(_claim(run, number), seal({"format": 1, "incarnation": number, **information}))
         except Exists:
+            if after is not None:
+                raise
             number += 1
         else:
             return number

@@ -135,7 +135,7 @@ def test_the_state_is_cut_as_the_devices_need_it(tmp_path: Path, forty: Any) -> 
 
 def test_a_state_that_fits_no_number_of_workers_is_refused(tmp_path: Path) -> None:
     result = launch(toy_job(tmp_path, name="large", workers={"min": 1, "max": 2, "device_gb": needing(11)}))
-    assert result.state == "Failed" and "workers.max = 2: even if so many workers share the state (" in result.reason, result
+    assert result.state == "Failed" and "workers.max = 2: even if 2 of them share the state (" in result.reason, result
 
 
 @pytest.mark.parametrize("tier", ["bucket", pytest.param("host", marks=pytest.mark.full)])

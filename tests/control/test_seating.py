@@ -174,6 +174,27 @@ def test_a_world_that_does_not_fit_is_waited_for() -> None:
             assert "1 worker of at least 1, and the state fits the memory of 2 or more" in play.later(400.0)
 
 
+def test_a_small_device_does_not_keep_the_others_from_training() -> None:
+    """Three workers have room for the whole state; a fourth would need fifteen others.  It waits, before the first world and after a loss.
+
+    The control: a device that needs four trains with them.
+    """
+    for least, members in ((16, 3), (4, 4)):
+        play = Play(rules(min_workers=1, max_workers=4))
+        play.tell(ev.Capacity(4))
+        for worker, needs in (("w1", 1), ("w2", least), ("w3", 1), ("w4", 1)):
+            joined(play, worker, needs)
+        play.later(3.0)
+        assert len(play.plan.members) == members and ("w2" in play.plan.members) is (least == 4)
+        if least == 4:
+            continue
+        reformed(play)
+        play.lose("w4")
+        for worker in ("w1", "w3"):
+            play.answer(worker, play.run.version)
+        assert isinstance(play.run.state, Forming) and set(play.plan.members) == {"w1", "w3"}
+
+
 @given(runs(), RULES, st.integers(1, 4))
 def test_no_layout_has_fewer_shards_than_a_device_needs(run: RunState, limits: Rules, least: int) -> None:
     there = candidates(run, limits)

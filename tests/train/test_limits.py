@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from elastic.engine.optim.base import rule_of
 from elastic.errors import JobError, NoRoomYet
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.plan import Plan
 from elastic.state.node_memory import alone, copies_here, free_memory
@@ -24,6 +26,7 @@ from elastic.state.snapshot import Snapshots
 from elastic.train import session
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
+from elastic.train.machine.device import fitting_shard, need_of
 from elastic.train.machine.limits import (
     SEGMENT,
     SHARED,
@@ -35,6 +38,7 @@ from elastic.train.machine.limits import (
 )
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import make_snapshots
+from storage.slices import Tensor
 from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.fast
@@ -194,3 +198,60 @@ def test_a_full_one_is_an_error_and_no_signal() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     fits, full, why = done.stdout.splitlines()
     assert fits == "" and full == no_segment(0) and why == "No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_parameter", "least"),
+    [
+        ({}, 1000, 1),
+        ({}, 18, 1),  # 16, and 92 % of the device are planned with
+        ({}, 14.5, 2),
+        ({}, 10, 3),
+        ({"parallel": {"dp_shard": 2}}, 14.5, 1),  # the job has chosen, and it fits
+        ({"reduction": {"block": 2}}, 18, 2),  # two sums of gradients
+        ({"precision": "bf16"}, 18, 2),  # the copy with which one shard computes
+    ],
+)
+def test_the_least_shard_degree_that_fits_a_device(changes: dict[str, Any], bytes_a_parameter: float, least: int) -> None:
+    job, tensors, device = of_device(changes, bytes_a_parameter)
+    assert fitting_shard(job, tensors, device) == least
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_parameter"), [({}, 5), ({"parallel": {"dp_replicate": 2}}, 10), ({"parallel": {"dp_shard": 1}}, 10)]
+)
+def test_a_degree_that_the_job_does_not_allow_is_no_way_out(changes: dict[str, Any], bytes_a_parameter: float) -> None:
+    """The control is the test above: the same devices are large enough if the job allows more shards."""
+    job, tensors, device = of_device(changes, bytes_a_parameter)
+    with pytest.raises(JobError, match=r"^workers\.max = 4: even if \d of them share the state"):
+        fitting_shard(job, tensors, device)
+
+
+def test_what_a_step_takes_is_counted() -> None:
+    """A microbatch that took as much again as a member holds needs twice the shards."""
+    job, tensors, device = of_device({}, 18)
+    held = need_of(job, tensors).held(4)
+    assert fitting_shard(job, tensors, device, took=held) == 1
+    assert fitting_shard(job, tensors, device, took=held + need_of(job, tensors).state // 2) == 2
+
+
+def test_slots_follow_the_shards_that_a_device_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a worker would ask for host memory for the whole state.  The control: with one shard it does."""
+    job = toy_job(tmp_path, copies={"copy_every": 3}, workers={"min": 1, "max": 4})
+    assert [layout.dp_shard for layout in job.layouts(3)] == [3, 4]
+    assert job.layouts(9) == job.layouts(), "no layout has so many"
+    tensors, counters = tensors_of(build_model(job, builder_of(job)), rule_of(job)), Counters(tmp_path / "w1", create=True)
+    asked = list[int]()
+    monkeypatch.setattr(session, "no_room", lambda every, needed, left, where, slots: asked.append(needed // slots) or "no room")
+    for least in (1, 3):
+        with pytest.raises((JobError, NoRoomYet), match="no room"):
+            make_snapshots(job, tensors, torch.device("cpu"), counters, Faults(()), least)
+    assert asked[0] >= bytes_of(tensors) > 3 * asked[1]
+
+
+def of_device(changes: dict[str, Any], bytes_a_parameter: float) -> tuple[Job, tuple[Tensor, ...], torch.device]:
+    """Returns the toy job for devices with so many bytes for each parameter, and the tensors of its state."""
+    job = toy_job("/nowhere", **changes)
+    model = build_model(job, builder_of(job))
+    limit = bytes_a_parameter * sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    return job.replace(workers={"min": 1, "max": 4, "device_gb": limit}), tensors_of(model, rule_of(job)), torch.device("cpu")

@@ -103,7 +103,11 @@ def rule_of(job: Job) -> Rule:
         raise CodeError(
             f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or one of {', '.join(RULES)}"
         )
-    return replace(found, scalars=(*found.scalars, *SCALARS)) if is_scaled(job) else found
+    if not is_scaled(job):
+        return found
+    if taken := set(SCALARS).intersection(found.scalars):
+        raise CodeError(f"optim.kind = {kind!r} has a scalar {min(taken)!r}, which precision = 'fp16' keeps itself; give it another name")
+    return replace(found, scalars=(*found.scalars, *SCALARS))
 
 
 def _add_penalty(parts: list[Part], grads: list[Tensor], weight_decay: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,28 +23,37 @@ def memory_of(job: Job, device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 
-def need_of(job: Job, tensors: Sequence[Tensor], transient: int = 0) -> Need:
+def need_of(job: Job, tensors: Sequence[Tensor]) -> Need:
+    """Returns what training needs beside activations.  With blocks of several microbatches a member holds two sums of gradients."""
     parameters = [tensor for tensor in tensors if tensor.kind == "parameter"]
     elements = sum(math.prod(tensor.shape) for tensor in parameters)
+    with_moments = {tensor.name for tensor in tensors if tensor.kind.startswith("moment.")}
+    trained = sum(math.prod(tensor.shape) for tensor in parameters if tensor.name in with_moments or not with_moments)
+    sums = 2 if job.reproducible and job.reduction.block > 1 else 1
     compute = PRECISIONS[job.precision].compute
     copies = compute.itemsize * elements if compute is not None else 0
-    return Need(sum(nbytes(tensor, tensor.whole()) for tensor in tensors), 4 * elements, copies, transient)
+    return Need(sum(nbytes(tensor, tensor.whole()) for tensor in tensors), 4 * sums * trained, copies)
 
 
-def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, transient: int = 0) -> int:
-    """Returns the smallest shard degree at which a member fits ``device``; ``transient`` is what a step takes for a time.
+def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int = 0) -> int:
+    """Returns the smallest shard degree at which a member fits ``device``; ``took`` is what :func:`warm_up` has measured.
 
-    Raises :class:`JobError` if ``workers.max`` members are too few.
+    Raises :class:`JobError` if no degree that the job allows is large enough.
     """
-    memory, most = memory_of(job, device), job.workers.max
+    memory, rule = memory_of(job, device), job.layout_rule()
     if not memory:
         return 1
-    need = need_of(job, tensors, transient)
+    most = rule.dp_shard or job.workers.max // (rule.dp_replicate or 1)
+    need = need_of(job, tensors)
+    transient = max(0, took - need.held(job.workers.max))
+    need = replace(need, transient=transient)
+    if rule.dp_shard is not None and need.of_a_member(most) <= memory:
+        return 1  # the job has chosen
     if least := least_shard(need, memory, most):
         return least
     raise JobError(
-        f"workers.max = {most}: even if so many workers share the state ({amount(need.state)}), each needs "
+        f"workers.max = {job.workers.max}: even if {most} of them share the state ({amount(need.state)}), each needs "
         f"{amount(need.of_a_member(most))} of device memory, {amount(transient)} of it for a while in each step, and "
         f"{amount(USABLE * memory)} can be used here; raise "
-        f"workers.max, lower microbatch, or set recompute"
+        f"workers.max or parallel.dp_shard, lower microbatch, or set recompute"
     )

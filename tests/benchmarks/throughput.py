@@ -81,7 +81,14 @@ def job_of(folder: Path, name: str, options: argparse.Namespace) -> Job:
 def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
     """Runs a job to its end."""
     lines: list[Line] = []
-    began, result = time.time(), launch(job_of(folder, name, options), show=lines.append)
+
+    def show(line: Line) -> None:
+        lines.append(line)
+        if isinstance(line, Sentence):
+            print(f"{time.time() - began:8.1f} s  {line.text}", file=sys.stderr, flush=True)
+
+    began = time.time()
+    result = launch(job_of(folder, name, options), show=show)
     steps = [line for line in lines if isinstance(line, StepLine)]
     if result.state != "Finished" or len(steps) < SETTLED + 2:
         return {"failed": "\n".join(line.text for line in lines if isinstance(line, Sentence))[-1500:]}

@@ -295,6 +295,12 @@ def slots(workers: Workers, avoid: Container[str] = ()) -> int:
     return _slots(workers, {node: free for node, free in _free_by_node().items() if node not in avoid})
 
 
+def workers_here(workers: Workers) -> int:
+    """Returns how many workers of this size this node could have, at most all of the run's."""
+    node = _known(here()) or {}
+    return min(_slots(workers, {here(): node.get("Resources", {})}), workers.max)
+
+
 def _slots(workers: Workers, free_by_node: Mapping[str, Mapping[str, float]]) -> int:
     wanted = {"CPU": workers.cpus, "GPU": float(workers.gpus)}
     count = 0

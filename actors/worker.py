@@ -93,11 +93,12 @@ class Worker:
             tensors = tensors_of(build_model(self.job, session.builder), session.rule)
             classes = classes_of(tensors)
             session.secret = self.secret
-            least = fitting_shard(self.job, tensors, device)
+            here = cluster.workers_here(self.job.workers)
+            least = fitting_shard(self.job, tensors, device, here)
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least)
             build = replace(build_of(session), host=cluster.host())
         except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free
-            self.report(StartFailed(self.worker, str(error)))
+            self._start_failed(str(error))
             return
         except Exception as error:  # the process boundary: this node cannot do what the driver could
             traceback.print_exc()
@@ -109,7 +110,7 @@ class Worker:
         session.snapshots.ready()
         go_or_end(self._keep_lease, "lease")
         try:
-            least = fitting_shard(self.job, tensors, device, took)
+            least = fitting_shard(self.job, tensors, device, here, took)
         except JobError as error:
             self._cannot_start(error)
             return
@@ -133,7 +134,12 @@ class Worker:
         node = cluster.here()
         why = f"{type(error).__name__}: {error}"
         self.report(NodeRefused(node, f"{self.worker} cannot start on {cluster.place(node)}: {why}", isinstance(error, DataError)))
+        self._start_failed(why)
+
+    def _start_failed(self, why: str) -> None:
+        """Reports it before ``train`` returns: afterwards the coordinator would count the process as gone, and ask for no reason."""
         self.report(StartFailed(self.worker, why))
+        self.outbox.flush()
 
     def _end(self, trainer: Trainer) -> None:
         """Runs the training to its end, then ends the process: with code 0, or 1 after an error.

@@ -127,7 +127,8 @@ class Parallel(Part):
     dp_replicate: Free[Positive | Auto] = "auto"
     """Number of replicas of the state.  ``auto``: as many as the workers allow with the given ``dp_shard``."""
     dp_shard: Free[Positive | Auto] = "auto"
-    """Number of workers over which one replica is cut.  ``auto``: the smallest number that is allowed and whose memory the state fits."""
+    """Number of workers over which one replica is cut.  ``auto``: the smallest number that is allowed and at which the state fits the
+    devices, and its copies the nodes."""
     min_shard: Free[Positive] = 1
     """Smallest shard degree that is allowed.  ``auto`` takes a larger one by itself where memory asks for it."""
     use: Free[Literal["all", "fit"]] = "all"

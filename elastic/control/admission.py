@@ -90,7 +90,7 @@ def joined(decision: Decision, event: Joined) -> None:
     decision.say(f"{event.worker} joined on node {event.node[:8]}")
     known = latest.least_shard if latest is not None else decision.rules.layout.min_shard
     if event.least_shard > known and decision.rules.layout.dp_shard is None:
-        decision.say(f"by the memory of its device, {event.least_shard} workers or more must share the state")
+        decision.say(f"by the memory of its device and node, {event.least_shard} workers or more must share the state")
 
 
 def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:

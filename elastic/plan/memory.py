@@ -1,4 +1,4 @@
-"""The memory that a member needs on its device, and the smallest shard degree at which it fits.
+"""The memory that a member needs on its device and its copies on their node, and the smallest shard degree at which both fit.
 
 Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of the gradients in float32.
 With one shard it also holds the copy of the weights with which it computes, if that has another dtype.  What comes and goes in a step, such
@@ -9,9 +9,13 @@ beside the new one, and no gradients; the old part is not larger than that at th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 USABLE = 0.92
 """Part of a device's memory that is planned with.  The rest is for what nobody counts: contexts, communication, fragments."""
+
+COPIED = 0.8
+"""Part of a node's memory that copies and saves are planned with.  The rest is for processes, and whatever else runs there."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +44,8 @@ def least_shard(need: Need, device: int, most: int) -> int:
     """
     found = next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)
     return found or (most if need.of_a_member(most) <= device else 0)
+
+
+def least_copied(copies: int, memory: int) -> int:
+    """Returns the smallest shard degree at which a node of ``memory`` bytes has room for ``copies``, the bytes that they take uncut."""
+    return max(1, ceil(copies / (COPIED * memory)))

@@ -39,6 +39,21 @@ VERSIONS = (
 def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN) -> tuple[int, str]:
     """Returns the bytes that may still be taken, and the limit that is reached first: the node's or that of a cgroup of this process."""
     found = [(1024 * int(_table(meminfo)["MemAvailable:"]), "the node (MemAvailable)")]
+    for group, limit, allowed, used, cached in _limits(cgroup, own):
+        with suppress(OSError):
+            kept = allowed - int((group / used).read_text()) + int(_table(group / "memory.stat").get(cached, "0"))
+            found.append((kept, f"the container ({limit} = {allowed})"))
+    return min(found)
+
+
+def whole_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN) -> int:
+    """Returns the bytes that the node has, or that the cgroups of this process allow if that is less."""
+    return min([1024 * int(_table(meminfo)["MemTotal:"]), *(allowed for _, _, allowed, _, _ in _limits(cgroup, own))])
+
+
+def _limits(cgroup: Path, own: Path) -> Iterator[tuple[Path, str, int, str, str]]:
+    """Yields each cgroup of this process that has a limit: its folder, the name of the limit and its bytes, and two names of
+    ``VERSIONS``."""
     groups: dict[str, str] = {}
     with suppress(OSError):  # the kernel has no cgroups
         groups = {names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())}
@@ -46,11 +61,9 @@ def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN)
         mine = Path(next((path for names, path in groups.items() if controller in names.split(",")), "/")).relative_to("/")
         for group in (cgroup / folder / each for each in (mine, *mine.parents)):
             with suppress(OSError):  # the group is not visible from here, or has no limit
-                allowed, taken = (group / limit).read_text().strip(), int((group / used).read_text())
+                allowed = (group / limit).read_text().strip()
                 if allowed.isdigit():
-                    kept = int(allowed) - taken + int(_table(group / "memory.stat").get(cached, "0"))
-                    found.append((kept, f"the container ({limit} = {allowed})"))
-    return min(found)
+                    yield group, limit, int(allowed), used, cached
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from actors import launch
 from actors.coordinator import View
 from actors.keeper import GROUPS
 from actors.relay import HOPS, Orders
+from actors.worker import Worker
 from elastic.ids import NodeId, WorkerId
-from elastic.protocol.events import Here
+from elastic.protocol.events import Here, NodeRefused, StartFailed
 from elastic.report.ledger import ledger
 from elastic.runs import Run
 from tests.support.chaos import Witness, assert_nothing_left, formed, trial
@@ -128,6 +129,20 @@ def test_a_keeper_that_stands_still_or_dies_loses_nothing(office: Office, fate: 
         office.orders.send(WORKERS, "go", 8)
         until(lambda: all(found[-1][1] == "go" for found in office.obeyed().values()), what="it passes on again")
         assert office.counted.calls == 2
+
+
+def test_a_worker_that_cannot_start_is_heard_before_its_process_counts_as_gone(tmp_path: Path) -> None:
+    desk = ray.remote(num_cpus=0, max_concurrency=2)(Desk).remote()
+    ray.get(desk.take.remote(0.5))
+    job = toy_job(tmp_path, name="refused", workers={"gpus": 1})  # Ray gives it none, so it finds none
+    worker = ray.remote(num_cpus=0, num_gpus=0, concurrency_groups={"control": 1, "life": 1})(Worker).remote(
+        job, f"refused-{os.getpid()}", WORKERS[0], desk, [], b"secret"
+    )
+    ray.get(worker.train.remote())
+    said = [event for call in ray.get(desk.read.remote()) for event in call]
+    ray.kill(worker)
+    assert [type(event) for event in said] == [NodeRefused, StartFailed]
+    assert all("workers.gpus = 1" in text for text in (said[0].why, said[1].reason))
 
 
 def test_a_keeper_whose_coordinator_does_not_answer_says_so(office: Office) -> None:

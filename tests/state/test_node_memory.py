@@ -177,7 +177,9 @@ def test_the_limit_that_is_reached_first_counts(tmp_path: Path, group: str, allo
     (folder / "inner").mkdir(parents=True)
     for name, text in (("memory.max", allowed), ("memory.current", "1000000"), ("memory.stat", "anon 5\ninactive_file 200000\n")):
         (folder / name).write_text(f"{text}\n")
-    assert node_memory.free_memory(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "cgroup") == (free, limit)
+    places = tmp_path / "meminfo", tmp_path / "groups", tmp_path / "cgroup"
+    assert node_memory.free_memory(*places) == (free, limit)
+    assert node_memory.whole_memory(*places) == min(8_192_000, int(allowed) if allowed.isdigit() else 8_192_000)
 
 
 def test_only_one_process_of_a_node_counts_on_its_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

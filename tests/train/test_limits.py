@@ -26,6 +26,7 @@ from elastic.state.snapshot import Snapshots
 from elastic.train import session
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
+from elastic.train.machine import device as machine_device
 from elastic.train.machine.device import fitting_shard, need_of
 from elastic.train.machine.limits import (
     SEGMENT,
@@ -214,7 +215,7 @@ def test_a_full_one_is_an_error_and_no_signal() -> None:
 )
 def test_the_least_shard_degree_that_fits_a_device(changes: dict[str, Any], bytes_a_parameter: float, least: int) -> None:
     job, tensors, device = of_device(changes, bytes_a_parameter)
-    assert fitting_shard(job, tensors, device) == least
+    assert fitting_shard(job, tensors, device, 1) == least
 
 
 @pytest.mark.parametrize(
@@ -224,15 +225,36 @@ def test_a_degree_that_the_job_does_not_allow_is_no_way_out(changes: dict[str, A
     """The control is the test above: the same devices are large enough if the job allows more shards."""
     job, tensors, device = of_device(changes, bytes_a_parameter)
     with pytest.raises(JobError, match=r"^workers\.max = 4: even if \d of them share the state"):
-        fitting_shard(job, tensors, device)
+        fitting_shard(job, tensors, device, 1)
 
 
 def test_what_a_step_takes_is_counted() -> None:
     """A microbatch that took as much again as a member holds needs twice the shards."""
     job, tensors, device = of_device({}, 18)
     held = need_of(job, tensors).held(4)
-    assert fitting_shard(job, tensors, device, took=held) == 1
-    assert fitting_shard(job, tensors, device, took=held + need_of(job, tensors).state // 2) == 2
+    assert fitting_shard(job, tensors, device, 1, took=held) == 1
+    assert fitting_shard(job, tensors, device, 1, took=held + need_of(job, tensors).state // 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "here", "states", "least"),
+    [
+        ({}, 4, 15.1, 1),  # four workers with three slots each take 12 states, and 80 % of the node are planned with
+        ({}, 2, 7.6, 1),
+        ({}, 4, 14.9, 2),
+        ({}, 4, 5.1, 3),
+        ({}, 4, 0.1, 4),  # no degree is enough, and the largest is the best
+        ({"copies": {"copy_every": 0}}, 4, 5.1, 1),  # one slot, for saves
+        ({"parallel": {"dp_shard": 1}}, 4, 5.1, 1),  # the job has chosen
+    ],
+)
+def test_the_least_shard_degree_whose_copies_fit_a_node(
+    changes: dict[str, Any], here: int, states: float, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node has the memory of so many uncut states."""
+    job, tensors, device = of_device({"copies": {"copy_every": 1, "buddy_every": 0}} | changes, 1000)
+    monkeypatch.setattr(machine_device, "whole_memory", lambda: int(states * need_of(job, tensors).state))
+    assert fitting_shard(job, tensors, device, here) == least
 
 
 def test_slots_follow_the_shards_that_a_device_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Finds out among how many members the state must be cut so that each part fits this worker's device."""
+"""Finds out among how many members the state must be cut so that each part fits this worker's device, and its copies fit the node."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import JobError
 from elastic.job import Job
-from elastic.plan.copy_budget import amount
-from elastic.plan.memory import USABLE, Need, least_shard
+from elastic.plan.copy_budget import amount, slots_a_worker
+from elastic.plan.memory import USABLE, Need, least_copied, least_shard
+from elastic.state.node_memory import whole_memory
 from storage.slices import Tensor, nbytes
 
 
@@ -35,20 +36,30 @@ def need_of(job: Job, tensors: Sequence[Tensor]) -> Need:
     return Need(sum(nbytes(tensor, tensor.whole()) for tensor in tensors), 4 * sums * trained, copies)
 
 
-def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int = 0) -> int:
-    """Returns the smallest shard degree at which a member fits ``device``; ``took`` is what :func:`warm_up` has measured.
+def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, here: int, took: int = 0) -> int:
+    """Returns the smallest shard degree at which a member fits ``device``, and the copies of ``here`` members fit this node.
 
-    Raises :class:`JobError` if no degree that the job allows is large enough.
+    ``took`` is what :func:`warm_up` has measured.  If copies fit at no degree, the largest is the best.  Raises :class:`JobError` if no
+    degree that the job allows is large enough for the device.
     """
+    need, rule = need_of(job, tensors), job.rules()
+    most = rule.layout.dp_shard or job.workers.max // (rule.layout.dp_replicate or 1)
+    least = _fitting_device(job, need, device, most, took)
+    if rule.layout.dp_shard is not None:
+        return 1  # the job has chosen
+    copies = here * slots_a_worker(rule.copy_every, rule.buddy_every) * need.state
+    return max(least, min(most, least_copied(copies, whole_memory())))
+
+
+def _fitting_device(job: Job, need: Need, device: torch.device, most: int, took: int) -> int:
+    """Returns the smallest shard degree at which a member fits ``device``.  Raises as :func:`fitting_shard`."""
     memory, rule = memory_of(job, device), job.layout_rule()
     if not memory:
         return 1
-    most = rule.dp_shard or job.workers.max // (rule.dp_replicate or 1)
-    need = need_of(job, tensors)
     transient = max(0, took - need.held(job.workers.max))
     need = replace(need, transient=transient)
     if rule.dp_shard is not None and need.of_a_member(most) <= memory:
-        return 1  # the job has chosen
+        return 1
     if least := least_shard(need, memory, most):
         return least
     raise JobError(

@@ -104,8 +104,7 @@ class Run:
         Raises :class:`JobError` if the folder has another trajectory's run.
         """
         store = ObjectStore.open(job.bucket)
-        with suppress(Missing):
-            stored = json.loads(store.get(f"{job.name}/job.json"))["job"]
+        if (stored := _stored(store, job.name)) is not None:
             job = job.going_on(stored)
             found = job.begun_as(stored)
             if found.digest != job.digest:
@@ -116,9 +115,8 @@ class Run:
     def find(cls, job: Job) -> Run:
         """Returns the run in order to read it, whatever ``job`` says of its trajectory."""
         store = ObjectStore.open(job.bucket)
-        with suppress(Missing):
-            job = job.begun_as(json.loads(store.get(f"{job.name}/job.json"))["job"])
-        return cls(job, store)
+        stored = _stored(store, job.name)
+        return cls(job if stored is None else job.begun_as(stored), store)
 
     def trains_on(self, fingerprint: str) -> None:
         """Binds the run to its samples, wherever they are stored.  Raises like :meth:`check_data`."""
@@ -362,6 +360,14 @@ def _life_of(pid: int) -> str:
     except OSError:
         return ""
     return "" if state in "ZX" else f"{pid} {fields[18]}"
+
+
+def _stored(store: ObjectStore, name: str) -> dict[str, Any] | None:
+    """Returns the job as the run of that name has stored it, or None if there is no such run."""
+    with suppress(Missing):
+        found: dict[str, Any] = json.loads(store.get(f"{name}/job.json"))["job"]
+        return found
+    return None
 
 
 def _other_job(job: Job, found: Job) -> str:

@@ -85,10 +85,11 @@ _OF_OPTIMIZERS = {"adamw": ("betas", "eps"), "sgd": ("momentum",), "adagrad": ("
 
 def _unused(optim: Optim) -> Iterator[str]:
     """Yields a sentence for each setting that the optimizer would not read, unless it has its default."""
-    used = _OF_OPTIMIZERS.get(optim.kind)
-    for name in sorted({name for names in _OF_OPTIMIZERS.values() for name in names} if used is not None else ()):
+    if (used := _OF_OPTIMIZERS.get(optim.kind)) is None:
+        return  # the user's own, which may read any of them
+    for name in sorted({name for names in _OF_OPTIMIZERS.values() for name in names} - {*used}):
         value, default = getattr(optim, name), type(optim).model_fields[name].default
-        if name not in (used or ()) and value != default:
+        if value != default:
             readers = ", ".join(kind for kind, names in _OF_OPTIMIZERS.items() if name in names)
             yield f"optim.{name} = {value!r} is a setting of {readers}, and optim.kind = {optim.kind!r}; leave it out"
 

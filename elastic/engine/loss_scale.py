@@ -20,7 +20,9 @@ FIRST = 2.0**10
 LEAST = 2.0**-14
 """Least scale: a loss that overflows even then is not a matter of its scale."""
 MOST = 2.0**24
+"""Largest scale, as in most trainers."""
 GROWS_AFTER = 2000
+"""Number of applied steps in a row after which the scale is doubled."""
 
 
 def is_scaled(job: Job) -> bool:

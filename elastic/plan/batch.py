@@ -16,8 +16,9 @@ import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 from elastic.plan.layout import Layout
 from elastic.plan.placement import data_ranks, reporters
@@ -48,15 +49,8 @@ class Deal:
 
     def of(self, microbatches: int) -> Deal:
         """Returns the deal of another number of microbatches to the same ranks."""
-        if microbatches == self.microbatches:
-            return self
-        if microbatches not in self._others:
-            self._others[microbatches] = replace(self, microbatches=microbatches)
-        return self._others[microbatches]
-
-    @cached_property
-    def _others(self) -> dict[int, Deal]:
-        return {}
+        found: Deal = self if microbatches == self.microbatches else resized(self, microbatches)
+        return found
 
     @property
     def rounds(self) -> int:
@@ -166,6 +160,15 @@ class _Free:
         if ranks:
             heapq.heappush(self._most, (-len(ranks), ranks[-1], node))
         return taken
+
+
+@lru_cache(maxsize=8)
+def resized(value: Any, microbatches: int) -> Any:
+    """Returns ``value``, a dataclass, for steps of so many microbatches.
+
+    What the newest of them compute is kept for later steps: a batch that grows has the same size for many of them.
+    """
+    return replace(value, microbatches=microbatches)
 
 
 def deal_of(microbatches: int, block: int, layout: Layout, nodes: Sequence[Hashable] = ()) -> Deal:

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from elastic.plan.batch import Deal, deal_of
+from elastic.plan.batch import Deal, deal_of, resized
 from elastic.plan.layout import Layout
 from elastic.plan.placement import reporters
 
@@ -158,15 +158,8 @@ class CommitShape:
 
     def of(self, microbatches: int) -> CommitShape:
         """Returns the shape of a step with another number of microbatches."""
-        if microbatches == self.microbatches:
-            return self
-        if microbatches not in self._others:
-            self._others[microbatches] = replace(self, microbatches=microbatches)
-        return self._others[microbatches]
-
-    @cached_property
-    def _others(self) -> dict[int, CommitShape]:
-        return {}
+        found: CommitShape = self if microbatches == self.microbatches else resized(self, microbatches)
+        return found
 
     @cached_property
     def deal(self) -> Deal:

@@ -37,7 +37,7 @@ SIZES = {
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
 }
-"""Numbers of parameters that the publishers' model cards give."""
+"""Numbers of parameters, in billions as their names say or as published."""
 
 
 @pytest.mark.fast

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from elastic.errors import ModelError
 
 
 def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the cross-entropy of each next token: (sum as float32 scalar, number of valid targets as int64 scalar).
 
-    ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked, and negative inputs read as token 0.
+    ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked, and negative inputs read as token 0.  If the batch has
+    ``"documents"`` of the same shape, the model gets those of its inputs, and a target in another document than its input is masked.
+    Raises :class:`ModelError` if the model takes none.
     """
-    tokens = batch["tokens"]
+    tokens, documents = batch["tokens"], batch.get("documents")
     inputs, targets = tokens[:, :-1].clamp_min(0), tokens[:, 1:].clamp_min(-1)
+    more: dict[str, Tensor] = {}
+    if documents is not None:
+        _expect_documents(model)
+        targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], -1)
+        more = {"documents": documents[:, :-1]}
     if getattr(model, "fuses_loss", False):
-        loss = model(inputs, targets)
+        loss = model(inputs, targets, **more)
     else:
-        loss = F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        loss = F.cross_entropy(model(inputs, **more).float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
     return loss, torch.count_nonzero(targets >= 0)
+
+
+def _expect_documents(model: nn.Module) -> None:
+    if "documents" not in inspect.signature(model.forward).parameters:
+        raise ModelError(
+            f"the dataset tells the documents of its samples, and forward() of {type(model).__name__} has no argument 'documents'; "
+            f"add one and let tokens attend to their own document only, or set data.args.documents = false"
+        )

@@ -27,7 +27,7 @@ from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
 
 KERNELS_SINCE = 3
-"""The first ``numerics`` with a fused loss, and with FlexAttention in reproducible runs."""
+"""The first ``numerics`` with a fused loss, and with FlexAttention: in reproducible runs, and where documents are kept apart."""
 
 
 def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Parameters, Scheme]:
@@ -59,9 +59,9 @@ def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:
     if job.numerics < KERNELS_SINCE:
         return
     dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
-    flexes = job.reproducible and job.compile and device.type == "cuda" and not dropout
+    flexes = job.compile and device.type == "cuda" and not dropout
     fuses = not is_scaled(job)  # the fused loss computes its gradient before it knows the scale
-    for name, value in {"fuses_loss": fuses, "flexes": flexes}.items():
+    for name, value in {"fuses_loss": fuses, "flexes": flexes and job.reproducible, "flexes_documents": flexes}.items():
         if hasattr(model, name):
             setattr(model, name, value)
 

@@ -1,7 +1,10 @@
-"""Causal attention, by torch's default on the device or by FlexAttention.
+"""Causal attention, by torch's default on the device or by FlexAttention; over whole samples, or within each document of a sample.
 
 The default is the fastest.  Where the backward pass must add in a fixed order, torch's own kernel (flash-2, deterministic) takes twice the
 time of FlexAttention, whose order is fixed anyway.  FlexAttention must be compiled, has no dropout, and no backward pass on CPUs.
+
+Within documents the default needs a mask of [batch, 1, seq, seq], which flash kernels do not take: it is correct everywhere, and slow on a
+GPU.  FlexAttention skips the blocks between documents.
 """
 
 from __future__ import annotations
@@ -26,15 +29,20 @@ TILES: Any = {
 bits.
 """
 
+BLOCK = 128
+"""Number of queries, and of keys, of a block of a mask of FlexAttention."""
+Mask = BlockMask | Tensor | None
+"""A mask of FlexAttention, one of torch's default, or None for the default without documents."""
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, dropout: float) -> Tensor:
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> Tensor:
     """Attends causally: q [batch, heads, seq, dim], k and v [batch, fewer heads, seq, dim] -> as q.
 
-    With ``mask``, :func:`causal_mask`, it uses FlexAttention, which has no dropout.
+    ``mask`` is what :func:`attention_mask` returns.  FlexAttention has no dropout.
     """
     shared = q.shape[1] != k.shape[1]
-    if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
+    if not isinstance(mask, BlockMask):
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared)
     out = flex_attention(q, k, v, block_mask=mask, enable_gqa=shared, kernel_options=TILES if q.shape[-1] <= 64 else None)
     assert isinstance(out, Tensor)
     return out
@@ -48,3 +56,51 @@ def causal_mask(seq: int, device: torch.device) -> BlockMask:
 
 def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
+
+
+def attention_mask(tokens: Tensor, documents: Tensor | None, flexes: bool) -> Mask:
+    """Returns the mask by which all layers attend to ``tokens`` [batch, seq]: causally, and within ``documents``, if there are any.
+
+    ``documents`` is [batch, seq]: integers that are equal where tokens belong together.  ``flexes`` asks for FlexAttention.
+    """
+    seq = tokens.shape[1]
+    if documents is None:
+        return causal_mask(seq, tokens.device) if flexes else None
+    if flexes:
+        return document_mask(documents)
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+
+
+def document_mask(documents: Tensor) -> BlockMask:
+    """Returns the mask by which FlexAttention attends causally within ``documents``, integers of shape [batch, seq].
+
+    It equals that of torch's ``create_block_mask``, which makes tensors of seq × seq.  This one only looks at the smallest and the largest
+    document of each block, and never waits for the device.
+    """
+    seq = documents.shape[1]
+    padded = F.pad(documents, (0, -seq % BLOCK), value=torch.iinfo(torch.int32).max)  # what pads the last block is no document of it
+    low, high = padded.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
+    at = torch.arange(low.shape[1], device=documents.device)
+    overlap = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None]) & (at[:, None] >= at)
+    one = (low[:, :, None] == high[:, None]) & (low[:, None] == high[:, :, None]) & (at[:, None] > at)
+
+    def within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+    return BlockMask.from_kv_blocks(*_listed(overlap & ~one), *_listed(one), BLOCK_SIZE=BLOCK, mask_mod=within, seq_lengths=(seq, seq))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the number of chosen blocks of keys for each block of queries, and a list that begins with them: int32 [batch, 1, ...].
+
+    ``blocks`` is bool [batch, blocks of queries, blocks of keys].
+    """
+    chosen = blocks[:, None].int()
+    return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
+
+
+def positions_of(documents: Tensor) -> Tensor:
+    """Returns the position of each token within its document: int64, of the shape of ``documents``, [batch, seq]."""
+    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return at - torch.where(begins, at, 0).cummax(1).values

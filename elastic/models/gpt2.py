@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
-from elastic.kernels.attention import causal_attention, causal_mask
+from elastic.kernels.attention import Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.spec import ShardingTable
 
@@ -27,7 +26,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, mask: BlockMask | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask) -> Tensor:
         q, k, v = (each.unflatten(2, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=2))
         found = causal_attention(q, k, v, mask, self.dropout if self.training else 0.0)
         return self.out(found.transpose(1, 2).flatten(2))
@@ -43,7 +42,7 @@ class Block(nn.Module):
         self.w1, self.w2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), mask))
         return x + self.dropout(self.w2(F.gelu(self.w1(self.feed_forward_norm(x)), approximate="tanh")))
 
@@ -51,10 +50,10 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """The decoder: tokens, int64 [batch, seq] -> logits [batch, seq, vocab]; with targets, the sum of their cross-entropies.
 
-    ``fuses_loss`` and ``flexes`` are as in :class:`elastic.models.llama.Llama`.
+    ``documents`` and the three names below are as in :class:`elastic.models.llama.Llama`.
     """
 
-    fuses_loss = flexes = False
+    fuses_loss = flexes = flexes_documents = False
 
     def __init__(self, vocab: int = 257, dim: int = 128, layers: int = 4, heads: int = 4, length: int = 1024, dropout: float = 0.0) -> None:
         """``length`` is the longest sequence."""
@@ -83,12 +82,13 @@ class GPT2(nn.Module):
                 residual = name.endswith(("out.weight", "w2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * self.depth) ** 0.5 if residual else 0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         seq = tokens.shape[1]
         if seq > self.length:
             raise ValueError(f"model_args.length = {self.length} is shorter than a sequence, {seq}; set it to {seq} or more")
-        x = self.dropout(self.embedding(tokens) + self.positions(torch.arange(seq, device=tokens.device)))
-        mask = causal_mask(seq, tokens.device) if self.flexes else None
+        positions = torch.arange(seq, device=tokens.device) if documents is None else positions_of(documents)
+        x = self.dropout(self.embedding(tokens) + self.positions(positions))
+        mask = attention_mask(tokens, documents, self.flexes if documents is None else self.flexes_documents)
         for layer in self.layers:
             x = layer(x, mask)
         x = self.norm(x)

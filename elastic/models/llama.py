@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
-from elastic.kernels.attention import causal_attention, causal_mask
+from elastic.kernels.attention import Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.spec import ShardingTable
 
@@ -38,7 +37,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
         self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity() for _ in range(2))
 
-    def forward(self, x: Tensor, rope: Tensor, mask: BlockMask | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Mask) -> Tensor:
         batch, seq, _ = x.shape
         q = rotate(self.q_norm(self.wq(x).view(batch, seq, self.heads, self.head_dim)), rope).transpose(1, 2)
         k = rotate(self.k_norm(self.wk(x).view(batch, seq, self.kv_heads, self.head_dim)), rope).transpose(1, 2)
@@ -71,7 +70,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(dim, hidden)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rope: Tensor, mask: BlockMask | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Mask = None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
@@ -79,11 +78,13 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The decoder: tokens, int64 [batch, seq] -> logits [batch, seq, vocab].  With targets, int64 [batch, seq], it returns the sum of their
     cross-entropies instead, a float32 scalar, and never makes the logits.
+
+    With ``documents``, integers of shape [batch, seq], a token attends to its own document only, and its position is that within it.
     """
 
-    fuses_loss = flexes = False
-    """The engine sets both.  The first lets :func:`elastic.engine.loss.next_token` give the targets to the model, the second lets it attend
-    by FlexAttention.
+    fuses_loss = flexes = flexes_documents = False
+    """The engine sets them.  The first lets :func:`elastic.engine.loss.next_token` give the targets to the model, the others let it attend
+    by FlexAttention, without and with documents.
     """
 
     def __init__(
@@ -141,10 +142,12 @@ class Llama(nn.Module):
                 residual = name.endswith(("wo.weight", "w2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * self.depth) ** 0.5 if residual else 0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
         rope = rotary(tokens.shape[1], self.head_dim, self.rope_base, tokens.device, self.rope_scaling)
-        mask = causal_mask(tokens.shape[1], tokens.device) if self.flexes else None
+        if documents is not None:
+            rope = rope[:, positions_of(documents)]
+        mask = attention_mask(tokens, documents, self.flexes if documents is None else self.flexes_documents)
         for layer in self.layers:
             x = layer(x, rope, mask)
         x = self.norm(x)
@@ -170,8 +173,11 @@ def rotary(seq: int, head_dim: int, base: float, device: torch.device, scaling: 
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotates the two halves of each head by position.  ``x`` is [batch, seq, heads, head_dim]; so is the result."""
-    cos, sin = rope[0][:, None, :].to(x.dtype), rope[1][:, None, :].to(x.dtype)
+    """Rotates the two halves of each head by position.  ``x`` is [batch, seq, heads, head_dim]; so is the result.
+
+    ``rope`` is that of :func:`rotary`, or [2, batch, seq, head_dim // 2] if the samples have other positions.
+    """
+    cos, sin = rope[0][..., None, :].to(x.dtype), rope[1][..., None, :].to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 

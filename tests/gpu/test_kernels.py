@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+if TYPE_CHECKING:
+    from elastic.kernels.attention import Mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STEPS = 5
@@ -86,3 +92,53 @@ def test_the_fused_loss_repeats_bit_for_bit_and_is_torch_s() -> None:
         assert (mine.double() - theirs.double()).norm() < 0.01 * theirs.double().norm()
     targets[int(targets.argmax())] = -1
     assert not torch.equal(found()[0], first[0])
+
+
+@pytest.mark.parametrize(("seq", "dim", "heads"), [(1000, 64, 2), (2048, 128, 8), (256, 32, 1)])
+def test_flex_attention_within_documents_is_the_default_with_a_mask(seq: int, dim: int, heads: int) -> None:
+    """It is in bf16, beside the default in float64.  It repeats bit for bit, and new documents compile nothing anew.
+
+    The controls: attention over the whole sample is far away, and so is that of other documents.
+    """
+    from elastic.kernels.attention import attention_mask, causal_attention, document_mask
+
+    compiled = torch.compile(causal_attention, fullgraph=True)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, seq, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, heads, heads))
+    weight = torch.randn_like(q)
+
+    def found(by: Callable[..., Tensor], mask: Mask, *inputs: Tensor) -> list[Tensor]:
+        out = by(*inputs, mask, 0.0)
+        return [out.detach(), *torch.autograd.grad((out * weight.to(out.dtype)).sum(), inputs)]
+
+    wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
+    torch._dynamo.utils.counters.clear()
+    others: list[list[Tensor]] = [found(causal_attention, None, *wide)]
+    for chance in (8 / seq, 0.1, 1.0):  # of a border
+        documents = (torch.rand(2, seq, device="cuda") < chance).cumsum(1, dtype=torch.int32)
+        first, again = (found(compiled, document_mask(documents), q, k, v) for _ in range(2))
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+        expected = found(causal_attention, attention_mask(documents, documents, flexes=False), *wide)
+        for number, (mine, theirs) in enumerate(zip(first, expected, strict=True)):
+            near = 0.02 * theirs.norm() + 0.005 * weight.double().norm()  # queries and keys have no gradient where each token is alone
+            assert (mine.double() - theirs).norm() < near < 0.5 * min((other[number] - theirs).norm() for other in others)
+        others.append(expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_masks_of_documents_are_made_without_waiting_for_the_device() -> None:
+    """The control: reading a number of them waits."""
+    from elastic.kernels.attention import attention_mask, document_mask, positions_of
+
+    documents = (torch.rand(2, 1000, device="cuda") < 0.01).cumsum(1, dtype=torch.int32)
+    torch.use_deterministic_algorithms(True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        document_mask(documents)
+        positions_of(documents)
+        attention_mask(documents, documents, flexes=False)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            documents.max().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,85 @@
+"""Jobs that keep documents apart have the same bits in every world, and choose their kernels by the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.data.tokens import TokenDataset
+from elastic.engine.parallelize import apply_kernels
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.models import gpt2, llama
+from elastic.plan.layout import Layout
+from storage.datasets import Coding, write_dataset
+from storage.objects import ObjectStore
+from tests.data.texts import numbered
+from tests.support.ranks import Ranks
+from tests.support.segments import train
+from tests.support.toys import toy_job
+
+STEPS, END = 4, 28
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of documents of 0 to 33 words."""
+    path = tmp_path_factory.mktemp("tokens")
+    draw = torch.Generator().manual_seed(7)
+    lengths = torch.randint(0, 34, (60,), generator=draw).tolist()
+    documents = numbered(*([*torch.randint(0, END, (length,), generator=draw).tolist(), END] for length in lengths))
+    write_dataset(ObjectStore.open(str(path)), documents, Coding("words", 29, END))
+    return path
+
+
+def job_on(tokens: Path, bucket: Path, documents: bool = True, **changes: Any) -> Job:
+    return toy_job(bucket, data={"args": {"path": str(tokens), "seq_len": 16, "documents": documents}}, **changes)
+
+
+def test_worlds_end_with_the_same_bits(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    """Whole and cut in two, with all that the backward pass may compute again, and through a change of the world; the model has dropout.
+
+    The controls: with documents that are not kept apart, the weights and the number of targets are others.
+    """
+    whole = train(ranks, job_on(tokens, tmp_path / "whole"), Layout(1, 1), STEPS)
+    for n, (layout, recompute) in enumerate(((Layout(1, 2), "none"), (Layout(1, 2), "block"), (Layout(2, 1), "selective"))):
+        assert train(ranks, job_on(tokens, tmp_path / str(n), recompute=recompute), layout, STEPS).hash == whole.hash
+    moved = job_on(tokens, tmp_path / "moved")
+    half = train(ranks, moved, Layout(1, 2), STEPS // 2)
+    assert train(ranks, moved, Layout(1, 1), STEPS, Version(STEPS // 2, half.version.generation)).hash == whole.hash
+    plain = train(ranks, job_on(tokens, tmp_path / "plain", documents=False), Layout(1, 1), STEPS)
+    assert plain.hash != whole.hash and plain.outcomes[0].tokens > whole.outcomes[0].tokens
+
+
+def test_gpt2_ends_with_the_same_bits(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    """Its positions are learned."""
+    more = {"model": "elastic.models.gpt2:build", "model_args": {"vocab": 29, "dim": 32, "length": 16}}
+    runs = [train(ranks, job_on(tokens, tmp_path / str(n), **more), Layout(1, n), STEPS) for n in (1, 2)]
+    assert runs[0].hash == runs[1].hash
+
+
+def test_the_targets_of_a_step_are_those_of_its_documents(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    """A target counts unless its input ends a document."""
+    job = job_on(tokens, tmp_path)
+    outcome = train(ranks, job, Layout(1, 1), 1).outcomes[0]
+    rows = TokenDataset(str(tokens), 16).read(tuple(id for ids in outcome.samples for id in ids))["tokens"]
+    assert outcome.tokens == (rows[:, :-1] != END).sum() < rows[:, 1:].numel()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("build", [llama.build, gpt2.build])
+def test_the_job_chooses_flex_attention(build: Any, tmp_path: Path) -> None:
+    """It is used on a GPU, in compiled blocks without dropout: within documents always, and else where the order of sums must be fixed."""
+
+    def chosen(device: str = "cuda", dropout: float = 0.0, **settings: Any) -> tuple[bool, bool]:
+        model = build(dropout=dropout)
+        apply_kernels(model, torch.device(device), toy_job(tmp_path, **{"compile": True} | settings))
+        return model.flexes, model.flexes_documents
+
+    assert chosen() == (True, True)
+    assert chosen(reproducible=False) == (False, True)
+    for settings in ({"device": "cpu"}, {"dropout": 0.1}, {"compile": False}, {"numerics": 2}):
+        assert chosen(**settings) == (False, False)

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic.data.loader import Dataset
 from elastic.engine.paged import RESIDENT
-from elastic.engine.parallelize import sharding_table
+from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.errors import JobError, ModelError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
@@ -67,6 +67,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     state_bytes = bytes_of(tensors_of(model, session.rule))
     if run.newest() is None:
         notes += _initialising(job, model)
+    notes += _packing(job, model, session.loader.dataset)
     return Checked(build, [*notes, *_unused(job)] if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
 
 
@@ -157,6 +158,19 @@ def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
     known, used = getattr(model, "vocab", None), getattr(dataset, "vocabulary", None)
     if isinstance(known, int) and isinstance(used, int) and known < used:
         raise ModelError(f"model_args.vocab = {known} is smaller than the vocabulary of the dataset, {used}; set it to {used} or more")
+
+
+def _packing(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
+    """Returns a sentence about attention within documents that is slow."""
+    if not job.workers.gpus or getattr(dataset, "documents", False) is not True:
+        return []
+    apply_kernels(model, torch.device("cuda"), job)
+    if getattr(model, "flexes_documents", True):
+        return []
+    return [
+        "data.args.documents = true: without FlexAttention, attention within documents is slow on a GPU, and needs a mask of seq_len × "
+        "seq_len; FlexAttention needs compile = true and a model without dropout"
+    ]
 
 
 def _wrapping(blocks: tuple[str, ...]) -> str:

@@ -92,6 +92,21 @@ def test_the_cost_of_an_initialisation_on_the_cpu_is_told(tmp_path: Path, text: 
     assert told(workers={"gpus": 1}) == told(model_args={"vocab": 257, "dim": 16, "layers": 1, "heads": 2}) == []
 
 
+def test_slow_attention_within_documents_is_told(tmp_path: Path, text: Path) -> None:
+    """Nothing is said where FlexAttention is used, or where it is not asked for."""
+    prepare(text, str(tmp_path / "data"))
+    small = {"vocab": 257, "dim": 16, "layers": 1, "heads": 2}
+
+    def told(documents: bool = True, dropout: float = 0.0, **settings: Any) -> bool:
+        data = {"args": {"path": str(tmp_path / "data"), "seq_len": 8, "documents": documents}}
+        job = job_on(tmp_path, "", **{"data": data, "model_args": small | {"dropout": dropout}, "workers": {"gpus": 1}} | settings)
+        return any(note.startswith("data.args.documents = true: without FlexAttention") for note in preflight(job).notes)
+
+    assert told() and told(compile=True, dropout=0.1) and told(compile=True, numerics=2)
+    assert not told(documents=False) and not told(compile=True) and not told(workers={"gpus": 0})
+    assert not told(compile=True, reproducible=False)
+
+
 # ---- a run is bound to its samples, not to their place
 
 
@@ -115,7 +130,7 @@ def test_data_that_was_moved_is_the_same_run_with_the_same_bits(tmp_path: Path, 
 
 
 def test_other_samples_are_refused_with_both_fingerprints(tmp_path: Path, text: Path) -> None:
-    """The command and a worker both refuse other text at the same path, and the same text cut otherwise."""
+    """The command and a worker both refuse other text at the same path, the same text cut otherwise, and its documents kept apart."""
     prepare(text, str(tmp_path / "data"))
     begun = job_on(tmp_path, tmp_path / "data")
     Run.open(begun).trains_on(preflight(begun).build.data)
@@ -124,7 +139,9 @@ def test_other_samples_are_refused_with_both_fingerprints(tmp_path: Path, text: 
     prepare(text, str(tmp_path / "data"))
     old, new = (TokenDataset(str(tmp_path / name), 8).fingerprint() for name in ("old", "data"))
     cut = {"args": {"path": str(tmp_path / "old"), "seq_len": 9}}
-    for job, found in ((begun, new), (begun.replace(data=cut), old.replace("/8", "/9"))):
+    apart = {"args": {"path": str(tmp_path / "old"), "seq_len": 8, "documents": True}}
+    others = ((begun, new), (begun.replace(data=cut), old.replace("/8", "/9")), (begun.replace(data=apart), old + "/documents"))
+    for job, found in others:
         for start in (preflight, lambda job: run_local(job, print)):
             with pytest.raises(JobError, match=rf"the dataset has the fingerprint {found}, but the run 'run' in .* was begun on {old} \(d"):
                 start(job)

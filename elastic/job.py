@@ -131,6 +131,12 @@ class Parallel(Part):
     devices, and its copies the nodes."""
     min_shard: Free[Positive] = 1
     """Smallest shard degree that is allowed.  ``auto`` takes a larger one by itself where memory asks for it."""
+    zero: Free[Literal[0, 1, 2, 3] | Auto] = "auto"
+    """Stage of ZeRO: what workers share.  ``0``: nothing.  From ``1`` on the weights and moments that are updated; each worker also has all
+    weights, in the format of forward and backward.  ``2``: also the sums of gradients, which with ``reproducible`` are shared anyway.
+    ``3``: all weights, too; those of a block are gathered when it runs.  ``auto``: 3 where ``dp_shard`` is more than 1.  A number from 1 on
+    makes all workers one replica, unless a degree is set.
+    """
     use: Free[Literal["all", "fit"]] = "all"
     """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer than one in eight and
     replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
@@ -403,6 +409,10 @@ class Job(Part):
     def layout_rule(self) -> LayoutRule:
         degrees = (self.parallel.dp_replicate, self.parallel.dp_shard)
         dp_replicate, dp_shard = (None if degree == "auto" else degree for degree in degrees)
+        if self.parallel.zero == 0:
+            dp_shard = 1
+        elif self.parallel.zero != "auto" and dp_replicate is None and dp_shard is None:
+            dp_replicate = 1
         return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
 
     def layouts(self, least_shard: int = 1) -> list[Layout]:

@@ -178,7 +178,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "",
             ["--parallel.tensor", "2"],
-            "command line: unknown setting '--parallel.tensor'; [parallel] has dp_replicate, dp_shard, min_shard, use",
+            "command line: unknown setting '--parallel.tensor'; [parallel] has dp_replicate, dp_shard, min_shard, zero, use",
         ),
         (
             '[[faults]]\npoint = "save"\nstep = 1\nstp = 2',

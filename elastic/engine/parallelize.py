@@ -36,19 +36,24 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
     Returns the wrapped model, this member's parts of its parameters, and the scheme that sums their gradients.
     """
     aliases, table = _aliases(blueprint), sharding_table(blueprint)
-    scheme = scheme_of(job)(world, deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes))
+    deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
+    scheme = scheme_of(job)(world, deal, late=job.parallel.zero == 1)
     apply_kernels(blueprint, world.device, job)
     apply_recompute(blueprint, table, job.recompute)
     if job.compile:
         apply_compile(blueprint, table)
-    precision, splits = PRECISIONS[job.precision], world.layout.dp_shard > 1
-    if splits:
-        apply_fsdp(blueprint, world, table, precision)
-        apply_sync(blueprint, scheme)
+    precision = PRECISIONS[job.precision]
+    if world.layout.dp_shard == 1 or job.parallel.zero in (1, 2):
+        parameters = Whole(blueprint, world, table, precision, scheme)
+        for module in blueprint.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                module._buffers[name] = torch.empty_like(buffer, device=world.device)
+        _tie(blueprint, aliases)
+        return blueprint, parameters, scheme
+    apply_fsdp(blueprint, world, table, precision)
+    apply_sync(blueprint, scheme)
     blueprint.to_empty(device=world.device)
     _tie(blueprint, aliases)
-    if not splits:
-        return blueprint, Whole(blueprint, world, table, precision, scheme), scheme
     if world.device.type == "cuda":
         keep_streams(blueprint, world)
     return blueprint, Split(blueprint, scheme), scheme
@@ -94,7 +99,7 @@ def _aliases(model: nn.Module) -> list[list[tuple[str, str]]]:
 
 
 def _tie(model: nn.Module, aliases: list[list[tuple[str, str]]]) -> None:
-    """Ties parameters again after ``to_empty``, which gives each owner memory of its own."""
+    """Ties parameters and buffers again after each owner got memory of its own."""
     for (first_module, first), *rest in aliases:
         tensor = getattr(model.get_submodule(first_module), first)
         for module_name, name in rest:

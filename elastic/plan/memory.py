@@ -1,7 +1,8 @@
 """The memory that a member needs on its device and its copies on their node, and the smallest shard degree at which both fit.
 
-Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of the gradients in float32.
-With one shard it also holds the copy of the weights with which it computes, if that has another dtype.  What comes and goes in a step, such
+Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of the gradients in float32;
+with late sums, all of that sum.  It also holds the copy of the weights with which it computes: with one shard if that has another dtype,
+and with more unless they are gathered block by block (stage 3 of ZeRO).  What comes and goes in a step, such
 as activations, does not depend on the layout; a worker measures it before it joins.  While a world forms, a member holds its old part
 beside the new one, and no gradients; the old part is not larger than that at the smallest degree.
 """
@@ -20,11 +21,16 @@ COPIED = 0.8
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that training needs: the whole ``state``, sums of ``gradients`` and ``computing`` copies, and what is ``transient``."""
+    """Bytes that training needs: the whole ``state``, sums of ``gradients``, and what is ``transient``."""
 
     state: int
     gradients: int
     computing: int
+    """Copies of the weights with which a member of a world with one shard computes."""
+    gathered: int = 0
+    """Copies of the weights that a member keeps in a world with more shards."""
+    late: bool = False
+    """True if each member holds the sums of all gradients."""
     transient: int = 0
 
     def of_a_member(self, shards: int) -> int:
@@ -34,7 +40,8 @@ class Need:
 
     def held(self, shards: int) -> int:
         """Returns the bytes that a member holds at the end of a backward pass."""
-        return -(-(self.state + self.gradients) // shards) + (self.computing if shards == 1 else 0)
+        cut, kept = (self.state, self.gradients) if self.late else (self.state + self.gradients, 0)
+        return -(-cut // shards) + kept + (self.computing if shards == 1 else self.gathered)
 
 
 def least_shard(need: Need, device: int, most: int) -> int:

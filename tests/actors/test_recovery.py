@@ -76,6 +76,7 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
         {"batch_ramp": {"start": 4, "increment": 4, "samples": 80}},
         {"precision": "fp16"},
         {"recompute": "block"},
+        {"parallel": {"zero": 2}},
         {"model": "elastic.models.gpt2:build", "model_args": {"vocab": 29, "dim": 32, "length": 16}},
     ],
     ids=lambda changes: next(iter(changes)),

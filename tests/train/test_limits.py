@@ -211,6 +211,10 @@ def test_a_full_one_is_an_error_and_no_signal() -> None:
         ({"parallel": {"dp_shard": 2}}, 14.5, 1),  # the job has chosen, and it fits
         ({"reduction": {"block": 2}}, 18, 2),  # two sums of gradients
         ({"precision": "bf16"}, 18, 2),  # the copy with which one shard computes
+        ({"parallel": {"zero": 3}}, 9.5, 3),
+        ({"parallel": {"zero": 2}}, 9.5, 4),  # the weights with which each member computes
+        ({"parallel": {"zero": 1}}, 13.5, 2),
+        ({"parallel": {"zero": 1}, "reproducible": False}, 13.5, 3),  # sums of all gradients, since they are late
     ],
 )
 def test_the_least_shard_degree_that_fits_a_device(changes: dict[str, Any], bytes_a_parameter: float, least: int) -> None:

@@ -1,14 +1,20 @@
-"""Parameters that are not split: every member holds all of them, and gradients are summed over the replicas.
+"""Parameters that are whole where they are used: the model of every member computes with all of them, and nothing is gathered for a block.
 
-The model computes with copies in the dtype of the precision policy, which are made once a step.  When the gradients of a unit (a block, or
-the rest of the model) are complete in a backward pass, they are put together and summed, while the backward pass goes on.  Units are
-summed in a fixed order, so that all members call their collectives in the same one even if some do not use some parameters.
+The model computes with copies in the dtype of the precision policy, which are made once a step.  What a member holds and updates is its
+part: all of a parameter, or, where ``dp_shard`` cuts the state, some of its rows.  Then the copies are gathered from the parts.  That is
+stage 2 of ZeRO, and with ``late`` sums stage 1 (Rajbhandari and others 2020, section 5).
+
+When the gradients of a unit (a block, or the rest of the model) are complete in a backward pass, they are put together and summed, while
+the backward pass goes on.  Units are summed in a fixed order, so that all members call their collectives in the same one even if some do
+not use some parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +23,9 @@ from elastic.engine.axes.base import Parameters
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Reduction, Scheme
-from elastic.engine.world import World
+from elastic.engine.world import World, all_gather
 from elastic.models.spec import ShardingTable
+from elastic.plan.axes import chunk
 
 
 @dataclass
@@ -36,31 +43,51 @@ class _Unit:
 
 
 class Whole(Parameters):
-    """The parameters of a model that is not split."""
+    """The parameters of a model that computes with whole ones."""
 
     def __init__(self, model: nn.Module, world: World, table: ShardingTable, precision: Precision, scheme: Scheme) -> None:
-        """Takes ``model``, whose parameters have memory already."""
-        self.world, self.scheme = world, scheme
+        """Gives the parameters of ``model``, which may be on the meta device, memory on the device of ``world``.
+
+        A parameter that has memory there already keeps it, unless it is cut.
+        """
+        self.world, self.scheme, self.shards = world, scheme, world.layout.dp_shard
         known = dict(model.named_parameters())
-        self.parts = {name: parameter.detach() for name, parameter in known.items()}
+        self.parts = {name: self._part(parameter) for name, parameter in known.items()}
         self.trained = frozenset(name for name, parameter in known.items() if parameter.requires_grad)
-        computing = {name: _in_dtype(parameter, precision.compute) for name, parameter in known.items()}
-        _replace(model, {id(known[name]): parameter for name, parameter in computing.items()})
-        self._casts = [(computing[name], self.parts[name]) for name in known if computing[name] is not known[name]]
+        self._computing = {name: self._copy(parameter, self.parts[name], precision.compute) for name, parameter in known.items()}
+        _replace(model, {id(known[name]): parameter for name, parameter in self._computing.items()})
         self._units: list[_Unit] = []
         """The units in the order in which a backward pass completes them."""
+        self._groups: list[list[str]] = []
+        """The names of the parameters that are gathered together."""
         self._next = 0
         """The number of units that are summed in the present round."""
-        rest = dict.fromkeys(name for name in known if name in self.trained)
+        rest = dict.fromkeys(known)
         for block in reversed(table.blocks):
-            self._add_unit([name for name in rest if name.startswith(f"{block}.")], computing)
-            for name in self._units[-1].names if self._units else ():
+            self._add_unit([name for name in rest if name.startswith(f"{block}.")])
+            for name in self._groups[-1] if self._groups else ():
                 rest.pop(name, None)
-        self._add_unit([*rest], computing)
+        self._add_unit([*rest])
 
-    def _add_unit(self, names: list[str], computing: dict[str, nn.Parameter]) -> None:
+    def _part(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the memory of this member's part of ``parameter``."""
+        if self.shards == 1:
+            return parameter.detach() if not parameter.is_meta else torch.empty_like(parameter, device=self.world.device)
+        first, last = chunk(len(parameter), self.shards, self.world.layout.coordinates(self.world.rank)["dp_shard"])
+        return torch.empty((last - first, *parameter.shape[1:]), dtype=parameter.dtype, device=self.world.device)
+
+    def _copy(self, parameter: nn.Parameter, part: Tensor, dtype: torch.dtype | None) -> nn.Parameter:
+        """Returns a parameter with which the model computes: ``part`` itself if that is all of it and has the ``dtype``."""
+        dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        if self.shards > 1 or dtype != part.dtype:
+            part = torch.empty(parameter.shape, dtype=dtype, device=self.world.device)
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    def _add_unit(self, names: list[str]) -> None:
         if names:
-            unit = _Unit(self.scheme.reduction(), names, [computing[name] for name in names])
+            self._groups.append(names)
+        if names := [name for name in names if name in self.trained]:
+            unit = _Unit(self.scheme.reduction(), names, [self._computing[name] for name in names])
             self._units.append(unit)
             for parameter in unit.computing:
                 parameter.register_post_accumulate_grad_hook(partial(self._came, unit))
@@ -70,11 +97,35 @@ class Whole(Parameters):
         if number == 0:
             self.forget_grads()
             with torch.no_grad():
-                if self._casts:
-                    torch._foreach_copy_([copy for copy, _ in self._casts], [part for _, part in self._casts])
+                self._make_copies()
         self._next = 0
         for unit in self._units:
             unit.waiting = len(unit.names)
+
+    def _make_copies(self) -> None:
+        """Writes the present values into the parameters with which the model computes."""
+        if self.shards > 1:
+            for names in reversed(self._groups):
+                self._gather(names)
+        elif pairs := [(self._computing[name], part) for name, part in self.parts.items() if self._computing[name].dtype != part.dtype]:
+            torch._foreach_copy_([copy for copy, _ in pairs], [part for _, part in pairs])
+
+    def _gather(self, names: list[str]) -> None:
+        """Gathers some parameters from the parts of all shards, in the dtype of the computation."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in names:
+            by_dtype.setdefault(self._computing[name].dtype, []).append(name)
+        for dtype, alike in by_dtype.items():
+            whole = [self._computing[name] for name in alike]
+            ends = _ends(whole, self.shards)
+            mine = torch.empty(ends[-1], dtype=dtype, device=self.world.device)
+            places = [mine[first:][: self.parts[name].numel()] for name, first in zip(alike, ends, strict=False)]
+            torch._foreach_copy_(places, [self.parts[name].flatten() for name in alike])
+            everyone = mine.new_empty(self.shards * len(mine))
+            all_gather(everyone, mine, self.world.shard_group)
+            rows = everyone.view(self.shards, -1)
+            pairs = [pair for copy, (first, last) in zip(whole, pairwise(ends), strict=True) for pair in _pairs(copy, rows[:, first:last])]
+            torch._foreach_copy_([copy for copy, _ in pairs], [found for _, found in pairs])
 
     def _came(self, unit: _Unit, _: Tensor) -> None:
         """Notes that the backward pass has brought a gradient of ``unit``."""
@@ -91,16 +142,27 @@ class Whole(Parameters):
     def _sum(self, unit: _Unit) -> None:
         self._next += 1
         found = [parameter.grad if parameter.grad is not None else torch.zeros_like(parameter) for parameter in unit.computing]
-        flat = torch.cat([grad.detach().reshape(-1) for grad in found])
+        if self.shards == 1:
+            flat = torch.cat([grad.detach().reshape(-1) for grad in found])
+        else:
+            flat = torch._chunk_cat([grad.detach() for grad in found], 0, self.shards).view(-1)
         for parameter in unit.computing:
             parameter.grad = None
         if self.world.device.type != "cuda" or self.world.size == 1:
-            unit.total = unit.reduction.reduce(flat)
-            return
+            return self._add(unit, flat)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            unit.total = unit.reduction.reduce(flat)
+            self._add(unit, flat)
             flat.record_stream(self._stream)
+
+    def _add(self, unit: _Unit, flat: Tensor) -> None:
+        """Sums the gradients of a round over the members, and over the rounds unless the scheme has done that."""
+        reduction = unit.reduction
+        if (total := reduction.reduce(flat)) is not None:
+            unit.total = total if unit.total is None else unit.total.add_(total)
+        if self.scheme.round.last and self.shards > 1 and reduction.across_replicas is not None:
+            assert unit.total is not None
+            reduction.across_replicas(unit.total)
 
     @property
     def _stream(self) -> torch.cuda.Stream:
@@ -110,8 +172,9 @@ class Whole(Parameters):
         found = dict[str, Tensor]()
         for unit in self._units:
             assert unit.total is not None, "the last round has summed every unit"
-            pieces = unit.total.split([self.parts[name].numel() for name in unit.names])
-            found.update((name, piece.view(self.parts[name].shape)) for name, piece in zip(unit.names, pieces, strict=True))
+            for name, first in zip(unit.names, _ends(unit.computing, self.shards), strict=False):
+                part = self.parts[name]
+                found[name] = unit.total[first : first + part.numel()].view(part.shape)
         return {name: found[name] for name in self.parts if name in found}
 
     def forget_grads(self) -> None:
@@ -121,14 +184,28 @@ class Whole(Parameters):
                 parameter.grad = None
 
 
-def _in_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    """Returns ``parameter`` itself, or new memory in its place with the floating-point ``dtype``."""
-    if dtype is None or dtype == parameter.dtype or not parameter.is_floating_point():
-        return parameter
-    return nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
+def _ends(whole: list[nn.Parameter], shards: int) -> list[int]:
+    """Returns where each parameter begins in memory that has the parts of one shard, each as long as the longest, and where it ends."""
+    ends = [0]
+    for parameter in whole:
+        ends.append(ends[-1] + -(-len(parameter) // shards) * (parameter.numel() // len(parameter)))
+    return ends
 
 
-def _replace(model: nn.Module, by: dict[int, nn.Parameter]) -> None:
+def _pairs(whole: Tensor, found: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Returns what is to be copied where: ``found`` [shards, n] are the parts of ``whole``, of which the last ones may be short."""
+    shards, (rows, *rest) = len(found), whole.shape
+    if rows % shards == 0:
+        return [(whole.detach().view(shards, -1), found)]
+    bounds = [chunk(rows, shards, shard) for shard in range(shards)]
+    return [
+        (whole.detach()[first:last], found[shard, : whole[first:last].numel()].view(last - first, *rest))
+        for shard, (first, last) in enumerate(bounds)
+        if first < last
+    ]
+
+
+def _replace(model: nn.Module, by: Mapping[int, nn.Parameter]) -> None:
     """Puts other parameters in the place of those with the given ids; tied ones stay tied."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

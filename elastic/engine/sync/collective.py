@@ -11,7 +11,9 @@ from elastic.engine.world import reduce_scatter
 
 
 class Collective(Scheme):
-    """A reduce-scatter over the shards and an all-reduce over the replicas: in every round if parameters are split, else in the last."""
+    """A reduce-scatter over the shards and an all-reduce over the replicas: in the last round, or, if parameters are split and the scheme
+    is not late, in every round.
+    """
 
     keeps_sums = False
     needs_replicate_group = True
@@ -26,23 +28,28 @@ class CollectiveReduction(Reduction):
     def __init__(self, scheme: Collective) -> None:
         self.scheme, self.world = scheme, scheme.world
         self.total: Tensor | None = None
-        """The sum of this member's rounds, if parameters are not split."""
-        if self.world.layout.dp_replicate > 1 and self.world.layout.dp_shard > 1:
+        """The sum of this member's rounds, if members do not sum each round."""
+        if not self.scheme.late and self.world.layout.dp_replicate > 1 and self.world.layout.dp_shard > 1:
             self.across_replicas = self._add_replicas
 
     def reduce(self, grads: Tensor) -> Tensor | None:
-        shards = self.world.layout.dp_shard
-        if shards > 1:
-            total = grads.new_empty(grads.numel() // shards)
-            reduce_scatter(total, grads, self.world.shard_group)
-            return total
-        wide = torch.promote_types(grads.dtype, torch.float32)
+        wide, shards = torch.promote_types(grads.dtype, torch.float32), self.world.layout.dp_shard
+        if shards > 1 and not self.scheme.late:
+            return self._scattered(grads.to(wide))
         self.total = grads.to(wide, copy=True) if self.total is None else self.total.add_(grads)
         if not self.scheme.round.last:
             return None
         total, self.total = self.total, None
+        if shards > 1:
+            total = self._scattered(total)
         if self.world.layout.dp_replicate > 1:
             self._add_replicas(total)
+        return total
+
+    def _scattered(self, grads: Tensor) -> Tensor:
+        """Returns this member's shard of the sum over the members of its replica."""
+        total = grads.new_empty(grads.numel() // self.world.layout.dp_shard)
+        reduce_scatter(total, grads, self.world.shard_group)
         return total
 
     def _add_replicas(self, shard: Tensor) -> None:

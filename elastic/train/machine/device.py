@@ -31,9 +31,16 @@ def need_of(job: Job, tensors: Sequence[Tensor]) -> Need:
     with_moments = {tensor.name for tensor in tensors if tensor.kind.startswith("moment.")}
     trained = sum(math.prod(tensor.shape) for tensor in parameters if tensor.name in with_moments or not with_moments)
     sums = 2 if job.reproducible and job.reduction.block > 1 else 1
-    compute = PRECISIONS[job.precision].compute
+    compute, zero = PRECISIONS[job.precision].compute, job.parallel.zero
     copies = compute.itemsize * elements if compute is not None else 0
-    return Need(sum(nbytes(tensor, tensor.whole()) for tensor in tensors), 4 * sums * trained, copies)
+    whole = copies or sum(nbytes(tensor, tensor.whole()) for tensor in parameters)
+    return Need(
+        state=sum(nbytes(tensor, tensor.whole()) for tensor in tensors),
+        gradients=4 * sums * trained,
+        computing=copies,
+        gathered=whole if zero in (1, 2) else 0,
+        late=zero == 1 and not job.reproducible,
+    )
 
 
 def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, here: int, took: int = 0) -> int:

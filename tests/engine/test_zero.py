@@ -1,0 +1,119 @@
+"""Stages of ZeRO (Rajbhandari and others 2020): what members share, what they send for it, and that nothing else depends on it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from elastic.engine.world import World
+from elastic.errors import JobError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout, table
+from elastic.train.model import build_model, builder_of
+from elastic.train.step import compute
+from tests.support.collectives import Calls, counting
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, member, train
+from tests.support.toys import toy_job
+from tests.support.worlds import STEPS
+
+LARGE = {"vocab": 29, "dim": 64, "layers": 4, "heads": 4}
+FREE = {"reproducible": False, "precision": "bf16", "model_args": LARGE, "copies": {"copy_every": 0}}
+
+
+def staged(folder: Path, zero: int, **changes: Any) -> Job:
+    return toy_job(folder, parallel={"zero": zero}, **changes)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(1, 3), Layout(2, 2)], ids=str)
+def test_every_stage_gives_the_bits_of_one_worker(ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout) -> None:
+    """Shards are uneven with 3, replicas beside shards with 2×2, embeddings tied.  The control: another seed gives other bits."""
+    hashes = {zero: train(ranks, staged(tmp_path / str(zero), zero), layout, STEPS).hash for zero in (1, 2, 3)}
+    assert hashes == dict.fromkeys((1, 2, 3), reference.hash)
+    assert train(ranks, staged(tmp_path / "other", 2, seed=1), layout, STEPS).hash != reference.hash
+
+
+def test_a_run_goes_from_stage_to_stage(ranks: Ranks, tmp_path: Path) -> None:
+    """Each segment begins with the checkpoint of the one before, in bf16: the stage is no part of the trajectory."""
+    whole = train(ranks, staged(tmp_path / "whole", 0, precision="bf16"), Layout(2, 1), 4)
+    moved, version = tmp_path / "moved", Version(0, 0)
+    for last, (zero, layout) in enumerate([(3, Layout(1, 3)), (2, Layout(1, 2)), (0, Layout(1, 1)), (1, Layout(2, 2))], 1):
+        found = train(ranks, staged(moved, zero, precision="bf16"), layout, last, version)
+        version = found.version
+    assert found.hash == whole.hash
+
+
+def stepping(world: World, job: Job) -> tuple[Calls, int, float]:
+    """Returns the collectives of a step's rounds, the bytes of tensors at their end beyond those before the run, and a loss."""
+    before = living()
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        me.step()
+        loss = me.step().loss
+        with counting() as calls:
+            compute(me.session, me.state, 3)
+        return calls, living() - before, loss
+
+
+def living() -> int:
+    """Returns the bytes of all tensors of this process; each memory counts once."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and each.device.type == "cpu":
+            local = each.to_local() if hasattr(each, "to_local") else each
+            found[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_a_stage_shares_and_sends_what_it_promises(ranks: Ranks, tmp_path: Path, members: int) -> None:
+    """C2, C3, C4: bytes of live storages a parameter and member, and bytes sent a parameter, with bf16 and sums in float32; losses agree.
+
+    Before a commit a member has 4 bytes of the weights, 8 of the moments and 4 of the sums for each parameter that it updates, and 2 for
+    each with which it computes.  Stage 1 sends gradients once a step and not in each of ``rounds``; a member sends the part
+    (``members`` - 1) / ``members`` of what is gathered or scattered.  The control: stages differ by more than the tolerance.
+    """
+    rounds, share = 8 // members, 1 / members
+    job = staged(tmp_path, 0, **FREE)
+    count = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
+    layouts = {0: Layout(members, 1), 1: Layout(1, members), 2: Layout(1, members), 3: Layout(1, members)}
+    promised = {0: 4 + 8 + 4 + 2, 1: 2 + 16 * share, 2: 2 + 16 * share, 3: 16 * share}
+    gathered, scattered = {0: 0, 1: 2, 2: 2, 3: 2 * 2 * rounds}, {0: 0, 1: 4, 2: 4 * rounds, 3: 4 * rounds}
+    losses = []
+    for zero, layout in layouts.items():
+        found = ranks.run(layout, stepping, staged(tmp_path / str(zero), zero, **FREE))
+        calls, taken, loss = found[0]
+        losses.append(loss)
+        assert taken / count == pytest.approx(promised[zero], rel=0.03), zero
+        whole = sum(call.bytes for call in calls if "gather" in call.name) * members / (members + 1)
+        assert whole / count == pytest.approx(gathered[zero], rel=0.03), (zero, "gathered")
+        whole = sum(call.bytes for call in calls if "reduce_scatter" in call.name) * members / (members + 1)
+        assert whole / count == pytest.approx(scattered[zero], rel=0.03), (zero, "scattered")
+    assert losses == pytest.approx([losses[0]] * 4, rel=2e-3)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("parallel", "worlds"),
+    [
+        ({"zero": 0}, ["1×1", "2×1", "3×1", "4×1"]),
+        ({"zero": 2}, ["1×1", "1×2", "1×3", "1×4"]),
+        ({"zero": 1, "dp_shard": 2}, ["", "1×2", "1×2", "2×2"]),
+        ({"zero": "auto"}, ["1×1", "2×1", "3×1", "4×1"]),
+    ],
+)
+def test_a_stage_says_what_is_cut(parallel: dict[str, Any], worlds: list[str]) -> None:
+    rule = toy_job("/nowhere", parallel=parallel, workers={"max": 4}).layout_rule()
+    assert [str(layout or "") for _, layout in table(rule, 4, 1)] == worlds
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cut", ["dp_shard", "min_shard"])
+def test_stage_0_with_shards_is_refused(cut: str) -> None:
+    with pytest.raises(JobError, match=rf"parallel\.zero = 0 shares nothing, and parallel\.{cut} = 2; leave one of them out"):
+        toy_job("/nowhere", parallel={"zero": 0, cut: 2}, workers={"max": 4})

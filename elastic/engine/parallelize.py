@@ -15,6 +15,7 @@ from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.split import Split, apply_fsdp, apply_sync, keep_streams
 from elastic.engine.axes.whole import Whole
 from elastic.engine.compile import apply_compile
+from elastic.engine.fp8 import apply_fp8
 from elastic.engine.loss_scale import is_scaled
 from elastic.engine.memory import apply_recompute
 from elastic.engine.precision import PRECISIONS
@@ -39,10 +40,12 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
     scheme = scheme_of(job)(world, deal, late=job.parallel.zero == 1)
     apply_kernels(blueprint, world.device, job)
+    precision = PRECISIONS[job.precision]
+    if precision.fp8:
+        apply_fp8(blueprint, table)
     apply_recompute(blueprint, table, job.recompute)
     if job.compile:
         apply_compile(blueprint, table)
-    precision = PRECISIONS[job.precision]
     if world.layout.dp_shard == 1 or job.parallel.zero in (1, 2):
         parameters = Whole(blueprint, world, table, precision, scheme)
         for module in blueprint.modules():

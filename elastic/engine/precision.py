@@ -14,11 +14,20 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """One policy.  With ``compute`` None the parameters are used in the dtype that they have."""
+    """One policy.  With ``compute`` None the parameters are used in the dtype that they have.
+
+    With ``fp8`` linear layers of the blocks multiply in that format: see ``fp8.py``.
+    """
 
     compute: torch.dtype | None
     reduce: torch.dtype = torch.float32
+    fp8: bool = False
 
 
-PRECISIONS = {"fp32": Precision(None), "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}
+PRECISIONS = {
+    "fp32": Precision(None),
+    "bf16": Precision(torch.bfloat16),
+    "fp16": Precision(torch.float16),
+    "fp8": Precision(torch.bfloat16, fp8=True),
+}
 """The policies by the names that the setting ``precision`` accepts."""

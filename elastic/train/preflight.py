@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from elastic.data.loader import Dataset
+from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.errors import JobError, ModelError
@@ -59,6 +60,11 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
         build = build_of(session)
         session.loader.close()
     _check_vocabulary(model, session.loader.dataset)
+    if job.precision == "fp8" and not layers_of(model, sharding_table(model)):
+        raise ModelError(
+            f"precision = 'fp8': no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and nothing else "
+            f"multiplies in fp8; take 'bf16', or other sizes"
+        )
     check(_bucket(job), job.name)
     run = Run.look(job)
     run.check_data(build.data)

@@ -71,9 +71,9 @@ class Data(Part):
 class Optim(Part):
     """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two dimensions."""
 
-    kind: Refused[Literal["adamw", "sgd", "adagrad", "rmsprop"] | Code] = "adamw"
-    """The optimizer: ``adamw`` (with ``decay = "l2"`` it is Adam), ``sgd``, ``adagrad``, ``rmsprop``, or ``pkg.module:RULE`` with a
-    ``Rule`` of ``elastic.engine.optim.base``.
+    kind: Refused[Literal["adamw", "sgd", "adagrad", "rmsprop", "muon"] | Code] = "adamw"
+    """The optimizer: ``adamw`` (with ``decay = "l2"`` it is Adam), ``sgd``, ``adagrad``, ``rmsprop``, ``muon`` for the matrices of
+    the blocks with ``adamw`` for the rest, or ``pkg.module:RULE`` with a ``Rule`` of ``elastic.engine.optim.base``.
     """
     args: Branch[dict[str, JsonValue]] = {}
     """Settings of your own optimizer."""
@@ -82,7 +82,7 @@ class Optim(Part):
     betas: Branch[tuple[Fraction, Fraction]] = (0.9, 0.95)
     """Decay rates of the averages of the gradient and of its square.  ``rmsprop`` uses the second one only."""
     momentum: Branch[Fraction] = 0.9
-    """Part of the velocity that ``sgd`` keeps in each step."""
+    """Part of the velocity that ``sgd`` keeps in each step, and part of the average that ``muon`` keeps; 0.95 is usual for ``muon``."""
     eps: Branch[Annotated[Number, Field(gt=0)]] = 1e-8
     """Number that is added to the divisor of an update, so that it is never zero."""
     weight_decay: Branch[Annotated[Number, Field(ge=0)]] = 0.1

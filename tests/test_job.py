@@ -152,12 +152,12 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "[optim]\nmomentum = 0.5",
             [],
-            "job.toml: optim.momentum = 0.5 is a setting of sgd, and optim.kind = 'adamw'; leave it out",
+            "job.toml: optim.momentum = 0.5 is a setting of sgd, muon, and optim.kind = 'adamw'; leave it out",
         ),
         (
             "[optim]\nkind = 'sgd'\neps = 1e-3",
             [],
-            "job.toml: optim.eps = 0.001 is a setting of adamw, adagrad, rmsprop, and optim.kind = 'sgd'; leave it out",
+            "job.toml: optim.eps = 0.001 is a setting of adamw, adagrad, rmsprop, muon, and optim.kind = 'sgd'; leave it out",
         ),
         (
             "[schedule]\nkind = 'wsd'",

@@ -82,7 +82,13 @@ def _ramp(job: Job) -> Iterator[str]:
         )
 
 
-_OF_OPTIMIZERS = {"adamw": ("betas", "eps"), "sgd": ("momentum",), "adagrad": ("eps",), "rmsprop": ("betas", "eps")}
+_OF_OPTIMIZERS = {
+    "adamw": ("betas", "eps"),
+    "sgd": ("momentum",),
+    "adagrad": ("eps",),
+    "rmsprop": ("betas", "eps"),
+    "muon": ("betas", "momentum", "eps"),
+}
 """The settings that only some optimizers read, by optimizer."""
 
 
@@ -95,6 +101,8 @@ def _unused(optim: Optim) -> Iterator[str]:
         if value != default:
             readers = ", ".join(kind for kind, names in _OF_OPTIMIZERS.items() if name in names)
             yield f"optim.{name} = {value!r} is a setting of {readers}, and optim.kind = {optim.kind!r}; leave it out"
+    if optim.kind == "muon" and optim.decay == "l2":
+        yield "optim.decay = 'l2' with optim.kind = 'muon': it would turn a direction and shrink nothing; use optim.decay = 'decoupled'"
 
 
 def _deadlines(deadlines: Deadlines) -> Iterator[str]:

@@ -91,6 +91,12 @@ def sharding_table(model: nn.Module) -> ShardingTable:
     return ShardingTable(blocks=tuple(f"{name}.{i}" for i in range(len(largest))))
 
 
+def matrices_of(model: nn.Module) -> frozenset[str]:
+    """Returns the names of the weights with two dimensions inside the blocks."""
+    blocks = tuple(f"{name}." for name in sharding_table(model).blocks)
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() == 2 and name.startswith(blocks))
+
+
 def _aliases(model: nn.Module) -> list[list[tuple[str, str]]]:
     """Returns the groups of (module, attribute) that are one tied parameter, or one buffer."""
     owners: dict[int, list[tuple[str, str]]] = {}

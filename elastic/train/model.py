@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elastic.engine.optim.base import Optimizer, Rule
-from elastic.engine.parallelize import parallelize
+from elastic.engine.parallelize import matrices_of, parallelize
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.ids import Cell
@@ -71,12 +71,21 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
 
 
 def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
-    """Returns every tensor of the state in a fixed order: parameters, their moments by ``rule``, buffers, and scalars."""
-    found = []
+    """Returns every tensor of the state in a fixed order: parameters, their moments by ``rule``, buffers, and scalars.
+
+    Raises :class:`ModelError` if the rule is for matrices of blocks, and the model has none.
+    """
+    found, matrices = [], matrices_of(model)
+    if rule.matrix_moments is not None and not matrices:
+        raise ModelError(
+            "the optimizer is for the weights with two dimensions inside the model's blocks, and there are none; name the blocks in "
+            "sharding(), or take another optim.kind"
+        )
     for name, parameter in model.named_parameters():
         found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)))
         if parameter.requires_grad:
-            found += [Tensor(name, f"moment.{moment}", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)) for moment in rule.moments]
+            moments = rule.moments_of(is_matrix=name in matrices)
+            found += [Tensor(name, f"moment.{moment}", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)) for moment in moments]
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
@@ -106,7 +115,8 @@ class State:
     def __init__(self, job: Job, builder: Builder, rule: Rule, world: World, version: Version) -> None:
         blueprint = build_model(job, builder)
         self.tensors = tensors_of(blueprint, rule)
-        self.rows = {name: parameter.shape[0] for name, parameter in blueprint.named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in blueprint.named_parameters()}
+        self.rows, matrices = {name: shape[0] for name, shape in shapes.items()}, matrices_of(blueprint)
         decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
         self.job, self.world = job, world
         self.model, self.parameters, self.sync = parallelize(blueprint, world, job)
@@ -117,7 +127,7 @@ class State:
         cell = cell_of(world.layout, world.rank)
         parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
         boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
-        self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed)
+        self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed, shapes, matrices)
         self.shard = Shard(version, cell, self._values(local, cell))
 
     def _values(self, local: Mapping[str, torch.Tensor], cell: Cell) -> dict[Key, torch.Tensor]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 import torch
+import torch.distributed as dist
 
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
@@ -23,6 +24,7 @@ from elastic.engine.world import TO_HOST, World
 from elastic.errors import ModelError
 from elastic.imports import failure
 from elastic.job import Job
+from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import FROM_DEVICE, HEADER, LOWER, NO_COPIES, CommitShape, Copied, Outcome, conclude, head_of
 from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
@@ -77,7 +79,7 @@ def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitSha
     reserve(state.world, shape)
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
-    norm = prepare(session, state, fence, step)
+    norm = prepare(session, state, fence, step, share)
     blank = blank_record(shape, state.world.rank, step, boundary(), share, copied)
     record = fill_record(state.world.to_device("record", blank), share, norm)
     outcome = commit(session, state, fence, shape, step, record)
@@ -176,18 +178,29 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def prepare(session: Session, state: State, fence: ApplyFence, step: int) -> torch.Tensor:
+def prepare(session: Session, state: State, fence: ApplyFence, step: int, share: Share) -> torch.Tensor:
     """Reduces what the optimizer needs from the group, and returns the squared norm.  Afterwards this member can apply alone."""
     session.counters.at("commits")
     grads = state.parameters.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
     if (scale := state.optimizer.loss_scale.value) != 1:
         norm /= scale**2
+    if state.optimizer.rule.prepare is not None:
+        state.optimizer.prepare(grads, norm, tokens_of(share, state.world), state.world)
     session.counters["collective"] = 1
     session.faults.strike("before_commit", step, state.world)
     with fence as member:
         member.prepare(step)
     return norm
+
+
+def tokens_of(share: Share, world: World) -> torch.Tensor:
+    """Returns the number of tokens of the whole step, which :attr:`Outcome.tokens` will have: a float64 scalar on the device."""
+    mine = [count.double().trunc() for count, samples in zip(share.counts, share.samples, strict=True) if samples]
+    speaks = world.rank in reporters(world.layout)
+    total = torch.stack(mine).sum() if mine and speaks else torch.zeros((), dtype=torch.float64, device=world.device)
+    dist.all_reduce(total)
+    return total
 
 
 def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share: Share, copied: Copied = NO_COPIES) -> torch.Tensor:

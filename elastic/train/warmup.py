@@ -52,7 +52,10 @@ def warm_up(session: Session, device: torch.device) -> int:
 
 
 def _compute(session: Session, world: World) -> int:
-    """Computes one microbatch, forward and backward, and the norm of its gradients.  Returns as :func:`warm_up`."""
+    """Computes one microbatch, forward and backward, the norm of its gradients, and what the optimizer prepares.
+
+    Returns as :func:`warm_up`.
+    """
     before = 0
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -69,6 +72,8 @@ def _compute(session: Session, world: World) -> int:
     loss.backward()
     state.parameters.end_round()
     grads = state.parameters.grads()
-    squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
+    norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
+    if state.optimizer.rule.prepare is not None:
+        state.optimizer.prepare(grads, norm, torch.ones_like(norm), world)
     world.finish()
     return torch.cuda.max_memory_allocated(world.device) - before if world.device.type == "cuda" else 0

@@ -109,7 +109,7 @@ def test_what_is_no_optimizer_is_refused(tmp_path: Path, kind: str, said: str) -
 
 @pytest.mark.fast
 def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"^Job: optim\.kind = 'adam' must be 'adamw', 'sgd', 'adagrad' or 'rmsprop', or"):
+    with pytest.raises(JobError, match=r"^Job: optim\.kind = 'adam' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or"):
         toy_job(tmp_path, optim={"kind": "adam"})
 
 

@@ -5,20 +5,22 @@ gradient, the moments, and the place of the slice in the whole tensor.  The mome
 other: they are made before the first step, healed, copied, saved and resumed without any work of the rule.
 
 :class:`Optimizer` has what all rules share: the mean over tokens, clipping, the learning rate, and the treatment of a gradient that is
-not finite.  An optimizer that needs a whole matrix (Muon) must exchange it before the commit, while members may still fail; no rule does
-so yet.
+not finite.  A rule that needs whole matrices (Muon) exchanges them before the commit, in :attr:`Rule.prepare`: an update after the commit
+may not wait for a member, which may be gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from elastic.engine.loss_scale import SCALARS, LossScale, is_scaled
 from elastic.engine.optim.schedule import learning_rate_of
+from elastic.engine.world import World
 from elastic.errors import CodeError
 from elastic.imports import load
 from elastic.job import Job, Optim
@@ -30,6 +32,7 @@ RULES = {
     "sgd": "elastic.engine.optim.sgd:SGD",
     "adagrad": "elastic.engine.optim.adagrad:ADAGRAD",
     "rmsprop": "elastic.engine.optim.rmsprop:RMSPROP",
+    "muon": "elastic.engine.optim.muon:MUON",
 }
 """Places of the rules that have a short name.  Any other rule is named as ``pkg.module:NAME``."""
 
@@ -46,6 +49,26 @@ class Part:
     """Moments by the names that the rule declares, with the dtype of ``values``."""
     decays: bool
     """True if the weights decay, as in tensors of two and more dimensions."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    is_matrix: bool
+    """True for a weight with two dimensions inside a block; embeddings and heads are not inside of one."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """The values that a rule gets before the commit.  They are the same on every member."""
+
+    settings: Optim
+    divide: Tensor
+    """The number by which the summed gradients are divided: a float64 scalar on the device, as ``clip`` is."""
+    clip: Tensor
+    """The number by which they are multiplied then."""
+    world: World
+
+    def mean(self, grad: Tensor) -> Tensor:
+        """Returns the mean gradient, clipped.  It is that of :func:`mean_`, but for the last bit on some devices."""
+        return (grad / self.divide).mul_(self.clip)
 
 
 @dataclass(frozen=True)
@@ -65,6 +88,8 @@ class Hyper:
     """The number by which a rule that :attr:`~Rule.scales` divides the summed gradients."""
     clip: float = 1.0
     """The number by which it multiplies them then."""
+    prepared: Mapping[str, Tensor] = field(default_factory=dict)
+    """The tensors that the rule has prepared for this step."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +105,17 @@ class Rule:
     scalars: tuple[str, ...] = field(default=())
     scales: bool = False
     """True if ``update`` gets sums, and takes the mean and clips by itself, as :func:`mean_` does."""
+    matrix_moments: tuple[str, ...] | None = None
+    """The moments of :attr:`matrices <Part.is_matrix>`, if they are others than ``moments``."""
+    prepare: Callable[[list[Part], list[Tensor], Before], Mapping[str, Tensor]] | None = None
+    """``prepare(parts, grads, before)`` runs before the commit, gets sums, and returns tensors for the update.
+
+    It may use collectives, but it must change nothing: the step may be given up.  It must not wait for the device.
+    """
+
+    def moments_of(self, *, is_matrix: bool) -> tuple[str, ...]:
+        """Returns the moments of a parameter."""
+        return self.matrix_moments if is_matrix and self.matrix_moments is not None else self.moments
 
 
 def mean_(grads: list[Tensor], hyper: Hyper) -> None:
@@ -121,12 +157,20 @@ class Optimizer:
     """The rule of a job, with the parameters and the state that this member holds."""
 
     def __init__(
-        self, job: Job, rule: Rule, parameters: Mapping[str, Tensor], boxes: Mapping[str, tuple[Slice, ...]], decayed: frozenset[str]
+        self,
+        job: Job,
+        rule: Rule,
+        parameters: Mapping[str, Tensor],
+        boxes: Mapping[str, tuple[Slice, ...]],
+        decayed: frozenset[str],
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        matrices: frozenset[str] = frozenset(),
     ) -> None:
         """Makes the state of ``rule``, which is the job's.
 
         ``parameters`` are local shards by name, which share memory with the model; ``boxes`` are their places in the whole tensors.
-        ``decayed`` has the names of the parameters whose weights decay.
+        ``decayed`` has the names of the parameters whose weights decay, ``matrices`` those of the matrices of blocks.  ``shapes`` has the
+        shapes of the whole tensors, if ``parameters`` are not whole.
         """
         self.job, self.rule = job, rule
         self.updates = torch.zeros((), dtype=torch.float32)
@@ -138,11 +182,27 @@ class Optimizer:
                 name,
                 boxes[name],
                 value,
-                {kind: torch.zeros_like(value, requires_grad=False) for kind in self.rule.moments},
+                {kind: torch.zeros_like(value, requires_grad=False) for kind in self.rule.moments_of(is_matrix=name in matrices)},
                 name in decayed,
+                shapes.get(name, tuple(value.shape)),
+                name in matrices,
             )
             for name, value in parameters.items()
         }
+        self._prepared: Mapping[str, Tensor] = {}
+
+    @torch.no_grad()
+    def prepare(self, grads: Mapping[str, Tensor], squared_norm: Tensor, tokens: Tensor, world: World) -> None:
+        """Prepares the update of a step before its commit, if the rule does so.
+
+        ``squared_norm`` and ``tokens`` are those of the outcome, as float64 scalars on the device.  State and ``grads`` do not change.
+        """
+        assert self.rule.prepare is not None
+        count, most = tokens.clamp(min=1), self.job.optim.clip_norm
+        norm = squared_norm.sqrt() / count
+        clip = torch.where(norm > most, most / norm, 1.0)
+        before = Before(self.job.optim, count * self.loss_scale.value, clip, world)
+        self._prepared = self.rule.prepare([*self.parts.values()], [grads[name] for name in self.parts], before)
 
     @torch.no_grad()
     def apply(self, grads: Mapping[str, Tensor], outcome: Outcome) -> float:
@@ -154,11 +214,12 @@ class Optimizer:
         lr = learning_rate_of(job, outcome.step)
         divide = max(outcome.tokens, 1) * self.loss_scale.value
         self.loss_scale.after(finite=outcome.finite)
+        prepared, self._prepared = self._prepared, {}
         if not outcome.finite:
             return lr
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
         decoupled = 0.0 if l2 else job.optim.weight_decay
-        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip)
+        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip, prepared)
         parts, mine = [*self.parts.values()], [grads[name] for name in self.parts]
         if l2 or not self.rule.scales:
             mean_(mine, hyper)

@@ -1,0 +1,336 @@
+"""Muon computes what torch.optim.Muon does, with the bits of one worker in every layout, and changes nothing before the commit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic.engine.optim import muon, owners
+from elastic.engine.optim.base import rule_of
+from elastic.engine.optim.owners import by_owners, owners_of, turns_of
+from elastic.engine.optim.schedule import learning_rate_of
+from elastic.engine.parallelize import matrices_of
+from elastic.engine.world import World
+from elastic.errors import JobError, ModelError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.models.llama import build
+from elastic.plan.axes import chunk
+from elastic.plan.layout import Layout
+from elastic.runs import Run
+from elastic.train.model import builder_of, tensors_of
+from tests.support.carried import Begun, Broken, Healed, begin, broken, go_on, holdings
+from tests.support.collectives import counting
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, finish, member, train
+from tests.support.toys import toy_job
+from tests.support.worlds import STEPS
+
+MOMENTUM = 0.95
+MOMENTS = {"moment.exp_avg", "moment.exp_avg_sq", "moment.momentum_buffer"}
+
+
+def muon_job(bucket: Path | str, clip_norm: float = 0.5, **changes: Any) -> Job:
+    """Returns a job whose gradients are clipped in about every second step."""
+    optim = {"kind": "muon", "lr": 1e-2, "momentum": MOMENTUM, "clip_norm": clip_norm}
+    return toy_job(bucket, optim=optim, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(ranks, muon_job(tmp_path_factory.mktemp("alone")), Layout(1, 1), STEPS)
+
+
+# ---- torch is the judge
+
+
+def judged(world: World, job: Job, steps: int, clips: bool, iterations: int) -> list[tuple[str, float, bool]]:
+    """Trains beside torch.optim.Muon and AdamW, which get the gradients of each step.
+
+    Returns, for each parameter, the largest difference, and whether the bits are the same.
+    """
+    with member(world, job, Version(0, 0)) as me:
+        parts, optim = me.state.optimizer.parts, job.optim
+        theirs = {name: torch.nn.Parameter(part.values.clone()) for name, part in parts.items()}
+        matrices = matrices_of(me.state.model)
+        both = [
+            torch.optim.Muon(
+                [theirs[name] for name in theirs if name in matrices],
+                weight_decay=optim.weight_decay,
+                momentum=MOMENTUM,
+                ns_steps=iterations,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            torch.optim.AdamW(
+                [
+                    {"params": [p for name, p in theirs.items() if name not in matrices and p.dim() >= 2]},
+                    {"params": [p for name, p in theirs.items() if name not in matrices and p.dim() < 2], "weight_decay": 0.0},
+                ],
+                betas=optim.betas,
+                eps=optim.eps,
+                weight_decay=optim.weight_decay,
+            ),
+        ]
+        update = me.state.optimizer.rule.update
+
+        def beside(parts: Any, grads: Sequence[Tensor], hyper: Any) -> None:
+            for part, grad in zip(parts, grads, strict=True):
+                theirs[part.name].grad = grad / hyper.divide
+            if clips and hyper.clip < 1:
+                for parameter in theirs.values():
+                    assert parameter.grad is not None
+                    parameter.grad *= hyper.clip
+            for each in both:
+                for group in each.param_groups:
+                    group["lr"] = learning_rate_of(job, me.state.shard.version.step + 1)
+                each.step()
+            update(parts, grads, hyper)
+
+        object.__setattr__(me.state.optimizer.rule, "update", beside)
+        while me.state.shard.version.step < steps:
+            me.step()
+        pairs = [(name, parts[name].values, theirs[name].detach()) for name in theirs]
+        return [(name, float((ours - other).abs().max()), torch.equal(ours, other)) for name, ours, other in pairs]
+
+
+def test_twenty_steps_are_torchs(ranks: Ranks, tmp_path: Path) -> None:
+    """A model in float32 on one device; both run Newton–Schulz in bfloat16.  The matrices have torch's bits; AdamW's rest is within 1e-6.
+
+    The controls: a judge that does not clip, and one with an iteration fewer.
+    """
+    job = muon_job(tmp_path, steps=20)
+    (found,) = ranks.run(Layout(1, 1), judged, job, 20, True, muon.ITERATIONS)
+    matrices = matrices_of(build(**job.model_args))
+    assert {name for name, _, same in found if same} >= matrices and len(matrices) == 4 * 7
+    assert max(difference for _, difference, _ in found) < 1e-6
+    for clips, iterations in ((False, muon.ITERATIONS), (True, muon.ITERATIONS - 1)):
+        (other,) = ranks.run(Layout(1, 1), judged, job, 3, clips, iterations)
+        assert not any(same for name, _, same in other if name in matrices)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("shape", [(32, 32), (7, 40), (40, 7), (1, 5)])
+def test_the_iterations_are_torchs(shape: tuple[int, int]) -> None:
+    """Bit for bit, and nearly orthogonal: the singular values are near 1.  A matrix of zeros stays zero."""
+    from torch.optim._muon import _zeropower_via_newtonschulz as theirs  # type: ignore[attr-defined]
+
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    found = muon.orthogonalised(matrix.clone())
+    assert torch.equal(found, theirs(matrix.clone(), muon.COEFFICIENTS, muon.ITERATIONS, muon.LEAST_NORM))
+    values = torch.linalg.svdvals(found.float())
+    assert 0.4 < float(values.median()) < 1.3 and float(values.max()) < 1.3
+    assert not muon.orthogonalised(torch.zeros(shape)).any()
+
+
+# ---- promise 1
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(1, 3), Layout(2, 2)], ids=str)
+def test_every_layout_gives_the_bits_of_one_worker(ranks: Ranks, alone: Trained, tmp_path: Path, layout: Layout) -> None:
+    """Promise 1."""
+    assert train(ranks, muon_job(tmp_path), layout, STEPS).hash == alone.hash
+    assert alone.outcomes[-1].loss < 0.8 * alone.outcomes[0].loss, "it learns"
+
+
+def test_a_users_own_model_too(ranks: Ranks, tmp_path: Path) -> None:
+    """Promise 1: odd sizes, so that shards are uneven or have no rows."""
+    own = {"model": "tests.support.toys:own", "model_args": {}}
+    one, four = (train(ranks, muon_job(tmp_path / str(n), **own), Layout(1, n), 3) for n in (1, 4))
+    assert one.hash == four.hash
+
+
+def test_fp16_skips_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    """A scale so large that the first step overflows: it is skipped, and 1×3 has the bits of one worker."""
+    hashes = set()
+    for layout in (Layout(1, 1), Layout(1, 3)):
+        job = muon_job(tmp_path / str(layout.world), precision="fp16")
+        version = Version(0, 0)
+        found = ranks.run(layout, overflown, job, 4)
+        hashes.add(finish(job, layout, [receipt for receipt, _ in found], Version(4, ranks.generation)))
+        assert [finite for finite in found[0][1]] == [False, True, True, True] and version.step == 0
+    assert len(hashes) == 1
+
+
+def overflown(world: World, job: Job, last: int) -> tuple[Any, list[bool]]:
+    """Trains with a scale of which the first step's gradients overflow; returns the receipt, and which steps were applied."""
+    with member(world, job, Version(0, 0)) as me:
+        me.state.optimizer.scalars["loss_scale"].fill_(2.0**19)
+        finite = []
+        while me.state.shard.version.step < last:
+            finite.append(me.step().finite)
+            me.state.optimizer.scalars["loss_scale"].fill_(2.0**8)
+        return me.save(), finite
+
+
+def by_own_rows(shapes: Any, rows: Any, compute: Any, world: World) -> list[Tensor]:
+    """The mistake that the exchange prevents: each member takes its rows for the whole."""
+    return [compute(rows(number)) for number in range(len(shapes))]
+
+
+def wrong(world: World, job: Job, last: int) -> Any:
+    with pytest.MonkeyPatch.context() as patch, member(world, job, Version(0, 0)) as me:
+        patch.setattr(muon, "by_owners", by_own_rows)
+        while me.state.shard.version.step < last:
+            me.step()
+        return me.save()
+
+
+def test_the_hash_sees_a_matrix_that_is_not_whole(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
+    """Negative control."""
+    for layout, same in ((Layout(1, 1), True), (Layout(1, 2), False)):
+        job = muon_job(tmp_path / str(layout.world))
+        receipts = ranks.run(layout, wrong, job, STEPS)
+        assert (finish(job, layout, receipts, Version(STEPS, ranks.generation)) == alone.hash) is same
+
+
+# ---- promises 2 and 4
+
+
+def test_its_state_is_saved_and_resumed_in_another_layout(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
+    """Promise 4: from the bucket.  A matrix of a block has one moment, every other parameter has two."""
+    job = muon_job(tmp_path)
+    first = train(ranks, job, Layout(2, 2), 3)
+    stored = {(tensor.kind, tensor.name) for tensor in Run.open(job).checkpoints.open(first.version).tensors()}
+    matrices = matrices_of(build(**job.model_args))
+    assert {kind for kind, _ in stored} == {"parameter", "scalar", *MOMENTS}
+    assert {name for kind, name in stored if kind == "moment.momentum_buffer"} == matrices
+    others = {name for kind, name in stored if kind == "parameter"} - matrices
+    assert {name for kind, name in stored if kind == "moment.exp_avg_sq"} == others and others >= {"embedding.weight", "norm.weight"}
+    assert train(ranks, job, Layout(1, 3), STEPS, first.version).hash == alone.hash
+
+
+def test_its_state_is_healed_from_members(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
+    """Promise 4: from memory, to a member that had nothing."""
+    job, old, new = muon_job(tmp_path), Layout(2, 2), Layout(1, 4)
+    begun: list[Begun] = ranks.run(old, begin, job, 2)
+    finish(job, old, [each.receipt for each in begun], begun[0].version)
+    members: list[Healed] = ranks.run(new, go_on, job, holdings(old, begun[0].version, [1, 2, 3]), STEPS)
+    assert all(each.wrong == [] for each in members) and members[0].received > 0
+    assert finish(job, new, [each.receipt for each in members if each.receipt], members[0].version) == alone.hash
+
+
+def lost() -> int:
+    """A boundary that fails: after the matrices are exchanged, before the commit."""
+    raise ZeroDivisionError
+
+
+def test_a_member_lost_between_exchange_and_commit_leaves_all_untouched(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
+    """Promise 2: the others do the step again, in another layout, to the bits of the undisturbed run."""
+    job, old, new = muon_job(tmp_path), Layout(2, 2), Layout(1, 3)
+    members: list[Broken] = ranks.run(old, broken, job, 3, lost)
+    assert members[3].error == "ZeroDivisionError" and all(each.error and each.untouched for each in members)
+    version = members[0].version
+    finish(job, old, [each.receipt for each in members], version)
+    healed: list[Healed] = ranks.run(new, go_on, job, holdings(old, version, range(3)), STEPS)
+    assert finish(job, new, [each.receipt for each in healed if each.receipt], healed[0].version) == alone.hash
+
+
+# ---- the exchange
+
+SHAPES = ((12, 4), (3, 50), (1, 9), (40, 40), (12, 4), (7, 2), (40, 40), (41, 39), (40, 40), (5, 5))
+
+
+@dataclass
+class Exchanged:
+    """The report of one member: its rows of the results, the bytes that it sent to others, and the largest matrices that it owned."""
+
+    rows: list[Tensor]
+    sent: list[tuple[int, ...]]
+    computed: int
+
+
+def matrices() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=draw).bfloat16() for shape in SHAPES]
+
+
+def exchanged(world: World, elements: int) -> Exchanged:
+    index, computed = world.layout.coordinates(world.rank)["dp_shard"], list[Tensor]()
+
+    def compute(matrix: Tensor) -> Tensor:
+        computed.append(matrix)
+        assert matrix.is_contiguous() and matrix.untyped_storage().nbytes() == matrix.nbytes, "it has memory of its own"
+        return muon.orthogonalised(matrix)
+
+    with pytest.MonkeyPatch.context() as patch, counting() as calls:
+        patch.setattr(owners, "TURN_ELEMENTS", elements)
+        whole = matrices()
+        rows = by_owners(SHAPES, lambda n: whole[n][slice(*chunk(len(whole[n]), world.layout.dp_shard, index))], compute, world)
+    return Exchanged(rows, [call.sent for call in calls.named("alltoall_base")], len(computed))
+
+
+@pytest.mark.parametrize("elements", [1, 10**6])
+def test_rows_go_to_the_owners_and_back_once(ranks: Ranks, elements: int) -> None:
+    """The rows are those of the matrices computed alone; what travels is what an owner lacks of its matrices, both ways, in bfloat16."""
+    members: list[Exchanged] = ranks.run(Layout(1, 3), exchanged, elements)
+    for number, matrix in enumerate(matrices()):
+        assert torch.equal(torch.cat([each.rows[number] for each in members]), muon.orthogonalised(matrix))
+    assert sum(each.computed for each in members) == len(SHAPES)
+    owner = owners_of(SHAPES, 3)
+    lacking = 0
+    for (rows, columns), own in zip(SHAPES, owner, strict=True):
+        first, last = chunk(rows, 3, own)
+        lacking += 2 * columns * (rows - (last - first))
+    to_others = sum(size for each in range(3) for call in members[each].sent for to, size in enumerate(call) if to != each)
+    assert to_others == 2 * lacking
+    turns = len(turns_of(SHAPES, owner, elements))
+    assert [len(each.sent) for each in members] == [2 * turns] * 3
+    assert (turns == 1) == (elements > 1)
+
+
+def test_replicas_exchange_among_themselves(ranks: Ranks) -> None:
+    """Both replicas own all matrices, and send each other nothing."""
+    members: list[Exchanged] = ranks.run(Layout(2, 2), exchanged, 10**6)
+    for rank, each in enumerate(members):
+        assert all(size == 0 for call in each.sent for to, size in enumerate(call) if to // 2 != rank // 2)
+    assert [each.computed for each in members[:2]] == [each.computed for each in members[2:]]
+
+
+@pytest.mark.fast
+def test_owners_have_about_the_same_work() -> None:
+    """80 blocks of seven matrices over 64 members: the busiest has at most 5 % more than the mean.  The control: in turn, it has more."""
+    shapes = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)) * 80
+
+    def busiest(found: Sequence[int]) -> float:
+        loads = [0] * 64
+        for (rows, columns), own in zip(shapes, found, strict=True):
+            loads[own] += rows * columns * min(rows, columns)
+        return max(loads) / (sum(loads) / 64)
+
+    assert busiest(owners_of(shapes, 64)) < 1.05 < busiest([number % 64 for number in range(len(shapes))])
+
+
+@pytest.mark.fast
+def test_turns_are_bounded_and_complete() -> None:
+    owner = owners_of(SHAPES * 9, 4)
+    for elements in (1, 100, 2000, 10**6):
+        turns = turns_of(SHAPES * 9, owner, elements)
+        assert sorted(number for turn in turns for number in turn) == list(range(9 * len(SHAPES)))
+        for turn in turns:
+            assert [owner[number] for number in turn] == sorted(owner[number] for number in turn)
+            most = max(sum(math.prod((SHAPES * 9)[n]) for n in turn if owner[n] == own) for own in range(4))  # of one owner
+            assert most <= max(elements, 1600)
+
+
+# ---- what is refused
+
+
+@pytest.mark.fast
+def test_weight_decay_in_the_gradient_is_refused() -> None:
+    with pytest.raises(JobError, match=r"optim\.decay = 'l2' with optim\.kind = 'muon'"):
+        toy_job("/nowhere", optim={"kind": "muon", "decay": "l2"})
+
+
+@pytest.mark.fast
+def test_a_model_without_matrices_in_blocks_is_refused() -> None:
+    job = toy_job("/nowhere", optim={"kind": "muon"})
+    with pytest.raises(ModelError, match="inside the model's blocks, and there are none"):
+        tensors_of(torch.nn.Linear(3, 3), rule_of(job))
+    assert tensors_of(builder_of(job)(**job.model_args), rule_of(job)), "the control"

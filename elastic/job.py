@@ -91,6 +91,10 @@ class Optim(Part):
     """Form of the weight decay: ``decoupled`` changes the weight itself, ``l2`` adds ``weight_decay`` × weight to the gradient, after
     clipping.
     """
+    moments: Refused[Literal["model", "bf16"]] = "model"
+    """Number format of the moments of ``adamw``.  ``model`` is that of the weights.  ``bf16`` takes half the bytes of float32: an update is
+    computed in float32 and rounded stochastically, with the same bits in every layout.
+    """
     clip_norm: Branch[Annotated[Number, Field(gt=0)]] = 1.0
     """Largest norm of the mean gradient.  A gradient with a larger norm is scaled down to it."""
 
@@ -270,7 +274,7 @@ class Job(Part):
     loss: Branch[Code] = "elastic.engine.loss:next_token"
     """The loss, as ``pkg.module:loss``.  ``loss(model, batch)`` returns ``(loss_sum, count)``: a sum, and the number of its terms."""
     seed: Branch[Whole] = 0
-    """Seed of the initial weights, of the order of the samples, and of dropout."""
+    """Seed of the initial weights, of the order of the samples, of dropout, and of the rounding of moments."""
     steps: Branch[Positive] = 100
     """Number of steps of the run."""
     global_batch: Branch[Positive] = 16
@@ -281,7 +285,7 @@ class Job(Part):
     """Number format of forward and backward.  Gradients are summed in float32.  ``fp8``: the linear layers of blocks multiply in fp8, all
     else is as with ``bf16``; it needs GPUs of compute capability 8.9, or CPUs for a test.
 
-    Weights and moments keep the format of the model, which is float32 unless it says otherwise.
+    Weights and moments keep the format of the model, which is float32 unless it or ``optim.moments`` says otherwise.
     """
     loss_scale: Branch[Literal["dynamic"] | Annotated[Number, Field(gt=0)]] = "dynamic"
     """Number by which the loss is multiplied with ``precision = "fp16"``, so that small gradients do not become zero.  ``dynamic``: as
@@ -473,7 +477,7 @@ _NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}
 The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is compared instead (``Run.trains_on``).
 """
 _LATER: dict[str, dict[str, Any]] = {
-    "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled"},
+    "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled", "moments": "model"},
     "schedule": {"decay_steps": 0},
     "batch_ramp": {"start": 0, "increment": 0, "samples": 0},
     "reduction": {"block": 1},

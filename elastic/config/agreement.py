@@ -83,7 +83,7 @@ def _ramp(job: Job) -> Iterator[str]:
 
 
 _OF_OPTIMIZERS = {
-    "adamw": ("betas", "eps"),
+    "adamw": ("betas", "eps", "moments"),
     "sgd": ("momentum",),
     "adagrad": ("eps",),
     "rmsprop": ("betas", "eps"),

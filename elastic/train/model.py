@@ -85,7 +85,8 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
         found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)))
         if parameter.requires_grad:
             moments = rule.moments_of(is_matrix=name in matrices)
-            found += [Tensor(name, f"moment.{moment}", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)) for moment in moments]
+            dtype = DTYPE_NAMES[rule.moments_dtype or parameter.dtype]
+            found += [Tensor(name, f"moment.{moment}", dtype, tuple(parameter.shape)) for moment in moments]
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))

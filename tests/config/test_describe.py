@@ -41,7 +41,7 @@ def test_every_setting_has_a_meaning_and_a_change_class() -> None:
 
 def test_the_trajectory_is_what_is_not_free() -> None:
     """The name is an exception: it says which run it is.  A run's folder may be moved, so its bucket is free."""
-    optim = {"kind": "a.b:c", "args": {"x": 1}, "momentum": 0.5, "decay": "l2"}
+    optim = {"kind": "a.b:c", "args": {"x": 1}, "momentum": 0.5, "decay": "l2", "moments": "bf16"}
     schedule = {"kind": "wsd", "decay_steps": 1}
     job = Job(
         name="run",
@@ -63,6 +63,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         "model",
         "model_args",
         "optim.kind",
+        "optim.moments",
         "numerics",
     }
 

@@ -302,7 +302,7 @@ def test_replicas_exchange_among_themselves(ranks: Ranks) -> None:
 
 @pytest.mark.fast
 def test_owners_have_about_the_same_work() -> None:
-    """With 80 blocks of seven matrices over 64 members, the busiest has at most 5 % more than the mean.  The control: in turn, it has more."""
+    """The busiest of 64 owners of 80 blocks has at most 5 % more than the mean.  The control: if they take turns, it has more."""
     shapes = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)) * 80
 
     def busiest(found: Sequence[int]) -> float:

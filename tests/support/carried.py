@@ -27,7 +27,7 @@ from storage.checkpoints import ShardReceipt
 from storage.slices import WHOLE
 from tests.support.cells import cell, shard_interval, shard_of, shard_slice
 from tests.support.collectives import Calls, counting
-from tests.support.segments import Member, member, shard_hash, shards
+from tests.support.segments import Member, member, raw, shard_hash, shards
 
 CARRIED: list[ApplyFence] = []
 """The fence of this process in its last world, with the shards that the process holds; empty before the first world."""
@@ -110,7 +110,7 @@ def differing(me: Member) -> list[tuple[str, str]]:
     wanted = {shard_slice(tensor, *shard_of(shard.cell)): tensor for tensor in me.state.tensors}
     reader = Run.open(me.session.job).checkpoints.open(shard.version)
     stored = dict(reader.read([part for part in wanted if part.count]))
-    return [(t.kind, t.name) for part, t in wanted.items() if shard.values[t.kind, t.name].numpy().tobytes() != stored.get(part, b"")]
+    return [(t.kind, t.name) for part, t in wanted.items() if raw(shard.values[t.kind, t.name]) != stored.get(part, b"")]
 
 
 def bytes_not_held(state: State, held: Sequence[Shard]) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from elastic.engine.optim.base import Hyper
 from elastic.engine.world import World
 from elastic.ids import NodeId, Version, WorkerId
@@ -83,9 +85,14 @@ def shards(fence: ApplyFence) -> list[Shard]:
         return list(rules.held.values())
 
 
+def raw(value: torch.Tensor) -> bytes:
+    """Returns the bytes of ``value``; numpy has no bfloat16."""
+    return value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def shard_hash(shard: Shard) -> str:
     """Returns the sha256 of the bytes of all slices of the shard."""
-    return hashlib.sha256(b"".join(shard.values[key].cpu().numpy().tobytes() for key in sorted(shard.values))).hexdigest()
+    return hashlib.sha256(b"".join(raw(shard.values[key]) for key in sorted(shard.values))).hexdigest()
 
 
 @contextmanager

@@ -7,19 +7,35 @@ With the weight decay in the gradient (``optim.decay = "l2"``) the same update i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from elastic.engine.optim.base import Hyper, Part, Rule, mean_
+from elastic.engine.optim.rounding import key_of, portions, round_
 
 
 def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     """Takes the mean, clips, and updates."""
+    if any(moment.dtype != part.values.dtype for part in parts for moment in part.moments.values()):
+        return _rounded(parts, grads, hyper)
     if all(each.device.type == "cuda" and each.dtype == torch.float32 for each in (*grads, *(part.values for part in parts))):
         return _by_kernel(parts, grads, hyper)
     mean_(grads, hyper)
     _by_torch(parts, grads, hyper)
+
+
+def _rounded(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
+    """Updates with moments in the dtype of the values, a portion at a time, and rounds these.  On GPUs torch's operations do so, too."""
+    for part, grad in zip(parts, grads, strict=True):
+        keys = {kind: key_of(hyper, part.name, kind) for kind in part.moments}
+        for rows, places in portions(part):
+            wide = {kind: moment[rows].to(part.values.dtype) for kind, moment in part.moments.items()}
+            update([replace(part, values=part.values[rows], moments=wide)], [grad[rows]], hyper)
+            for kind, values in wide.items():
+                round_(part.moments[kind][rows], values, places, keys[kind])
 
 
 def _by_kernel(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:

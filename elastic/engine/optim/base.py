@@ -46,7 +46,7 @@ class Part:
     """The boxes of the values in the whole tensor, one after the other along dimension 0."""
     values: Tensor
     moments: Mapping[str, Tensor]
-    """Moments by the names that the rule declares, with the dtype of ``values``."""
+    """Moments by the names that the rule declares, with the dtype that ``optim.moments`` names."""
     decays: bool
     """True if the weights decay, as in tensors of two and more dimensions."""
     shape: tuple[int, ...]
@@ -90,6 +90,10 @@ class Hyper:
     """The number by which it multiplies them then."""
     prepared: Mapping[str, Tensor] = field(default_factory=dict)
     """The tensors that the rule has prepared for this step."""
+    seed: int = 0
+    """The seed of the job."""
+    step: int = 0
+    """The number of this step, from 1, also counting steps that were skipped."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,9 @@ class Rule:
     It may use collectives, but it must change nothing: the step may be given up.  It must not wait for the device.
     """
 
+    moments_dtype: torch.dtype | None = None
+    """The dtype of the moments, if it is not that of the parameter.  :func:`rule_of` sets it; ``update`` must round then."""
+
     def moments_of(self, *, is_matrix: bool) -> tuple[str, ...]:
         """Returns the moments of a parameter."""
         return self.matrix_moments if is_matrix and self.matrix_moments is not None else self.moments
@@ -132,13 +139,18 @@ def decay_(parts: Sequence[Part], hyper: Hyper) -> None:
 
 
 def rule_of(job: Job) -> Rule:
-    """Returns the rule that ``optim.kind`` names, with the scalars that the job adds.  Raises :class:`CodeError` if it names none."""
+    """Returns the rule that ``optim.kind`` names, with the scalars and the dtype of moments that the job adds.
+
+    Raises :class:`CodeError` if it names none.
+    """
     kind = job.optim.kind
     found = load(RULES.get(kind, kind), "optim.kind")
     if not isinstance(found, Rule):
         raise CodeError(
             f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or one of {', '.join(RULES)}"
         )
+    if job.optim.moments == "bf16":
+        found = replace(found, moments_dtype=torch.bfloat16)
     if not is_scaled(job):
         return found
     if taken := set(SCALARS).intersection(found.scalars):
@@ -182,7 +194,10 @@ class Optimizer:
                 name,
                 boxes[name],
                 value,
-                {kind: torch.zeros_like(value, requires_grad=False) for kind in self.rule.moments_of(is_matrix=name in matrices)},
+                {
+                    kind: torch.zeros_like(value, dtype=rule.moments_dtype, requires_grad=False)
+                    for kind in rule.moments_of(is_matrix=name in matrices)
+                },
                 name in decayed,
                 shapes.get(name, tuple(value.shape)),
                 name in matrices,
@@ -219,7 +234,7 @@ class Optimizer:
             return lr
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
         decoupled = 0.0 if l2 else job.optim.weight_decay
-        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip, prepared)
+        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip, prepared, job.seed, outcome.step)
         parts, mine = [*self.parts.values()], [grads[name] for name in self.parts]
         if l2 or not self.rule.scales:
             mean_(mine, hyper)

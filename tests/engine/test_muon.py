@@ -25,7 +25,10 @@ from elastic.models.llama import build
 from elastic.plan.axes import chunk
 from elastic.plan.layout import Layout
 from elastic.runs import Run
+from elastic.train.counters import Counters
 from elastic.train.model import builder_of, tensors_of
+from elastic.train.session import make_session
+from elastic.train.warmup import warm_up
 from tests.support.carried import Begun, Broken, Healed, begin, broken, go_on, holdings
 from tests.support.collectives import counting
 from tests.support.ranks import Ranks
@@ -228,10 +231,29 @@ def lost() -> int:
     raise ZeroDivisionError
 
 
-def test_a_member_lost_between_exchange_and_commit_leaves_all_untouched(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
+def broken_in_the_exchange(world: World, job: Job, culprit: int) -> Broken:
+    """Runs a good step, then one in which ``culprit`` fails while the others wait for its rows."""
+    calls = 0
+
+    def second_fails(*arguments: Any) -> list[Tensor]:
+        nonlocal calls
+        calls += 1
+        return by_owners(*arguments) if calls == 1 or world.rank != culprit else [torch.empty(lost())]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "by_owners", second_fails)
+        return broken(world, job, culprit, None)
+
+
+@pytest.mark.parametrize("where", ["in the exchange", "before the commit"])
+def test_a_lost_member_leaves_all_untouched(ranks: Ranks, alone: Trained, tmp_path: Path, where: str) -> None:
     """Promise 2: the others do the step again, in another layout, to the bits of the undisturbed run."""
     job, old, new = muon_job(tmp_path), Layout(2, 2), Layout(1, 3)
-    members: list[Broken] = ranks.run(old, broken, job, 3, lost)
+    members: list[Broken]
+    if where == "in the exchange":
+        members = ranks.run(old, broken_in_the_exchange, job, 3)
+    else:
+        members = ranks.run(old, broken, job, 3, lost)
     assert members[3].error == "ZeroDivisionError" and all(each.error and each.untouched for each in members)
     version = members[0].version
     finish(job, old, [each.receipt for each in members], version)
@@ -324,6 +346,19 @@ def test_turns_are_bounded_and_complete() -> None:
             assert [owner[number] for number in turn] == sorted(owner[number] for number in turn)
             most = max(sum(math.prod((SHAPES * 9)[n]) for n in turn if owner[n] == index) for index in range(4))  # of one owner
             assert most <= max(elements, 1600)
+
+
+@pytest.mark.fast
+def test_a_warm_up_computes_with_whole_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It is rank 0 of a world of three, and owns some of the 14 matrices."""
+    computed = list[tuple[int, ...]]()
+    monkeypatch.setattr(muon, "orthogonalised", lambda matrix: (computed.append(tuple(matrix.shape)), matrix)[1])
+    job = muon_job(tmp_path, workers={"max": 3})
+    session = make_session(job, Counters(tmp_path / "counters", create=True))
+    warm_up(session, torch.device("cpu"))
+    session.loader.close()
+    assert "not warmed up" not in capsys.readouterr().out
+    assert 4 <= len(computed) <= 6 and set(computed) <= {(32, 32), (96, 32), (32, 96)}
 
 
 # ---- what is refused

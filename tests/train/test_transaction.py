@@ -132,10 +132,10 @@ def undisturbed(world: World, job: Job) -> str:
         return shard_hash(me.state.shard)
 
 
-@pytest.mark.parametrize("layout", [Layout(3, 1), Layout(1, 3)], ids=str)
-def test_a_settled_outcome_is_applied_as_the_others_applied_it(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize(("layout", "kind"), [(Layout(3, 1), "adamw"), (Layout(1, 3), "adamw"), (Layout(1, 3), "muon")], ids=str)
+def test_a_settled_outcome_is_applied_as_the_others_applied_it(ranks: Ranks, tmp_path: Path, layout: Layout, kind: str) -> None:
     """Promise 2: a member that is fenced before its update applies nothing; the settled outcome then gives it the undisturbed bits."""
-    job = toy_job(tmp_path)
+    job = toy_job(tmp_path, optim={"lr": 1e-2, "kind": kind})
     members: list[Settled] = ranks.run(layout, fenced_in_the_commit, job, 1)
     assert [each.barred for each in members] == [False, True, False]
     assert [each.untouched for each in members] == [False, True, False]

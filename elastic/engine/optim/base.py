@@ -116,7 +116,6 @@ class Rule:
 
     It may use collectives, but it must change nothing: the step may be given up.  It must not wait for the device.
     """
-
     moments_dtype: torch.dtype | None = None
     """The dtype of the moments, if it is not that of the parameter.  :func:`rule_of` sets it; ``update`` must round then."""
 

@@ -59,7 +59,8 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     """Takes the mean, clips, and updates."""
     pairs = list(zip(parts, grads, strict=True))
     others = [pair for pair in pairs if not pair[0].is_matrix]
-    ADAMW.update([part for part, _ in others], [grad for _, grad in others], hyper)
+    if others:
+        ADAMW.update([part for part, _ in others], [grad for _, grad in others], hyper)
     matrices = [part for part in parts if part.is_matrix]
     means = [grad for part, grad in pairs if part.is_matrix]
     mean_(means, hyper)

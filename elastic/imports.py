@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -120,11 +121,15 @@ def own_digest() -> str:
 def code_digest(paths: Iterable[str]) -> str:
     """Returns the top-level package or module of each of ``paths`` (``pkg.module:name``, loaded before), with a digest of its sources.
 
-    Our own packages are left out.  Packages that these import from elsewhere are not read, nor are files beside a module that is a
-    single file: code of several files belongs into a package.
+    Our own packages are left out, but the version of a library that one of our modules names as its ``LIBRARY`` is added.  Packages that
+    these import from elsewhere are not read, nor are files beside a module that is a single file: code of several files belongs into a
+    package.
     """
-    tops = sorted({split(path)[0].partition(".")[0] for path in paths} - set(PACKAGES))
-    return ", ".join(f"{top} {_digest(_places(sys.modules[top]))}" for top in tops)
+    names = {split(path)[0] for path in paths}
+    tops = sorted({name.partition(".")[0] for name in names} - set(PACKAGES))
+    libraries = sorted({getattr(sys.modules[name], "LIBRARY", "") for name in names if name.partition(".")[0] in PACKAGES} - {""})
+    digests = (f"{top} {_digest(_places(sys.modules[top]))}" for top in tops)
+    return ", ".join((*digests, *(f"{library} {version(library)}" for library in libraries)))
 
 
 def _places(module: ModuleType) -> list[Path]:

@@ -35,15 +35,16 @@ Mask = BlockMask | Tensor | None
 """A mask of FlexAttention, one of torch's default, or None for the default without documents."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float | None = None) -> Tensor:
     """Attends causally: q [batch, heads, seq, dim], k and v [batch, fewer heads, seq, dim] -> as q.
 
-    ``mask`` is what :func:`attention_mask` returns.  FlexAttention has no dropout.
+    ``mask`` is what :func:`attention_mask` returns.  FlexAttention has no dropout.  ``scale`` is 1 / sqrt(dim) if it is None.
     """
     shared = q.shape[1] != k.shape[1]
     if not isinstance(mask, BlockMask):
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared)
-    out = flex_attention(q, k, v, block_mask=mask, enable_gqa=shared, kernel_options=TILES if q.shape[-1] <= 64 else None)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=shared)
+    options = TILES if q.shape[-1] <= 64 else None
+    out = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=shared, kernel_options=options)
     assert isinstance(out, Tensor)
     return out
 

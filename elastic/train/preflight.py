@@ -163,7 +163,9 @@ def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
     """
     known, used = getattr(model, "vocab", None), getattr(dataset, "vocabulary", None)
     if isinstance(known, int) and isinstance(used, int) and known < used:
-        raise ModelError(f"model_args.vocab = {known} is smaller than the vocabulary of the dataset, {used}; set it to {used} or more")
+        raise ModelError(
+            f"the vocabulary of the model, {known}, is smaller than that of the dataset, {used}; set it to {used} or more in model_args"
+        )
 
 
 def _packing(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:

@@ -64,6 +64,7 @@ IMPORTS = {
     "elastic.kernels.triton_kernels": Row((), ("torch", "triton")),
     "elastic.models": Row(("elastic.models.*", "elastic.kernels.*"), ("torch",)),
     "elastic.models.spec": Row(),
+    "elastic.models.transformers_lm": Row(("elastic.models.spec", "elastic.kernels.*"), ("torch", "transformers")),
     "elastic.engine": Row(
         (
             *("elastic.engine.*", "elastic.kernels.*", "elastic.models.spec", "elastic.plan.*", "elastic.protocol.commit_record"),

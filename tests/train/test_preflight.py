@@ -36,7 +36,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, text: Path) -> None:
     prepare(text, str(tmp_path / "data"), bpe=270)
-    sentence = r"^model_args\.vocab = 257 is smaller than the vocabulary of the dataset, 270; set it to 270 or more$"
+    sentence = r"^the vocabulary of the model, 257, is smaller than that of the dataset, 270; set it to 270 or more in model_args$"
     with pytest.raises(ModelError, match=sentence):
         preflight(job_on(tmp_path, tmp_path / "data"))
     assert not (tmp_path / "bucket").exists(), "refused before the run begins"

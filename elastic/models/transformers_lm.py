@@ -1,0 +1,225 @@
+"""Causal language models of the library transformers, built from a config, without weights.
+
+Names of parameters, initialisation and logits are the library's.  The engine chooses how a model attends and computes its loss, so our code
+takes the place of two parts.  Facts of the model that was built decide where, not a list of models; elsewhere the library's own code runs:
+
+- Attention.  Where the library would call torch's ``scaled_dot_product_attention``, it calls ours.  Its own masks tell which layers attend
+  plainly causally; other masks, such as windows, and biases go on to the library's function.  Models that the library itself keeps from
+  that function, because of soft caps or sinks, stay as they are.
+- Loss.  The fused loss is right if the product of the head with its input is the logits.  To find out, the model runs on the meta device
+  with a head that returns its input: if that same tensor comes out as the logits, nothing scales, caps or shifts them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
+from inspect import getsource
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from elastic.kernels.attention import causal_attention, causal_mask
+from elastic.kernels.cross_entropy import cross_entropy
+from elastic.models.spec import ShardingTable
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
+except ImportError as error:
+    raise ImportError(f"transformers 5 is not there ({error}); run `pip install 'elastic-train[hf]'` on every node") from None
+
+LIBRARY = "transformers"
+"""The library whose version makes part of the bits, so that it must be the same for all members."""
+TORCH, FLEX = "elastic", "elastic_flex"
+"""Names under which the library knows our attention: by torch's default on the device, and by FlexAttention."""
+SMALLEST = 16
+"""Smallest size of a head with which FlexAttention works."""
+
+
+def build(config: Mapping[str, Any] | None = None, path: str | None = None) -> nn.Module:
+    """Builds the causal language model that a config of transformers describes, with float32 parameters.
+
+    ``path`` is a folder or a hub id with a ``config.json``; values in ``config`` replace its own.  Without ``path``, ``config`` names the
+    ``model_type``, and rates of dropout that it does not give are 0.
+    """
+    found = config_of(config or {}, path)
+    if getattr(found, "output_router_logits", False):
+        raise ValueError("output_router_logits = true asks for the loss of a router, which the loss of a job does not add; set it to false")
+    model = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
+    if _attends_by_torch(model):
+        model.config._attn_implementation = TORCH
+        if model._supports_flex_attn:
+            model.flexes = False
+    model.__class__ = _fitted(model.__class__)
+    if model.device.type == "meta" and _multiplies_last(model):
+        model.fuses_loss = False
+    return model
+
+
+def config_of(config: Mapping[str, Any], path: str | None) -> PreTrainedConfig:
+    """Returns the library's config for the arguments of :func:`build`.  Raises ValueError for a name that it does not know."""
+    given = AutoConfig.from_pretrained(path).to_dict() if path is not None else {}
+    kind = config.get("model_type", given.get("model_type"))
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind or "", KINDS, 1) or ["qwen3"]
+        raise ValueError(f"config.model_type = {kind!r} is no causal language model of transformers; name one, such as {near[0]!r}")
+    usual = AutoConfig.for_model(kind)
+    source = getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(usual)].__module__])  # it may look for more than the config has
+    for name in config:
+        if name not in ("model_type", "attn_implementation") and not hasattr(usual, name) and name not in source:
+            near = difflib.get_close_matches(name, usual.to_dict(), 1)
+            hint = f"did you mean {near[0]!r}?" if near else "see the library's documentation"
+            raise ValueError(f"the config of {kind!r} has no {name!r}; {hint}")
+    given |= {usual.attribute_map.get(name, name): deepcopy(value) for name, value in config.items()}
+    found = AutoConfig.for_model(**given)
+    for name, rate in found.to_dict().items():
+        if "drop" in name and isinstance(rate, float) and name not in given:
+            setattr(found, name, 0.0)
+    return found
+
+
+class Fitted:
+    """A part of a model's class that has what the engine asks of a model: tokens, int64 [batch, seq] -> logits [batch, seq, vocab].
+
+    With targets, int64 [batch, seq], it returns the sum of their cross-entropies instead, a float32 scalar, and never makes the logits.  A
+    model has the attributes ``fuses_loss`` and ``flexes``, by which the engine chooses, only if it can do so.  The library's own
+    ``init_weights()`` serves: it leaves alone what the constructor initialised, which is everything unless the model was built on meta.
+    """
+
+    def forward(self: Any, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        if hasattr(self, "flexes"):
+            self.config._attn_implementation = FLEX if self.flexes else TORCH
+        if targets is None:
+            return super().forward(**_inputs(tokens)).logits  # type: ignore[misc]
+        head = self.get_output_embeddings()
+        with head.passing():
+            super().forward(**_inputs(tokens))  # type: ignore[misc]
+            return cross_entropy(head.input, head.weight, targets)
+
+    def sharding(self: Any) -> ShardingTable:
+        lists = [(name, module) for name, module in self.named_modules() if isinstance(module, nn.ModuleList)]
+        blocks = (f"{name}.{n}" for name, each in lists for n, block in enumerate(each) if type(block).__name__ in self._no_split_modules)
+        return ShardingTable(blocks=tuple(blocks))
+
+    @property
+    def vocab(self: Any) -> int:
+        return self.config.get_text_config().vocab_size
+
+
+@cache
+def _fitted(cls: Any) -> Any:
+    """Returns the subclass of ``cls`` that is :class:`Fitted`; it has the same name."""
+    return type(cls.__name__, (Fitted, cls), {"__module__": cls.__module__})
+
+
+def _inputs(tokens: Tensor) -> dict[str, Any]:
+    """Returns the arguments of the library's ``forward``.
+
+    Without a mask it would look at the values of positions for packed sequences, and the host would wait for the device.
+    """
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+
+
+class Head(nn.Linear):
+    """The head of a model that fuses its loss.  While it is ``passing``, it keeps its input, and returns that in place of the logits."""
+
+    passes = False
+    input: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.passes:
+            return super().forward(hidden)
+        self.input = hidden
+        return hidden
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        self.passes = True
+        try:
+            yield
+        finally:
+            self.passes, self.input = False, None
+
+
+def _multiplies_last(model: Any) -> bool:
+    """Returns whether the logits are the product of the head with its input, and nothing else.  If so, the head becomes a :class:`Head`.
+
+    A model that cannot run on the meta device counts as one whose logits are something else.
+    """
+    head, tokens = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    if type(head) is not nn.Linear or head.bias is not None:
+        return False
+    usual, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"  # others need values, or bf16
+    head.__class__ = Head
+    try:
+        with torch.no_grad(), torch.device("meta"), head.passing():
+            found = super(Fitted, model).forward(**_inputs(tokens)).logits is head.input
+    except RuntimeError:  # as torch raises it where values would decide what the code does
+        found = False
+    finally:
+        model.config._experts_implementation = usual
+    if not found:
+        head.__class__ = nn.Linear
+    return found
+
+
+def _attends_by_torch(model: Any) -> bool:
+    """Returns whether ``model`` attends by torch's function through the library's registry, and never asks whether it does."""
+    if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
+        return False
+    modules = {type(module).__module__ for module in model.modules()}
+    return not any('"sdpa"' in getsource(sys.modules[name]) for name in modules if name.startswith("transformers.models."))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attends as the library asks, by :func:`causal_attention` where that is the same.
+
+    ``query``, ``key`` and ``value`` are [batch, heads, seq, dim], and the first result is [batch, seq, heads, dim].  A :class:`BlockMask`
+    comes from :func:`flex_mask`, which gives it where the library has no mask.
+    """
+    flex = attention_mask if isinstance(attention_mask, BlockMask) else None
+    mask = None if isinstance(attention_mask, BlockMask) else attention_mask
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    others = [name for name in ("position_bias", "softcap") if more.get(name) is not None]
+    if mask is not None or not causal or query.shape[2] != key.shape[2] or others:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **more)
+    if dropout or query.shape[3] < SMALLEST:
+        flex = None
+    return causal_attention(query, key, value, flex, dropout, scaling).transpose(1, 2).contiguous(), None
+
+
+def torch_mask(*, attention_mask: Tensor | None = None, **facts: Any) -> Tensor | None:
+    """Returns the library's mask, None where attention is plainly causal.  All tokens are valid, so ``attention_mask`` does not count."""
+    return sdpa_mask(**facts)
+
+
+def flex_mask(*, q_length: int, kv_length: int, device: torch.device, **facts: Any) -> Tensor | BlockMask | None:
+    """Returns FlexAttention's causal mask where attention is plainly causal, and otherwise the library's mask."""
+    found = torch_mask(q_length=q_length, kv_length=kv_length, device=device, **facts)
+    both_ways = facts.get("allow_is_bidirectional_skip", False)
+    return causal_mask(q_length, device) if found is None and q_length == kv_length and not both_ways else found
+
+
+for _name, _mask in ((TORCH, torch_mask), (FLEX, flex_mask)):
+    AttentionInterface.register(_name, attend)
+    AttentionMaskInterface.register(_name, _mask)

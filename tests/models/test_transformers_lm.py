@@ -1,0 +1,286 @@
+"""Models of transformers train as the library's own: it is the judge of initialisation, logits, loss and gradients."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic.engine.loss import next_token
+from elastic.engine.memory import apply_recompute
+from elastic.engine.parallelize import apply_kernels
+from elastic.errors import CodeError
+from elastic.imports import code_digest, load
+from elastic.models.spec import ShardingTable
+from elastic.plan.layout import Layout
+from tests.engine.test_paged import paged, same
+from tests.support.initialised import plain
+from tests.support.ranks import Ranks
+from tests.support.segments import train
+from tests.support.toys import toy_job
+
+transformers = pytest.importorskip("transformers", reason="the judge of these tests is not installed")
+transformers_lm = pytest.importorskip("elastic.models.transformers_lm")
+
+SMALL = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GATED = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 16}
+WINDOW = {**GATED, "sliding_window": 5}
+BOTH = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GRANITE = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 48, "logits_scaling": 4.0, "attention_multiplier": 0.3}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CONFIGS: dict[str, tuple[dict[str, Any], int, bool]] = {
+    "llama": (GATED, 2, True),
+    "qwen3": ({**GATED, "tie_word_embeddings": True}, 2, True),
+    "gpt2": (SMALL, 2, True),
+    "gpt_neox": ({**SMALL, "intermediate_size": 48}, 2, True),
+    "opt": ({**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 64}, 2, True),
+    "phi": ({**SMALL, "intermediate_size": 48}, 2, False),
+    "mistral": (WINDOW, 0, True),
+    "gemma3_text": (BOTH, 1, True),
+    "gemma2": (BOTH, 0, False),
+    "granite": (GRANITE, 2, False),
+    "bloom": (SMALL, 0, True),
+    "gpt_oss": ({**BOTH, **EXPERTS}, 0, True),
+    "mixtral": ({**GATED, **EXPERTS}, 2, True),
+}
+"""Models with the number of layers that attend by our function, and whether ours may compute the loss.
+
+Phi's head has a bias, Mistral has windows, Gemma 3 both kinds of layers, Gemma 2 soft caps, Granite scaled logits, BLOOM biases of
+positions, GPT-OSS sinks.
+"""
+
+
+def built(kind: str, **more: Any) -> nn.Module:
+    """Returns our model as a member has it: built on the meta device, with memory of its own, and the values of the library's model."""
+    config = {"model_type": kind, **CONFIGS[kind][0], **more}
+    with torch.device("meta"):
+        model = transformers_lm.build(config)
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    model.init_weights()
+    return model
+
+
+def theirs_of(kind: str, **more: Any) -> nn.Module:
+    """Returns the library's model, with other random weights."""
+    config = transformers_lm.config_of({"model_type": kind, **CONFIGS[kind][0], **more}, None)
+    made: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert made.config._attn_implementation in ("sdpa", "eager"), "the library's own attention"  # type: ignore[union-attr]
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return made
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(0, 61, (2, 25), generator=torch.Generator().manual_seed(1))
+    tokens[1, 20:] = -1
+    return {"tokens": tokens}
+
+
+def loss_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss, _ = next_token(model, batch())
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The masks with which our attention was called."""
+    found: list[Any] = []
+    real = transformers_lm.causal_attention
+    monkeypatch.setattr(transformers_lm, "causal_attention", lambda *args: (found.append(args[3]), real(*args))[1])
+    return found
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logits_loss_and_gradients_are_the_librarys(kind: str, calls: list[Any]) -> None:
+    """They are compared in float64, but for experts, whose kernel has none.  Our functions run just where that is right."""
+    _, attends, fuses = CONFIGS[kind]
+    ours, theirs = built(kind), theirs_of(kind)
+    assert dict(ours.named_buffers()).keys() == dict(theirs.named_buffers()).keys()
+    assert all(torch.equal(buffer, theirs.get_buffer(name)) for name, buffer in ours.named_buffers())
+    ours.load_state_dict(theirs.state_dict())
+    if "num_local_experts" not in CONFIGS[kind][0]:
+        ours, theirs = ours.double(), theirs.double()
+    tokens = batch()["tokens"].clamp_min(0)
+    calls.clear()  # those on the meta device
+    found, expected = ours(tokens), theirs(tokens).logits
+    torch.testing.assert_close(found, expected)
+    assert len(calls) == attends and hasattr(ours, "fuses_loss") == fuses
+    if fuses:
+        ours.fuses_loss = True  # type: ignore[assignment]
+    loss, gradients = loss_and_gradients(ours)
+    own = theirs(batch()["tokens"][:, :-1].clamp_min(0)).logits
+    wanted = F.cross_entropy(own.flatten(0, 1), batch()["tokens"][:, 1:].flatten(), ignore_index=-1, reduction="sum")
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach().to(loss.dtype), rtol=1e-5, atol=1e-5)
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_where_ours_is_wrong_it_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: a window that is ignored gives other logits, and a fused loss where logits are scaled gives another loss."""
+    theirs, tokens = theirs_of("mistral"), batch()["tokens"].clamp_min(0)
+    ours = built("mistral")
+    ours.load_state_dict(theirs.state_dict())
+    monkeypatch.setattr(transformers_lm, "sdpa_mask", lambda **facts: None)
+    assert not torch.allclose(ours(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-3)
+    scaled = built("granite")
+    plain, _ = next_token(scaled, batch())
+    scaled.lm_head.__class__ = transformers_lm.Head
+    scaled.fuses_loss = True  # type: ignore[assignment]
+    fused, _ = next_token(scaled, batch())
+    assert not torch.allclose(fused, plain, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("kind", "flexed"), [("llama", 2), ("gemma3_text", 1), ("mistral", 0)])
+def test_flex_attention_gives_the_librarys_logits(kind: str, flexed: int, calls: list[Any]) -> None:
+    """The control: dropout, of which FlexAttention knows nothing, takes torch's kernel."""
+    ours, theirs, tokens = built(kind, attention_dropout=0.5), theirs_of(kind), batch()["tokens"].clamp_min(0)
+    ours.load_state_dict(theirs.state_dict())
+    calls.clear()
+    ours.flexes = True  # type: ignore[assignment]
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits)
+        assert sum(mask is not None for mask in calls) == flexed
+        calls.clear()
+        ours.train()(tokens)
+    assert all(mask is None for mask in calls)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "gpt2", "phi", "mixtral"])
+def test_the_initialisation_is_the_librarys_page_by_page(kind: str) -> None:
+    """It is the same for buffers that are not saved, such as rotary frequencies.  The control: a seed off by one."""
+    config = {"model_type": kind, **CONFIGS[kind][0]}
+    found, passes, _ = paged(lambda: transformers_lm.build(config), 7, 0)
+    torch.manual_seed(7)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers_lm.config_of(config, None), dtype=torch.float32)
+    wanted = {name: tensor.detach() for name, tensor in (*theirs.named_parameters(), *theirs.named_buffers())}
+    assert same(found, wanted) and passes == 1
+    assert same(found, plain(lambda: transformers_lm.build(config), 7)) and not same(found, plain(lambda: transformers_lm.build(config), 8))
+
+
+@pytest.mark.fast
+def test_blocks_are_the_decoder_layers() -> None:
+    with torch.device("meta"):
+        found = {kind: transformers_lm.build({"model_type": kind, **CONFIGS[kind][0]}).sharding() for kind in ("qwen3", "gpt2")}
+    assert found["qwen3"] == ShardingTable(("model.layers.0", "model.layers.1"))
+    assert found["gpt2"] == ShardingTable(("transformer.h.0", "transformer.h.1"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.full), "gpt2"])
+def test_blocks_recompute_and_compile_as_a_whole(kind: str) -> None:
+    """Each is one graph; the loss and the gradients stay."""
+    wanted = loss_and_gradients(built(kind))
+    for policy in ("block", "selective"):
+        model = built(kind)
+        apply_recompute(model, model.sharding(), policy)  # type: ignore[operator]
+        assert all(torch.equal(a, b) for a, b in zip(loss_and_gradients(model)[1].values(), wanted[1].values(), strict=True))
+    model, graphs = built(kind), 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    for block in model.sharding().blocks:  # type: ignore[operator]
+        model.get_submodule(block).compile(fullgraph=True, backend=backend)
+    torch.testing.assert_close(loss_and_gradients(model), wanted)
+    assert graphs
+
+
+@pytest.mark.fast
+def test_dropout_is_off_unless_it_is_configured(tmp_path: Path) -> None:
+    def rates(*args: Any, **more: Any) -> set[float]:
+        with torch.device("meta"):
+            model = transformers_lm.build(*args, **more)
+        return {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+
+    small = {"model_type": "gpt2", **SMALL}
+    assert rates(small) == {0.0} and rates({**small, "resid_pdrop": 0.2}) == {0.0, 0.2}
+    transformers.GPT2Config(n_embd=64, n_head=4, n_layer=2, attn_pdrop=0.3).save_pretrained(tmp_path)
+    assert rates(path=str(tmp_path)) == {0.1, 0.3}, "those of the file"
+    assert rates({"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, str(tmp_path)) == {0.0}
+
+
+@pytest.mark.fast
+def test_a_file_gives_the_config_and_arguments_replace_its_values(tmp_path: Path) -> None:
+    transformers.Qwen3Config(**GATED, rope_theta=5e5, dtype="bfloat16").save_pretrained(tmp_path)
+    config = transformers_lm.config_of({"num_attention_heads": 8}, str(tmp_path))
+    assert (config.model_type, config.num_attention_heads, config.vocab_size) == ("qwen3", 8, 61)
+    assert config.rope_parameters["rope_theta"] == 5e5
+    with torch.device("meta"):
+        model = transformers_lm.build(path=str(tmp_path))
+    assert model.vocab == 61 and {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**SMALL}, r"model_type = None is no causal language model of transformers; name one, such as 'qwen3'"),
+        ({**SMALL, "model_type": "qwen33"}, r"model_type = 'qwen33' is no .*; name one, such as 'qwen3'"),
+        ({"model_type": "qwen3", "hiden_size": 8}, r"the config of 'qwen3' has no 'hiden_size'; did you mean 'hidden_size'\?"),
+        ({"model_type": "mixtral", **GATED, "output_router_logits": True}, r"output_router_logits = true asks for .*; set it to false"),
+    ],
+)
+def test_a_config_that_cannot_be_right_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        transformers_lm.build(config)
+
+
+@pytest.mark.fast
+def test_arguments_stay_as_they_are() -> None:
+    """They are part of the job, and the library changes a config's tables."""
+    config = {"model_type": "llama", **GATED, "rope_parameters": {"rope_theta": 5e5}}
+    with torch.device("meta"):
+        transformers_lm.build(config)
+    assert config == {"model_type": "llama", **GATED, "rope_parameters": {"rope_theta": 5e5}}
+
+
+@pytest.mark.fast
+def test_without_the_library_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "elastic.models.transformers_lm")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(CodeError, match=r"transformers 5 is not there .*pip install 'elastic-train\[hf\]'"):
+        load("elastic.models.transformers_lm:build", "model")
+
+
+@pytest.mark.fast
+def test_the_version_of_the_library_is_part_of_the_build() -> None:
+    assert code_digest(["elastic.models.transformers_lm:build"]) == f"transformers {transformers.__version__}"
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3", "mixtral"))])
+def test_they_train_with_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """Promise 1; they learn, and the library loads what is exported."""
+    config = {"model_type": kind, **CONFIGS[kind][0], "vocab_size": 29, "pad_token_id": None}
+    job = {"model": "elastic.models.transformers_lm:build", "model_args": {"config": config}, "steps": 8}
+    runs = [train(ranks, toy_job(tmp_path / str(n), **job), layout, 8) for n, layout in enumerate((Layout(1, 1), Layout(1, 2)))]
+    assert runs[0].hash == runs[1].hash
+    assert runs[0].outcomes[-1].loss < 0.9 * runs[0].outcomes[0].loss
+    export = tmp_path / "0" / "export-8"
+    transformers_lm.config_of(config, None).save_pretrained(export)
+    _, told = transformers.AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(told.values()), told
+
+
+@pytest.mark.fast
+def test_the_engine_chooses_for_them(tmp_path: Path) -> None:
+    """A model that cannot fuse its loss is not told to."""
+    for kind in ("qwen3", "phi"):
+        model = built(kind)
+        apply_kernels(model, torch.device("cpu"), toy_job(tmp_path))
+        assert getattr(model, "fuses_loss", None) == (True if kind == "qwen3" else None)
+        assert model.flexes is False

@@ -44,6 +44,8 @@ TORCH, FLEX = "elastic", "elastic_flex"
 """Names under which the library knows our attention: by torch's default on the device, and by FlexAttention."""
 SMALLEST = 16
 """Smallest size of a head with which FlexAttention works."""
+_FUSES: dict[str, bool] = {}
+"""The configs, as JSON, of models that were looked at, and the answers: one takes about 0.5 s for 36 layers, and each world builds anew."""
 
 
 def build(config: Mapping[str, Any] | None = None, path: str | None = None) -> nn.Module:
@@ -61,25 +63,32 @@ def build(config: Mapping[str, Any] | None = None, path: str | None = None) -> n
         if model._supports_flex_attn:
             model.flexes = False
     model.__class__ = _fitted(model.__class__)
-    if model.device.type == "meta" and _multiplies_last(model):
-        model.fuses_loss = False
+    if model.device.type == "meta":
+        known = found.to_json_string()
+        if known not in _FUSES:
+            _FUSES[known] = _multiplies_last(model)
+        if _FUSES[known]:
+            model.get_output_embeddings().__class__ = Head
+            model.fuses_loss = False
     return model
 
 
 def config_of(config: Mapping[str, Any], path: str | None) -> PreTrainedConfig:
     """Returns the library's config for the arguments of :func:`build`.  Raises ValueError for a name that it does not know."""
-    given = AutoConfig.from_pretrained(path).to_dict() if path is not None else {}
-    kind = config.get("model_type", given.get("model_type"))
+    file = None if path is None else AutoConfig.from_pretrained(path)
+    kind = config.get("model_type", getattr(file, "model_type", None))
     if kind not in KINDS:
         near = difflib.get_close_matches(kind or "", KINDS, 1) or ["qwen3"]
         raise ValueError(f"config.model_type = {kind!r} is no causal language model of transformers; name one, such as {near[0]!r}")
-    usual = AutoConfig.for_model(kind)
-    source = getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(usual)].__module__])  # it may look for more than the config has
+    usual = file or AutoConfig.for_model(kind)
+    # the library's code may look for more than its configs have, but from a file all of it has become something else
+    more = "" if file else getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(usual)].__module__])
     for name in config:
-        if name not in ("model_type", "attn_implementation") and not hasattr(usual, name) and name not in source:
+        if name not in ("model_type", "attn_implementation") and not hasattr(usual, name) and name not in more:
             near = difflib.get_close_matches(name, usual.to_dict(), 1)
             hint = f"did you mean {near[0]!r}?" if near else "see the library's documentation"
             raise ValueError(f"the config of {kind!r} has no {name!r}; {hint}")
+    given = file.to_dict() if file else {}
     given |= {usual.attribute_map.get(name, name): deepcopy(value) for name, value in config.items()}
     found = AutoConfig.for_model(**given)
     for name, rate in found.to_dict().items():
@@ -152,7 +161,7 @@ class Head(nn.Linear):
 
 
 def _multiplies_last(model: Any) -> bool:
-    """Returns whether the logits are the product of the head with its input, and nothing else.  If so, the head becomes a :class:`Head`.
+    """Returns whether the logits are the product of the head with its input, and nothing else.
 
     A model that cannot run on the meta device counts as one whose logits are something else.
     """
@@ -163,14 +172,11 @@ def _multiplies_last(model: Any) -> bool:
     head.__class__ = Head
     try:
         with torch.no_grad(), torch.device("meta"), head.passing():
-            found = super(Fitted, model).forward(**_inputs(tokens)).logits is head.input
+            return super(Fitted, model).forward(**_inputs(tokens)).logits is head.input
     except RuntimeError:  # as torch raises it where values would decide what the code does
-        found = False
+        return False
     finally:
-        model.config._experts_implementation = usual
-    if not found:
-        head.__class__ = nn.Linear
-    return found
+        model.config._experts_implementation, head.__class__ = usual, nn.Linear
 
 
 def _attends_by_torch(model: Any) -> bool:

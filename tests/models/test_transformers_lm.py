@@ -220,6 +220,8 @@ def test_a_file_gives_the_config_and_arguments_replace_its_values(tmp_path: Path
     config = transformers_lm.config_of({"num_attention_heads": 8}, str(tmp_path))
     assert (config.model_type, config.num_attention_heads, config.vocab_size) == ("qwen3", 8, 61)
     assert config.rope_parameters["rope_theta"] == 5e5
+    with pytest.raises(ValueError, match="the config of 'qwen3' has no 'rope_theta'"):
+        transformers_lm.config_of({"rope_theta": 1e6}, str(tmp_path))
     with torch.device("meta"):
         model = transformers_lm.build(path=str(tmp_path))
     assert model.vocab == 61 and {parameter.dtype for parameter in model.parameters()} == {torch.float32}

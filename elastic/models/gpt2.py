@@ -1,5 +1,8 @@
 """GPT-2 (Radford and others 2019): learned positions, LayerNorm before each part, GELU, biases.
 
+With ``norm = "post"`` each part is normalised together with its input, as in the first Transformer (Vaswani and others 2017, section 3.1)
+and in GPT (Radford and others 2018).
+
 It is written for one device, as ``llama.py`` is; ``sharding()`` names the blocks that may be wrapped.
 """
 
@@ -33,18 +36,28 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder block: attention and feed-forward, each after a norm and added to its input.  [batch, seq, dim] -> the same shape."""
+    """One decoder block: attention and feed-forward, each added to its input.  [batch, seq, dim] -> the same shape.
 
-    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+    The norm is before each part, or after the sum if ``post``.
+    """
+
+    def __init__(self, dim: int, heads: int, dropout: float, post: bool) -> None:
         super().__init__()
+        self.post = post
         self.attention_norm, self.feed_forward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attention = Attention(dim, heads, dropout)
         self.w1, self.w2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
         self.dropout = nn.Dropout(dropout)
 
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
+
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        if self.post:
+            x = self.attention_norm(x + self.dropout(self.attention(x, mask)))
+            return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
         x = x + self.dropout(self.attention(self.attention_norm(x), mask))
-        return x + self.dropout(self.w2(F.gelu(self.w1(self.feed_forward_norm(x)), approximate="tanh")))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
 class GPT2(nn.Module):
@@ -55,23 +68,35 @@ class GPT2(nn.Module):
 
     fuses_loss = flexes = flexes_documents = False
 
-    def __init__(self, vocab: int = 257, dim: int = 128, layers: int = 4, heads: int = 4, length: int = 1024, dropout: float = 0.0) -> None:
-        """``length`` is the longest sequence."""
+    def __init__(
+        self,
+        vocab: int = 257,
+        dim: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        length: int = 1024,
+        dropout: float = 0.0,
+        norm: str = "pre",
+    ) -> None:
+        """``length`` is the longest sequence.  ``norm`` is "pre" or "post"; with "post" there is no norm before the output."""
         super().__init__()
         if dim % heads:
             raise ValueError(f"dim = {dim} must be a multiple of heads = {heads}")
+        if norm not in ("pre", "post"):
+            raise ValueError(f"norm = {norm!r} must be 'pre' or 'post'")
+        self.post = norm == "post"
         self.depth, self.vocab, self.length = layers, vocab, length
         self.embedding, self.positions = nn.Embedding(vocab, dim), nn.Embedding(length, dim)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(dim)
+        self.layers = nn.ModuleList(Block(dim, heads, dropout, self.post) for _ in range(layers))
+        self.norm = nn.Identity() if self.post else nn.LayerNorm(dim)
         self.output = nn.Linear(dim, vocab, bias=False)
         self.output.weight = self.embedding.weight
 
     def init_weights(self) -> None:
         """Sets norms to 1 and biases to 0, and draws all other weights from a normal distribution with standard deviation 0.02.
 
-        For projections into the residual stream the deviation is divided by sqrt(2 × layers) (section 2.3).
+        For projections into the residual stream the deviation is divided by sqrt(2 × layers) (section 2.3), unless each sum is normalised.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -79,7 +104,7 @@ class GPT2(nn.Module):
             elif parameter.dim() < 2:
                 nn.init.ones_(parameter)
             else:
-                residual = name.endswith(("out.weight", "w2.weight"))
+                residual = name.endswith(("out.weight", "w2.weight")) and not self.post
                 nn.init.normal_(parameter, std=0.02 / (2 * self.depth) ** 0.5 if residual else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the engine can do gives the same bits in every layout on GPUs, too; with compiled blocks and FlexAttention."""
+"""Layouts give the same bits on GPUs, too, whatever the engine does; with compiled blocks and FlexAttention."""
 
 from __future__ import annotations
 

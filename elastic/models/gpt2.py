@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elastic.kernels.attention import Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
-from elastic.models.spec import ShardingTable
+from elastic.models.spec import ShardingTable, with_preset
 
 
 class Attention(nn.Module):
@@ -134,6 +134,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 def build(preset: str | None = None, **args: Any) -> nn.Module:
     """Builds the model of a job from the keyword arguments of :class:`GPT2`, which replace those of a :data:`PRESETS` entry."""
-    if preset is not None and preset not in PRESETS:
-        raise ValueError(f"preset = {preset!r} must be one of {', '.join(PRESETS)}")
-    return GPT2(**{**PRESETS[preset], **args} if preset else args)
+    return GPT2(**with_preset(preset, PRESETS, args))

@@ -1,8 +1,10 @@
-"""The sharding table: what a model tells the engine about its structure.  This file is pure."""
+"""Models tell the engine their structure by a sharding table, and users name published ones by a preset.  This file is pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -10,3 +12,12 @@ class ShardingTable:
     """``blocks`` holds the dotted names of the modules that are wrapped, gathered and freed one at a time, in forward order."""
 
     blocks: tuple[str, ...]
+
+
+def with_preset(preset: str | None, presets: Mapping[str, Mapping[str, Any]], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the preset, if one is named, with those of ``args`` in their place.  Raises ValueError for another name."""
+    if preset is None:
+        return {**args}
+    if preset not in presets:
+        raise ValueError(f"preset = {preset!r} must be one of {', '.join(presets)}")
+    return {**presets[preset], **args}

@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from elastic.engine.optim.base import Hyper, Part, Rule, decay_
+from elastic.engine.optim.base import Hyper, Part, Rule, decay_, descend_
 
 
 def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     values, sums = [part.values for part in parts], [part.moments["square_sum"] for part in parts]
     decay_(parts, hyper)
     torch._foreach_addcmul_(sums, grads, grads)
-    below = torch._foreach_sqrt(sums)
-    torch._foreach_add_(below, hyper.settings.eps)
-    torch._foreach_addcdiv_(values, grads, below, value=-hyper.lr)
+    descend_(values, grads, sums, hyper)
 
 
 ADAGRAD = Rule(("square_sum",), update)

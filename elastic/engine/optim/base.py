@@ -137,6 +137,13 @@ def decay_(parts: Sequence[Part], hyper: Hyper) -> None:
         torch._foreach_mul_(values, 1 - hyper.lr * hyper.weight_decay)
 
 
+def descend_(values: list[Tensor], grads: list[Tensor], squares: list[Tensor], hyper: Hyper) -> None:
+    """Subtracts lr·g / (√s + eps), where s is an average or a sum of squared gradients."""
+    below = torch._foreach_sqrt(squares)
+    torch._foreach_add_(below, hyper.settings.eps)
+    torch._foreach_addcdiv_(values, grads, below, value=-hyper.lr)
+
+
 def rule_of(job: Job) -> Rule:
     """Returns the rule that ``optim.kind`` names, with the scalars and the dtype of moments that the job adds.
 

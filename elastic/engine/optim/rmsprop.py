@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from elastic.engine.optim.base import Hyper, Part, Rule, decay_
+from elastic.engine.optim.base import Hyper, Part, Rule, decay_, descend_
 
 
 def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
@@ -14,9 +14,7 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     decay_(parts, hyper)
     torch._foreach_mul_(squares, alpha)
     torch._foreach_addcmul_(squares, grads, grads, value=1 - alpha)
-    below = torch._foreach_sqrt(squares)
-    torch._foreach_add_(below, hyper.settings.eps)
-    torch._foreach_addcdiv_(values, grads, below, value=-hyper.lr)
+    descend_(values, grads, squares, hyper)
 
 
 RMSPROP = Rule(("square_avg",), update)

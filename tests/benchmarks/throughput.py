@@ -3,7 +3,7 @@
     python -m tests.benchmarks.throughput --size 1b [--seq 8192] [--microbatches 4] [--world 1] [NAME ...]
 
 NAME is one of ``plain``, ``plain-deterministic`` (FlexAttention), ``free``, ``reproducible``, ``again`` (reproducible once more, to compare
-the bits of every loss and norm), ``free-zero-2`` and ``zero-2`` (weights gathered once a step), ``free-fp8`` and ``fp8``, and ``bare``
+the bits of every loss and norm), ``free-zero-3``, ``free-zero-2`` and ``zero-2``, ``free-fp8`` and ``fp8``, and ``bare``
 (free, without copies).  Prints a line of JSON for each and a table at the end; exits with 1 if bits differ.  MFU is of the GPU's peak in
 bf16, and counts operations as Chowdhery et al. (2022) do, and with the causal half as Megatron does.
 """
@@ -40,6 +40,7 @@ OURS: dict[str, dict[str, Any]] = {
     "free": {"reproducible": False},
     "reproducible": {},
     "again": {},
+    "free-zero-3": {"reproducible": False, "parallel": {"zero": 3}},
     "free-zero-2": {"reproducible": False, "parallel": {"zero": 2}},
     "zero-2": {"parallel": {"zero": 2}},
     "free-fp8": {"reproducible": False, "precision": "fp8"},

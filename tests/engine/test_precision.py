@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from elastic.engine.optim.base import Optimizer, rule_of
 from elastic.engine.world import World
@@ -104,6 +105,60 @@ def test_e2_updates_too_small_for_bf16_move_the_masters(ranks: Ranks, tmp_path: 
         assert bool((value != 1).all()), name
         assert bool((pure[name] == 1).all()), name  # the control
     assert max(float((value - 1).abs().max()) for value in masters.values()) > 2**-9  # what was lost adds up
+
+
+class Scaled(nn.Module):
+    """A block that gets a factor in float32."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, *, factors: dict[str, Tensor]) -> Tensor:
+        return x + self.linear(torch.tanh(x * factors["first"]))
+
+
+class Mixed(nn.Module):
+    """A user's model that makes float32 tensors in its forward, and gives them to its blocks."""
+
+    def __init__(self, vocab: int = 29, dim: int = 32) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab)
+        self.layers = nn.ModuleList(Scaled(dim) for _ in range(2))
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, factors = self.embedding(tokens), {"first": torch.linspace(0.7, 1.3, 32, device=tokens.device)}
+        for layer in self.layers:
+            x = layer(x, factors=factors)
+        return self.head(x)
+
+
+def test_inputs_in_float32_are_cast_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """Blocks get bf16, whether FSDP2 wraps them or not.  The control: in float32 the bits are others."""
+    own: dict[str, Any] = {"model": f"{__name__}:Mixed", "model_args": {}, **BF16}
+    one = train(ranks, toy_job(tmp_path / "one", **own), Layout(1, 1), STEPS)
+    for number, (layout, zero) in enumerate([(Layout(1, 2), 3), (Layout(1, 2), 2), (Layout(2, 1), 0)]):
+        assert train(ranks, toy_job(tmp_path / str(number), parallel={"zero": zero}, **own), layout, STEPS).hash == one.hash
+    assert train(ranks, toy_job(tmp_path / "high", **{**own, "precision": "fp32"}), Layout(1, 1), STEPS).hash != one.hash
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
+def test_compiled_blocks_have_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path, recompute: str) -> None:
+    """FSDP2 and whole weights; a cast inside of compiled code would round at another place."""
+    settings: dict[str, Any] = {
+        "compile": True,
+        "recompute": recompute,
+        "model_args": {"vocab": 29, "dim": 64, "layers": 2, "heads": 4},
+        **BF16,
+    }
+    layouts = [Layout(1, 1), Layout(1, 2), Layout(2, 1)]
+    hashes = {train(ranks, toy_job(tmp_path / str(layout), **settings), layout, STEPS).hash for layout in layouts}
+    assert len(hashes) == 1
 
 
 def losses(world: World, job: Job, steps: int) -> tuple[list[float], int]:

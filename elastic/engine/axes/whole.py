@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from elastic.engine.axes.base import Parameters
 from elastic.engine.precision import Precision
@@ -68,6 +70,9 @@ class Whole(Parameters):
             for name in self._groups[-1] if self._groups else ():
                 rest.pop(name, None)
         self._add_unit([*rest])
+        if precision.compute is not None:
+            for module in (model, *(model.get_submodule(block) for block in table.blocks)):
+                _cast_inputs(module, precision.compute)
 
     def _part(self, parameter: nn.Parameter) -> Tensor:
         """Returns the memory of this member's part of ``parameter``."""
@@ -203,6 +208,22 @@ def _pairs(whole: Tensor, found: Tensor) -> list[tuple[Tensor, Tensor]]:
         for shard, (first, last) in enumerate(bounds)
         if first < last
     ]
+
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Lets ``module`` get floating-point inputs in ``dtype``, as FSDP2 does: a member that computes in another world does the same.
+
+    A compiled module gets them so, too: a cast that is compiled with others may round at another place.
+    """
+
+    def cast(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, cast, (args, kwargs))
+
+    outside = torch.compiler.disable(hook) if module._compiled_call_impl is not None else hook
+    module.register_forward_pre_hook(outside, with_kwargs=True)
 
 
 def _replace(model: nn.Module, by: Mapping[int, nn.Parameter]) -> None:

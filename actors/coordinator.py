@@ -429,8 +429,8 @@ class Coordinator:
         reason = transition.reason
         for each in parts(event):
             if isinstance(each, StepDone) and before.version.step < each.outcome.step <= self.state.version.step:
-                lr, world = learning_rate_of(self.job, each.outcome.step), before.plan.layout.world if before.plan else 0
-                self.story.step(now, each.outcome, world, lr, late=not self.inbox.empty())
+                lr, members = learning_rate_of(self.job, each.outcome.step), before.plan.members if before.plan else ()
+                self.story.step(now, each.outcome, members, lr, late=not self.inbox.empty())
         if reason and transition.taken and reason != self.reason:
             self.reason = reason
             self.story.say(now, reason)

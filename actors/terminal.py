@@ -9,12 +9,15 @@ from rich.console import Console
 from rich.text import Text
 
 from elastic.job import Job
+from elastic.plan.copy_budget import amount
 from elastic.report.story import Line, StepLine
 
 if TYPE_CHECKING:
     from actors.launch import Result
 
 console = Console(highlight=False)
+DATA_WAIT = 0.1
+"""Smallest part of a step for which a worker waits for data that a line of the step tells."""
 
 
 def say(text: str, head: str = "", style: str = "") -> None:
@@ -31,10 +34,15 @@ def show(line: Line) -> None:
     rate = f"{line.tokens_per_s:>9,.0f} tokens/s" if line.tokens_per_s else ""
     console.print(
         f"[dim]{clock}[/] step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {rate:18}  "
-        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}",
+        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}{_usage(line)}",
         soft_wrap=True,
         end="\r" if console.is_terminal and line.step < line.steps else "\n",
     )
+
+
+def _usage(line: StepLine) -> str:
+    memory = f"  {amount(line.peak_bytes)}" if line.peak_bytes else ""
+    return f"{memory}  {line.waiting} waits {line.data_wait:.0%} for data" if line.data_wait >= DATA_WAIT else memory
 
 
 def show_result(result: Result, job: Job, line: str) -> int:

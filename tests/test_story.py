@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.protocol.commit_record import Outcome
+from elastic.ids import WorkerId
+from elastic.protocol.commit_record import Outcome, Usage
 from elastic.report.story import LINES, StepLine, Story
 
 pytestmark = pytest.mark.fast
@@ -36,12 +37,21 @@ def test_steps_that_are_heard_all_at_once_have_no_rate_of_their_own(late: bool) 
     """After a takeover the steps that nobody had heard come within a millisecond.  The control: timed one by one they would seem to have
     millions of tokens a second.
     """
-    story, known = Story(10), Outcome(1, 1, 1.0, (1.0,), (1000,), ((0,),), True)
+    story, known, members = Story(10), Outcome(1, 1, 1.0, (1.0,), (1000,), ((0,),), True), (WorkerId("w1"), WorkerId("w2"))
     for step in (1, 2, 3):
-        story.step(100.0 + step / 1e4, replace(known, step=step), 2, 0.1, late=late and step < 3)
-    story.step(101.0003, replace(known, step=4), 2, 0.1)
-    story.step(103.0003, replace(known, step=5), 2, 0.1, late=True)
-    story.step(103.0003, replace(known, step=6), 2, 0.1)
+        story.step(100.0 + step / 1e4, replace(known, step=step), members, 0.1, late=late and step < 3)
+    story.step(101.0003, replace(known, step=4), members, 0.1)
+    story.step(103.0003, replace(known, step=5), members, 0.1, late=True)
+    story.step(103.0003, replace(known, step=6), members, 0.1)
     rates = [round(line.tokens_per_s) for line in story.lines if isinstance(line, StepLine)]
     assert rates[3:] == [1000, 1000, 1000], "two steps of the last two seconds"
     assert rates[:3] == ([0, 0, 0] if late else [0, 10_000_000, 10_000_000])
+
+
+def test_a_step_names_the_worker_that_waited_longest_for_data_and_the_memory_of_the_fullest_gpu() -> None:
+    """Control: of a step of an older version, of which nothing was measured, the line says nothing."""
+    story, known, members = Story(10), Outcome(1, 1, 1.0, (1.0,), (1000,), ((0,),), True), (WorkerId("w1"), WorkerId("w2"))
+    story.step(1.0, replace(known, usage=Usage(2.0, 0.5, 70, 80), usage_ranks=(0, 1, 0, 0)), members, 0.1)
+    story.step(2.0, known, members, 0.1)
+    told = [(line.data_wait, line.waiting, line.peak_bytes) for line in story.lines if isinstance(line, StepLine)]
+    assert told == [(0.25, "w2", 70), (0.0, "", 0)]

@@ -8,6 +8,7 @@ need not be thread-safe.  An exception of the dataset is raised where the microb
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,6 +65,8 @@ class Loader:
         self._next: Reading | None = None
         self._ahead: deque[Future[Batch]] = deque()
         self._unread: Iterator[Ids] = iter(())
+        self.waited_s = 0.0
+        """Seconds that callers have waited for batches."""
 
     def microbatches(self, step: int, data_rank: int, deal: Deal) -> Iterator[Round]:
         """Yields every round of ``step`` for ``data_rank``.
@@ -97,7 +100,7 @@ class Loader:
 
     def read(self, ids: Ids) -> Batch:
         """Reads the samples ``ids`` at once."""
-        return self._reader.submit(self._read, ids).result() if self._reader else self._read(ids)
+        return self._await(self._reader.submit(self._read, ids) if self._reader else None, ids)
 
     def close(self) -> None:
         """Ends the thread after the read that it is busy with."""
@@ -105,11 +108,17 @@ class Loader:
             self._reader.shutdown(cancel_futures=True)
 
     def _take(self, ids: Ids) -> Batch:
-        if self._reader is None:
-            return self._read(ids)
-        future = self._ahead.popleft()
+        future = self._ahead.popleft() if self._reader is not None else None
         self._top_up()
-        return future.result()
+        return self._await(future, ids)
+
+    def _await(self, future: Future[Batch] | None, ids: Ids) -> Batch:
+        """Returns the batch of ``future``, or reads ``ids`` here, and adds the time to ``waited_s``."""
+        began = time.monotonic()
+        try:
+            return future.result() if future is not None else self._read(ids)
+        finally:
+            self.waited_s += time.monotonic() - began
 
     def _top_up(self) -> None:
         while self._reader is not None and len(self._ahead) < self.prefetch and (ids := next(self._unread, None)) is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -61,6 +61,29 @@ class Copied(NamedTuple):
 NO_COPIES = Copied()
 
 
+@dataclass(frozen=True)
+class Usage:
+    """The time and the memory that a step took on a member, measured without waiting for the device.
+
+    ``step_s`` is the time from the member's record of the step before to its record of this one; in the first step of a world, it counts
+    from the beginning of the step.  For ``data_s`` of it the training thread waited for samples.  ``peak_bytes`` are the most bytes that
+    torch had allocated on a GPU in that time, and ``reserved_bytes`` those that torch keeps there; both are 0 on a CPU.
+    """
+
+    step_s: float = 0.0
+    data_s: float = 0.0
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+
+    @property
+    def data_wait(self) -> float:
+        """The part of the step's time for which the training thread waited for samples."""
+        return self.data_s / self.step_s if self.step_s else 0.0
+
+
+NO_USAGE = Usage()
+
+
 class Head(NamedTuple):
     """The named fields at the beginning of every record.
 
@@ -83,6 +106,10 @@ class Head(NamedTuple):
     buddy_every: float
     save: float
     behind: float
+    step_s: float
+    data_s: float
+    peak_bytes: float
+    reserved_bytes: float
 
 
 HEADER = len(Head._fields)
@@ -90,9 +117,9 @@ FROM_DEVICE = Head._fields.index("finite")
 """The index of the first of the two fields that the device fills in."""
 
 
-def head_of(shape: CommitShape, world_rank: int, step: int, boundary: int, copied: Copied = NO_COPIES) -> Head:
+def head_of(shape: CommitShape, world_rank: int, step: int, boundary: int, copied: Copied = NO_COPIES, usage: Usage = NO_USAGE) -> Head:
     """Returns the head of a member's record; the device fills in the rest."""
-    return Head(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied)
+    return Head(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied, *astuple(usage))
 
 
 @dataclass(frozen=True)
@@ -105,7 +132,8 @@ class Outcome:
     this step (-1: none); ``buddied_through`` is the same for complete copies at buddies.  ``copy_every`` and ``buddy_every`` are the
     smallest numbers of steps from one copy to the next.  ``behind`` says that a member has no room for a save.  ``saves`` says that every
     member copies the state after this step and that this copy is a save; it is None in the journals of older versions, whose members
-    found that out for themselves.
+    found that out for themselves.  ``usage`` has the largest value of any member for each field, and ``usage_ranks`` the world rank of
+    that member; without ranks nothing was measured, as in the journals of older versions.
     """
 
     step: int
@@ -122,6 +150,8 @@ class Outcome:
     copy_every: int = 0
     buddy_every: int = 0
     saves: bool | None = None
+    usage: Usage = NO_USAGE
+    usage_ranks: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -230,6 +260,8 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
         counts += map(int, told[1])
         samples += zip(*(map(int, ids) for ids in told[2:]), strict=True)
     boundary, behind = int(max(heads["boundary"])), max(heads["behind"]) > 0
+    used = {name: heads[name] for name in vars(NO_USAGE)}
+    most = {name: max(values) for name, values in used.items()}
     return Outcome(
         step=step,
         generation=shape.generation,
@@ -245,6 +277,8 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
         copy_every=int(max(heads["copy_every"])),
         buddy_every=int(max(heads["buddy_every"])),
         saves=is_saved(boundary, int(max(heads["save"])), behind),
+        usage=Usage(most["step_s"], most["data_s"], int(most["peak_bytes"]), int(most["reserved_bytes"])),
+        usage_ranks=tuple(values.index(most[name]) for name, values in used.items()),
     )
 
 

@@ -20,7 +20,9 @@ from elastic.control import codec
 from elastic.control.codec import Segment
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
+from elastic.plan.copy_budget import amount
 from elastic.plan.layout import Layout
+from elastic.protocol.commit_record import Outcome
 
 Json = Mapping[str, Any]
 
@@ -77,7 +79,21 @@ def _commits(records: Sequence[Json], before: float) -> str:
     first, last = records[0], records[-1]
     steps = [each["event"]["outcome"]["step"] for each in (first, last)]
     said = f"commit of step {steps[0]}" if len(records) == 1 else f"commits of steps {steps[0]} to {steps[1]}"
-    return f"{_head(first, before or first['at'])}  {said}"
+    return f"{_head(first, before or first['at'])}  {said}{_usage(records)}"
+
+
+def _usage(records: Sequence[Json]) -> str:
+    """Returns the speed of the steps that ``records`` tell, and what they waited for; "" if nobody has measured them."""
+    outcomes = [codec.decode(Outcome, each) for record in records for each in record.get("commits", ())]
+    took_s = sum(each.usage.step_s for each in outcomes)
+    if not took_s:
+        return ""
+    memory = max(each.usage.peak_bytes for each in outcomes)
+    return (
+        f": {sum(each.tokens for each in outcomes) / took_s:,.0f} tokens/s, "
+        f"{sum(each.usage.data_s for each in outcomes) / took_s:.1%} of the time waiting for data"
+        f"{f', up to {amount(memory)} of a GPU' if memory else ''}"
+    )
 
 
 def _line(record: Json, state: str, before: float) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from elastic.ids import WorkerId
 from elastic.protocol.commit_record import Outcome
 
 
@@ -32,6 +34,12 @@ class StepLine:
     """It is 0 as long as it is not known."""
     world: int
     generation: int
+    data_wait: float = 0.0
+    """The largest part of the step for which a worker waited for data."""
+    waiting: str = ""
+    """The worker that waited so long."""
+    peak_bytes: int = 0
+    """The most bytes that were allocated on one GPU."""
 
 
 Line = Sentence | StepLine
@@ -58,8 +66,8 @@ class Story:
         if text:
             self._add(Sentence(at, text))
 
-    def step(self, at: float, outcome: Outcome, world: int, lr: float, *, late: bool = False) -> None:
-        """Adds a step.  Its ``tokens_per_s`` counts from the step before, so a recovery lowers it.
+    def step(self, at: float, outcome: Outcome, members: Sequence[WorkerId], lr: float, *, late: bool = False) -> None:
+        """Adds a step of ``members``, by world rank.  Its ``tokens_per_s`` counts from the step before, so a recovery lowers it.
 
         A step is ``late`` if others wait in line, as after a takeover: when it is heard says nothing of when it was done.
         """
@@ -68,7 +76,23 @@ class Story:
             if self._timed_at is not None and at > self._timed_at:
                 self._rate = self._tokens / (at - self._timed_at)
             self._timed_at, self._tokens = at, 0
-        self._add(StepLine(at, outcome.step, self.steps, outcome.loss, outcome.norm, lr, self._rate, world, outcome.generation))
+        usage, ranks = outcome.usage, outcome.usage_ranks
+        self._add(
+            StepLine(
+                at,
+                outcome.step,
+                self.steps,
+                outcome.loss,
+                outcome.norm,
+                lr,
+                self._rate,
+                len(members),
+                outcome.generation,
+                usage.data_wait,
+                members[ranks[1]] if ranks else "",
+                usage.peak_bytes,
+            )
+        )
 
     def since(self, seen: int) -> tuple[int, list[Line]]:
         """Returns the number of lines so far, and all but the first ``seen`` of them, as far as they are kept."""

@@ -142,7 +142,7 @@ class _Local:
 
     def _committed(self, outcome: Outcome) -> None:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
-        self.story.step(time.time(), outcome, 1, learning_rate_of(self.session.job, outcome.step))
+        self.story.step(time.time(), outcome, (WORKER,), learning_rate_of(self.session.job, outcome.step))
         self.show(self.story.lines[-1])
 
     def _save(self, state: State) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 
 import torch
@@ -25,11 +25,24 @@ from elastic.errors import ModelError
 from elastic.imports import failure
 from elastic.job import Job
 from elastic.plan.placement import reporters
-from elastic.protocol.commit_record import FROM_DEVICE, HEADER, LOWER, NO_COPIES, CommitShape, Copied, Outcome, conclude, head_of
+from elastic.protocol.commit_record import (
+    FROM_DEVICE,
+    HEADER,
+    LOWER,
+    NO_COPIES,
+    NO_USAGE,
+    CommitShape,
+    Copied,
+    Outcome,
+    Usage,
+    conclude,
+    head_of,
+)
 from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
+from elastic.train.meter import Meter
 from elastic.train.model import Builder, State
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
@@ -59,6 +72,7 @@ class Session:
     """Secret of the run, by which its processes know each other on direct sockets."""
     computing: str = ""
     """The microbatch whose forward or backward runs, in words, for the report of a failure in the user's code."""
+    meter: Meter = field(default_factory=Meter)
 
 
 @dataclass
@@ -75,12 +89,14 @@ def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitSha
 
     Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
     """
-    shape = shape.of(session.cursor.batches.of(step) // session.job.microbatch)
+    shape, device = shape.of(session.cursor.batches.of(step) // session.job.microbatch), state.world.device
+    session.meter.begin(shape.generation, session.loader.waited_s, device)
     reserve(state.world, shape)
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
     norm = prepare(session, state, fence, step, share)
-    blank = blank_record(shape, state.world.rank, step, boundary(), share, copied)
+    usage = session.meter.usage(session.loader.waited_s, device)
+    blank = blank_record(shape, state.world.rank, step, boundary(), share, copied, usage)
     record = fill_record(state.world.to_device("record", blank), share, norm)
     outcome = commit(session, state, fence, shape, step, record)
     session.faults.strike("before_update", step, state.world)
@@ -203,9 +219,11 @@ def tokens_of(share: Share, world: World) -> torch.Tensor:
     return total
 
 
-def blank_record(shape: CommitShape, rank: int, step: int, boundary: int, share: Share, copied: Copied = NO_COPIES) -> torch.Tensor:
+def blank_record(
+    shape: CommitShape, rank: int, step: int, boundary: int, share: Share, copied: Copied = NO_COPIES, usage: Usage = NO_USAGE
+) -> torch.Tensor:
     """Returns this member's record, float64 [shape.fields], with all that the host knows; see ``protocol/commit_record.py``."""
-    known: list[float] = [*head_of(shape, rank, step, boundary, copied)]
+    known: list[float] = [*head_of(shape, rank, step, boundary, copied, usage)]
     for ids in share.samples:
         known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
     return torch.tensor([*known, 0], dtype=torch.float64)

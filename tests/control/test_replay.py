@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from elastic.control.decision import Transition
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.ids import Version
-from elastic.protocol.events import Recovered
+from elastic.protocol.commit_record import Usage
+from elastic.protocol.events import Recovered, StepDone
 from elastic.report.replay import action_line, differences, tell
 from storage.journal import parse
-from tests.control.play import Play, stepping
+from tests.control.play import Play, outcome, stepping
 
 SEATED_AS_JOINED = "simulated_2"
 OTHERWISE = {"storm": {28}}
@@ -148,3 +150,20 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert " decides 0 otherwise and words " in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "none.jsonl")]) == 1
     assert "none.jsonl' cannot be read (No such file or directory); name a job file" in capsys.readouterr().out
+
+
+def test_steps_are_told_with_their_speed_and_what_they_waited_for() -> None:
+    """Each of two steps has 4 tokens in half a second.  Control: nobody has measured the steps of an older version."""
+    play = stepping(2)
+    begun, records = codec.snapshot(play.run), list[Any]()
+    for step in (1, 2):
+        before, done = play.run, replace(outcome(step, 1), usage=Usage(0.5, 0.125, 3_000_000_000), usage_ranks=(0, 1, 0, 0))
+        play.tell(StepDone(play.plan.members[0], 1, done))
+        records.append(codec.record(step, float(step), StepDone(play.plan.members[0], 1, done), before, play.last))
+    (line,) = tell([(begun, records)])
+    assert line.endswith("commits of steps 1 to 2: 8 tokens/s, 25.0% of the time waiting for data, up to 3 GB of a GPU")
+    unmeasured = json.loads(json.dumps(records))
+    for record in unmeasured:
+        del record["commits"][0]["usage"], record["commits"][0]["usage_ranks"]
+    (line,) = tell([(begun, unmeasured)])
+    assert line.endswith("commits of steps 1 to 2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -271,3 +272,23 @@ def test_what_the_dataset_returns_has_a_row_for_each_sample(prefetch: int, retur
         f"data.dataset: read() returned {came} for the 2 ids {list(ids)}; "
         f"it must return a dictionary of tensors of shape [2, ...], with one row for each id"
     )
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_time_that_callers_wait_is_counted(prefetch: int) -> None:
+    """It lies between the time that the dataset itself took and the time that passed here."""
+
+    class Timed(Numbers):
+        took_s = 0.0
+
+        def read(self, ids: Ids) -> Batch:
+            began = time.monotonic()
+            time.sleep(0.02)
+            self.took_s += time.monotonic() - began
+            return super().read(ids)
+
+    dataset, began = Timed(), time.monotonic()
+    with loading(dataset, cursor(), prefetch=prefetch) as loader:
+        loader.read((1, 2))
+        loader.read((3, 4))
+        assert dataset.took_s <= loader.waited_s <= time.monotonic() - began

@@ -122,5 +122,6 @@ def test_elastic_is_this_checkout(tmp_path: Path) -> None:
 def test_what_may_differ_and_what_may_not() -> None:
     line = "07:05:20 step   200/200  loss 0.0065      3,704 tokens/s  lr 3.00e-03"
     assert matches([line], line.replace("07:05:20", "23:59:59").replace("0.0065", "1.25").replace("3,704", "99"))
+    assert matches([line], f"{line}  local waits 31% for data")
     assert not matches([line], line.replace("200/200", "199/200"))
     assert not matches([line], line.replace("loss", "gain"))

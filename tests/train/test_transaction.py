@@ -27,6 +27,7 @@ from elastic.protocol.commit_record import (
     LAST,
     NO_COPIES,
     NO_SAVE,
+    NO_USAGE,
     PAUSE,
     SAVE_AND_PAUSE,
     BadRecord,
@@ -34,6 +35,7 @@ from elastic.protocol.commit_record import (
     Copied,
     Head,
     Outcome,
+    Usage,
     conclude,
     head_of,
     is_saved,
@@ -290,7 +292,8 @@ def drawn_records(shape: CommitShape, seed: int) -> bytes:
     draw, records = random.Random(seed), b""
     for rank in range(shape.world):
         copied = Copied(*(draw.randrange(-1, 9) for _ in range(4)), draw.randrange(3), draw.randrange(2))
-        head = head_of(shape, rank, 7, draw.randrange(3), copied)._replace(finite=draw.random() < 0.9, squared_norm=draw.random())
+        usage = Usage(draw.random(), draw.random(), draw.randrange(2**40), draw.randrange(2**40))
+        head = head_of(shape, rank, 7, draw.randrange(3), copied, usage)._replace(finite=draw.random() < 0.9, squared_norm=draw.random())
         rounds = [(draw.random(), *(draw.randrange(2**53) for _ in range(1 + shape.microbatch))) for _ in range(shape.rounds)]
         record = struct.pack(f"<{shape.fields - 1}d", *head, *(each for round_ in rounds for each in round_))
         bits = struct.unpack(f"<{shape.fields - 1}Q", record)
@@ -311,6 +314,11 @@ def concluded_one_by_one(shape: CommitShape, step: int, gathered: bytes) -> Outc
                 parts[index] = records[world_rank][HEADER + round_ * size :][:size]
     ordered = [parts[i] for i in range(shape.microbatches)]
     boundary, behind = max(int(head.boundary) for head in heads), any(head.behind > 0 for head in heads)
+    most: dict[str, tuple[float, int]] = {}
+    for name in ("step_s", "data_s", "peak_bytes", "reserved_bytes"):
+        for rank, head in enumerate(heads):
+            if name not in most or getattr(head, name) > most[name][0]:
+                most[name] = (getattr(head, name), rank)
     return Outcome(
         step=step,
         generation=shape.generation,
@@ -326,6 +334,8 @@ def concluded_one_by_one(shape: CommitShape, step: int, gathered: bytes) -> Outc
         copy_every=int(max(head.copy_every for head in heads)),
         buddy_every=int(max(head.buddy_every for head in heads)),
         saves=is_saved(boundary, int(max(head.save for head in heads)), behind),
+        usage=Usage(**{name: type(getattr(NO_USAGE, name))(value) for name, (value, _) in most.items()}),
+        usage_ranks=tuple(rank for _, rank in most.values()),
     )
 
 

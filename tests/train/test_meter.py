@@ -1,0 +1,62 @@
+"""The commit of a step says how long it took, and who waited longest for data."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.protocol.commit_record import Outcome, Usage
+from elastic.train.meter import Meter
+from tests.support.ranks import Ranks
+from tests.support.segments import member
+from tests.support.toys import Sums, toy_job
+
+READ_S = 0.05
+CPU = torch.device("cpu")
+
+
+def steps_with_slow_data(world: World, job: Job, slow: int) -> tuple[list[Outcome], float]:
+    """Runs three steps in which the data of world rank ``slow`` is slow; returns them, and the time that they took."""
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        dataset = me.session.loader.dataset
+        assert isinstance(dataset, Sums)
+        dataset.read_s = READ_S if world.rank == slow else 0.0
+        began = time.monotonic()
+        return [me.step() for _ in range(3)], time.monotonic() - began
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_member_that_waits_longest_for_data_is_known_to_all(ranks: Ranks, tmp_path: Path, slow: int) -> None:
+    """Each of two members reads four microbatches a step, and all times are by its own clock."""
+    members: list[tuple[list[Outcome], float]] = ranks.run(Layout(2, 1), steps_with_slow_data, toy_job(tmp_path), slow)
+    (outcomes, took_s), (others, took_there_s) = members
+    assert outcomes == others
+    assert [each.usage_ranks[1] for each in outcomes] == [slow] * 3
+    for usage in (each.usage for each in outcomes):
+        assert 4 * READ_S <= usage.data_s <= usage.step_s and 0 < usage.data_wait <= 1
+        assert (usage.peak_bytes, usage.reserved_bytes) == (0, 0), "on a CPU torch has no such counters"
+    assert sum(each.usage.step_s for each in outcomes) <= took_s + took_there_s
+
+
+def test_the_first_step_of_a_generation_counts_from_its_beginning_and_others_from_the_record_before() -> None:
+    """Control: what came between two generations belongs to no step; what came between two steps belongs to the second."""
+    now, waited = 100.0, 7.0
+    meter = Meter(lambda: now)
+    meter.begin(1, waited, CPU)
+    now, waited = 103.0, 8.0
+    assert meter.usage(waited, CPU) == Usage(3.0, 1.0)
+    now = 104.0
+    meter.begin(1, waited, CPU)
+    now = 105.0
+    assert meter.usage(waited, CPU) == Usage(2.0, 0.0)
+    now, waited = 200.0, 9.0
+    meter.begin(2, waited, CPU)
+    now, waited = 201.0, 9.5
+    assert meter.usage(waited, CPU) == Usage(1.0, 0.5)

@@ -101,6 +101,8 @@ class View:
     """The step from which on not every member's state is copied to another node, although it should be; None if it is."""
     paces: tuple[int, int]
     """The steps from one copy in host memory to the next, and from one copy at the buddies to the next; 0 means no copies."""
+    speed: str
+    """The speed of the steps since this coordinator began, in words; "" before the first one."""
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,7 @@ class Coordinator:
             unprotected_since=copy_inventory.unprotected_since(state),
             unbuddied_since=copy_inventory.unbuddied_since(state),
             paces=copy_inventory.paces(state),
+            speed=str(self.story.speed),
         )
 
     # ---- the loop
@@ -345,6 +348,7 @@ class Coordinator:
                 os._exit(DEPOSED)
             self.story.say(time.time(), "the coordinator failed; the same command resumes the run\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
+        self.story.end(time.time())
         try:
             self.journal.close()  # before the keepers close: they delete their and this node's part of the journal
             if self.journal.behind:
@@ -430,7 +434,7 @@ class Coordinator:
         for each in parts(event):
             if isinstance(each, StepDone) and before.version.step < each.outcome.step <= self.state.version.step:
                 lr, members = learning_rate_of(self.job, each.outcome.step), before.plan.members if before.plan else ()
-                self.story.step(now, each.outcome, members, lr, late=not self.inbox.empty())
+                self.story.step(now, each.outcome, members, lr, each.work, late=not self.inbox.empty())
         if reason and transition.taken and reason != self.reason:
             self.reason = reason
             self.story.say(now, reason)

@@ -130,7 +130,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
                 if stop and not view.over:
                     launch.ask(coordinator, "stop", stop, deadline_s=deadline_s)
             if (stands := _stands(view)) != shown:
-                say(f"{view.token}: {view.state}, step {view.step} of {view.steps}, {stands}{_copies(view)}; {view.reason}")
+                say(f"{view.token}: {view.state}, step {view.step} of {view.steps}, {stands}{_copies(view)}{_speed(view)}; {view.reason}")
             shown = stands
             for line in view.lines[-20:]:
                 show(line)
@@ -159,6 +159,10 @@ def _copies(view: View) -> str:
     """Returns how often copies are made.  This varies with the step time, so its change alone is not printed."""
     copies, buddies = (f"every {pace} steps" if pace > 1 else "every step" if pace else "none" for pace in view.paces)
     return f"; copies in host memory {copies}, on other nodes {buddies}" if any(view.paces) else ""
+
+
+def _speed(view: View) -> str:
+    return f"; {view.speed}" if view.speed else ""
 
 
 def clean(job: Job, force: bool) -> int:

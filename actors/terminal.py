@@ -41,8 +41,9 @@ def show(line: Line) -> None:
 
 
 def _usage(line: StepLine) -> str:
-    memory = f"  {amount(line.peak_bytes)}" if line.peak_bytes else ""
-    return f"{memory}  {line.waiting} waits {line.data_wait:.0%} for data" if line.data_wait >= DATA_WAIT else memory
+    told = f"  MFU {line.mfu:.0%} ({line.causal_mfu:.0%} causal)" if line.mfu else ""
+    told += f"  {amount(line.peak_bytes)}" if line.peak_bytes else ""
+    return f"{told}  {line.waiting} waits {line.data_wait:.0%} for data" if line.data_wait >= DATA_WAIT else told
 
 
 def show_result(result: Result, job: Job, line: str) -> int:

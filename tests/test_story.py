@@ -8,7 +8,8 @@ import pytest
 
 from elastic.ids import WorkerId
 from elastic.protocol.commit_record import Outcome, Usage
-from elastic.report.story import LINES, StepLine, Story
+from elastic.protocol.events import Work
+from elastic.report.story import LINES, Sentence, StepLine, Story
 
 pytestmark = pytest.mark.fast
 
@@ -55,3 +56,35 @@ def test_a_step_names_the_worker_that_waited_longest_for_data_and_the_memory_of_
     story.step(2.0, known, members, 0.1)
     told = [(line.data_wait, line.waiting, line.peak_bytes) for line in story.lines if isinstance(line, StepLine)]
     assert told == [(0.25, "w2", 70), (0.0, "", 0)]
+
+
+def test_the_mfu_is_what_was_done_of_what_the_devices_could_have_done() -> None:
+    """Two devices of 10 TFLOP/s could do 20e12 in the first step, of one second, and 80e12 in the second.  Control: with an unknown peak
+    there is no MFU, and steps that nobody has measured have no speed at all.
+    """
+
+    def told(*steps: tuple[float, Work | None]) -> tuple[list[tuple[float, float]], list[str]]:
+        story = Story(10)
+        for number, (took_s, work) in enumerate(steps, 1):
+            outcome = Outcome(number, 1, 1.0, (1.0,), (1000,), ((0,),), True, usage=Usage(took_s, took_s / 4), usage_ranks=(0, 0, 0, 0))
+            story.step(float(number), outcome, (WorkerId("w1"), WorkerId("w2")), 0.1, work)
+        story.end(9.0)
+        lines = [(line.mfu, line.causal_mfu) for line in story.lines if isinstance(line, StepLine)]
+        return lines, [line.text for line in story.lines if isinstance(line, Sentence)]
+
+    work = Work(10e12, 5e12, 2, 10e12)
+    assert told((1.0, work), (4.0, work)) == (
+        [(0.5, 0.25), (0.125, 0.0625)],
+        [
+            "2 steps: 400 tokens/s, 2 TFLOP/s a worker, MFU 20.0% (10.0% with the causal half of attention), "
+            "25.0% of the time waiting for data"
+        ],
+    )
+    assert told((1.0, replace(work, causal_flops=10e12)))[1] == [
+        "1 step: 1,000 tokens/s, 5 TFLOP/s a worker, MFU 50.0% (attention is not counted), 25.0% of the time waiting for data"
+    ]
+    assert told((1.0, replace(work, peak_flops=0.0))) == (
+        [(0.0, 0.0)],
+        ["1 step: 1,000 tokens/s, 5 TFLOP/s a worker, 25.0% of the time waiting for data"],
+    )
+    assert told((0.0, work)) == ([(0.0, 0.0)], [])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from elastic.kernels.attention import Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
+from elastic.models.flops import matrix_parameters
 from elastic.models.spec import ShardingTable, with_preset
 
 
@@ -92,6 +93,7 @@ class GPT2(nn.Module):
         self.norm = nn.Identity() if self.post else nn.LayerNorm(dim)
         self.output = nn.Linear(dim, vocab, bias=False)
         self.output.weight = self.embedding.weight
+        self._matrices = matrix_parameters(self)
 
     def init_weights(self) -> None:
         """Sets norms to 1 and biases to 0, and draws all other weights from a normal distribution with standard deviation 0.02.
@@ -118,6 +120,10 @@ class GPT2(nn.Module):
             x = layer(x, mask)
         x = self.norm(x)
         return self.output(x) if targets is None else cross_entropy(x, self.output.weight, targets)
+
+    def flops_per_token(self, seq: float, causal: bool) -> float:
+        """Returns the operations of a token, as ``elastic/models/flops.py`` says."""
+        return 6 * self._matrices + (6 if causal else 12) * self.depth * self.embedding.embedding_dim * seq
 
     def sharding(self) -> ShardingTable:
         return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from elastic.kernels.attention import Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
+from elastic.models.flops import matrix_parameters
 from elastic.models.spec import ShardingTable, with_preset
 
 
@@ -129,6 +130,7 @@ class Llama(nn.Module):
         self.output = nn.Linear(dim, vocab, bias=False)
         if tied:
             self.output.weight = self.embedding.weight
+        self._matrices, self._attention = matrix_parameters(self), layers * heads * self.head_dim
 
     def init_weights(self) -> None:
         """Sets the weights of norms to 1, and draws all others from a normal distribution with standard deviation 0.02.
@@ -152,6 +154,10 @@ class Llama(nn.Module):
             x = layer(x, rope, mask)
         x = self.norm(x)
         return self.output(x) if targets is None else cross_entropy(x, self.output.weight, targets)
+
+    def flops_per_token(self, seq: float, causal: bool) -> float:
+        """Returns the operations of a token, as ``elastic/models/flops.py`` says."""
+        return 6 * self._matrices + (6 if causal else 12) * self._attention * seq
 
     def sharding(self) -> ShardingTable:
         return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))

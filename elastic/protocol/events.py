@@ -144,12 +144,28 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Work:
+    """The floating-point operations of a step's forward and backward passes, however they were computed.
+
+    ``flops`` counts attention over whole sequences, ``causal_flops`` the half of it that a causal mask leaves; they are equal if the model
+    does not say what its attention costs.  ``devices`` were there, each of which can do ``peak_flops`` a second (0: not known).
+    """
+
+    flops: float
+    causal_flops: float
+    devices: int
+    peak_flops: float
+
+
+@dataclass(frozen=True)
 class StepDone:
     """The world committed a step.  World rank 0 sends this once it has applied the step."""
 
     worker: WorkerId
     generation: int
     outcome: Outcome
+    work: Work | None = None
+    """None in older journals, and if the step is told again."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from elastic.control import codec
 from elastic.control.codec import Segment
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
-from elastic.plan.copy_budget import amount
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Work
+from elastic.report.speed import Speed
 
 Json = Mapping[str, Any]
 
@@ -79,21 +80,17 @@ def _commits(records: Sequence[Json], before: float) -> str:
     first, last = records[0], records[-1]
     steps = [each["event"]["outcome"]["step"] for each in (first, last)]
     said = f"commit of step {steps[0]}" if len(records) == 1 else f"commits of steps {steps[0]} to {steps[1]}"
-    return f"{_head(first, before or first['at'])}  {said}{_usage(records)}"
+    return f"{_head(first, before or first['at'])}  {said}{_speed(records)}"
 
 
-def _usage(records: Sequence[Json]) -> str:
-    """Returns the speed of the steps that ``records`` tell, and what they waited for; "" if nobody has measured them."""
-    outcomes = [codec.decode(Outcome, each) for record in records for each in record.get("commits", ())]
-    took_s = sum(each.usage.step_s for each in outcomes)
-    if not took_s:
-        return ""
-    memory = max(each.usage.peak_bytes for each in outcomes)
-    return (
-        f": {sum(each.tokens for each in outcomes) / took_s:,.0f} tokens/s, "
-        f"{sum(each.usage.data_s for each in outcomes) / took_s:.1%} of the time waiting for data"
-        f"{f', up to {amount(memory)} of a GPU' if memory else ''}"
-    )
+def _speed(records: Sequence[Json]) -> str:
+    """Returns the speed of the steps that ``records`` tell; "" if nobody has measured them."""
+    speed = Speed()
+    for record in records:
+        work = codec.decode(Work, record["event"]["work"]) if record["event"].get("work") else None
+        for each in record.get("commits", ()):
+            speed.add(codec.decode(Outcome, each), work)
+    return f": {speed}" if speed.steps else ""
 
 
 def _line(record: Json, state: str, before: float) -> str:

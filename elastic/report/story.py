@@ -10,6 +10,8 @@ from itertools import islice
 
 from elastic.ids import WorkerId
 from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Work
+from elastic.report.speed import Speed
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class StepLine:
     """The worker that waited so long."""
     peak_bytes: int = 0
     """The most bytes that were allocated on one GPU."""
+    mfu: float = 0.0
+    causal_mfu: float = 0.0
+    """The model FLOPs utilisation without the half of attention that a causal mask leaves out.  Both are 0 if they are not known."""
 
 
 Line = Sentence | StepLine
@@ -59,6 +64,8 @@ class Story:
         """The time at which the newest step was heard that was not ``late``."""
         self._tokens, self._rate = 0, 0.0
         """The tokens of the steps since then, and the newest ``tokens_per_s``."""
+        self.speed = Speed()
+        """The speed of all steps so far."""
         self._lock = threading.Lock()
 
     def say(self, at: float, text: str) -> None:
@@ -66,7 +73,9 @@ class Story:
         if text:
             self._add(Sentence(at, text))
 
-    def step(self, at: float, outcome: Outcome, members: Sequence[WorkerId], lr: float, *, late: bool = False) -> None:
+    def step(
+        self, at: float, outcome: Outcome, members: Sequence[WorkerId], lr: float, work: Work | None = None, *, late: bool = False
+    ) -> None:
         """Adds a step of ``members``, by world rank.  Its ``tokens_per_s`` counts from the step before, so a recovery lowers it.
 
         A step is ``late`` if others wait in line, as after a takeover: when it is heard says nothing of when it was done.
@@ -76,7 +85,9 @@ class Story:
             if self._timed_at is not None and at > self._timed_at:
                 self._rate = self._tokens / (at - self._timed_at)
             self._timed_at, self._tokens = at, 0
-        usage, ranks = outcome.usage, outcome.usage_ranks
+        usage, ranks, alone = outcome.usage, outcome.usage_ranks, Speed()
+        for speed in (alone, self.speed):
+            speed.add(outcome, work)
         self._add(
             StepLine(
                 at,
@@ -91,8 +102,15 @@ class Story:
                 usage.data_wait,
                 members[ranks[1]] if ranks else "",
                 usage.peak_bytes,
+                alone.mfu,
+                alone.causal_mfu,
             )
         )
+
+    def end(self, at: float) -> None:
+        """Adds the sentence on the speed of all steps."""
+        steps = self.speed.steps
+        self.say(at, f"{steps} {'steps' if steps > 1 else 'step'}: {self.speed}" if steps else "")
 
     def since(self, seen: int) -> tuple[int, list[Line]]:
         """Returns the number of lines so far, and all but the first ``seen`` of them, as far as they are kept."""

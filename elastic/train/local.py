@@ -27,6 +27,7 @@ from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.copy_schedule import due
+from elastic.protocol.events import Work
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.story import Line, Story
@@ -60,7 +61,9 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
         world = World.alone(device, generation=start.generation + 1)
         local = _Local(run, session, world, start, show)
         try:
-            return local.train()
+            ended = local.train()
+            local.show_speed()
+            return ended
         except JobError as error:
             if error.__cause__ is not None:
                 local.show_sentence("".join(traceback.format_exception(error.__cause__)))  # of the user's code
@@ -101,7 +104,7 @@ class _Local:
             while step < job.steps:
                 outcome = run_step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON)
                 step = outcome.step
-                self._committed(outcome)
+                self._committed(outcome, state.arithmetic.of(outcome))
                 if due(step, job.checkpoint.save_every, job.steps):
                     self._save(state)
         except KeyboardInterrupt as interrupt:
@@ -140,9 +143,9 @@ class _Local:
             else:
                 return state
 
-    def _committed(self, outcome: Outcome) -> None:
+    def _committed(self, outcome: Outcome, work: Work) -> None:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
-        self.story.step(time.time(), outcome, (WORKER,), learning_rate_of(self.session.job, outcome.step))
+        self.story.step(time.time(), outcome, (WORKER,), learning_rate_of(self.session.job, outcome.step), work)
         self.show(self.story.lines[-1])
 
     def _save(self, state: State) -> None:
@@ -158,6 +161,12 @@ class _Local:
             where = f"bucket = {self.session.job.bucket!r}"
             raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
         self.run.commit(version, [receipt], self.lineage, self.world.layout)
+
+    def show_speed(self) -> None:
+        seen = self.story.told
+        self.story.end(time.time())
+        for line in self.story.since(seen)[1]:
+            self.show(line)
 
     def show_sentence(self, text: str) -> None:
         self.story.say(time.time(), text)

@@ -233,7 +233,7 @@ class Trainer(Controlled):
             step += 1
             outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked)
             if world.rank == 0:
-                self.report(StepDone(self.worker, plan.generation, outcome))
+                self.report(StepDone(self.worker, plan.generation, outcome, state.arithmetic.of(outcome)))
             if snapshots is not None:
                 snapshots.committed(outcome, state.shard)
             if outcome.boundary != GO_ON:

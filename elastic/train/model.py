@@ -20,6 +20,7 @@ from elastic.imports import failure, load
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
 from elastic.state.shard import DTYPE_NAMES, DTYPES, Key, Shard
+from elastic.train.arithmetic import Arithmetic
 from storage.errors import Unavailable
 from storage.slices import Tensor, Version, nbytes
 
@@ -120,6 +121,7 @@ class State:
         self.rows, matrices = {name: shape[0] for name, shape in shapes.items()}, matrices_of(blueprint)
         decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
         self.job, self.world = job, world
+        self.arithmetic = Arithmetic(blueprint, world, job.precision)
         self.model, self.parameters, self.sync = parallelize(blueprint, world, job)
         places = ((name, *name.rpartition(".")[::2]) for name, _ in self.model.named_buffers())
         self._buffers = [(name, self.model.get_submodule(owner), key) for name, owner, key in places]

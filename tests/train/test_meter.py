@@ -13,6 +13,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome, Usage
+from elastic.protocol.events import Work
 from elastic.train.meter import Meter
 from tests.support.ranks import Ranks
 from tests.support.segments import member
@@ -20,6 +21,26 @@ from tests.support.toys import Sums, toy_job
 
 READ_S = 0.05
 CPU = torch.device("cpu")
+
+
+def the_work_of_a_step(world: World, job: Job) -> tuple[Outcome, Work]:
+    with member(world, job, Version(0, 0)) as me:
+        outcome = me.step()
+        return outcome, me.state.arithmetic.of(outcome)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
+def test_every_member_knows_the_operations_of_a_step(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """They are counted by hand from the job's model: 4 layers, 32 wide, 96 hidden, 29 words, and 16 tokens a sample, of which some are
+    masked and count for nothing.
+    """
+    members: list[tuple[Outcome, Work]] = ranks.run(layout, the_work_of_a_step, toy_job(tmp_path))
+    outcome, work = members[0]
+    assert all(each == members[0] for each in members) and 0.5 * 256 < outcome.tokens < 256
+    matrices, seq = 4 * (4 * 32 * 32 + 3 * 32 * 96) + 29 * 32, outcome.tokens / 16
+    assert work.flops == outcome.tokens * (6 * matrices + 12 * 4 * 32 * seq)
+    assert work.causal_flops == outcome.tokens * (6 * matrices + 6 * 4 * 32 * seq)
+    assert (work.devices, work.peak_flops) == (2, 0), "the peak of a CPU is not known"
 
 
 def steps_with_slow_data(world: World, job: Job, slow: int) -> tuple[list[Outcome], float]:

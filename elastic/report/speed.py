@@ -1,0 +1,59 @@
+"""Adds up steps, and tells how fast they were and what they waited for."""
+
+from __future__ import annotations
+
+from elastic.plan.copy_budget import amount
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import Work
+
+
+class Speed:
+    """The sums over some steps.  The time between two worlds is in none of them."""
+
+    def __init__(self) -> None:
+        self.steps, self.tokens, self.peak_bytes, self.took_s, self.waited_s = 0, 0, 0, 0.0, 0.0
+        self.flops, self.causal_flops = 0.0, 0.0
+        self.device_s, self.possible_flops = 0.0, 0.0
+        """The seconds of all devices in steps whose work is known, and the operations that they could have done in them."""
+
+    def add(self, outcome: Outcome, work: Work | None) -> None:
+        """Adds a step, unless nobody has measured it."""
+        usage = outcome.usage
+        if not usage.step_s:
+            return
+        self.steps, self.tokens = self.steps + 1, self.tokens + outcome.tokens
+        self.took_s, self.waited_s = self.took_s + usage.step_s, self.waited_s + usage.data_s
+        self.peak_bytes = max(self.peak_bytes, usage.peak_bytes)
+        if work is not None:
+            self.flops, self.causal_flops = self.flops + work.flops, self.causal_flops + work.causal_flops
+            self.device_s += work.devices * usage.step_s
+            self.possible_flops += work.devices * usage.step_s * work.peak_flops
+
+    @property
+    def mfu(self) -> float:
+        """The model FLOPs utilisation (Chowdhery and others 2022, appendix B): operations that were done, of those that were possible.
+
+        It is 0 if it is not known.
+        """
+        return self.flops / self.possible_flops if self.possible_flops else 0.0
+
+    @property
+    def causal_mfu(self) -> float:
+        """The utilisation if the half of attention counts that a causal mask leaves."""
+        return self.causal_flops / self.possible_flops if self.possible_flops else 0.0
+
+    def __str__(self) -> str:
+        """The sentence; "" if no step was measured."""
+        if not self.took_s:
+            return ""
+        parts = [f"{self.tokens / self.took_s:,.0f} tokens/s"]
+        if self.flops:
+            parts.append(f"{self.flops / self.device_s / 1e12:.3g} TFLOP/s a worker")
+        if self.mfu:
+            parts.append(
+                f"MFU {self.mfu:.1%} ({self.causal_mfu:.1%} with the causal half of attention)"
+                if self.causal_flops < self.flops
+                else f"MFU {self.mfu:.1%} (attention is not counted)"
+            )
+        parts.append(f"{self.waited_s / self.took_s:.1%} of the time waiting for data")
+        return ", ".join([*parts, *([f"up to {amount(self.peak_bytes)} of a GPU"] if self.peak_bytes else [])])

@@ -37,6 +37,7 @@ from elastic.state.shard import Shard
 from elastic.state.uploader import name_of
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
+from elastic.train.inventory import decay_line
 from elastic.train.model import State
 from elastic.train.session import make_session, prepare_process
 from elastic.train.step import Session, run_step
@@ -98,6 +99,7 @@ class _Local:
         job = self.session.job
         state = self._healed()
         self._begin(state.shard)
+        self.show_sentence(decay_line(state))
         step = state.shard.version.step
         shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, self.plan.layout)
         try:

@@ -28,6 +28,7 @@ from elastic.state.heal import Healing, nothing
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, tell_where_all_stand, touch
 from elastic.train.faults import Seat
+from elastic.train.inventory import decay_line, memory_line
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
 from elastic.train.orders import Controlled, Leave, Settled, Went
@@ -229,9 +230,12 @@ class Trainer(Controlled):
         snapshots = self.session.snapshots
         if snapshots is not None:
             snapshots.enter(plan, self.worker, state.shard)
+        print(f"{self.worker}: {decay_line(state)}", flush=True)
         while step < job.steps:
             step += 1
             outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked)
+            if self.session.meter.first:
+                print(f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}", flush=True)
             if world.rank == 0:
                 self.report(StepDone(self.worker, plan.generation, outcome, state.arithmetic.of(outcome)))
             if snapshots is not None:

@@ -19,13 +19,18 @@ class Meter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._generation, self._since, self._waited_s = 0, 0.0, 0.0
+        self.first = False
+        """True in the first step of a generation."""
+        self.held: dict[str, int] = {}
+        """Bytes by class that this member held in that step: see ``train/inventory.py``."""
 
     def begin(self, generation: int, waited_s: float, device: torch.device) -> None:
         """Begins a step.  Only the first step of a generation begins now; any other began at the record of the step before.
 
         ``waited_s`` is the time that the training thread has waited for data in all steps so far.
         """
-        if generation != self._generation:
+        self.first = generation != self._generation
+        if self.first:
             self._generation, self._since, self._waited_s = generation, self._clock(), waited_s
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)

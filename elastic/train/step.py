@@ -42,6 +42,7 @@ from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
+from elastic.train.inventory import memory_by_class
 from elastic.train.meter import Meter
 from elastic.train.model import Builder, State
 
@@ -95,6 +96,8 @@ def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitSha
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
     norm = prepare(session, state, fence, step, share)
+    if session.meter.first:
+        session.meter.held = memory_by_class(state)
     usage = session.meter.usage(session.loader.waited_s, device)
     blank = blank_record(shape, state.world.rank, step, boundary(), share, copied, usage)
     record = fill_record(state.world.to_device("record", blank), share, norm)

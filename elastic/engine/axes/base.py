@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ class Parameters(ABC):
     """The parts by the name of the parameter.  Healing fills them, and the optimizer changes them."""
     trained: frozenset[str]
     """The names of the parameters that have gradients."""
+    copies: Sequence[Tensor] = ()
+    """The copies of parameters with which the model computes all the time, if it does so in another dtype."""
 
     @abstractmethod
     def begin_round(self, number: int, *, last: bool) -> None:

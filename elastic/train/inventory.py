@@ -1,0 +1,54 @@
+"""Lists what a member holds at the start of a world, for its log: memory by class, and the parameters whose weights decay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from elastic.plan.copy_budget import amount
+from elastic.train.model import BUFFERS, State
+
+
+def memory_by_class(state: State) -> dict[str, int]:
+    """Returns the bytes of the live memory of each class.  It is called after a backward pass, while gradients are there.
+
+    Memory that several tensors share counts once, in the first class that has it.  What comes and goes in a step, such as activations and
+    gathered parameters, is in no class.
+    """
+    values, seen = state.shard.values, set[int]()
+    classes: dict[str, Iterable[Tensor]] = {
+        "weights": [value for (kind, _), value in values.items() if kind == "parameter"],
+        "moments": [value for (kind, _), value in values.items() if kind.startswith("moment.")],
+        "gradients": state.parameters.grads().values(),
+        "computing copies": state.parameters.copies,
+        "buffers": [value for (kind, _), value in values.items() if kind in BUFFERS],
+    }
+    return {name: _bytes(tensors, seen) for name, tensors in classes.items()}
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Returns the bytes of the memory of ``tensors`` that is not in ``seen``, and adds it there."""
+    found = 0
+    for memory in (tensor.untyped_storage() for tensor in tensors):
+        if memory.data_ptr() not in seen:
+            seen.add(memory.data_ptr())
+            found += memory.nbytes()
+    return found
+
+
+def memory_line(classes: Mapping[str, int]) -> str:
+    return f"it holds {', '.join(f'{amount(size)} of {name}' for name, size in classes.items() if size)}"
+
+
+def decay_line(state: State) -> str:
+    """Returns which parameters decay and which do not; a ``*`` stands for the numbers of layers that are alike."""
+    parts, settings = state.optimizer.parts.values(), state.job.optim
+    named = [(_collapsed([part.name for part in parts if part.decays == decays]), said) for decays, said in ((True, ""), (False, " not"))]
+    return f"weight decay {settings.weight_decay:g} ({settings.decay}): " + "; ".join(f"of {names}{said}" for names, said in named if names)
+
+
+def _collapsed(names: list[str]) -> str:
+    patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1) for name in names)
+    return f"{len(names)} parameters ({', '.join(patterns)})" if names else ""

@@ -348,7 +348,7 @@ class Coordinator:
                 os._exit(DEPOSED)
             self.story.say(time.time(), "the coordinator failed; the same command resumes the run\n" + traceback.format_exc())
             self.reason = "the coordinator failed"
-        self.story.end(time.time())
+        self.story.say(time.time(), self.story.speed.summary)
         try:
             self.journal.close()  # before the keepers close: they delete their and this node's part of the journal
             if self.journal.behind:

@@ -38,6 +38,8 @@ from elastic.config.values import (
     free_settings,
     interface_name,
     place,
+    step_range,
+    steps_of,
 )
 from elastic.control.rules import Rules
 from elastic.errors import JobError
@@ -306,6 +308,10 @@ class Job(Part):
     """
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
     """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""
+    profile: Free[Annotated[str, AfterValidator(step_range)]] = ""
+    """Steps that world rank 0 profiles, as ``7`` or ``5-7``.  A trace (to be opened in Perfetto or Chrome), and on a GPU a snapshot of its
+    memory (for pytorch.org/memory_viz), go to the folder ``profiles/`` of the run.  Empty: none.
+    """
     data: Data = Data()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
@@ -410,6 +416,10 @@ class Job(Part):
     def batches(self) -> Batches:
         """Returns the number of samples of each step."""
         return Batches(self.global_batch, **self.batch_ramp.model_dump())
+
+    def profiled(self) -> range:
+        """Returns the steps that are profiled."""
+        return steps_of(self.profile)
 
     def layout_rule(self) -> LayoutRule:
         degrees = (self.parallel.dp_replicate, self.parallel.dp_shard)

@@ -374,6 +374,7 @@ CLUSTER = {
     "name": "other",
     "bucket": "/other",
     "on_driver_exit": "detach",
+    "profile": "5-7",
     "workers": Workers(min=2, max=3, cpus=2, gpus=1, threads=4),
     "parallel": Parallel(dp_shard=2, min_shard=2, use="fit"),
     "checkpoint": Checkpoint(save_every=1),

@@ -68,7 +68,7 @@ def test_the_mfu_is_what_was_done_of_what_the_devices_could_have_done() -> None:
         for number, (took_s, work) in enumerate(steps, 1):
             outcome = Outcome(number, 1, 1.0, (1.0,), (1000,), ((0,),), True, usage=Usage(took_s, took_s / 4), usage_ranks=(0, 0, 0, 0))
             story.step(float(number), outcome, (WorkerId("w1"), WorkerId("w2")), 0.1, work)
-        story.end(9.0)
+        story.say(9.0, story.speed.summary)
         lines = [(line.mfu, line.causal_mfu) for line in story.lines if isinstance(line, StepLine)]
         return lines, [line.text for line in story.lines if isinstance(line, Sentence)]
 

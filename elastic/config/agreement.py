@@ -29,6 +29,8 @@ def disagreements(job: Job) -> Iterator[str]:
     if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
         cut = "dp_shard" if job.parallel.dp_shard != "auto" else "min_shard"
         yield f"parallel.zero = 0 shares nothing, and parallel.{cut} = {getattr(job.parallel, cut)}; leave one of them out"
+    if job.profiled() and job.profiled()[0] > job.steps:
+        yield f"profile = {job.profile!r} begins after the last step, steps = {job.steps}; name earlier steps"
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
         yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
     yield from _deadlines(job.deadlines)

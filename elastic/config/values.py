@@ -104,6 +104,19 @@ def _number(value: object) -> object:
     return value
 
 
+def step_range(text: str) -> str:
+    """Returns ``text``, which names steps as :func:`steps_of` reads them."""
+    if not re.fullmatch(r"(\d+(-\d+)?)?", text) or (text and not steps_of(text)) or 0 in steps_of(text):
+        raise ValueError("must be a step, as '7', or the first and the last of several, as '5-7'")
+    return text
+
+
+def steps_of(text: str) -> range:
+    """Returns the steps that ``text`` names: ``7`` is one, ``5-7`` are three, and nothing is none."""
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1) if text else range(0)
+
+
 def place(url: str) -> str:
     """Returns a path as absolute, since workers run in other folders.  A URL stays as it is."""
     if not url.strip():

@@ -42,6 +42,11 @@ class Speed:
         """The utilisation if the half of attention counts that a causal mask leaves."""
         return self.causal_flops / self.possible_flops if self.possible_flops else 0.0
 
+    @property
+    def summary(self) -> str:
+        """The sentence with the number of steps."""
+        return f"{self.steps} {'steps' if self.steps > 1 else 'step'}: {self}" if self.steps else ""
+
     def __str__(self) -> str:
         """The sentence; "" if no step was measured."""
         if not self.took_s:

@@ -107,11 +107,6 @@ class Story:
             )
         )
 
-    def end(self, at: float) -> None:
-        """Adds the sentence on the speed of all steps."""
-        steps = self.speed.steps
-        self.say(at, f"{steps} {'steps' if steps > 1 else 'step'}: {self.speed}" if steps else "")
-
     def since(self, seen: int) -> tuple[int, list[Line]]:
         """Returns the number of lines so far, and all but the first ``seen`` of them, as far as they are kept."""
         with self._lock:

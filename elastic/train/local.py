@@ -30,7 +30,7 @@ from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Work
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
-from elastic.report.story import Line, Story
+from elastic.report.story import Line, Sentence, Story
 from elastic.runs import Run
 from elastic.state.heal import Healing
 from elastic.state.shard import Shard
@@ -39,6 +39,7 @@ from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.inventory import decay_line
 from elastic.train.model import State
+from elastic.train.profiler import Profiler
 from elastic.train.session import make_session, prepare_process
 from elastic.train.step import Session, run_step
 from storage.checkpoints import Checkpoints, ShardReceipt
@@ -63,7 +64,8 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
         local = _Local(run, session, world, start, show)
         try:
             ended = local.train()
-            local.show_speed()
+            if speed := local.story.speed.summary:
+                local.show_sentence(speed)
             return ended
         except JobError as error:
             if error.__cause__ is not None:
@@ -94,6 +96,7 @@ class _Local:
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
         self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps)
+        self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:
         job = self.session.job
@@ -104,7 +107,8 @@ class _Local:
         shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, self.plan.layout)
         try:
             while step < job.steps:
-                outcome = run_step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON)
+                with self.profiler.watch(step + 1, self.world):
+                    outcome = run_step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON)
                 step = outcome.step
                 self._committed(outcome, state.arithmetic.of(outcome))
                 if due(step, job.checkpoint.save_every, job.steps):
@@ -117,6 +121,9 @@ class _Local:
                 return "Stopped", f"{asked} in the middle of an update; the last save counts", step
             self._save(state)
             return "Stopped", f"{asked}; saved at step {step}", step
+        finally:
+            self.profiler.finish()
+            self.profiler.close()
         return "Finished", f"all {job.steps} steps are done", step
 
     def _begin(self, shard: Shard) -> None:
@@ -164,12 +171,5 @@ class _Local:
             raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
         self.run.commit(version, [receipt], self.lineage, self.world.layout)
 
-    def show_speed(self) -> None:
-        seen = self.story.told
-        self.story.end(time.time())
-        for line in self.story.since(seen)[1]:
-            self.show(line)
-
     def show_sentence(self, text: str) -> None:
-        self.story.say(time.time(), text)
-        self.show(self.story.lines[-1])
+        self.show(Sentence(time.time(), text))

@@ -32,6 +32,7 @@ from elastic.train.inventory import decay_line, memory_line
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
 from elastic.train.orders import Controlled, Leave, Settled, Went
+from elastic.train.profiler import Profiler
 from elastic.train.step import Session, run_step, update
 from storage.checkpoints import Checkpoints
 
@@ -57,6 +58,7 @@ class Trainer(Controlled):
         self.session, self.device, self.checkpoints = session, device, checkpoints
         self.interface = interface()
         """The network interface of this process's sockets, which no world changes."""
+        self.profiler = Profiler(session.job, checkpoints.store, partial(print, flush=True))
         self.world: World | None = None
         self._abort: threading.Thread | None = None
         """The thread that aborts the previous world; no collective of the next world begins until it has ended."""
@@ -107,6 +109,7 @@ class Trainer(Controlled):
         finally:
             self._slow.cancel()
             self._close()
+            self.profiler.close()
 
     def _live(self, plan: Plan, store: tuple[str, int]) -> None:
         """Lives through one generation, from its plan to its settlement."""
@@ -227,13 +230,15 @@ class Trainer(Controlled):
         shape = CommitShape(
             plan.incarnation, plan.generation, job.microbatches, job.microbatch, plan.layout, job.reduction.block, plan.nodes
         )
+        self.profiler.finish()  # of a world that broke
         snapshots = self.session.snapshots
         if snapshots is not None:
             snapshots.enter(plan, self.worker, state.shard)
         print(f"{self.worker}: {decay_line(state)}", flush=True)
         while step < job.steps:
             step += 1
-            outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked)
+            with self.profiler.watch(step, world):
+                outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked)
             if self.session.meter.first:
                 print(f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}", flush=True)
             if world.rank == 0:
@@ -243,6 +248,7 @@ class Trainer(Controlled):
             if outcome.boundary != GO_ON:
                 self.fence(plan.generation)
                 break
+        self.profiler.finish()
         if snapshots is not None:
             snapshots.make_room(lambda: not self.orders.empty())
 

@@ -71,6 +71,8 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     job = run.job
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
     state_bytes = bytes_of(tensors_of(model, session.rule))
+    if job.profile:
+        notes.append(f"profile = {job.profile!r}: world rank 0 writes its profile to {run.store.full_name(f'{job.name}/profiles')}")
     if run.newest() is None:
         notes += _initialising(job, model)
     notes += _packing(job, model, session.loader.dataset)

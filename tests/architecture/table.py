@@ -135,6 +135,7 @@ ENVIRONMENT = {
 BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
+    "elastic/train/profiler.py": "whatever keeps a profile from being made is told, and training goes on without it",
     "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",
     "elastic/state/uploader.py": "whatever ends the thread that uploads goes to the keeper, which waits for its part",
     "elastic/state/uploads.py": "whatever ends a look for copies goes to the keeper's log, and the next look follows",

@@ -170,6 +170,11 @@ class Outcome:
         """The norm of the mean gradient, which is the norm that is clipped."""
         return float(self.squared_norm**0.5 / max(self.tokens, 1))
 
+    @property
+    def waiting(self) -> int | None:
+        """The world rank of the member that waited longest for data; None if nobody has measured it."""
+        return self.usage_ranks[list(vars(NO_USAGE)).index("data_s")] if self.usage_ranks else None
+
 
 @dataclass(frozen=True)
 class CommitShape:

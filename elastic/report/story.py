@@ -85,7 +85,7 @@ class Story:
             if self._timed_at is not None and at > self._timed_at:
                 self._rate = self._tokens / (at - self._timed_at)
             self._timed_at, self._tokens = at, 0
-        usage, ranks, alone = outcome.usage, outcome.usage_ranks, Speed()
+        usage, waiting, alone = outcome.usage, outcome.waiting, Speed()
         for speed in (alone, self.speed):
             speed.add(outcome, work)
         self._add(
@@ -100,7 +100,7 @@ class Story:
                 len(members),
                 outcome.generation,
                 usage.data_wait,
-                members[ranks[1]] if ranks else "",
+                "" if waiting is None else members[waiting],
                 usage.peak_bytes,
                 alone.mfu,
                 alone.causal_mfu,

@@ -59,7 +59,7 @@ def test_the_member_that_waits_longest_for_data_is_known_to_all(ranks: Ranks, tm
     members: list[tuple[list[Outcome], float]] = ranks.run(Layout(2, 1), steps_with_slow_data, toy_job(tmp_path), slow)
     (outcomes, took_s), (others, took_there_s) = members
     assert outcomes == others
-    assert [each.usage_ranks[1] for each in outcomes] == [slow] * 3
+    assert [each.waiting for each in outcomes] == [slow] * 3
     for usage in (each.usage for each in outcomes):
         assert 4 * READ_S <= usage.data_s <= usage.step_s and 0 < usage.data_wait <= 1
         assert (usage.peak_bytes, usage.reserved_bytes) == (0, 0), "on a CPU torch has no such counters"

@@ -309,9 +309,8 @@ class Job(Part):
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
     """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""
     profile: Free[Annotated[str, AfterValidator(step_range)]] = ""
-    """Steps that world rank 0 profiles, as ``7`` or ``5-7``.  A trace (to be opened in Perfetto or Chrome), and on a GPU a snapshot of its
-    memory (for pytorch.org/memory_viz), go to the folder ``profiles/`` of the run.  Empty: none.
-    """
+    """Steps that world rank 0 profiles, as ``7`` or ``5-7``.  A trace (for Perfetto), and on a GPU a snapshot of its memory (for
+    pytorch.org/memory_viz), go to the folder ``profiles/`` of the run.  Empty: none."""
     data: Data = Data()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()

@@ -77,7 +77,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace) -> Job:
         "schedule": {"warmup_steps": 5},
         "checkpoint": {"save_every": 10_000},
         "copies": {"copy_every": 1, "buddy_every": 0},
-        "workers": {"min": 1, "max": options.world, "gpus": options.gpus, "cpus": 1},
+        "workers": {"min": options.world, "max": options.world, "gpus": options.gpus, "cpus": 1},
         "deadlines": {"form_s": 300},
     }
     return Job(**(values | OURS[name]))

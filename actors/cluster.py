@@ -18,9 +18,9 @@ from typing import Any
 
 import ray
 
+from elastic.config.sections import Workers
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
-from elastic.job import Workers
 from storage.objects.urls import folder_of
 
 NAMESPACE = "elastic"

@@ -12,10 +12,24 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from elastic.config.command_line import Parser
+from elastic.config.sections import (
+    BatchRamp,
+    Checkpoint,
+    Copies,
+    Data,
+    Deadlines,
+    Fault,
+    Network,
+    Optim,
+    Parallel,
+    Reduction,
+    Schedule,
+    Workers,
+)
 from elastic.config.settings import leaves, nearest
 from elastic.control.rules import Rules
 from elastic.errors import JobError
-from elastic.job import BatchRamp, Checkpoint, Copies, Data, Deadlines, Fault, Job, Network, Optim, Parallel, Reduction, Schedule, Workers
+from elastic.job import Job
 from tests.support.job_file import to_toml
 
 pytestmark = pytest.mark.fast

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from actors.cluster import PRELOADED, prepared
-from elastic.job import Workers
+from elastic.config.sections import Workers
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
 

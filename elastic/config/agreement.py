@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastic.job import Deadlines, Job, Optim
+    from elastic.config.sections import Deadlines, Optim
+    from elastic.job import Job
 
 FENCED_LEASES = 4
 """Longest fence, in leases.  A worker that hears no coordinator ends after two leases; the fence may last twice as long."""

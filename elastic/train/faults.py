@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elastic.config.sections import Fault
 from elastic.engine.parallelize import sharding_table
-from elastic.job import Fault
 
 EXIT_CODE = 17
 """Exit code of a worker that performs a fault of kind "exit"; nothing else exits with it."""

@@ -17,9 +17,10 @@ import torch
 from actors import cluster
 from actors.cli import main
 from actors.terminal import show
+from elastic.config.sections import Workers
 from elastic.engine.loss import next_token
 from elastic.errors import PlatformGaveUp
-from elastic.job import Job, Workers
+from elastic.job import Job
 from elastic.report.story import Line, StepLine
 from tests.support.commands import Command, assert_no_actor_left
 from tests.support.job_file import to_toml

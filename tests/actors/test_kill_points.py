@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.cli import main
-from elastic.job import Fault
+from elastic.config.sections import Fault
 from elastic.runs import Run
 from tests.support.chaos import Trial, assert_survived, assert_work, formed
 from tests.support.job_file import to_toml

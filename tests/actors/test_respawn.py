@@ -15,8 +15,8 @@ import pytest
 import ray
 
 from actors.coordinator import View
+from elastic.config.sections import Fault
 from elastic.data.cursor import Cursor
-from elastic.job import Fault
 from elastic.report.story import Sentence
 from elastic.runs import Run
 from tests.support.chaos import Trial, Witness, assert_survived, formed, trial

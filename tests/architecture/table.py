@@ -49,7 +49,7 @@ IMPORTS = {
     "elastic.config": Row(
         ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic",)
     ),
-    "elastic.config.agreement": Row(("elastic.job",)),
+    "elastic.config.agreement": Row(("elastic.config.sections", "elastic.job")),
     "elastic.job": Row(
         (
             "elastic.config.*",
@@ -68,7 +68,7 @@ IMPORTS = {
     "elastic.engine": Row(
         (
             *("elastic.engine.*", "elastic.kernels.*", "elastic.models.spec", "elastic.plan.*", "elastic.protocol.commit_record"),
-            *("elastic.job", *NAMES),
+            *("elastic.job", "elastic.config.sections", *NAMES),
         ),
         ("torch",),
     ),
@@ -101,7 +101,7 @@ IMPORTS = {
             "elastic",
             *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
             *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
-            *NAMES,
+            *("elastic.config.sections", *NAMES),
         ),
         ("numpy", "torch"),
     ),

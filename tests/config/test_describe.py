@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args
 import pytest
 
 from elastic.config.describe import meaning_of, settings_page
+from elastic.config.sections import Part
 from elastic.config.settings import leaves
 from elastic.config.values import Change, Free, Positive, change_at, change_of, free_settings
 from elastic.data.cursor import SAMPLINGS
 from elastic.engine.optim.base import RULES
 from elastic.engine.precision import PRECISIONS
-from elastic.job import Job, Part
+from elastic.job import Job
 from elastic.plan.layout import USES
 from elastic.runs import flat
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from elastic.config.sections import Deadlines
 from elastic.errors import JobError
-from elastic.job import Deadlines, Job
+from elastic.job import Job
 
 pytestmark = pytest.mark.fast
 

@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from elastic.config.sections import Fault
 from elastic.engine.axes.split import FSDP_STREAMS
 from elastic.engine.optim.base import rule_of
 from elastic.engine.world import World
 from elastic.ids import Version
-from elastic.job import Fault
 from elastic.plan.layout import Layout
 from elastic.train.faults import Asked, Faults, InjectedError
 from elastic.train.model import State, builder_of

@@ -18,12 +18,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from elastic.config.sections import Optim
 from elastic.engine.loss_scale import SCALARS, LossScale, is_scaled
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import CodeError
 from elastic.imports import load
-from elastic.job import Job, Optim
+from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from storage.slices import Slice
 

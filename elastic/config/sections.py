@@ -1,0 +1,235 @@
+"""The sections of a job: one class for each table of a job file.
+
+A setting has its type, its default, its meaning and its change class here, or in ``elastic/job.py`` if it is in no table.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+
+from elastic.config.values import (
+    Auto,
+    Branch,
+    Code,
+    Flag,
+    Fraction,
+    Free,
+    Number,
+    Positive,
+    Refused,
+    Seconds,
+    Whole,
+    fault_word,
+    interface_name,
+)
+
+
+class Part(BaseModel):
+    """A group of settings.  It is immutable, and refuses a key that is not declared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True)
+
+
+class Data(Part):
+    """The samples."""
+
+    dataset: Branch[Code] = "elastic.data.tokens:TokenDataset"
+    """The class of the dataset, as ``pkg.module:Class``.  It has ``len()``, ``read(ids)`` and ``fingerprint()``."""
+    args: Free[dict[str, JsonValue]] = {}
+    """Arguments of that class.  Data may be moved: a run remembers only the fingerprint of its samples, and refuses other samples."""
+    sampling: Branch[Literal["permutation", "with_replacement"]] = "permutation"
+    """Order of the samples: ``permutation`` draws each once in an epoch, ``with_replacement`` draws each time from all."""
+    prefetch: Free[Positive] = 2
+    """Number of microbatches that are read ahead of the one that is computed."""
+
+
+class Optim(Part):
+    """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two dimensions."""
+
+    kind: Refused[Literal["adamw", "sgd", "adagrad", "rmsprop", "muon"] | Code] = "adamw"
+    """The optimizer: ``adamw`` (with ``decay = "l2"`` it is Adam), ``sgd``, ``adagrad``, ``rmsprop``, ``muon`` for the matrices of
+    the blocks with ``adamw`` for the rest, or ``pkg.module:RULE`` with a ``Rule`` of ``elastic.engine.optim.base``.
+    """
+    args: Branch[dict[str, JsonValue]] = {}
+    """Settings of your own optimizer."""
+    lr: Branch[Annotated[Number, Field(ge=0)]] = 3e-4
+    """Learning rate after the warmup.  ``[schedule]`` says how it falls."""
+    betas: Branch[tuple[Fraction, Fraction]] = (0.9, 0.95)
+    """Decay rates of the averages of the gradient and of its square.  ``rmsprop`` uses the second one only."""
+    momentum: Branch[Fraction] = 0.9
+    """Part of the velocity that ``sgd`` keeps in each step, and part of the average that ``muon`` keeps; 0.95 is usual for ``muon``."""
+    eps: Branch[Annotated[Number, Field(gt=0)]] = 1e-8
+    """Number that is added to the divisor of an update, so that it is never zero."""
+    weight_decay: Branch[Annotated[Number, Field(ge=0)]] = 0.1
+    """Fraction of a weight, times the learning rate, that is subtracted in each step."""
+    decay: Branch[Literal["decoupled", "l2"]] = "decoupled"
+    """Form of the weight decay: ``decoupled`` changes the weight itself, ``l2`` adds ``weight_decay`` × weight to the gradient, after
+    clipping.
+    """
+    moments: Refused[Literal["model", "bf16"]] = "model"
+    """Number format of the moments of ``adamw``, and of your own optimizer if it rounds them.  ``model`` is that of the weights.  ``bf16``
+    takes half the bytes of float32: an update is computed in float32 and rounded stochastically, with the same bits in every layout.
+    """
+    clip_norm: Branch[Annotated[Number, Field(gt=0)]] = 1.0
+    """Largest norm of the mean gradient.  A gradient with a larger norm is scaled down to it."""
+
+
+class Schedule(Part):
+    """The learning rate by step.  It rises linearly from 0 in the warmup, and then follows ``kind``."""
+
+    kind: Branch[Literal["cosine", "constant", "wsd"]] = "cosine"
+    """``cosine`` falls to ``final`` × ``optim.lr`` at the last step.  ``constant`` stays at ``optim.lr``.  ``wsd`` stays there, too, and
+    falls linearly in the last ``decay_steps``.
+    """
+    warmup_steps: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of steps in which the learning rate rises."""
+    final: Branch[Annotated[Number, Field(ge=0, le=1)]] = 0.1
+    """Fraction of ``optim.lr`` that is left at the last step, unless the rate is constant."""
+    decay_steps: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of steps at the end in which the learning rate of ``wsd`` falls."""
+
+
+class BatchRamp(Part):
+    """A batch that grows at the beginning of the run, from ``start`` by ``increment`` up to ``global_batch``."""
+
+    start: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Samples of the first step.  0: every step has ``global_batch``."""
+    increment: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Samples by which a step becomes larger, each time."""
+    samples: Branch[Annotated[Whole, Field(ge=0)]] = 0
+    """Samples after which the batch has its final size; each size before lasts for an equal share of them."""
+
+
+class Parallel(Part):
+    """The degrees of the data axes."""
+
+    dp_replicate: Free[Positive | Auto] = "auto"
+    """Number of replicas of the state.  ``auto``: as many as the workers allow with the given ``dp_shard``."""
+    dp_shard: Free[Positive | Auto] = "auto"
+    """Number of workers over which one replica is cut.  ``auto``: the smallest number that is allowed and at which the state fits the
+    devices, and its copies the nodes."""
+    min_shard: Free[Positive] = 1
+    """Smallest shard degree that is allowed.  ``auto`` takes a larger one by itself where memory asks for it."""
+    zero: Free[Literal[0, 1, 2, 3] | Auto] = "auto"
+    """Stage of ZeRO: what workers share.  ``0``: nothing.  From ``1`` on the weights and moments that are updated; each worker also has all
+    weights, in the format of forward and backward.  ``2``: also the sums of gradients, which with ``reproducible`` are shared anyway.
+    ``3``: all weights, too; those of a block are gathered when it runs.  ``auto``: 3 where ``dp_shard`` is more than 1.  A number from 1 on
+    makes all workers one replica, unless a degree is set.
+    """
+    use: Free[Literal["all", "fit"]] = "all"
+    """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer than one in eight and
+    replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
+
+
+class Reduction(Part):
+    """The order in which the gradients of the microbatches are added.  It is part of the job, so the sum has the same bits in every world.
+
+    ``block`` consecutive microbatches are added first, and then the sums of the blocks.  A node that runs a whole block adds it before it
+    sends anything to other nodes.
+    """
+
+    block: Branch[Positive] = 1
+    """Number of microbatches of a block.  1 adds all one after the other.  The number of workers on a node is best for the network between
+    nodes, and also works where some nodes have fewer.
+    """
+
+
+class Workers(Part):
+    """The number of worker processes, and the resources that each takes from its node."""
+
+    min: Free[Positive] = 1
+    """Smallest number of workers that train.  With fewer the run waits."""
+    max: Free[Positive] = 2
+    """Largest number of workers that train."""
+    spares: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of workers beyond ``max`` that are started and kept warm.  One of them takes a dead worker's seat at once."""
+    cpus: Free[Annotated[Number, Field(ge=0)]] = 1
+    """CPUs that a worker takes from its node."""
+    gpus: Free[Annotated[Whole, Field(ge=0, le=1)]] = 0
+    """GPUs that a worker takes from its node.  With 0 it trains on the CPU.  A run resumed with another value may end with other bits."""
+    device_gb: Free[Annotated[Number, Field(gt=0)] | Auto] = "auto"
+    """Memory of its device that a worker may use, in GB.  ``auto``: all that a GPU has; on the CPU it is not limited.  With ``dp_shard =
+    "auto"`` the state is cut among so many workers that each part fits.
+    """
+    threads: Free[Positive] = 1
+    """Number of threads for the kernels of a worker on the CPU.  Workers with different numbers are of different kinds.  A run resumed with
+    another value may end with other bits.
+    """
+
+
+class Checkpoint(Part):
+    """Saves to the bucket."""
+
+    save_every: Free[Positive] = 50
+    """Number of steps between saves.  If no worker holds the state any more, 2 × ``save_every`` steps may be lost, as a save takes time."""
+
+
+class Copies(Part):
+    """Copies of the state in the memory of the nodes.  The state of a dead worker is read from them.
+
+    A copy goes to memory of the worker's own node, which the node's keeper holds too.  Less often it also goes to a keeper in another
+    failure domain, the buddy.
+    """
+
+    copy_every: Free[Annotated[Whole, Field(ge=0)] | Auto] = "auto"
+    """Number of steps between copies on the own node.  0: none.  ``auto``: every step, unless a copy takes longer."""
+    buddy_every: Free[Annotated[Whole, Field(ge=0)] | Auto] = "auto"
+    """Number of steps between copies to the buddy.  0: none.  ``auto``: as often as ``link_share`` allows, at most once a second."""
+    cross_zone: Free[Flag] = False
+    """``true`` puts buddies in another zone (a label of Ray's nodes), ``false`` in the same one."""
+    link_share: Free[Annotated[Number, Field(gt=0, le=1)]] = 0.2
+    """Largest fraction of a node's link that copies to buddies may take on average."""
+
+
+class Network(Part):
+    """The network between the workers."""
+
+    interface: Free[Annotated[str, AfterValidator(interface_name)]] = "auto"
+    """Network interface for the sockets of NCCL and gloo on each node.  ``auto``: the one whose address Ray's other nodes use to reach it.
+    """
+
+
+class Deadlines(Part):
+    """Deadlines in seconds.  They are the last resort: a loss that is known for certain is acted on at once."""
+
+    form_s: Free[Seconds] = 120
+    """Time from sending a plan until every member must be ready.  It begins anew while a new run's workers initialise and get further."""
+    fence_s: Free[Seconds] = 10
+    """Time from a fence until a member that has not answered is expelled."""
+    stall_s: Free[Seconds] = 60
+    """Time without progress of any member until the member that is furthest behind is expelled.  It grows with the step time."""
+    silence_s: Free[Seconds] = 5
+    """Time without a beat of a member's node until a world that stands still is stopped.  If others answered, silent nodes get another 0.5
+    × ``silence_s``.  A node beats every half second.
+    """
+    lease_s: Free[Seconds] = 120
+    """Time without an answer of the coordinator until a member stops stepping."""
+    wait_s: Free[Seconds] = 600
+    """Time to wait for enough workers until the run gives up.  It can be resumed.  A world waits as long at the last step, or for the save
+    of a stop, if the bucket refuses what it is given.
+    """
+    stop_s: Free[Seconds] = 60
+    """Longest time without progress of the save at the last step, or at a stop.  Then a stop goes on without that save, and at the last
+    step a new world makes it again; after a few that fail, the run has failed.
+    """
+    driver_s: Free[Seconds] = 20
+    """Time without a question of the driver until the run stops.  With ``on_driver_exit = "detach"`` the run does not stop."""
+    grow_debounce_s: Free[Seconds] = 2
+    """Time to wait for more newcomers after one has joined, and before starting again after a start failed."""
+
+
+class Fault(Part):
+    """A fault of a chaos test, which a worker performs on itself."""
+
+    point: Free[Annotated[str, AfterValidator(fault_word("Point"))]]
+    """Point of a step at which the fault happens: see ``Point`` in ``elastic/sim/faults.py``."""
+    step: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """Step in which the fault happens.  0: the first step of the generation."""
+    world_rank: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """World rank of the worker that performs the fault."""
+    generation: Free[Positive] = 1
+    """Generation in which the fault happens.  It does not happen again when a later generation repeats the step."""
+    kind: Free[Annotated[str, AfterValidator(fault_word("OWN_KINDS"))]] = "SIGKILL"
+    """Kind of fault: see ``OWN_KINDS`` in ``elastic/sim/faults.py``."""

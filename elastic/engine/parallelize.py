@@ -14,6 +14,7 @@ from torch import nn
 from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.split import Split, apply_fsdp, apply_sync, keep_streams
 from elastic.engine.axes.whole import Whole
+from elastic.engine.batch_norm import Statistics, apply_batch_norm
 from elastic.engine.compile import apply_compile
 from elastic.engine.fp8 import apply_fp8
 from elastic.engine.loss_scale import is_scaled
@@ -31,10 +32,10 @@ KERNELS_SINCE = 3
 """The first ``numerics`` with a fused loss, and with FlexAttention: in reproducible runs, and where documents are kept apart."""
 
 
-def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Parameters, Scheme]:
+def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Parameters, Scheme, Statistics]:
     """Wraps ``blueprint`` (on meta) for ``world`` and gives it memory, but no values yet.
 
-    Returns the wrapped model, this member's parts of its parameters, and the scheme that sums their gradients.
+    Returns the wrapped model, this member's parts of its parameters, the scheme that sums their gradients, and the running statistics.
     """
     aliases, table = _aliases(blueprint), sharding_table(blueprint)
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
@@ -44,6 +45,8 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
     if precision.fp8:
         apply_fp8(blueprint, table)
     apply_recompute(blueprint, table, job.recompute)
+    norms = apply_batch_norm(blueprint, table, world.device, job)
+    statistics = Statistics(norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, late=True), job.model)
     if job.compile:
         apply_compile(blueprint, table)
     if world.layout.dp_shard == 1 or job.parallel.zero in (1, 2):
@@ -52,14 +55,14 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
             for name, buffer in list(module.named_buffers(recurse=False)):
                 module._buffers[name] = torch.empty_like(buffer, device=world.device)
         _tie(blueprint, aliases)
-        return blueprint, parameters, scheme
+        return blueprint, parameters, scheme, statistics
     apply_fsdp(blueprint, world, table, precision)
     apply_sync(blueprint, scheme)
     blueprint.to_empty(device=world.device)
     _tie(blueprint, aliases)
     if world.device.type == "cuda":
         keep_streams(blueprint, world)
-    return blueprint, Split(blueprint, scheme), scheme
+    return blueprint, Split(blueprint, scheme), scheme, statistics
 
 
 def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:

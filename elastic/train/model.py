@@ -122,7 +122,7 @@ class State:
         decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
         self.job, self.world = job, world
         self.arithmetic = Arithmetic(blueprint, world, job.precision)
-        self.model, self.parameters, self.sync = parallelize(blueprint, world, job)
+        self.model, self.parameters, self.sync, self.statistics = parallelize(blueprint, world, job)
         places = ((name, *name.rpartition(".")[::2]) for name, _ in self.model.named_buffers())
         self._buffers = [(name, self.model.get_submodule(owner), key) for name, owner, key in places]
         local = self.parameters.parts

@@ -125,6 +125,7 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.counters.at("computes")
         session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
         state.parameters.begin_round(round_, last=round_ + 1 == deal.rounds)
+        state.statistics.begin_round(round_, deal)
         if batch is None:
             batch = session.loader.read(session.cursor.microbatch_ids(step, 0, job.microbatch))
         if round_ == 0:
@@ -135,6 +136,7 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.faults.aim(step, state.model, world)
         _seed(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
         loss, count = loss_of(session, state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
+        state.statistics.add(index)
         weight = 0.0 if index is None else scale
         (loss if weight == 1 else loss * weight).backward()
         state.parameters.end_round()
@@ -179,8 +181,9 @@ def _refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
         if mark != before.get(name):
             raise ModelError(
                 f"forward or backward changed the buffer {name!r} of {state.job.model!r}.  Its value would depend on which worker "
-                f"computed which microbatch, so the result would depend on the number of workers.  Keep it out of the model; in place of "
-                f"BatchNorm use LayerNorm, RMSNorm or GroupNorm"
+                f"computed which microbatch, so the result would depend on the number of workers.  Keep it out of the model.  In place of "
+                f"a norm with statistics of its own use nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, "
+                f"RMSNorm or GroupNorm"
             )
 
 
@@ -206,6 +209,7 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int, share:
         norm /= scale**2
     if state.optimizer.rule.prepare is not None:
         state.optimizer.prepare(grads, norm, tokens_of(share, state.world), state.world)
+    norm = state.statistics.guard(norm)
     session.counters["collective"] = 1
     session.faults.strike("before_commit", step, state.world)
     with fence as member:
@@ -258,6 +262,7 @@ def update(session: Session, state: State, outcome: Outcome) -> None:
     """Applies a committed step with the prepared gradients.  The caller holds the apply fence."""
     session.counters.at("updates")
     state.optimizer.apply(state.parameters.grads(), outcome)
+    state.statistics.apply(finite=outcome.finite)
     session.faults.strike("in_update", outcome.step, state.world)
     state.world.finish()
     state.parameters.forget_grads()

@@ -121,7 +121,8 @@ def plain_training(job: Job, steps: int) -> tuple[dict[str, dict[str, torch.Tens
         optimizer.step()
         losses.append(total / count)
     moments = {f"moment.{kind}": {name: optimizer.state[p][kind] for name, p in named.items()} for kind in ("exp_avg", "exp_avg_sq")}
-    return {"parameter": {name: p.detach() for name, p in named.items()}, **moments}, losses
+    buffers = {name: value for name, value in model.state_dict().items() if name not in named}
+    return {"parameter": {name: p.detach() for name, p in named.items()}, "buffer": buffers, **moments}, losses
 
 
 def test_moments_slice_by_slice_through_reshapes_against_an_unsharded_adamw(ranks: Ranks, tmp_path: Path) -> None:

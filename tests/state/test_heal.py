@@ -139,11 +139,11 @@ def test_a_parameter_without_elements_is_refused(tmp_path: Path) -> None:
 
 
 class Normalising(Own):
-    """A model whose running statistics depend on the microbatches computed here."""
+    """A model with a running mean that depends on the microbatches computed here, and that is not torch's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(29)
+        self.norm = nn.InstanceNorm1d(29, track_running_stats=True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.norm(super().forward(tokens).transpose(1, 2)).transpose(1, 2)
@@ -160,11 +160,9 @@ class Rebinding(Own):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
-@pytest.mark.parametrize(
-    ("model", "refused"), [("Normalising", "norm.running_mean|norm.num_batches_tracked"), ("Rebinding", "scale"), ("own", "")]
-)
+@pytest.mark.parametrize(("model", "refused"), [("Normalising", "norm.running_mean"), ("Rebinding", "scale"), ("own", "")])
 def test_a_buffer_that_forward_changes_is_refused(tmp_path: Path, model: str, refused: str) -> None:
-    """Another layout would give the buffer another value.  The control, ``own``, changes none."""
+    """Another layout would give the buffer another value.  The control, ``own``, changes none; BatchNorm is in ``test_batch_norm.py``."""
     job = toy_job(tmp_path, model=f"tests.state.test_heal:{model}", model_args={})
     world = World.alone(torch.device("cpu"))
     try:

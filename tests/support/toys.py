@@ -140,6 +140,38 @@ def own(**args: Any) -> nn.Module:
     return Own(**args)
 
 
+class Residual(nn.Module):
+    """A block that normalises each feature over a microbatch."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.BatchNorm1d(dim), nn.Linear(dim, dim, bias=False)  # a norm after a bias leaves it no gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(torch.relu(self.norm(x.flatten(0, 1)))).view(x.shape)
+
+
+class BatchNormed(Own):
+    """A model with running statistics: in blocks, and in a norm of images that averages over all microbatches so far."""
+
+    def __init__(self, layers: int = 2, **args: Any) -> None:
+        super().__init__(layers=layers, **args)
+        dim = self.mix.in_features
+        del self.mix
+        self.layers = nn.ModuleList(Residual(dim) for _ in range(layers))
+        self.image = nn.BatchNorm2d(dim, momentum=None, affine=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale.to(self.embed.weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.image(x.transpose(1, 2)[..., None])[..., 0].transpose(1, 2))
+
+
+def batch_normed(**args: Any) -> nn.Module:
+    return BatchNormed(**args)
+
+
 def toy_job(bucket: Path | str, **changes: Any) -> Job:
     """Returns a job that learns: a 29-word vocabulary, 8 microbatches of 2 a step."""
     values: dict[str, Any] = {

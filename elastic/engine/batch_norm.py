@@ -1,0 +1,157 @@
+"""Batch normalisation whose running statistics depend on no layout.
+
+Each microbatch is normalised by its own mean and variance (Ioffe and Szegedy 2015), as on one device, and forward changes no buffer.  The
+running statistics r change once a step, with the parameters.  For M microbatches one after the other, with statistics s_0 … s_{M-1} and
+momentum μ, torch computes
+
+    r' = (1-μ)^M · r + μ · Σ_m (1-μ)^(M-1-m) · s_m
+
+so members exchange only the sum, and the scheme adds it as it adds gradients: in the order of the microbatches if runs are reproducible.
+The running statistics are buffers, whole on every member, so nothing else in the platform knows of them.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm, pad
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from elastic.engine.sync.base import Scheme
+from elastic.engine.world import all_gather
+from elastic.errors import ModelError
+from elastic.job import Job
+from elastic.models.spec import ShardingTable
+from elastic.plan.batch import Deal
+
+
+class Seen:
+    """The statistics of the newest microbatch in one norm, at least in float32, and how often its forward pass used the norm."""
+
+    def __init__(self, norm: _BatchNorm, device: torch.device) -> None:
+        assert norm.running_mean is not None
+        dtype = torch.promote_types(norm.running_mean.dtype, torch.float32)
+        self.mean = torch.zeros(norm.num_features, dtype=dtype, device=device)
+        self.variance = torch.zeros_like(self.mean)
+        """The unbiased variance."""
+        self.uses = 0
+
+
+def apply_batch_norm(model: nn.Module, table: ShardingTable, device: torch.device, job: Job) -> dict[str, _BatchNorm]:
+    """Lets the norms of ``model`` that track running statistics leave these alone, and returns the norms by name.
+
+    They are those that compute as torch's BatchNorm1d, 2d and 3d do.  Raises :class:`ModelError` if their uses cannot be counted.
+    """
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward and module.num_batches_tracked is not None
+    }
+    for name, norm in norms.items():
+        if job.compile and job.recompute != "none" and any(name.startswith(f"{block}.") for block in table.blocks):
+            raise ModelError(
+                f"{name!r} of {job.model!r} keeps running statistics, which a compiled block cannot do if it is also computed again: "
+                f"compile = true, recompute = {job.recompute!r}; set recompute = 'none' or compile = false"
+            )
+        norm.seen = Seen(norm, device)  # type: ignore[assignment]  # no tensor or module: a plain attribute
+        norm.forward = MethodType(_forward, norm)  # type: ignore[method-assign]
+    return norms
+
+
+def _forward(norm: Any, x: Tensor) -> Tensor:
+    """Normalises a microbatch by its own statistics, and keeps them: with a momentum of 1 torch writes them over the older ones."""
+    if not norm.training:
+        found: Tensor = type(norm).forward(norm, x)
+        return found
+    norm._check_input_dim(x)
+    seen: Seen = norm.seen
+    seen.uses += 1
+    weight, bias = (each if each is None else each.to(seen.mean.dtype) for each in (norm.weight, norm.bias))
+    return batch_norm(x, seen.mean, seen.variance, weight, bias, True, 1.0, norm.eps)
+
+
+class Statistics:
+    """The running statistics of all norms of a model.  A step calls the methods in this order."""
+
+    def __init__(self, norms: dict[str, _BatchNorm], scheme: Scheme, model: str) -> None:
+        """``scheme`` must sum over all rounds; ``model`` is its name in messages."""
+        self.norms, self.scheme, self.model = norms, scheme, model
+        self.seen: list[Seen] = [norm.seen for norm in norms.values()]  # type: ignore[misc]
+        self.values = [value for seen in self.seen for value in (seen.mean, seen.variance)]
+        self.reduction = scheme.reduction()
+        self.total: Tensor | None = None
+        """The sum of the step, complete after its last round."""
+
+    def begin_round(self, number: int, deal: Deal) -> None:
+        """Prepares for the forward pass of round ``number`` of ``deal``."""
+        self.total = None
+        self.scheme.begin_step(deal.microbatches)
+        self.scheme.round.number, self.scheme.round.last = number, number + 1 == deal.rounds
+        for seen in self.seen:
+            seen.uses = 0
+        if self.values:
+            torch._foreach_zero_(self.values)  # a NaN would stay, even with a momentum of 1
+
+    @torch.no_grad()
+    def add(self, microbatch: int | None) -> None:
+        """Adds what the forward pass of ``microbatch`` has seen; nothing for None, an idle round.
+
+        It comes before the backward pass, which may compute norms again.  Raises :class:`ModelError` unless each norm was used once.
+        """
+        if not self.norms:
+            return
+        for (name, norm), seen in zip(self.norms.items(), self.seen, strict=True):
+            if norm.training and seen.uses != 1:
+                raise ModelError(
+                    f"the forward pass used {name!r} of {self.model!r} {seen.uses} times; running statistics need one use for each "
+                    f"microbatch.  Use the norm once, call its eval() in the model's train(), or give it track_running_stats=False"
+                )
+        after, shards = self.scheme.deal.microbatches - 1 - (microbatch or 0), self.scheme.world.layout.dp_shard
+        weights = [0.0 if microbatch is None else _kept(norm) ** after for norm in self.norms.values() for _ in range(2)]
+        mine = torch.cat(torch._foreach_mul(self.values, weights))
+        if microbatch is None:
+            mine.zero_()  # 0 × NaN is NaN
+        part = self.reduction.reduce(pad(mine, (0, -len(mine) % shards)))
+        if part is None:
+            return
+        if shards > 1:
+            self.total = part.new_empty(shards * len(part))
+            all_gather(self.total, part, self.scheme.world.shard_group)
+        else:
+            self.total = part
+
+    def guard(self, norm: Tensor) -> Tensor:
+        """Returns the ``norm`` of the gradient, or NaN if a statistic is not finite, although the gradient may be: the step is skipped.
+
+        A variance that overflows, for one, makes the norm's output zero.
+        """
+        return norm if self.total is None else torch.where(torch.isfinite(self.total).all(), norm, torch.nan)
+
+    @torch.no_grad()
+    def apply(self, *, finite: bool) -> None:
+        """Updates the running statistics.  Nothing changes if the step is not ``finite``."""
+        total, self.total = self.total, None
+        if total is None or not finite:
+            return
+        count, sizes = self.scheme.deal.microbatches, [len(value) for value in self.values]
+        sums = total[: sum(sizes)].split(sizes)
+        for norm, mean, variance in zip(self.norms.values(), sums[::2], sums[1::2], strict=True):
+            if not norm.training:  # frozen
+                continue
+            assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
+            norm.num_batches_tracked.add_(count)
+            if norm.momentum is None:  # the mean of all microbatches so far
+                share: Tensor | float = 1 / norm.num_batches_tracked.double()
+                keep = 1 - count * share
+            else:
+                share, keep = norm.momentum, _kept(norm) ** count
+            norm.running_mean.mul_(keep).add_(mean * share)
+            norm.running_var.mul_(keep).add_(variance * share)
+
+
+def _kept(norm: _BatchNorm) -> float:
+    """Returns the part of a sum that remains when the statistics of one more microbatch are added to it."""
+    return 1.0 if norm.momentum is None else 1 - norm.momentum

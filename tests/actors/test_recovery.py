@@ -79,6 +79,7 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
         {"parallel": {"zero": 2}},
         {"optim": {"lr": 1e-2, "moments": "bf16"}},
         {"model": "elastic.models.gpt2:build", "model_args": {"vocab": 29, "dim": 32, "length": 16}},
+        {"model": "tests.support.toys:batch_normed", "model_args": {}},
     ],
     ids=lambda changes: next(iter(changes)),
 )

@@ -62,15 +62,16 @@ def apply_batch_norm(model: nn.Module, table: ShardingTable, device: torch.devic
 
 
 def _forward(norm: Any, x: Tensor) -> Tensor:
-    """Normalises a microbatch by its own statistics, and keeps them: with a momentum of 1 torch writes them over the older ones."""
-    if not norm.training:
-        found: Tensor = type(norm).forward(norm, x)
-        return found
+    """Normalises a microbatch by its own statistics, and keeps them: with a momentum of 1 torch writes them over the older ones.
+
+    A norm that is frozen normalises by its running statistics.
+    """
     norm._check_input_dim(x)
     seen: Seen = norm.seen
     seen.uses += 1
-    weight, bias = (each if each is None else each.to(seen.mean.dtype) for each in (norm.weight, norm.bias))
-    return batch_norm(x, seen.mean, seen.variance, weight, bias, True, 1.0, norm.eps)
+    mean, variance = (seen.mean, seen.variance) if norm.training else (norm.running_mean, norm.running_var)
+    weight, bias = (each if each is None else each.to(mean.dtype) for each in (norm.weight, norm.bias))  # torch takes no other dtype
+    return batch_norm(x, mean, variance, weight, bias, norm.training, 1.0, norm.eps)
 
 
 class Statistics:
@@ -87,7 +88,6 @@ class Statistics:
 
     def begin_round(self, number: int, deal: Deal) -> None:
         """Prepares for the forward pass of round ``number`` of ``deal``."""
-        self.total = None
         self.scheme.begin_step(deal.microbatches)
         self.scheme.round.number, self.scheme.round.last = number, number + 1 == deal.rounds
         for seen in self.seen:

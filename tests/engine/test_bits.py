@@ -121,7 +121,7 @@ def plain_training(job: Job, steps: int) -> tuple[dict[str, dict[str, torch.Tens
         optimizer.step()
         losses.append(total / count)
     moments = {f"moment.{kind}": {name: optimizer.state[p][kind] for name, p in named.items()} for kind in ("exp_avg", "exp_avg_sq")}
-    buffers = {name: value for name, value in model.state_dict().items() if name not in named}
+    buffers = {name: value for name, value in model.named_buffers() if name in model.state_dict()}
     return {"parameter": {name: p.detach() for name, p in named.items()}, "buffer": buffers, **moments}, losses
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ class Worker:
         self._begun = True
         from elastic.plan.placement import bytes_by_class, classes_of
         from elastic.train.loop import Trainer
-        from elastic.train.machine.device import fitting_shard
+        from elastic.train.machine.device import fitting_shard, states_fitting
         from elastic.train.model import build_model, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
         from elastic.train.warmup import warm_up
@@ -93,9 +94,9 @@ class Worker:
             tensors = tensors_of(build_model(self.job, session.builder), session.rule)
             classes = classes_of(tensors)
             session.secret = self.secret
-            here = cluster.workers_here(self.job.workers)
-            least = fitting_shard(self.job, tensors, device, here)
-            session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least)
+            least, states = fitting_shard(self.job, tensors, device), states_fitting(self.job, tensors)
+            shared = max(least, ceil(cluster.workers_here(self.job.workers) / states))
+            session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least, shared)
             build = replace(build_of(session), host=cluster.host())
         except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free
             self._start_failed(str(error))
@@ -110,11 +111,11 @@ class Worker:
         session.snapshots.ready()
         go_or_end(self._keep_lease, "lease")
         try:
-            least = fitting_shard(self.job, tensors, device, here, took)
+            least = fitting_shard(self.job, tensors, device, took)
         except JobError as error:
             self._cannot_start(error)
             return
-        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors), least)
+        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors), least, states)
         self.report(self._joined)
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)

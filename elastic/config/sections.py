@@ -70,7 +70,7 @@ class Optim(Part):
     """
     moments: Refused[Literal["model", "bf16"]] = "model"
     """Number format of the moments of ``adamw``, and of your own optimizer if it rounds them.  ``model`` is that of the weights.  ``bf16``
-    takes half the bytes of float32: an update is computed in float32 and rounded stochastically, with the same bits in every layout.
+    takes half the bytes of float32: an update of float32 weights is rounded stochastically, with the same bits in every layout.
     """
     clip_norm: Branch[Annotated[Number, Field(gt=0)]] = 1.0
     """Largest norm of the mean gradient.  A gradient with a larger norm is scaled down to it."""

@@ -104,10 +104,16 @@ def _number(value: object) -> object:
     return value
 
 
+PROFILED = 50
+"""Largest number of steps of a profile."""
+
+
 def step_range(text: str) -> str:
     """Returns ``text``, which names steps as :func:`steps_of` reads them."""
     if not re.fullmatch(r"(\d+(-\d+)?)?", text) or (text and not steps_of(text)) or 0 in steps_of(text):
         raise ValueError("must be a step, as '7', or the first and the last of several, as '5-7'")
+    if len(steps_of(text)) > PROFILED:
+        raise ValueError(f"has {len(steps_of(text))} steps, and a profile holds at most {PROFILED} in memory; name fewer")
     return text
 
 

@@ -82,7 +82,7 @@ def joined(decision: Decision, event: Joined) -> None:
         decision.do(Kill((event.worker,), "its node is refused"))
         return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
     latest = next(reversed(run.workers.values()), None) if run.workers else None
-    newcomer = Worker(event.node, event.kind, decision.now, host=event.build.host, least_shard=event.least_shard)
+    newcomer = Worker(event.node, event.kind, decision.now, host=event.build.host, least_shard=event.least_shard, states=event.states)
     decision.open("members", "workers")[event.worker] = newcomer
     decision.know("members", classes=event.classes, class_bytes=event.class_bytes)
     if event.node not in run.cluster.homes:
@@ -90,7 +90,9 @@ def joined(decision: Decision, event: Joined) -> None:
     decision.say(f"{event.worker} joined on node {event.node[:8]}")
     known = latest.least_shard if latest is not None else decision.rules.layout.min_shard
     if event.least_shard > known and decision.rules.layout.dp_shard is None:
-        decision.say(f"by the memory of its device and node, {event.least_shard} workers or more must share the state")
+        decision.say(f"by the memory of its device, {event.least_shard} workers or more must share the state")
+    if event.states and event.states < decision.rules.max_workers and (latest is None or latest.states != event.states):
+        decision.say(f"its node has room for copies of {event.states:.3g} states, and more workers than that share some there")
 
 
 def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:

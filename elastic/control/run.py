@@ -147,6 +147,8 @@ class Worker:
     host: str = ""
     least_shard: int = 1
     """The smallest shard degree at which a member fits its device."""
+    states: float = 0.0
+    """The number of states of which its node has room for all copies; 0 if that is not known."""
 
 
 @dataclass(frozen=True)

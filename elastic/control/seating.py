@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from math import ceil
 from typing import Any
 
 from elastic.control import copy_inventory
@@ -112,13 +113,21 @@ def _layout_of(members: Members, there: tuple[WorkerId, ...], rules: Rules) -> L
     nodes = Counter(members.workers[worker].node for worker in there)
     fits = cache(lambda shards: padding(members.classes, members.class_bytes, shards) <= PADDING)
     number = min(len(there), rules.max_workers)
-    layout = choose(number, rules.layout.at_least(least_shard(members, there)), tuple(nodes.values()), least=rules.min_workers, fits=fits)
+    copied = min(_least_copied(members, there, nodes), number // (rules.layout.dp_replicate or 1))
+    rule = rules.layout.at_least(max(least_shard(members, there), copied))
+    layout = choose(number, rule, tuple(nodes.values()), least=rules.min_workers, fits=fits)
     return layout if layout is not None and layout.world >= rules.min_workers else None
 
 
 def least_shard(members: Members, workers: Sequence[WorkerId]) -> int:
     """Returns the smallest shard degree at which every worker's part of the state fits its device."""
     return max((members.workers[worker].least_shard for worker in workers), default=1)
+
+
+def _least_copied(members: Members, workers: Sequence[WorkerId], nodes: Mapping[NodeId, int]) -> int:
+    """Returns the smallest shard degree at which every node has room for the copies of its workers."""
+    room = {members.workers[worker].node: members.workers[worker].states for worker in workers}
+    return max((ceil(number / room[node]) for node, number in nodes.items() if room[node]), default=1)
 
 
 def make_plan(run: RunState, rules: Rules) -> Plan | None:

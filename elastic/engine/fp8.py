@@ -40,6 +40,8 @@ def layers_of(model: nn.Module, table: ShardingTable) -> list[nn.Linear]:
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    if not x.numel():
+        return torch.nn.functional.linear(x, layer.weight, layer.bias)
     product: Tensor = _Product.apply(x, layer.weight)
     return product if layer.bias is None else product + layer.bias
 
@@ -55,16 +57,20 @@ class _Product(torch.autograd.Function):
         return _multiply(rows, by_x, weights.t(), by_w, w.dtype, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, by_x, w = ctx.saved_tensors
-        weights, by_w = scaled(w, FORWARD)
         grads, by_grad = scaled(grad.reshape(-1, grad.shape[-1]), BACKWARD)
-        of_x = _multiply(grads, by_grad, _columns(weights), by_w, grad.dtype)
+        of_x = of_w = None
+        if ctx.needs_input_grad[0]:
+            weights, by_w = scaled(w, FORWARD)
+            of_x = _multiply(grads, by_grad, _columns(weights), by_w, grad.dtype).view(*grad.shape[:-1], -1)
+        if not ctx.needs_input_grad[1]:
+            return of_x, None
         if len(rows) % MULTIPLE:
             of_w = (grads.to(w.dtype).t() @ rows.to(w.dtype)) * (by_grad * by_x).to(w.dtype)
         else:
             of_w = _multiply(grads.t().contiguous(), by_grad, _columns(rows), by_x, w.dtype)
-        return of_x.view(*grad.shape[:-1], -1), of_w
+        return of_x, of_w
 
 
 def scaled(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

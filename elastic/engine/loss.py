@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,8 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     inputs, targets = tokens[:, :-1].clamp_min(0), tokens[:, 1:].clamp_min(-1)
     more: dict[str, Tensor] = {}
     if documents is not None:
-        _expect_documents(model)
+        kind: Any = type(model)
+        _expect_documents(kind)
         targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], -1)
         more = {"documents": documents[:, :-1]}
     if getattr(model, "fuses_loss", False):
@@ -32,9 +35,11 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     return loss, torch.count_nonzero(targets >= 0)
 
 
-def _expect_documents(model: nn.Module) -> None:
-    if "documents" not in inspect.signature(model.forward).parameters:
+@cache
+def _expect_documents(model: Any) -> None:
+    known = inspect.signature(model.forward).parameters.values()
+    if not any(each.name == "documents" or each.kind is each.VAR_KEYWORD for each in known):
         raise ModelError(
-            f"the dataset tells the documents of its samples, and forward() of {type(model).__name__} has no argument 'documents'; "
+            f"the dataset tells the documents of its samples, and forward() of {model.__name__} has no argument 'documents'; "
             f"add one and let tokens attend to their own document only, or set data.args.documents = false"
         )

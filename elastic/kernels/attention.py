@@ -62,7 +62,8 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def attention_mask(tokens: Tensor, documents: Tensor | None, flexes: bool) -> Mask:
     """Returns the mask by which all layers attend to ``tokens`` [batch, seq]: causally, and within ``documents``, if there are any.
 
-    ``documents`` is [batch, seq]: integers that are equal where tokens belong together.  ``flexes`` asks for FlexAttention.
+    ``documents`` is [batch, seq]: integers that are equal where tokens belong together, which follow each other.  ``flexes`` asks for
+    FlexAttention.
     """
     seq = tokens.shape[1]
     if documents is None:

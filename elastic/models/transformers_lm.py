@@ -62,7 +62,14 @@ def build(config: Mapping[str, Any] | None = None, path: str | None = None) -> n
         model.config._attn_implementation = TORCH
         if model._supports_flex_attn:
             model.flexes = False
+    blind = {type(module).__name__ for module in model.modules() if getattr(module, "is_causal", None) is False}
+    if blind:
+        raise ValueError(
+            f"{', '.join(sorted(blind))} attends to later tokens, so there is nothing to learn; set is_decoder = true in config"
+        )
     model.__class__ = _fitted(model.__class__)
+    if not model.sharding().blocks:
+        model.sharding = None  # then the engine looks for blocks by itself
     if model.device.type == "meta":
         known = found.to_json_string()
         if known not in _FUSES:
@@ -75,7 +82,7 @@ def build(config: Mapping[str, Any] | None = None, path: str | None = None) -> n
 
 def config_of(config: Mapping[str, Any], path: str | None) -> PreTrainedConfig:
     """Returns the library's config for the arguments of :func:`build`.  Raises ValueError for a name that it does not know."""
-    file = None if path is None else AutoConfig.from_pretrained(path)
+    file = None if path is None else deepcopy(_read(path))
     kind = config.get("model_type", getattr(file, "model_type", None))
     if kind not in KINDS:
         near = difflib.get_close_matches(kind or "", KINDS, 1) or ["qwen3"]
@@ -95,6 +102,12 @@ def config_of(config: Mapping[str, Any], path: str | None) -> PreTrainedConfig:
         if "drop" in name and isinstance(rate, float) and name not in given:
             setattr(found, name, 0.0)
     return found
+
+
+@cache
+def _read(path: str) -> PreTrainedConfig:
+    """Returns the config at ``path``, which is read once in a process: each world builds the model anew."""
+    return AutoConfig.from_pretrained(path)
 
 
 class Fitted:

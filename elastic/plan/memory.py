@@ -10,7 +10,6 @@ beside the new one, and no gradients; the old part is not larger than that at th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 USABLE = 0.92
 """Part of a device's memory that is planned with.  The rest is for what nobody counts: contexts, communication, fragments."""
@@ -21,7 +20,9 @@ COPIED = 0.8
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that training needs: the whole ``state``, sums of ``gradients``, and what is ``transient``."""
+    """Bytes that training needs: the whole ``state``, ``gradients`` (sums, and what an optimizer prepares of them), and what is
+    ``transient``.
+    """
 
     state: int
     gradients: int
@@ -35,7 +36,7 @@ class Need:
 
     def of_a_member(self, shards: int) -> int:
         """Returns the bytes of a member in worlds with ``shards`` or more shards."""
-        forming = 2 * -(-self.state // shards) if shards > 1 else 0  # a whole state stays where it is
+        forming = 2 * -(-self.state // shards) + self.gathered if shards > 1 else 0  # a whole state stays where it is
         return max(self.held(shards) + self.transient, forming)
 
     def held(self, shards: int) -> int:
@@ -51,8 +52,3 @@ def least_shard(need: Need, device: int, most: int) -> int:
     """
     found = next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)
     return found or (most if need.of_a_member(most) <= device else 0)
-
-
-def least_copied(copies: int, memory: int) -> int:
-    """Returns the smallest shard degree at which a node of ``memory`` bytes has room for ``copies``, the bytes that they take uncut."""
-    return max(1, ceil(copies / (COPIED * memory)))

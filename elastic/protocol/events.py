@@ -22,7 +22,8 @@ class Joined:
     ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes`` has one tensor of the state
     for each class of tensors that all axes cut alike; coverage depends on nothing else.  ``build`` must be the same everywhere.
     ``class_bytes`` has the bytes of all tensors of each class; it is empty in journals of older releases.  ``least_shard`` is the smallest
-    shard degree at which a member fits the worker's device.
+    shard degree at which a member fits the worker's device.  ``states`` is the number of states of which the node has room for all
+    copies, 0 if that is not known.
     """
 
     worker: WorkerId
@@ -32,6 +33,7 @@ class Joined:
     build: Build = field(default_factory=Build)
     class_bytes: tuple[int, ...] = ()
     least_shard: int = 1
+    states: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.errors import JobError, ModelError
+from elastic.imports import failure
 from elastic.job import Job
+from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.placement import number_of_cells
 from elastic.protocol.builds import Build
@@ -71,6 +73,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     job = run.job
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
     state_bytes = bytes_of(tensors_of(model, session.rule))
+    _check_flops(model, job)
     if job.profile:
         notes.append(f"profile = {job.profile!r}: world rank 0 writes its profile to {run.store.full_name(f'{job.name}/profiles')}")
     if run.newest() is None:
@@ -168,6 +171,17 @@ def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
         raise ModelError(
             f"the vocabulary of the model, {known}, is smaller than that of the dataset, {used}; set it to {used} or more in model_args"
         )
+
+
+def _check_flops(model: nn.Module, job: Job) -> None:
+    """Raises :class:`ModelError` if a model's own count of operations does not work: it is called after each step."""
+    try:
+        float(flops_of(model)(1.0, True))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"flops_per_token of {job.model!r} failed with {failure(error)}; let flops_per_token(seq, causal) return a number, or leave it "
+            f"out"
+        ) from error
 
 
 def _packing(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:

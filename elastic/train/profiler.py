@@ -1,7 +1,7 @@
 """Profiles the steps that the setting ``profile`` names, in world rank 0: a trace of operations, and on a GPU the history of its memory.
 
-The profiler only watches, so the bits stay.  What it finds goes to the folder ``profiles/`` of the run, from a thread of its own: neither
-a slow bucket nor a failure holds up training.  A profile ends with its last step or with the world, if that ends before.
+The profiler only watches, so the bits stay.  What it finds goes to the folder ``profiles/`` of the run, from a thread of its own: a slow
+bucket does not hold up training, and a failure does not end it.  A profile ends with its last step or with the world, if that ends before.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ class Profiler:
             running.stop()
             if self._memory:
                 torch.cuda.memory._dump_snapshot(str(Path(folder.name, "memory.pickle")))
-                torch.cuda.memory._record_memory_history(enabled=None)
         except Exception:  # a boundary: training goes on without the profile
             self._say(f"the profile failed:\n{traceback.format_exc()}")
             self._done = []
+        finally:
+            self._forget_memory()
         if not self._done:
             return folder.cleanup()
         name = f"steps-{self._done[0]}-{self._done[-1]}-g{self._generation}"
@@ -89,9 +90,14 @@ class Profiler:
             running.start()
         except Exception:  # a boundary: training goes on without the profile
             self._steps = range(0)
+            self._forget_memory()
             self._say(f"the profile failed:\n{traceback.format_exc()}")
         else:
             self._running = running
+
+    def _forget_memory(self) -> None:
+        if self._memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, found: profile, folder: TemporaryDirectory[str], name: str) -> None:
         try:

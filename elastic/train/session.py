@@ -120,10 +120,10 @@ def _loss(job: Job) -> Loss:
 
 
 def make_snapshots(
-    job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults, least: int = 1
+    job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults, least: int = 1, shared: int = 1
 ) -> Snapshots:
     """Returns this worker's slots.  They may become as large as its shard in the smallest permitted world of ``least`` or more shards, if
-    the node has the memory.
+    the node has the memory.  They begin as in a world of ``shared`` or more.
 
     Raises :class:`JobError` if this node, beside the copies of its other workers, has no room for its shard in a world of ``workers.max``.
     Raises :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.
@@ -131,7 +131,7 @@ def make_snapshots(
     layouts = job.layouts(least)
     rule = job.rules()
     slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
-    smallest = _shard_bytes(tensors, layouts[-1])
+    smallest = _shard_bytes(tensors, job.layouts(min(max(least, shared), job.workers.max))[-1])
     own, slots = slots_for(rule.copy_every, rule.buddy_every), slots_a_worker(rule.copy_every, rule.buddy_every)
     with alone():
         (free, where), (coming, kept) = free_memory(), copies_here()

@@ -152,7 +152,7 @@ def test_the_state_is_cut_as_the_devices_need_it(fixed: int | None, becomes: Lay
     play = Play(rules(min_workers=1, layout=LayoutRule(None, fixed)))
     play.tell(ev.Capacity(2))
     said = joined(play, "w1", 2)
-    assert ("by the memory of its device and node, 2 workers or more must share the state" in said) is (fixed is None)
+    assert ("by the memory of its device, 2 workers or more must share the state" in said) is (fixed is None)
     assert "must share" not in joined(play, "w2", 2)
     play.later(3.0)
     assert play.plan.layout == becomes
@@ -193,6 +193,31 @@ def test_a_small_device_does_not_keep_the_others_from_training() -> None:
         for worker in ("w1", "w3"):
             play.answer(worker, play.run.version)
         assert isinstance(play.run.state, Forming) and set(play.plan.members) == {"w1", "w3"}
+
+
+@pytest.mark.parametrize(
+    ("states", "workers", "rule", "becomes"),
+    [
+        (2.0, 2, LayoutRule(), "2×1"),
+        (1.5, 2, LayoutRule(), "1×2"),
+        (1.5, 4, LayoutRule(), "1×4"),  # with three shards one worker would be left over
+        (0.1, 4, LayoutRule(), "1×4"),  # nothing is enough, and the most shards are the best
+        (0.1, 4, LayoutRule(2), "2×2"),
+        (1.5, 2, LayoutRule(None, 1), "2×1"),  # the job has chosen
+        (0.0, 2, LayoutRule(), "2×1"),  # not known
+    ],
+)
+def test_workers_share_the_state_where_their_node_has_no_room_for_more_copies(
+    states: float, workers: int, rule: LayoutRule, becomes: str
+) -> None:
+    """It asks for shards only while so many workers are there: when some are lost, the rest need fewer."""
+    play = Play(rules(min_workers=1, max_workers=4, layout=rule))
+    play.tell(ev.Capacity(4))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    for number in range(workers):
+        play.tell(ev.Joined(WorkerId(f"w{number + 1}"), NodeId("n1"), "cpu", CLASSES, states=states))
+    play.later(3.0)
+    assert str(play.plan.layout) == becomes
 
 
 @given(runs(), RULES, st.integers(1, 4))

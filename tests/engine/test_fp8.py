@@ -83,6 +83,17 @@ def test_a_layer_and_its_gradients_are_the_products_of_rounded_values(tokens: in
 
 
 @pytest.mark.fast
+def test_no_rows_and_frozen_layers_work() -> None:
+    model = nn.Sequential(nn.Linear(32, 48)).bfloat16()
+    apply_fp8(model, TABLE)
+    assert model(torch.zeros(0, 32, dtype=torch.bfloat16)).shape == (0, 48)
+    model.requires_grad_(False)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None and x.grad.any() and model[0].weight.grad is None
+
+
+@pytest.mark.fast
 def test_layers_are_those_of_the_blocks_whose_sizes_fit() -> None:
     model = build(**FITS)
     assert len(layers_of(model, model.sharding())) == 2 * 7  # type: ignore[operator]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from elastic.engine.world import World
 from elastic.errors import JobError
@@ -46,6 +47,46 @@ def test_a_run_goes_from_stage_to_stage(ranks: Ranks, tmp_path: Path) -> None:
         found = train(ranks, staged(moved, zero, precision="bf16"), layout, last, version)
         version = found.version
     assert found.hash == whole.hash
+
+
+class Narrow(nn.Module):
+    """A model in bfloat16, some of whose parameters have two rows, fewer than there are shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(29, 16, dtype=torch.bfloat16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 2), nn.Tanh(), nn.Linear(2, 16)).bfloat16() for _ in range(2))
+        self.head = nn.Linear(16, 29, dtype=torch.bfloat16)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_model_in_bf16_with_fewer_rows_than_shards(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """Gradients get the dtype of the parameters, as FSDP2 gives it to them.  The control: another seed gives other bits."""
+    own: dict[str, Any] = {"model": f"{__name__}:Narrow", "model_args": {}, "optim": {"kind": kind, "lr": 1e-2}}
+    one = train(ranks, staged(tmp_path / "one", 0, **own), Layout(1, 1), 4)
+    for zero in (1, 2, 3):
+        assert train(ranks, staged(tmp_path / str(zero), zero, **own), Layout(1, 3), 4).hash == one.hash, zero
+    assert train(ranks, staged(tmp_path / "other", 0, seed=1, **own), Layout(1, 1), 4).hash != one.hash
+
+
+def test_library_sums_over_shards_and_replicas(ranks: Ranks, tmp_path: Path) -> None:
+    """Losses and norms agree in every stage.  The control: without the sum over replicas the norm would be another."""
+    found = {}
+    for zero, layout in ((0, Layout(1, 1)), (1, Layout(2, 2)), (2, Layout(2, 2)), (3, Layout(2, 2))):
+        outcomes = train(ranks, staged(tmp_path / str(zero), zero, reproducible=False), layout, 4).outcomes
+        found[zero] = [value for outcome in outcomes for value in (outcome.loss, outcome.norm)]
+    for zero in (1, 2, 3):
+        assert found[zero] == pytest.approx(found[0], rel=1e-4)
 
 
 def stepping(world: World, job: Job) -> tuple[Calls, int, float]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from elastic.train import session
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.machine import device as machine_device
-from elastic.train.machine.device import fitting_shard, need_of
+from elastic.train.machine.device import fitting_shard, need_of, states_fitting
 from elastic.train.machine.limits import (
     SEGMENT,
     SHARED,
@@ -211,15 +212,13 @@ def test_a_full_one_is_an_error_and_no_signal() -> None:
         ({"parallel": {"dp_shard": 2}}, 14.5, 1),  # the job has chosen, and it fits
         ({"reduction": {"block": 2}}, 18, 2),  # two sums of gradients
         ({"precision": "bf16"}, 18, 2),  # the copy with which one shard computes
-        ({"parallel": {"zero": 3}}, 9.5, 3),
-        ({"parallel": {"zero": 2}}, 9.5, 4),  # the weights with which each member computes
-        ({"parallel": {"zero": 1}}, 13.5, 2),
-        ({"parallel": {"zero": 1}, "reproducible": False}, 13.5, 3),  # sums of all gradients, since they are late
+        ({"parallel": {"zero": 3}}, 11.5, 3),
+        ({"parallel": {"zero": 2}}, 11.5, 4),  # the weights with which each member computes, also while a world forms
     ],
 )
 def test_the_least_shard_degree_that_fits_a_device(changes: dict[str, Any], bytes_a_parameter: float, least: int) -> None:
     job, tensors, device = of_device(changes, bytes_a_parameter)
-    assert fitting_shard(job, tensors, device, 1) == least
+    assert fitting_shard(job, tensors, device) == least
 
 
 @pytest.mark.parametrize(
@@ -229,36 +228,44 @@ def test_a_degree_that_the_job_does_not_allow_is_no_way_out(changes: dict[str, A
     """The control is the test above: the same devices are large enough if the job allows more shards."""
     job, tensors, device = of_device(changes, bytes_a_parameter)
     with pytest.raises(JobError, match=r"^workers\.max = 4: even if \d of them share the state"):
-        fitting_shard(job, tensors, device, 1)
+        fitting_shard(job, tensors, device)
 
 
 def test_what_a_step_takes_is_counted() -> None:
     """A microbatch that took as much again as a member holds needs twice the shards."""
     job, tensors, device = of_device({}, 18)
     held = need_of(job, tensors).held(4)
-    assert fitting_shard(job, tensors, device, 1, took=held) == 1
-    assert fitting_shard(job, tensors, device, 1, took=held + need_of(job, tensors).state // 2) == 2
+    assert fitting_shard(job, tensors, device, took=held) == 1
+    assert fitting_shard(job, tensors, device, took=held + need_of(job, tensors).state // 2) == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "here", "states", "least"),
-    [
-        ({}, 4, 15.1, 1),  # four workers with three slots each take 12 states, and 80 % of the node are planned with
-        ({}, 2, 7.6, 1),
-        ({}, 4, 14.9, 2),
-        ({}, 4, 5.1, 3),
-        ({}, 4, 0.1, 4),  # no degree is enough, and the largest is the best
-        ({"copies": {"copy_every": 0}}, 4, 5.1, 1),  # one slot, for saves
-        ({"parallel": {"dp_shard": 1}}, 4, 5.1, 1),  # the job has chosen
-    ],
-)
-def test_the_least_shard_degree_whose_copies_fit_a_node(
-    changes: dict[str, Any], here: int, states: float, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The node has the memory of so many uncut states."""
-    job, tensors, device = of_device({"copies": {"copy_every": 1, "buddy_every": 0}} | changes, 1000)
-    monkeypatch.setattr(machine_device, "whole_memory", lambda: int(states * need_of(job, tensors).state))
-    assert fitting_shard(job, tensors, device, here) == least
+@pytest.mark.parametrize(("copies", "slots"), [({"copy_every": 1, "buddy_every": 0}, 3), ({"copy_every": 0}, 1), ({}, 7)], ids=str)
+def test_a_node_has_room_for_so_many_states(copies: dict[str, Any], slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes its slots: copies, saves, and those for a worker on another node; 80 % of the memory are planned with."""
+    job, tensors, _ = of_device({"copies": copies}, 1000)
+    monkeypatch.setattr(machine_device, "whole_memory", lambda: 30 * need_of(job, tensors).state)
+    assert states_fitting(job, tensors) == pytest.approx(0.8 * 30 / slots)
+
+
+def test_sums_that_are_late_are_not_taken_for_something_else() -> None:
+    """The warm-up holds none of them.  If it seemed to, a member with them would seem to need less."""
+    job, tensors, device = of_device({"parallel": {"zero": 1}, "reproducible": False}, 30)
+    need = need_of(job, tensors)
+    took = replace(need, late=False).held(4) + 14 * need.gradients // 4  # 14 bytes a parameter come and go in a step
+    assert fitting_shard(job, tensors, device, took=took) == 3
+    assert fitting_shard(job, tensors, device, took=took - 3 * need.gradients // 4) == 1, "as if late sums had been among what it took"
+
+
+def test_what_muon_prepares_is_counted() -> None:
+    """Two bytes for each element of the matrices of blocks.  The control: AdamW prepares nothing."""
+    needs = {}
+    for kind in ("muon", "adamw"):
+        job, tensors, _ = of_device({"optim": {"kind": kind}}, 1000)
+        needs[kind] = need_of(job, tensors).gradients
+        matrices = sum(prod(tensor.shape) for tensor in tensors if tensor.kind == "moment.momentum_buffer")
+        assert (matrices > 0) == (kind == "muon")
+        needs[kind] -= 2 * matrices
+    assert needs["muon"] == needs["adamw"]
 
 
 def test_slots_follow_the_shards_that_a_device_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -151,7 +151,8 @@ class Whole(Parameters):
         if self.shards == 1:
             flat = torch.cat([grad.detach().reshape(-1) for grad in found])
         else:
-            flat = torch._chunk_cat([grad.detach() for grad in found], 0, self.shards).view(-1)
+            dtype = reduce(torch.promote_types, {grad.dtype for grad in found})
+            flat = torch._chunk_cat([grad.detach().to(dtype) for grad in found], 0, self.shards).view(-1)
         for parameter in unit.computing:
             parameter.grad = None
         if self.world.device.type != "cuda" or self.world.size == 1:
@@ -180,7 +181,7 @@ class Whole(Parameters):
             assert unit.total is not None, "the last round has summed every unit"
             for name, first in zip(unit.names, _ends(unit.computing, self.shards), strict=False):
                 part = self.parts[name]
-                found[name] = unit.total[first : first + part.numel()].view(part.shape)
+                found[name] = unit.total[first : first + part.numel()].view(part.shape).to(part.dtype)
         return {name: found[name] for name in self.parts if name in found}
 
     def forget_grads(self) -> None:
@@ -200,15 +201,10 @@ def _ends(whole: list[nn.Parameter], shards: int) -> list[int]:
 
 def _pairs(whole: Tensor, found: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Returns what is to be copied where: ``found`` [shards, n] are the parts of ``whole``, of which the last ones may be short."""
-    shards, (rows, *rest) = len(found), whole.shape
-    if rows % shards == 0:
-        return [(whole.detach().view(shards, -1), found)]
-    bounds = [chunk(rows, shards, shard) for shard in range(shards)]
-    return [
-        (whole.detach()[first:last], found[shard, : whole[first:last].numel()].view(last - first, *rest))
-        for shard, (first, last) in enumerate(bounds)
-        if first < last
-    ]
+    flat, full = whole.detach().flatten(), whole.numel() // found.shape[1]  # the number of parts that are not short
+    rest = flat[full * found.shape[1] :]
+    pairs = [(flat[: full * found.shape[1]].view(full, -1), found[:full])] if full else []
+    return [*pairs, (rest, found[full, : len(rest)])] if len(rest) else pairs
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

@@ -53,7 +53,7 @@ class Part:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     is_matrix: bool
-    """True for a weight with two dimensions inside a block; embeddings and heads are not inside of one."""
+    """True for a parameter with two dimensions inside a block."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from elastic.engine.optim.owners import by_owners
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of an iteration, which are steep at zero: x ← a·x + b·x³ + c·x⁵ for each singular value."""
 ITERATIONS = 5
+MOMENTUM = "momentum_buffer"
+"""Name of the moment of a matrix."""
 LEAST_NORM = 1e-7
 """Least norm by which a matrix is divided: one of zeros stays zero."""
 
@@ -47,8 +49,9 @@ def prepare(parts: list[Part], grads: list[Tensor], before: Before) -> Mapping[s
 
     def rows(number: int) -> Tensor:
         part, grad = chosen[number]
-        mean = before.mean(grad)
-        return mean.lerp_(part.moments["momentum_buffer"].lerp(mean, 1 - mu), mu).bfloat16()
+        wide = torch.promote_types(grad.dtype, torch.float32)  # in 16 bits the kernel rounds the last elements of a tensor differently
+        mean = before.mean(grad.to(wide))
+        return mean.lerp_(part.moments[MOMENTUM].to(wide).lerp(mean, 1 - mu), mu).bfloat16()
 
     shapes = [(part.shape[0], part.shape[1]) for part, _ in chosen]
     directions = by_owners(shapes, rows, orthogonalised, before.world)
@@ -62,13 +65,17 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     if others:
         ADAMW.update([part for part, _ in others], [grad for _, grad in others], hyper)
     matrices = [part for part in parts if part.is_matrix]
+    if not matrices:  # they are all frozen
+        return
     means = [grad for part, grad in pairs if part.is_matrix]
     mean_(means, hyper)
-    torch._foreach_lerp_([part.moments["momentum_buffer"] for part in matrices], means, 1 - hyper.settings.momentum)
+    torch._foreach_lerp_([part.moments[MOMENTUM] for part in matrices], means, 1 - hyper.settings.momentum)
     decay_(matrices, hyper)
     for part in matrices:
-        part.values.add_(hyper.prepared[part.name], alpha=-hyper.lr * (0.2 * math.sqrt(max(part.shape))))
+        values = part.values.to(torch.promote_types(part.values.dtype, torch.float32))
+        values.add_(hyper.prepared[part.name], alpha=-hyper.lr * (0.2 * math.sqrt(max(part.shape))))
+        part.values.copy_(values)  # nothing to do unless they have 16 bits
 
 
-MUON = replace(ADAMW, update=update, matrix_moments=("momentum_buffer",), prepare=prepare)
+MUON = replace(ADAMW, update=update, matrix_moments=(MOMENTUM,), prepare=prepare)
 """The rule that ``optim.kind = "muon"`` names."""

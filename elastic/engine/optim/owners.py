@@ -4,8 +4,8 @@ Each matrix has one owner among the members that hold its rows.  The rows go to 
 an all-to-all each way.  A matrix lies alone and in memory of its own there, so that kernels round as they do on a single device.  The
 members of another replica own the same matrices and do the same work once more; that saves an exchange between replicas.
 
-Matrices take turns, in which an owner has a limited number of elements.  So a member needs memory for the largest matrix and for the rows
-of a few, and not for all of them.
+Matrices take turns, in which an owner has a limited number of elements.  So beside its rows of all results a member needs memory for the
+largest matrix and for the rows of a few.
 """
 
 from __future__ import annotations

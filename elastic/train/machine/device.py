@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from elastic.engine.optim.muon import MOMENTUM
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, slots_a_worker
-from elastic.plan.memory import USABLE, Need, least_copied, least_shard
+from elastic.plan.memory import COPIED, USABLE, Need, least_shard
 from elastic.state.node_memory import whole_memory
 from storage.slices import Tensor, nbytes
 
@@ -30,43 +31,41 @@ def need_of(job: Job, tensors: Sequence[Tensor]) -> Need:
     elements = sum(math.prod(tensor.shape) for tensor in parameters)
     with_moments = {tensor.name for tensor in tensors if tensor.kind.startswith("moment.")}
     trained = sum(math.prod(tensor.shape) for tensor in parameters if tensor.name in with_moments or not with_moments)
+    matrices = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == f"moment.{MOMENTUM}")
     sums = 2 if job.reproducible and job.reduction.block > 1 else 1
     compute, zero = PRECISIONS[job.precision].compute, job.parallel.zero
     copies = compute.itemsize * elements if compute is not None else 0
     whole = copies or sum(nbytes(tensor, tensor.whole()) for tensor in parameters)
     return Need(
         state=sum(nbytes(tensor, tensor.whole()) for tensor in tensors),
-        gradients=4 * sums * trained,
+        gradients=4 * sums * trained + torch.bfloat16.itemsize * matrices,
         computing=copies,
         gathered=whole if zero in (1, 2) else 0,
         late=zero == 1 and not job.reproducible,
     )
 
 
-def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, here: int, took: int = 0) -> int:
-    """Returns the smallest shard degree at which a member fits ``device``, and the copies of ``here`` members fit this node.
+def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
+    """Returns the number of states, cut among workers or not, of which this node has room for all copies and saves."""
+    rule = job.rules()
+    slots = slots_a_worker(rule.copy_every, rule.buddy_every)
+    return COPIED * whole_memory() / (slots * sum(nbytes(tensor, tensor.whole()) for tensor in tensors))
 
-    ``took`` is what :func:`warm_up` has measured.  If copies fit at no degree, the largest is the best.  Raises :class:`JobError` if no
-    degree that the job allows is large enough for the device.
+
+def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int = 0) -> int:
+    """Returns the smallest shard degree at which a member fits ``device``; ``took`` is what :func:`warm_up` has measured.
+
+    Raises :class:`JobError` if no degree that the job allows is large enough.
     """
-    need, rule = need_of(job, tensors), job.rules()
-    most = rule.layout.dp_shard or job.workers.max // (rule.layout.dp_replicate or 1)
-    least = _fitting_device(job, need, device, most, took)
-    if rule.layout.dp_shard is not None:
-        return 1  # the job has chosen
-    copies = here * slots_a_worker(rule.copy_every, rule.buddy_every) * need.state
-    return max(least, min(most, least_copied(copies, whole_memory())))
-
-
-def _fitting_device(job: Job, need: Need, device: torch.device, most: int, took: int) -> int:
-    """Returns the smallest shard degree at which a member fits ``device``.  Raises as :func:`fitting_shard`."""
     memory, rule = memory_of(job, device), job.layout_rule()
     if not memory:
         return 1
-    transient = max(0, took - need.held(job.workers.max))
+    most = rule.dp_shard or job.workers.max // (rule.dp_replicate or 1)
+    need = need_of(job, tensors)
+    transient = max(0, took - replace(need, late=False).held(job.workers.max))  # its only round was the last, so no sum was late
     need = replace(need, transient=transient)
     if rule.dp_shard is not None and need.of_a_member(most) <= memory:
-        return 1
+        return 1  # the job has chosen
     if least := least_shard(need, memory, most):
         return least
     raise JobError(

@@ -59,5 +59,5 @@ def _choice(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_POLICIES = {"block": _all_but_its_input, "selective": _all_but_what_is_kept}
+_POLICIES = {"block": _all_but_its_input, "sqrt": _all_but_its_input, "selective": _all_but_what_is_kept}
 """The functions by the names that the setting ``recompute`` accepts, beside "none"."""

@@ -17,6 +17,7 @@ from elastic.engine.axes.whole import Whole
 from elastic.engine.batch_norm import Statistics, apply_batch_norm
 from elastic.engine.compile import apply_compile
 from elastic.engine.fp8 import apply_fp8
+from elastic.engine.groups import apply_groups
 from elastic.engine.loss_scale import is_scaled
 from elastic.engine.memory import apply_recompute
 from elastic.engine.precision import PRECISIONS
@@ -48,7 +49,9 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
     norms = apply_batch_norm(blueprint, table, world.device, job)
     statistics = Statistics(norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, late=True), job.model)
     if job.compile:
-        apply_compile(blueprint, table)
+        apply_compile(blueprint, table, forward_alone=job.recompute == "sqrt")
+    if job.recompute == "sqrt":
+        apply_groups(blueprint, table)
     if world.layout.dp_shard == 1 or job.parallel.zero in (1, 2):
         parameters = Whole(blueprint, world, table, precision, scheme)
         for module in blueprint.modules():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.engine import memory
+from elastic.engine import groups, memory
+from elastic.engine.compile import apply_compile
+from elastic.engine.groups import apply_groups
 from elastic.engine.memory import apply_recompute
 from elastic.engine.parallelize import sharding_table
 from elastic.models.llama import build
@@ -46,18 +49,41 @@ class Watch(TorchDispatchMode):
         return sum(size for ref, size in self.made.items() if not ref.expired() and ref not in self.before)
 
 
-def measured(policy: str, layers: int = 4) -> tuple[int, Counter[Any], Counter[Any], list[Tensor]]:
-    """Returns the bytes that the blocks of a model with dropout keep, the operations of forward and of backward, and the gradients."""
+def wrapped(policy: str, layers: int = 4, kind: Callable[..., nn.Module] = build, **args: Any) -> nn.Module:
+    """Returns a model with dropout under ``policy``, in which the generator of random numbers is as it was before."""
     torch.manual_seed(3)
-    model = build(vocab=17, dim=DIM, layers=layers, heads=4, dropout=0.1)
+    model = kind(**{"vocab": 17, "dim": DIM, "layers": layers, "heads": 4, "dropout": 0.1} | args)
     model.init_weights()  # type: ignore[operator]
     apply_recompute(model, sharding_table(model), policy)
+    if policy == "sqrt":
+        apply_groups(model, sharding_table(model))
+    return model
+
+
+def measured(policy: str, layers: int = 4) -> tuple[int, Counter[Any], Counter[Any], list[Tensor]]:
+    """Returns the bytes that the blocks of a model with dropout keep, the operations of forward and of backward, and the gradients."""
+    model = wrapped(policy, layers)
     watch = Watch(model)
     with watch:
         loss = model(torch.arange(2 * SEQ).view(2, SEQ) % 17).square().sum()
         kept, forward = watch.living(), Counter(watch.ran)
         loss.backward()
-    return kept, forward, watch.ran - forward, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return kept, forward, watch.ran - forward, grads_of(model)
+
+
+def grads_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    """Returns the gradients of one forward and backward pass."""
+    torch.manual_seed(5)
+    model(torch.arange(2 * SEQ).view(2, SEQ) % 17).square().sum().backward()
+    return grads_of(model)
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(ours, plain) for ours, plain in zip(found, wanted, strict=True))
 
 
 def a_layer(policy: str) -> float:
@@ -93,12 +119,78 @@ def test_selective_computes_no_product_again() -> None:
     assert more[torch.ops.aten.silu.default] == 4
 
 
+@pytest.mark.parametrize("layers", [16, pytest.param(64, marks=pytest.mark.full)])
+def test_groups_of_blocks_keep_one_input_each(layers: int) -> None:
+    """Bytes, from live storages: √L inputs for L = 4, 16, 64 blocks, where single blocks keep L.  All but the last block of a group run
+    three times.  The gradients have the same bits.
+    """
+    (block, _, once, wanted), (sqrt, _, twice, found) = measured("block", layers), measured("sqrt", layers)
+    size, root = 2 * SEQ * DIM * 4, math.isqrt(layers)
+    assert sqrt - measured("sqrt", 4)[0] == (root - 2) * size
+    assert block - measured("block", 4)[0] == pytest.approx((layers - 4) * size, rel=0.01)
+    product = torch.ops.aten.mm.default
+    assert twice[product] - once[product] == 7 * (layers - root)
+    assert same(found, wanted)
+
+
+class Halving(nn.Module):
+    """Changes what blocks return before the next one gets it: into something new, or where it is."""
+
+    def __init__(self, layers: int, where_it_is: bool, **_: Any) -> None:
+        super().__init__()
+        self.where_it_is, self.embedding, self.head = where_it_is, nn.Embedding(17, 8), nn.Linear(8, 17)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(layers))
+
+    def init_weights(self) -> None:
+        """The weights are those of the constructor, after a seed."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            x = x.mul_(0.5) if self.where_it_is else x * 0.5
+        return self.head(x)
+
+
 @pytest.mark.fast
-@pytest.mark.parametrize("policy", ["block", "selective"])
+@pytest.mark.parametrize("where_it_is", [True, False])
+def test_a_block_with_another_input_begins_a_group(monkeypatch: pytest.MonkeyPatch, where_it_is: bool) -> None:
+    """The control: groups that go on all the same give other gradients."""
+    plain, ours, wrong = (trained(wrapped(policy, 4, Halving, where_it_is=where_it_is)) for policy in ("none", "sqrt", "none"))
+    assert same(ours, plain) and same(wrong, plain)
+    monkeypatch.setattr(groups._Values, "__ne__", lambda *_: False)
+    assert not same(trained(wrapped("sqrt", 4, Halving, where_it_is=where_it_is)), plain)
+
+
+@pytest.mark.fast
+def test_without_the_random_numbers_of_a_group_the_gradients_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the tests of groups: they draw other ones when they run again."""
+    fixed = torch.get_rng_state()
+    monkeypatch.setattr(groups, "_generators", lambda _: (fixed, [], []))
+    assert not same(trained(wrapped("sqrt")), trained(wrapped("none")))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
+@pytest.mark.full
+def test_compiled_blocks_form_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are those of compiled blocks that keep everything, and half of the blocks keep no input."""
+    model = wrapped("none")
+    apply_compile(model, sharding_table(model))
+    wanted, again = trained(model), []
+    of = groups._Group.input_of
+    monkeypatch.setattr(groups._Group, "input_of", lambda group, number: again.append(number) or of(group, number))
+    model = wrapped("block")
+    apply_compile(model, sharding_table(model), forward_alone=True)
+    apply_groups(model, sharding_table(model))
+    assert same(trained(model), wanted) and sorted(again) == [0, 0, 1, 1]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("policy", ["block", "sqrt", "selective"])
 def test_gradients_have_the_same_bits(policy: str) -> None:
     """The model has dropout.  The control: other random numbers give other gradients."""
-    for ours, plain in zip(measured(policy)[3], measured("none")[3], strict=True):
-        assert torch.equal(ours, plain)
+    assert same(measured(policy)[3], measured("none")[3])
 
 
 @pytest.mark.fast
@@ -106,12 +198,11 @@ def test_without_the_seed_of_dropout_the_gradients_differ(monkeypatch: pytest.Mo
     """Negative control of the test above."""
     kept: Callable[..., Any] = memory.checkpoint
     monkeypatch.setattr(memory, "checkpoint", lambda *args, **more: kept(*args, preserve_rng_state=False, **more))
-    found = zip(measured("block")[3], measured("none")[3], strict=True)
-    assert not all(torch.equal(ours, plain) for ours, plain in found)
+    assert not same(measured("block")[3], measured("none")[3])
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1)], ids=str)
-@pytest.mark.parametrize("policy", ["block", "selective"])
+@pytest.mark.parametrize("layout", [Layout(1, 3), Layout(2, 1)], ids=str)
+@pytest.mark.parametrize("policy", ["block", "sqrt", "selective"])
 def test_worlds_end_with_the_bits_of_the_run_that_keeps_everything(
     ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, policy: str
 ) -> None:

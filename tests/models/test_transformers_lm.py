@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elastic.engine.groups import apply_groups
 from elastic.engine.loss import next_token
 from elastic.engine.memory import apply_recompute
 from elastic.engine.parallelize import apply_kernels
@@ -183,9 +184,11 @@ def test_blocks_are_the_decoder_layers() -> None:
 def test_blocks_recompute_and_compile_as_a_whole(kind: str) -> None:
     """Each is one graph; the loss and the gradients stay."""
     wanted = loss_and_gradients(built(kind))
-    for policy in ("block", "selective"):
+    for policy in ("block", "sqrt", "selective"):
         model = built(kind)
         apply_recompute(model, model.sharding(), policy)  # type: ignore[operator]
+        if policy == "sqrt":
+            apply_groups(model, model.sharding())  # type: ignore[operator]
         assert all(torch.equal(a, b) for a, b in zip(loss_and_gradients(model)[1].values(), wanted[1].values(), strict=True))
     model, graphs = built(kind), 0
 

@@ -7,7 +7,8 @@ the data ranks.  FSDP2 calls it as a custom reduce-scatter, and perhaps as a hoo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,17 @@ def keep_streams(model: nn.Module, world: World) -> None:
     for purpose in FSDP_STREAMS:
         priority = getattr(state._comm_ctx, purpose).priority
         setattr(state._comm_ctx, purpose, stream(purpose, world.device, priority))
+
+
+@contextmanager
+def gathered(block: nn.Module) -> Iterator[None]:
+    """Gathers the parameters of ``block`` for a run that is none of its model's, if they are split.  Every member must do so."""
+    if not isinstance(block, FSDPModule):
+        yield
+        return
+    block.unshard()
+    yield
+    block.reshard()
 
 
 def _wrapped(model: nn.Module) -> list[FSDPModule]:

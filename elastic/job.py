@@ -97,10 +97,10 @@ class Job(Part):
     """
     compile: Branch[Flag] = False
     """``true`` compiles each block of the model.  New worlds of the same process reuse the compiled code."""
-    recompute: Branch[Literal["none", "block", "sqrt", "selective"]] = "none"
+    recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective"]] = "none"
     """The part of each block that the backward pass computes again, so that it need not be kept: ``block`` is all but its input, a third
-    more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``selective`` is all but matrix products
-    and attention.
+    more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``attention`` is attention alone;
+    ``selective`` is all but matrix products and attention.
     """
     reproducible: Branch[Flag] = True
     """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""

@@ -10,7 +10,9 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elastic.models.spec import ShardingTable
@@ -51,6 +53,23 @@ def _all_but_what_is_kept(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(type(block).forward, block, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
 
+def _attention(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with _AttentionAgain():
+        return type(block).forward(block, *args, **kwargs)
+
+
+class _AttentionAgain(TorchFunctionMode):
+    """Lets torch's attention keep only its inputs: on some devices, and with a mask or dropout, it would keep [seq, seq] for each head.
+
+    FlexAttention never does, and stays as it is.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_choice)
 
@@ -59,5 +78,5 @@ def _choice(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_POLICIES = {"block": _all_but_its_input, "sqrt": _all_but_its_input, "selective": _all_but_what_is_kept}
+_POLICIES = {"block": _all_but_its_input, "sqrt": _all_but_its_input, "attention": _attention, "selective": _all_but_what_is_kept}
 """The functions by the names that the setting ``recompute`` accepts, beside "none"."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,6 +58,12 @@ def wrapped(policy: str, layers: int = 4, kind: Callable[..., nn.Module] = build
     apply_recompute(model, sharding_table(model), policy)
     if policy == "sqrt":
         apply_groups(model, sharding_table(model))
+    return model
+
+
+def compiled(policy: str, *, forward_alone: bool = False) -> nn.Module:
+    model = wrapped(policy)
+    apply_compile(model, sharding_table(model), forward_alone=forward_alone)
     return model
 
 
@@ -119,6 +126,19 @@ def test_selective_computes_no_product_again() -> None:
     assert more[torch.ops.aten.silu.default] == 4
 
 
+@pytest.mark.fast
+def test_attention_alone_is_computed_again() -> None:
+    """F2: what runs again is what attention by itself runs; linear layers are kept.  Bytes are between those of ``none`` and ``block``."""
+    (kept, _, plain, _), (less, _, again, _) = measured("none"), measured("attention")
+    q = torch.ones(2, SEQ, 4, DIM // 4, requires_grad=True).transpose(1, 2)
+    with Watch(nn.Module()) as alone:
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
+    more = again - plain
+    assert {operation for operation in more if operation is not torch.ops.aten.detach.default} <= {*alone.ran}
+    assert more[torch.ops.aten._safe_softmax.default] == 4
+    assert measured("block")[0] < less <= kept - 4 * 2 * 4 * SEQ * SEQ * 4, "at least one square for each head"
+
+
 @pytest.mark.parametrize("layers", [16, pytest.param(64, marks=pytest.mark.full)])
 def test_groups_of_blocks_keep_one_input_each(layers: int) -> None:
     """Bytes, from live storages: √L inputs for L = 4, 16, 64 blocks, where single blocks keep L.  All but the last block of a group run
@@ -173,21 +193,20 @@ def test_without_the_random_numbers_of_a_group_the_gradients_differ(monkeypatch:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
 @pytest.mark.full
-def test_compiled_blocks_form_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients are those of compiled blocks that keep everything, and half of the blocks keep no input."""
-    model = wrapped("none")
-    apply_compile(model, sharding_table(model))
-    wanted, again = trained(model), []
+def test_compiled_blocks_recompute_attention_and_form_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are those of compiled blocks that keep everything, and half of the blocks of groups keep no input."""
+    wanted, found = (trained(compiled(policy)) for policy in ("none", "attention"))
+    assert same(found, wanted)
+    again = []
     of = groups._Group.input_of
     monkeypatch.setattr(groups._Group, "input_of", lambda group, number: again.append(number) or of(group, number))
-    model = wrapped("block")
-    apply_compile(model, sharding_table(model), forward_alone=True)
+    model = compiled("block", forward_alone=True)
     apply_groups(model, sharding_table(model))
     assert same(trained(model), wanted) and sorted(again) == [0, 0, 1, 1]
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("policy", ["block", "sqrt", "selective"])
+@pytest.mark.parametrize("policy", ["block", "sqrt", "attention", "selective"])
 def test_gradients_have_the_same_bits(policy: str) -> None:
     """The model has dropout.  The control: other random numbers give other gradients."""
     assert same(measured(policy)[3], measured("none")[3])
@@ -202,7 +221,7 @@ def test_without_the_seed_of_dropout_the_gradients_differ(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 3), Layout(2, 1)], ids=str)
-@pytest.mark.parametrize("policy", ["block", "sqrt", "selective"])
+@pytest.mark.parametrize("policy", ["block", "sqrt", "attention", "selective"])
 def test_worlds_end_with_the_bits_of_the_run_that_keeps_everything(
     ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, policy: str
 ) -> None:

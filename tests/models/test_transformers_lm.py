@@ -184,7 +184,7 @@ def test_blocks_are_the_decoder_layers() -> None:
 def test_blocks_recompute_and_compile_as_a_whole(kind: str) -> None:
     """Each is one graph; the loss and the gradients stay."""
     wanted = loss_and_gradients(built(kind))
-    for policy in ("block", "sqrt", "selective"):
+    for policy in ("block", "sqrt", "attention", "selective"):
         model = built(kind)
         apply_recompute(model, model.sharding(), policy)  # type: ignore[operator]
         if policy == "sqrt":

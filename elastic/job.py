@@ -102,6 +102,10 @@ class Job(Part):
     more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``attention`` is attention alone;
     ``selective`` is all but matrix products and attention.
     """
+    activations: Branch[Literal["keep", "offload", "int8", "fp8"]] = "keep"
+    """The place or format of what blocks keep for the backward pass: ``offload`` is memory of the host, with the same bits; ``int8`` and
+    ``fp8`` take a quarter of float32, and gradients change a little.
+    """
     reproducible: Branch[Flag] = True
     """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""
     numerics: Refused[Annotated[Whole, Field(ge=1, le=NUMERICS)]] = NUMERICS
@@ -299,5 +303,5 @@ _LATER: dict[str, dict[str, Any]] = {
 A setting with that value is left out of the digest, and a section without others too, so that the digest of an older run stays the same.
 """
 
-BEFORE: dict[str, Any] = {"numerics": 1, "recompute": "none", "loss_scale": "dynamic"}
+BEFORE: dict[str, Any] = {"numerics": 1, "recompute": "none", "activations": "keep", "loss_scale": "dynamic"}
 """The settings of the top level that a run has whose ``job.json`` does not name them.  The digest leaves these values out, as above."""

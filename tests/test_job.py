@@ -165,6 +165,12 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "clip_norm",
         ),
         (
+            "recompute = 'sqrt'\nactivations = 'int8'",
+            [],
+            "job.toml: activations = 'int8' cannot reach what recompute = 'sqrt' keeps; set recompute to 'none', 'attention' or 'block', "
+            "or leave activations out",
+        ),
+        (
             "[optim]\nmomentum = 0.5",
             [],
             "job.toml: optim.momentum = 0.5 is a setting of sgd, muon, and optim.kind = 'adamw'; leave it out",
@@ -410,6 +416,7 @@ TRAJECTORY = {
     "precision": "bf16",
     "compile": True,
     "recompute": "block",
+    "activations": "int8",
     "loss_scale": 2.0,
     "data": Data(sampling="with_replacement"),
     "optim": Optim(lr=1),

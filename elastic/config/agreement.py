@@ -24,6 +24,11 @@ def disagreements(job: Job) -> Iterator[str]:
         )
     if job.precision != "fp16" and job.loss_scale != "dynamic":
         yield f"loss_scale = {job.loss_scale:g} belongs to precision = 'fp16', and it is {job.precision!r}; leave one of them out"
+    if job.activations != "keep" and job.recompute in ("sqrt", "selective"):
+        yield (
+            f"activations = {job.activations!r} cannot reach what recompute = {job.recompute!r} keeps; set recompute to 'none', "
+            f"'attention' or 'block', or leave activations out"
+        )
     yield from _schedule(job)
     yield from _ramp(job)
     yield from _unused(job.optim)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from elastic.engine.activations import apply_activations
 from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.split import Split, apply_fsdp, apply_sync, keep_streams
 from elastic.engine.axes.whole import Whole
@@ -49,9 +50,10 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
     norms = apply_batch_norm(blueprint, table, world.device, job)
     statistics = Statistics(norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, late=True), job.model)
     if job.compile:
-        apply_compile(blueprint, table, forward_alone=job.recompute == "sqrt")
+        apply_compile(blueprint, table, forward_alone=job.recompute == "sqrt" or job.activations != "keep")
     if job.recompute == "sqrt":
         apply_groups(blueprint, table)
+    apply_activations(blueprint, table, job.activations)
     if world.layout.dp_shard == 1 or job.parallel.zero in (1, 2):
         parameters = Whole(blueprint, world, table, precision, scheme)
         for module in blueprint.modules():

@@ -49,6 +49,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         bucket="/b",
         model_args={"dim": 1},
         recompute="block",
+        activations="int8",
         precision="fp16",
         loss_scale=2.0,
         optim=optim,

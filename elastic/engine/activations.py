@@ -1,0 +1,309 @@
+"""Moves what blocks keep for the backward pass to the host's memory, or keeps it with eight bits a number.
+
+Autograd calls hooks where it keeps a tensor, and where it needs it again.  Here they act on whole memory, whatever views of it are kept, so
+strides stay as they were, and nothing is stored twice.  Weights stay where they are, and so does what is not the block's own, such as
+positions and masks, and what is small, such as the statistics of norms and of attention.
+
+* Offload.  A stream of its own copies what a block keeps to pinned memory, while the next block runs; then the device's memory is free.  In
+  the backward pass the memory of a block comes back while the block after it goes back.  The host waits for nothing, and the bits stay.
+* Compression to int8 (blockwise: Dettmers and others 2022, section 2.1) or to fp8, for the backward pass only.  The forward pass is exact.
+  The result is a function of one microbatch, so all layouts give the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from elastic.engine import fp8
+from elastic.engine.streams import stream
+from elastic.models.spec import ShardingTable
+
+SMALL = 8
+"""Memory with fewer bytes than the input of a block, divided by this number, stays as it is.
+
+The keys of attention have more in common models, the statistics of norms and of attention a tenth.
+"""
+ROW = 128
+"""Number of neighbours in memory that share a scale, a float32, in int8."""
+LARGEST = 127
+"""Largest number in int8."""
+MASKED = -128
+"""The number that stands for -inf in int8."""
+NAN = 0x7F
+"""The bits of NaN in E4M3, which has no infinity; it stands for -inf."""
+LOSSY = (torch.float32, torch.bfloat16, torch.float16)
+"""The formats that are compressed."""
+
+Restore = Callable[[], Tensor]
+"""Returns a tensor in memory that has the values of the memory that was held."""
+Hold = Callable[[Tensor], Restore | None]
+"""Takes over the memory of a tensor that autograd keeps, or returns None, and it stays as it is."""
+
+
+def apply_activations(model: nn.Module, table: ShardingTable, policy: str) -> None:
+    """Lets each block of ``model`` keep in another form what its backward pass needs, by the setting ``activations``."""
+    if policy == "keep":
+        return
+    run = _Offload().run if policy == "offload" else partial(_run, _FORMATS[policy])
+    for name in table.blocks:
+        block = model.get_submodule(name)
+        block.forward = partial(run, block, block.forward)
+
+
+def _run(hold: Hold, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    own = [each.untyped_storage().nbytes() for each in given if each.requires_grad]
+    if not own or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    others = (*block.parameters(), *block.buffers(), *(each for each in given if not each.requires_grad))
+    kept = _Kept(hold, {each.untyped_storage()._cdata for each in others}, own[0] // SMALL)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, _unpack):
+        return forward(*args, **kwargs)
+
+
+class _Held:
+    """Memory that is kept in another form.  From its first use to its last one it is as it was."""
+
+    def __init__(self, restore: Restore) -> None:
+        self.restore = restore
+        self.restored: Tensor | None = None
+
+    def memory(self) -> torch.UntypedStorage:
+        if self.restored is None:
+            self.restored = self.restore()
+        return self.restored.untyped_storage()
+
+
+class _View(NamedTuple):
+    """A tensor in held memory, in the place of the tensor."""
+
+    held: _Held
+    like: dict[str, Any]
+    """Its dtype and device."""
+    place: tuple[Any, ...]
+    """Its offset, shape and strides."""
+
+
+@dataclass
+class _Kept:
+    """Takes what autograd keeps of one run of a block."""
+
+    hold: Hold
+    others: set[int]
+    """The memory that is not the block's own."""
+    small: int
+    known: dict[tuple[StorageWeakRef, int], _Held | None] = field(default_factory=dict)
+    """The form in which memory is held, by the memory and the number of changes to it.  None: it stays as it is."""
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        memory = tensor.untyped_storage()
+        if type(tensor) is not Tensor or memory.nbytes() < self.small or memory._cdata in self.others:
+            return tensor
+        key = StorageWeakRef(memory), tensor._version
+        if key not in self.known:
+            restore = self.hold(tensor.detach() if tensor._base is None else tensor._base.detach())
+            self.known[key] = None if restore is None else _Held(restore)
+        held, place = self.known[key], (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return tensor if held is None else _View(held, {"dtype": tensor.dtype, "device": tensor.device}, place)
+
+
+def _unpack(kept: Tensor | _View) -> Tensor:
+    return kept if isinstance(kept, Tensor) else torch.empty(0, **kept.like).set_(kept.held.memory(), *kept.place)
+
+
+def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns all memory of ``tensor`` in one dimension."""
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+# ---- compression
+
+
+def _compressed(compress: Callable[[Tensor, Tensor], Restore], tensor: Tensor) -> Restore | None:
+    """Holds memory that is one tensor.  A kernel may leave gaps in memory, and what is in gaps must not decide about scales.
+
+    Attention may keep a mask of -inf, which stays.  Other numbers that are not finite become some that are not finite.
+    """
+    if tensor.dtype not in LOSSY or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
+        return None
+    flat = _flat(tensor, tensor.dtype)
+    masked = flat == -torch.inf
+    return compress(flat.masked_fill(masked, 0), masked)
+
+
+def _int8(flat: Tensor, masked: Tensor) -> Restore:
+    rows = F.pad(flat, (0, -len(flat) % ROW)).view(-1, ROW).float()
+    scales = (rows.abs().amax(1, keepdim=True) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    numbers = (rows / scales).round().to(torch.int8)
+    numbers.view(-1)[: len(flat)].masked_fill_(masked, MASKED)
+    return partial(_from_int8, numbers, scales, len(flat), flat.dtype)
+
+
+def _from_int8(numbers: Tensor, scales: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    return (numbers.float().masked_fill(numbers == MASKED, -torch.inf) * scales).to(dtype).view(-1)[:size]
+
+
+def _fp8(flat: Tensor, masked: Tensor) -> Restore:
+    numbers, inverse = fp8.scaled(flat, fp8.FORWARD)
+    numbers.view(torch.uint8).masked_fill_(masked, NAN)
+    return partial(_from_fp8, numbers, inverse, flat.dtype)
+
+
+def _from_fp8(numbers: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    return (numbers.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf) * inverse).to(dtype)
+
+
+_FORMATS: dict[str, Hold] = {"int8": partial(_compressed, _int8), "fp8": partial(_compressed, _fp8)}
+"""The functions by the names that the setting ``activations`` accepts, beside "keep" and "offload"."""
+
+
+# ---- offload
+
+
+class _Offload:
+    """The blocks of a model, while a forward pass goes from one to the next."""
+
+    def __init__(self) -> None:
+        self.last: Callable[[], _Copies | None] = lambda: None
+        """Returns the copies of the last block, unless they are no longer used."""
+
+    def run(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        copies = _Copies(self.last())
+        out = _run(copies.hold, block, forward, *args, **kwargs)
+        copies.leave()
+        self.last = weakref.ref(copies)
+        return out
+
+
+class _Copies:
+    """The memory that one run of a block keeps, on its way to the host and back.  It lives as long as one of its copies."""
+
+    def __init__(self, before: _Copies | None) -> None:
+        self.before = before
+        self._copies: list[weakref.ref[_Copy]] = []
+        self._copied: torch.cuda.Event | None = None
+        """The end of the last transfer, on a GPU."""
+        self._fetched = False
+        self._backs: list[Tensor] = []
+        """Memory that the last transfer fills; until the stream that allocated it has waited, nobody else may get it."""
+
+    def hold(self, tensor: Tensor) -> Restore | None:
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            return None
+        copy = _Copy(self, tensor)
+        self._copies.append(weakref.ref(copy))
+        return copy.restore
+
+    def leave(self) -> None:
+        """Begins the copies to the host, and frees the device's memory of the block before, whose copies had the time of this one."""
+        copies = self._used()
+        with self._transfer(copies):
+            for copy in copies:
+                copy.host.copy_(copy.found(), non_blocking=True)
+        if self.before is not None:
+            self.before.wait()
+            for copy in self.before._used():
+                copy.free()
+
+    def fetch(self) -> None:
+        """Begins the copies back to the device, the first time."""
+        if self._fetched:
+            return
+        self._fetched = True
+        copies = [copy for copy in self._used() if copy.source is None]
+        self._backs = [torch.empty(copy.host.shape, dtype=torch.uint8, device=copy.device) for copy in copies]
+        with self._transfer(copies):
+            for copy, back in zip(copies, self._backs, strict=True):
+                copy.back = back.copy_(copy.host, non_blocking=True)
+
+    def wait(self) -> None:
+        """Lets the present stream wait for the transfer that began last."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+        self._backs.clear()
+
+    def _used(self) -> list[_Copy]:
+        return [copy for reference in self._copies if (copy := reference()) is not None]
+
+    @contextmanager
+    def _transfer(self, copies: list[_Copy]) -> Iterator[None]:
+        if not copies or copies[0].device.type != "cuda":
+            yield
+            return
+        side = stream("offload", copies[0].device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            yield
+        self._copied = side.record_event()
+
+
+class _Copy:
+    """One memory on its way to the host and back.  All transfers are on one stream, so host memory may be taken again at once."""
+
+    def __init__(self, copies: _Copies, source: Tensor) -> None:
+        self.copies, self.device, self.version = copies, source.device, source._version
+        self.source: Tensor | None = source
+        """The memory itself, until the next block has run."""
+        self.back: Tensor | None = None
+        hosts, size = _hosts(pinned=source.is_cuda), source.untyped_storage().nbytes()
+        self.host = hosts.take(size)
+        weakref.finalize(self, hosts.give, self.host)
+
+    def found(self) -> Tensor:
+        """Returns the memory itself.  Raises RuntimeError if it was changed; without hooks autograd raises it in the backward pass."""
+        assert self.source is not None
+        if self.source._version != self.version:
+            raise RuntimeError(f"a tensor of shape {list(self.source.shape)} is needed for the gradient, and was changed in place")
+        return _flat(self.source, torch.uint8)
+
+    def free(self) -> None:
+        self.found()
+        self.source = None
+
+    def restore(self) -> Tensor:
+        if self.source is None:
+            self.copies.fetch()  # unless the block after this one did
+            self.copies.wait()
+        if self.copies.before is not None:
+            self.copies.before.fetch()
+        if self.source is not None:
+            return self.found()
+        back, self.back = self.back, None
+        assert back is not None
+        return back
+
+
+class _Hosts:
+    """Host memory that is given back and taken again.  Forward passes take the same sizes, so after the warm-up nothing is allocated.
+
+    Allocating pinned memory waits for the device, where a collective may hang: see :class:`elastic.engine.world.Staging`.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self.pinned = pinned
+        self.free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, size: int) -> Tensor:
+        free = self.free[size]
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+
+    def give(self, host: Tensor) -> None:
+        self.free[host.numel()].append(host)
+
+
+@cache
+def _hosts(*, pinned: bool) -> _Hosts:
+    """Returns this process's host memory for what blocks keep; all worlds use the same."""
+    return _Hosts(pinned)

@@ -1,0 +1,190 @@
+"""Blocks keep what their backward pass needs on the host, with the same bits, or in eight bits, with nearly the same loss."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from elastic.engine import activations
+from elastic.engine.activations import apply_activations
+from elastic.engine.compile import apply_compile
+from elastic.engine.parallelize import sharding_table
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from tests.engine.test_memory import SEQ, Watch, same, trained, wrapped
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, member, train
+from tests.support.toys import toy_job
+from tests.support.worlds import STEPS
+
+SMALL = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}
+
+
+def with_activations(kept: str, recompute: str = "none", layers: int = 4, *, compiles: bool = False) -> nn.Module:
+    model = wrapped(recompute, layers, heads=2)
+    if compiles:
+        apply_compile(model, sharding_table(model), forward_alone=True)
+    apply_activations(model, sharding_table(model), kept)
+    return model
+
+
+def hosts() -> set[StorageWeakRef]:
+    """Returns the host memory that is free."""
+    free = activations._hosts(pinned=False).free
+    return {StorageWeakRef(host.untyped_storage()) for each in free.values() for host in each}
+
+
+def living(kept: str, recompute: str, layers: int) -> int:
+    """Returns the bytes that live after a forward pass, but for memory of the host."""
+    model = with_activations(kept, recompute, layers)
+    trained(model)  # the host's memory is allocated by now
+    model.zero_grad(set_to_none=True)
+    watch, free = Watch(model), hosts()
+    watch.before |= free
+    with watch:
+        loss = model(torch.arange(2 * SEQ).view(2, SEQ) % 17).square().sum()
+        found = watch.living()
+        loss.backward()
+    assert hosts() == free, "all is given back, and nothing was allocated"
+    assert free or kept != "offload"
+    return found
+
+
+def a_layer(kept: str, recompute: str) -> float:
+    """Returns the bytes that one more layer keeps."""
+    return (living(kept, recompute, 4) - living(kept, recompute, 2)) / 2
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("recompute", ["none", "block", "attention"])
+def test_offloaded_blocks_keep_nothing_and_change_no_bit(recompute: str) -> None:
+    """F6: all but the statistics of norms leaves the device, but for the last block's, and gradients have the same bits."""
+    assert a_layer("offload", recompute) < 0.01 * a_layer("keep", recompute)
+    assert same(trained(with_activations("offload", recompute)), trained(with_activations("keep", recompute)))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_compressed_blocks_keep_a_quarter(kept: str, recompute: str) -> None:
+    assert a_layer(kept, recompute) <= 0.26 * a_layer("keep", recompute)
+    pairs = zip(trained(with_activations(kept, recompute)), trained(with_activations("keep", recompute)), strict=True)
+    assert 0 < max((ours - plain).norm() / plain.norm() for ours, plain in pairs) < 0.06
+
+
+def restored(kept: str, values: Tensor) -> Tensor:
+    restore = activations._FORMATS[kept](values)
+    assert restore is not None
+    return restore().float()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compressed_number_is_within_half_a_step(dtype: torch.dtype) -> None:
+    """The step of int8 is that of the number's row; fp8 has three bits after the first.  -inf stays, whatever else is in its row."""
+    torch.manual_seed(0)
+    values = (torch.randn(1000) * torch.logspace(-3, 3, 1000)).to(dtype)
+    exact = values.clone().float()
+    values[10] = values[: activations.ROW] = -torch.inf
+    values[300:400] = -torch.inf
+    masked = values == -torch.inf
+    exact[masked] = 0
+    for kept in ("int8", "fp8"):
+        assert torch.equal(restored(kept, values) == -torch.inf, masked)
+    largest = torch.stack([row.abs().max() for row in exact.split(activations.ROW)]).repeat_interleave(activations.ROW)[:1000]
+    error = (restored("int8", values) - exact).masked_fill(masked, 0).abs()
+    assert (error <= largest * (1 / 254 + torch.finfo(dtype).eps)).all()
+    error = (restored("fp8", values) - exact).masked_fill(masked, 0).abs()
+    assert (error <= 2**-4 * exact.abs() + 2**-16 * exact.abs().max()).all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    values = torch.ones(1000)
+    values[500] = bad
+    assert not restored("int8", values)[500].isfinite() and not restored("fp8", values).isfinite().any()
+
+
+@pytest.mark.fast
+def test_memory_with_gaps_is_not_compressed() -> None:
+    """Anything that a kernel left in the gaps would decide about scales."""
+    assert activations._FORMATS["int8"](torch.ones(4, 4)[:, :3]) is None
+
+
+@pytest.mark.fast
+def test_what_is_changed_in_place_is_refused() -> None:
+    """Autograd refuses it too, unless hooks are there."""
+
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).mul_(2)
+            return x
+
+    for kept in ("keep", "offload"):
+        model = Doubling()
+        apply_activations(model, sharding_table(model), kept)
+        with pytest.raises(RuntimeError, match=r"needed for (the gradient|gradient computation)"):
+            model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_compiled_blocks_too(recompute: str) -> None:
+    wanted, moved, rounded = (trained(with_activations(kept, recompute, compiles=True)) for kept in ("keep", "offload", "int8"))
+    assert same(moved, wanted) and not same(rounded, wanted)
+
+
+@pytest.mark.parametrize(("layout", "recompute"), [(Layout(1, 3), "block"), (Layout(2, 1), "none")], ids=str)
+def test_worlds_that_offload_end_with_the_bits_of_the_run_that_keeps_everything(
+    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, recompute: str
+) -> None:
+    """Promise 1."""
+    job = toy_job(tmp_path, activations="offload", recompute=recompute)
+    assert train(ranks, job, layout, STEPS).hash == reference.hash
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_every_layout_compresses_to_the_same_bits(ranks: Ranks, reference: Trained, tmp_path: Path, kept: str) -> None:
+    """The control: without compression the bits are others."""
+    layouts = (Layout(1, 1), Layout(1, 3), Layout(2, 1))
+    found = {train(ranks, toy_job(tmp_path / str(layout), activations=kept), layout, 3).hash for layout in layouts}
+    assert len(found | {train(ranks, toy_job(tmp_path / "keep"), Layout(1, 1), 3).hash}) == 2
+
+
+def curve(world: World, job: Job, steps: int, largest: int) -> list[float]:
+    """Returns the losses of ``steps`` steps, with this largest number in int8."""
+    activations.LARGEST, usual = largest, activations.LARGEST
+    try:
+        with member(world, job, Version(0, 0)) as me:
+            return [me.step().loss for _ in range(steps)]
+    finally:
+        activations.LARGEST = usual
+
+
+def test_the_loss_with_compressed_activations_is_that_without(ranks: Ranks, tmp_path: Path) -> None:
+    """F5: within 1 %, mean of the last ten of 200 steps of a toy, whose blocks keep less than 0.30 of the bytes.  The control: with two
+    bits a number it is not.
+    """
+    last = {}
+    for name, kept, largest in (("keep", "keep", 127), ("int8", "int8", 127), ("fp8", "fp8", 127), ("two bits", "int8", 1)):
+        changes = {"global_batch": 4, "microbatch": 4, "steps": 200, "activations": kept, "optim": {"lr": 1e-3}, "model_args": SMALL}
+        (losses,) = ranks.run(Layout(1, 1), curve, toy_job(tmp_path / name, **changes), 200, largest)
+        last[name] = statistics.mean(losses[-10:])
+    assert last["int8"] == pytest.approx(last["keep"], rel=0.01) == last["fp8"]
+    assert len({*last.values()}) == 4
+    assert last["two bits"] != pytest.approx(last["keep"], rel=0.01)

@@ -211,6 +211,8 @@ class Optimizer:
             )
             for name, value in parameters.items()
         }
+        self.visit: Callable[[Callable[[list[Part]], None]], None] = lambda update: update([*self.parts.values()])
+        """Calls ``update`` with all parts on the device: at once, or group by group where they live elsewhere."""
         self._prepared: Mapping[str, Tensor] = {}
 
     @torch.no_grad()
@@ -232,22 +234,31 @@ class Optimizer:
 
         If the gradient is not finite, nothing changes but the scale of the loss.
         """
-        job, l2 = self.job, self.job.optim.decay == "l2"
+        job = self.job
         lr = learning_rate_of(job, outcome.step)
         divide = max(outcome.tokens, 1) * self.loss_scale.value
         self.loss_scale.after(finite=outcome.finite)
         prepared, self._prepared = self._prepared, {}
-        if not outcome.finite:
-            return lr
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
-        decoupled = 0.0 if l2 else job.optim.weight_decay
+        decoupled = 0.0 if job.optim.decay == "l2" else job.optim.weight_decay
+        before = {name: value.clone() for name, value in self.scalars.items()}
         hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip, prepared, job.seed, outcome.step)
-        parts, mine = [*self.parts.values()], [grads[name] for name in self.parts]
+
+        def update(parts: list[Part]) -> None:
+            if parts and outcome.finite:
+                for name, value in before.items():  # each group begins with the same scalars, and ends with the same
+                    self.scalars[name].copy_(value)
+                self._update(parts, [grads[part.name] for part in parts], hyper)
+
+        self.visit(update)
+        self.updates += outcome.finite
+        return lr
+
+    def _update(self, parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
+        l2 = self.job.optim.decay == "l2"
         if l2 or not self.rule.scales:
-            mean_(mine, hyper)
+            mean_(grads, hyper)
             hyper = replace(hyper, divide=1.0, clip=1.0)
         if l2:
-            _add_penalty(parts, mine, job.optim.weight_decay)
-        self.rule.update(parts, mine, hyper)
-        self.updates += 1
-        return lr
+            _add_penalty(parts, grads, self.job.optim.weight_decay)
+        self.rule.update(parts, grads, hyper)

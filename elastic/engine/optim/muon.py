@@ -51,7 +51,8 @@ def prepare(parts: list[Part], grads: list[Tensor], before: Before) -> Mapping[s
         part, grad = chosen[number]
         wide = torch.promote_types(grad.dtype, torch.float32)  # in 16 bits the kernel rounds the last elements of a tensor differently
         mean = before.mean(grad.to(wide))
-        return mean.lerp_(part.moments[MOMENTUM].to(wide).lerp(mean, 1 - mu), mu).bfloat16()
+        momentum = part.moments[MOMENTUM].to(mean.device, wide, non_blocking=True)  # it may live in host memory
+        return mean.lerp_(momentum.lerp(mean, 1 - mu), mu).bfloat16()
 
     shapes = [(part.shape[0], part.shape[1]) for part, _ in chosen]
     directions = by_owners(shapes, rows, orthogonalised, before.world)
@@ -64,8 +65,7 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     others = [pair for pair in pairs if not pair[0].is_matrix]
     if others:
         ADAMW.update([part for part, _ in others], [grad for _, grad in others], hyper)
-    matrices = [part for part in parts if part.is_matrix]
-    if not matrices:  # they are all frozen
+    if not (matrices := [part for part in parts if part.is_matrix]):
         return
     means = [grad for part, grad in pairs if part.is_matrix]
     mean_(means, hyper)

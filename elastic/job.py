@@ -106,6 +106,10 @@ class Job(Part):
     """The place or format of what blocks keep for the backward pass: ``offload`` is memory of the host, with the same bits; ``int8`` and
     ``fp8`` take a quarter of float32, and gradients change a little.
     """
+    offload: Free[Literal["none", "optimizer"]] = "none"
+    """``optimizer`` keeps weights and moments in the node's memory, that of ``[copies]``, and brings them to the device only to be updated.
+    The device has the weights in the format of forward and backward.  No copies have to be made then, and a worker that lives through a
+    failure and keeps its part reads nothing.  The bits are the same."""
     reproducible: Branch[Flag] = True
     """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""
     numerics: Refused[Annotated[Whole, Field(ge=1, le=NUMERICS)]] = NUMERICS
@@ -219,6 +223,11 @@ class Job(Part):
         """The number of microbatches of one step, once the batch has its final size."""
         return self.global_batch // self.microbatch
 
+    @property
+    def offloads(self) -> bool:
+        """True if the state lives in the memory of the node."""
+        return self.offload != "none"
+
     def batches(self) -> Batches:
         """Returns the number of samples of each step."""
         return Batches(self.global_batch, **self.batch_ramp.model_dump())
@@ -246,7 +255,7 @@ class Job(Part):
         return found if found or least_shard == 1 else self.layouts()
 
     def copy_rule(self) -> CopyRule:
-        return CopyRule(self.copies.copy_every == "auto", self.copies.buddy_every == "auto", self.copies.link_share)
+        return CopyRule(self.copies.copy_every == "auto" and not self.offloads, self.copies.buddy_every == "auto", self.copies.link_share)
 
     def _buddies(self) -> int:
         """Returns the number of steps between copies to buddies: 0 if nothing is copied, and 1, the smallest, with ``auto``."""

@@ -37,6 +37,7 @@ def disagreements(job: Job) -> Iterator[str]:
         yield f"parallel.zero = 0 shares nothing, and parallel.{cut} = {getattr(job.parallel, cut)}; leave one of them out"
     if job.profiled() and job.profiled()[0] > job.steps:
         yield f"profile = {job.profile!r} begins after the last step, steps = {job.steps}; name earlier steps"
+    yield from _offload(job)
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
         yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
     yield from _deadlines(job.deadlines)
@@ -52,6 +53,23 @@ def disagreements(job: Job) -> Iterator[str]:
         job.layout_rule().check(job.workers.min, job.workers.max)
     except ValueError as error:
         yield str(error)
+
+
+def _offload(job: Job) -> Iterator[str]:
+    """Yields a sentence for each setting with which the state cannot live in the memory of the node."""
+    if not job.offloads:
+        return
+    named, zero = f"offload = {job.offload!r}", job.parallel.zero
+    if zero == 3 or (zero == "auto" and job.parallel.dp_shard != 1):
+        yield (
+            f"parallel.zero = {zero!r} with {named}: weights that are gathered block by block cannot live in the memory of the node; "
+            f"set parallel.zero to 2, or to 0 where nothing is shared"
+        )
+    if job.copies.copy_every not in (1, "auto"):
+        yield (
+            f"copies.copy_every = {job.copies.copy_every} with {named}: the state lives in the memory of the copies, so each step makes "
+            f"one; set copies.copy_every to 1, or leave it out"
+        )
 
 
 def _schedule(job: Job) -> Iterator[str]:

@@ -21,6 +21,8 @@ BUDDY_SLOTS = 2
 """Number of slots in which a keeper holds copies of a worker on another node: the newest version that all buddies have, and the next."""
 SAVE_SLOTS = 1
 """Number of slots for saves.  A save on its way to the bucket is not overwritten, and steps go on meanwhile."""
+OFFLOAD_SLOTS = 1
+"""Number of slots more where state lives in slots: an update writes the next version while the present one may not be protected yet."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -75,18 +77,18 @@ class Pace:
         return ceil(max(brought_s / self.rule.link_share, SELDOM_S) / self.step_s)
 
 
-def slots_for(copy_every: int, buddy_every: int) -> int:
+def slots_for(copy_every: int, buddy_every: int, *, offload: bool = False) -> int:
     """Returns the number of slots for a worker's own state: one for a save on its way to the bucket, and those for copies.
 
     Copies need one slot for a version that is known to be complete and one for the next version.  With buddies they need two more: one
-    for the version that all buddies have, and one for the version on its way to them.
+    for the version that all buddies have, and one for the version on its way to them.  With ``offload`` the state itself lives in them.
     """
-    return SAVE_SLOTS + (4 if buddy_every else 2 if copy_every else 0)
+    return SAVE_SLOTS + (4 if buddy_every else 2 if copy_every else 0) + (OFFLOAD_SLOTS if offload else 0)
 
 
-def slots_a_worker(copy_every: int, buddy_every: int) -> int:
+def slots_a_worker(copy_every: int, buddy_every: int, *, offload: bool = False) -> int:
     """Returns the number of slots that a node needs for each of its workers: the worker's own, and those for a worker on another node."""
-    return slots_for(copy_every, buddy_every) + (BUDDY_SLOTS if buddy_every else 0)
+    return slots_for(copy_every, buddy_every, offload=offload) + (BUDDY_SLOTS if buddy_every else 0)
 
 
 def slot_size(has: int, needed: int, foreseen: int, free: int, others: int) -> int:
@@ -101,12 +103,12 @@ def slot_size(has: int, needed: int, foreseen: int, free: int, others: int) -> i
     return needed if has < needed or free < others else has
 
 
-def explained(smallest: float, largest: float, copy_every: int, buddy_every: int) -> str:
+def explained(smallest: float, largest: float, copy_every: int, buddy_every: int, *, offload: bool = False) -> str:
     """Returns the sentence on the memory that copies and saves take.
 
     ``smallest`` and ``largest`` are the bytes of a worker's state in a world of all workers, and in one that cuts it into the fewest parts.
     """
-    slots = slots_a_worker(copy_every, buddy_every)
+    slots = slots_a_worker(copy_every, buddy_every, offload=offload)
     takes = f"{amount(slots * smallest)} of its node for each worker"
     most = amount(slots * largest)
     more = "" if smallest == largest else f"; where fewer workers share the state, more: up to {most}, if the node has it"
@@ -115,9 +117,10 @@ def explained(smallest: float, largest: float, copy_every: int, buddy_every: int
             "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket; "
             f"a save on its way there takes {takes}{more}"
         )
-    copies = slots_for(copy_every, buddy_every) - SAVE_SLOTS
-    text = f"copies in host memory and saves take {takes}, in {slots} slots of {amount(smallest)}: "
-    text += f"{SAVE_SLOTS} for a save, {copies} for copies of its own state"
+    copies = slots_for(copy_every, buddy_every, offload=offload) - SAVE_SLOTS
+    what, own = ("state", "its own state and copies of it") if offload else ("copies", "copies of its own state")
+    text = f"{what} in host memory and saves take {takes}, in {slots} slots of {amount(smallest)}: "
+    text += f"{SAVE_SLOTS} for a save, {copies} for {own}"
     return text + (f", {BUDDY_SLOTS} for those of a worker on another node" if buddy_every else "") + more
 
 
@@ -130,18 +133,15 @@ def amount(size: float) -> str:
     return f"{size:.3g} {UNITS[-1]}"
 
 
-def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: int) -> str:
+def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: int, *, offload: bool = False) -> str:
     """Returns why copies of ``needed`` bytes do not fit into ``free`` bytes, or "" if they fit.
 
     ``needed`` is what they take in a world of all workers; ``where`` names the limit.
     """
     if needed <= free:
         return ""
-    less = [
-        f"{setting} leaves {left} of {slots} slots"
-        for setting, left in (("copies.buddy_every = 0", slots_for(1, 0)), ("copies.copy_every = 0", slots_for(0, 0)))
-        if left < slots
-    ]
+    fewer = {"copies.buddy_every = 0": slots_for(1, 0, offload=offload)} | ({} if offload else {"copies.copy_every = 0": slots_for(0, 0)})
+    less = [f"{setting} leaves {left} of {slots} slots" for setting, left in fewer.items() if left < slots]
     return (
         f"copies.copy_every = {copy_every}: this worker's copies and saves take at least {amount(needed)} of memory ({slots} slots), "
         f"and {where} leaves only {amount(free)} beside those of the node's other workers; raise the limit by {amount(needed - free)} "

@@ -33,15 +33,19 @@ class Need:
     late: bool = False
     """True if each member holds the sums of all gradients."""
     transient: int = 0
+    streamed: int = 0
+    """Buffers through which the state comes and goes at an update if it lives in host memory; 0 if it lives on the device."""
 
     def of_a_member(self, shards: int) -> int:
         """Returns the bytes of a member in worlds with ``shards`` or more shards."""
-        forming = 2 * -(-self.state // shards) + self.gathered if shards > 1 else 0  # a whole state stays where it is
-        return max(self.held(shards) + self.transient, forming)
+        stays = shards == 1 or self.streamed  # a whole state stays where it is
+        forming = 0 if stays else 2 * -(-self.state // shards) + self.gathered
+        return max(self.held(shards) + max(self.transient, -(-self.streamed // shards)), forming)
 
     def held(self, shards: int) -> int:
         """Returns the bytes that a member holds at the end of a backward pass."""
-        cut, kept = (self.state, self.gradients) if self.late else (self.state + self.gradients, 0)
+        state = 0 if self.streamed else self.state
+        cut, kept = (state, self.gradients) if self.late else (state + self.gradients, 0)
         return -(-cut // shards) + kept + (self.computing if shards == 1 else self.gathered)
 
 

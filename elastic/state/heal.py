@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -19,10 +19,13 @@ import torch.distributed as dist
 from elastic.engine.world import World
 from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
+from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Move, missing, moves, reads_copies
+from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
+from elastic.state.digest import digests
 from elastic.state.initialise import initialise
-from elastic.state.shard import DTYPES, Shard, place_of
+from elastic.state.shard import DTYPES, Home, Shard, place_of
 from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.train.model import State
@@ -39,6 +42,17 @@ def nothing() -> None:
     """Stands where a hook is expected and none is wanted; it does nothing."""
 
 
+def home_of(session: Session, plan: Plan, worker: WorkerId, held: Iterable[Shard] = ()) -> Home | None:
+    """Returns the slot in which the worker's shard of a new world will live: the one that holds it already, if there is one.
+
+    ``held`` are the shards that the worker holds until then.  Returns None if the job does not offload its state.
+    """
+    if session.snapshots is None or not session.job.offloads:
+        return None
+    copy = Copy(plan.version, cell_of(plan.layout, plan.world_rank(worker)))
+    return session.snapshots.home(copy, held, adopt=plan.tier != "init")
+
+
 class Healing:
     """Heals one member's shard.  It begins without a group: threads read slices from keepers' copies while the members still connect."""
 
@@ -49,7 +63,10 @@ class Healing:
         self._reading: Future[int] | None = None
         if plan.tier != "init":
             self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket", of=worker)
-        if reads_copies(self.moves, worker):
+        home = state.shard.home
+        self._there = home is not None and home.whole
+        """True if the shard is in its slot already: nothing is read or copied."""
+        if reads_copies(self.moves, worker) and not self._there:
             # taken before any collective is launched: taking pinned memory would wait behind it
             streams = [StagingStream(state.world.device, i) for i in range(STREAMS)]
             self._reading = begin(partial(self._read, streams), "copies")
@@ -73,22 +90,42 @@ class Healing:
         if plan.tier == "init":
             initialise(state, self.session.builder, counters, hook, self.leave_if_over)
             return
-        counters["healed_live_bytes"] += from_members(state, plan, self.worker, there, self.moves, hook)
+        if self._there:
+            state.read_the_rest()
+        counters["healed_live_bytes"] += from_members(state, plan, self.worker, there, self.moves, hook, fill=not self._there)
         if self._reading is not None:
             counters["healed_host_bytes"] += self._reading.result()
-        if plan.tier == "bucket":
+        if plan.tier == "bucket" and not self._there:
             left = missing(state.tensors, plan.holders, state.shard.cell)
             counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, left, hook)
+
+    def settle(self) -> None:
+        """Makes the slot in which the shard lives its copy.  It is called once it is certain that nothing was torn."""
+        state, snapshots = self.state, self.session.snapshots
+        if snapshots is None or (home := state.shard.home) is None or self._there:
+            return
+        state.write_the_rest()
+        with torch.no_grad():
+            for key, value in home.values.items():
+                home.sums[home.blocks[key]] = digests(value.to(state.world.device, non_blocking=True)).to(home.sums.device)
+        snapshots.moved_in(state.shard, self.plan.version)
 
 
 @torch.no_grad()
 def from_members(
-    state: State, plan: Plan, worker: WorkerId, there: list[Shard], todo: Sequence[Move], hook: Callable[[], None] = nothing
+    state: State,
+    plan: Plan,
+    worker: WorkerId,
+    there: list[Shard],
+    todo: Sequence[Move],
+    hook: Callable[[], None] = nothing,
+    *,
+    fill: bool = True,
 ) -> int:
     """Exchanges with the other members the slices that ``todo`` takes from live memory; returns the bytes received.
 
-    Slices that this worker itself holds are copied from ``there``.  Raises :class:`WorldBroken` if a member is lost, and
-    :class:`StateMissing` if this worker does not hold what the plan takes from it.
+    Slices that this worker itself holds are copied from ``there``.  Without ``fill`` the shard stays as it is.  Raises
+    :class:`WorldBroken` if a member is lost, and :class:`StateMissing` if this worker does not hold what the plan takes from it.
     """
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     rank_of = {member: rank for rank, member in enumerate(plan.members)}
@@ -101,11 +138,13 @@ def from_members(
         tensor = tensors[move.slice.kind, move.slice.name]
         mine, theirs = move.source == worker, move.destination == worker
         if mine and theirs:
-            state.shard.part(tensor, move.slice).copy_(_find(sources, tensor, move.slice))
+            if fill:
+                state.shard.part(tensor, move.slice).copy_(_find(sources, tensor, move.slice))
         elif mine:
             outgoing[rank_of[move.destination]].append(_find(sources, tensor, move.slice))
         elif theirs:
-            incoming[rank_of[move.source]].append(state.shard.part(tensor, move.slice))
+            part = state.shard.part(tensor, move.slice)
+            incoming[rank_of[move.source]].append(part if fill else torch.empty_like(part))
     return _exchange(outgoing, incoming, state.world, hook)
 
 

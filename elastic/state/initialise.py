@@ -134,5 +134,6 @@ def from_first(state: State, builder: Builder, hook: Callable[[], None]) -> None
             state.world.finish()  # the copy below synchronises, and would block behind a peer that died
             whole.copy_(sources[tensor.name])
         dist.broadcast(whole, src=0)
+        state.world.finish()  # as above, where the shard lives in host memory
         hook()
         cut(state, tensor, whole)

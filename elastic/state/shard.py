@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,19 @@ Key = tuple[str, str]
 """Key of a tensor: (kind, name)."""
 
 
+@dataclass(frozen=True)
+class Home:
+    """A slot of host memory in which a shard lives: the place of each of its tensors, and of their digests (int64, a range by tensor)."""
+
+    slot: int
+    bytes: int
+    values: Mapping[Key, torch.Tensor]
+    sums: torch.Tensor
+    blocks: Mapping[Key, slice]
+    whole: bool = False
+    """True if the slot held the wanted copy already."""
+
+
 @dataclass
 class Shard:
     """The part of the whole state that ``cell`` names, at ``version``, in this process's memory.
@@ -36,6 +50,8 @@ class Shard:
     version: Version
     cell: Cell
     values: dict[Key, torch.Tensor]
+    home: Home | None = None
+    """The slot in which the parameters and moments lie, if they are in no memory of their own."""
 
     def part(self, tensor: Tensor, wanted: Slice) -> torch.Tensor:
         """Returns the memory of ``wanted``.  Raises :class:`StateMissing` if no box of this shard contains all of it."""

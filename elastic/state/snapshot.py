@@ -6,6 +6,9 @@ the next world forms: it reads the shard that is left, and what it writes outliv
 
 A save is such a copy.  Making it is all that a worker does for a save: the keeper uploads what the slot holds.
 
+Where state is offloaded it lives in a slot itself (``state/streaming.py``).  Then nothing is copied: each update fills another slot, which
+is the copy.
+
 **Memory.**  A slot has as much as its copy needs.  Where slots are pinned they get more while the node has it: as much as a copy will need
 in the next world, if a node or a worker is lost.  To pin memory while a smaller world begins to train would hold up its first steps.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -22,8 +25,9 @@ from functools import partial
 import torch
 
 from elastic.engine.streams import finish, stream
-from elastic.ids import Version, WorkerId
+from elastic.ids import Cell, Version, WorkerId
 from elastic.plan.copy_budget import CopyRule, Pace, slots_for
+from elastic.plan.placement import held
 from elastic.protocol.commit_record import NO_SAVE, Copied, Outcome
 from elastic.protocol.copy_schedule import NO_SAVES, Copies, Copy, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
@@ -31,7 +35,7 @@ from elastic.state.digest import digests
 from elastic.state.node_memory import SPARE, free_memory, reserve
 from elastic.state.pins import Pins
 from elastic.state.region import Frame, Region, frame
-from elastic.state.shard import Shard
+from elastic.state.shard import DTYPES, Home, Shard
 from storage.background import begin
 from storage.slices import Tensor
 
@@ -98,6 +102,8 @@ class Snapshots:
         self._frame, self._foreseen = Frame({}, 0, 0), 0
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
+        self._lived_in: frozenset[int] = frozenset()
+        """The slots in which shards live, which no copy protects."""
         self._way = _Pinned(region, self.memory, device) if device.type == "cuda" else _Plain(region)
         self._under_way: tuple[Future[None], Callable[[], None]] | None = None
         """The copy that is being made, and a call that makes it again."""
@@ -117,7 +123,8 @@ class Snapshots:
             self.made = shard.version
         self.region.set_copy("safe", self.copies.buddied)
         self.region.send(self.copies.sent)
-        slots, self._foreseen = min(slots_for(plan.copy_every, plan.buddy_every), self.region.slots), self.foresee(plan)
+        slots, self._foreseen = slots_for(plan.copy_every, plan.buddy_every, offload=shard.home is not None), self.foresee(plan)
+        slots = min(slots, self.region.slots)
         self._way.pin(slots, self.bytes)
         self.region["wanted"] = self._way.slots * self.bytes
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
@@ -155,7 +162,7 @@ class Snapshots:
         if self.region.copy("safe") != copies.buddied:
             self.region.set_copy("safe", copies.buddied)
         try:
-            slot = copies.slot(self.region.all_held()[: self._way.slots])
+            slot = copies.slot(self.region.all_held()[: self._way.slots]) if shard.home is None else None
         except NoRoom:
             self._homeless = shard
             return
@@ -163,7 +170,9 @@ class Snapshots:
             return
         if saves := copies.begun in copies.saving:
             self.region.begin_save(copies.begun)
-        if slot is not None:
+        if shard.home is not None:  # the slot in which it lives is the copy
+            self.made = shard.version
+        elif slot is not None:
             self._wait()
             self.region.begin(slot)
             copying = partial(self._copy, slot, copies.begun, shard, saves)
@@ -186,25 +195,80 @@ class Snapshots:
     def _copy(self, slot: int, copy: Copy, shard: Shard, saves: bool) -> None:
         """Makes the copy, on the thread."""
         began = time.monotonic()
-        self._make_fit(slot)
+        self._make_fit(slot, self.bytes, self._free(self.region.all_held()))
         with torch.no_grad():
             self._way.fill(slot, self._parts(slot, shard, saves))
         self.region.finish(slot, copy, self.bytes, save=saves)
         self._took_s = time.monotonic() - began
 
-    def _make_fit(self, slot: int) -> None:
-        """Makes the slot as large as the copy.  Where the node lacks memory, slots without a protected copy give theirs back first.
+    # ---- shards that live in slots
+
+    def home(self, copy: Copy, held: Iterable[Shard], *, adopt: bool) -> Home:
+        """Returns a slot for a shard that becomes ``copy``; ``held`` are the shards that live in slots now.
+
+        With ``adopt`` it is the slot that holds the copy, as it is, if there is one.  Raises :class:`NoMemory`.
+        """
+        self._wait()
+        self._lived_in = frozenset(shard.home.slot for shard in held if shard.home is not None)
+        layout = frame(self.tensors, copy.cell)
+        if adopt and (slot := self.region.find(copy)) is not None:
+            return self._home(slot, copy.cell, layout, whole=True)
+        self._way.pin(min(slots_for(1, 0, offload=True), self.region.slots), layout.bytes)
+        return self._empty(copy.cell, layout, copy.version)
+
+    def next_home(self, shard: Shard) -> Home:
+        """Returns a slot for the next version of ``shard``, which lives in another one.  Raises :class:`NoMemory`.
+
+        It is called before a step is prepared: after its commit, an update must not fail for want of memory.
+        """
+        assert shard.home is not None
+        self._lived_in = frozenset((shard.home.slot,))
+        return self._empty(shard.cell, frame(self.tensors, shard.cell))
+
+    def moved_in(self, shard: Shard, version: Version) -> None:
+        """Marks the slot in which ``shard`` lives as its copy at ``version``."""
+        assert shard.home is not None
+        self.region.finish(shard.home.slot, Copy(version, shard.cell), shard.home.bytes)
+
+    def _empty(self, cell: Cell, layout: Frame, wanted: Version | None = None) -> Home:
+        """Empties a slot that nobody needs and makes it fit.  One that has memory is taken first, and of those the oldest copy.
+
+        A copy of ``wanted`` stays.
+        """
+        slots = self.region.all_held()[: self._way.slots]
+        free = [slot for slot in self._free(slots) if (there := slots[slot]) is None or there.version != wanted]
+        if not free:
+            raise NoMemory(f"every one of {len(slots)} slots holds state that is still needed")
+        slot = min(free, key=lambda n: (self.region.lacks(n, layout.bytes) > 0, (-1, -1) if (there := slots[n]) is None else there.age))
+        self.region.begin(slot)
+        self._make_fit(slot, layout.bytes, free)
+        return self._home(slot, cell, layout)
+
+    def _home(self, slot: int, cell: Cell, layout: Frame, *, whole: bool = False) -> Home:
+        data, values, blocks = self.region.data_at(slot), {}, {}
+        for tensor, place in layout.places.items():
+            key, room = (tensor.kind, tensor.name), self.memory[data + place.offset : data + place.offset + place.bytes]
+            values[key] = room.view(DTYPES[tensor.dtype]).view(held(tensor, cell).shape)
+            blocks[key] = slice(place.first_block, place.first_block + place.blocks)
+        return Home(slot, layout.bytes, values, torch.frombuffer(self.region.digests(slot), dtype=torch.int64), blocks, whole)
+
+    def _free(self, slots: Collection[Copy | None]) -> list[int]:
+        """Returns those of ``slots`` that hold neither a protected copy nor a living shard."""
+        free = self.copies.free([*slots]) if self.copies is not None else range(len(slots))
+        return [slot for slot in free if slot not in self._lived_in]
+
+    def _make_fit(self, slot: int, size: int, free: Iterable[int]) -> None:
+        """Makes the slot as large as the copy.  Where the node lacks memory, the other ``free`` slots give theirs back first.
 
         Raises :class:`NoMemory` if there is still too little.
         """
-        if self._way.fit(slot, self.bytes, self._foreseen):
-            assert self.copies is not None
-            for other in self.copies.free(self.region.all_held()):
+        if self._way.fit(slot, size, self._foreseen):
+            for other in free:
                 if other != slot:
                     self.region.begin(other)
                     self._way.empty(other)
-            if why := self._way.fit(slot, self.bytes, 0):
-                self.region["lacking"] = self.bytes
+            if why := self._way.fit(slot, size, 0):
+                self.region["lacking"] = size
                 raise NoMemory(why)
         self.region["lacking"] = 0
 

@@ -32,15 +32,15 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.story import Line, Sentence, Story
 from elastic.runs import Run
-from elastic.state.heal import Healing
+from elastic.state.heal import Healing, home_of
 from elastic.state.shard import Shard
 from elastic.state.uploader import name_of
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.inventory import decay_line
-from elastic.train.model import State
+from elastic.train.model import State, build_model, tensors_of
 from elastic.train.profiler import Profiler
-from elastic.train.session import make_session, prepare_process
+from elastic.train.session import make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, run_step
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import Damaged, StorageError
@@ -59,6 +59,9 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
     start = run.standing(run.claim_here(), time.time())
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+        if job.offloads:
+            tensors = tensors_of(build_model(job, session.builder), session.rule)
+            session.snapshots = make_snapshots(job, tensors, device, session.counters, session.faults)
         run.trains_on(session.loader.dataset.fingerprint())
         world = World.alone(device, generation=start.generation + 1)
         local = _Local(run, session, world, start, show)
@@ -141,15 +144,18 @@ class _Local:
             self.lineage = lineage.cut(self.lineage, version)
             self.plan = replace(self.plan, version=version, tier="bucket" if self.saved else "init", lineage=self.lineage)
             self.show_sentence(f"one worker in this process, from {version} ({self.plan.tier})")
-            state = State(self.session.job, self.session.builder, self.session.rule, self.world, version)
+            home = home_of(self.session, self.plan, WORKER)
+            state = State(self.session.job, self.session.builder, self.session.rule, self.world, version, home)
+            healing = Healing(state, self.plan, WORKER, self.session)
             try:
-                Healing(state, self.plan, WORKER, self.session).finish([], self.run.checkpoints)
+                healing.finish([], self.run.checkpoints)
             except Damaged as error:
                 self.saved.remove(version)
                 before = f"the one of {max(self.saved)} takes its place" if self.saved else "there is none before it"
                 self.show_sentence(f"the checkpoint of {version} is damaged ({error}): {before}")
                 self.run.checkpoints.quarantine(version, str(error))
             else:
+                healing.settle()
                 return state
 
     def _committed(self, outcome: Outcome, work: Work) -> None:

@@ -24,7 +24,7 @@ from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON, CommitShape
 from elastic.protocol.events import Broken, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
-from elastic.state.heal import Healing, nothing
+from elastic.state.heal import Healing, home_of, nothing
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, tell_where_all_stand, touch
 from elastic.train.faults import Seat
@@ -161,7 +161,10 @@ class Trainer(Controlled):
             member.go_on("formed")
         met = time.monotonic()
         session = self.session
-        state = State(session.job, session.builder, session.rule, world, plan.version)
+        with self.apply_fence as member:
+            held = list(member.held.values())
+        home = home_of(session, plan, self.worker, held)
+        state = State(session.job, session.builder, session.rule, world, plan.version, home)
         built = time.monotonic()
         if (abort := self._abort) is not None:
             abort.join(ABORT_S)
@@ -173,13 +176,12 @@ class Trainer(Controlled):
         healing = Healing(state, plan, self.worker, self.session, self._leave_if_fenced)
         world.connect(self._form_s, RUN_TIMEOUT_S)
         formed, before = time.monotonic(), self._received
-        with self.apply_fence as member:
-            held = list(member.held.values())
         healing.finish(held, self.checkpoints, partial(self._half_way, plan, world))
         world.finish()
         now, shard = time.monotonic(), state.shard
         with self.apply_fence as member:
             member.healed(now, Holding(self.worker, shard.version, shard.cell), shard)
+        healing.settle()
         self.session.counters["step"] = plan.version.step
         print(
             f"{self.worker}: generation {plan.generation}: rendezvous took {met - began:.3f} s, model {built - met:.3f} s, "

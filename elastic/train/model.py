@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from elastic.engine.optim.base import Optimizer, Rule
+from elastic.engine.axes.whole import Whole
+from elastic.engine.optim.base import Optimizer, Part, Rule
 from elastic.engine.parallelize import matrices_of, parallelize
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
@@ -19,7 +22,8 @@ from elastic.ids import Cell
 from elastic.imports import failure, load
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
-from elastic.state.shard import DTYPE_NAMES, DTYPES, Key, Shard
+from elastic.state.shard import DTYPE_NAMES, DTYPES, Home, Key, Shard
+from elastic.state.streaming import groups_of, put, through
 from elastic.train.arithmetic import Arithmetic
 from storage.errors import Unavailable
 from storage.slices import Tensor, Version, nbytes
@@ -108,13 +112,23 @@ def _existing(local: Mapping[str, torch.Tensor], tensor: Tensor, cell: Cell) -> 
     return local[tensor.name]
 
 
+def _is_streamed(key: Key) -> bool:
+    return key[0] == "parameter" or key[0].startswith("moment.")
+
+
+def _part_of(part: Part, values: Mapping[Key, torch.Tensor]) -> Part:
+    moments = {kind: values[f"moment.{kind}", part.name] for kind in part.moments}
+    return replace(part, values=values["parameter", part.name], moments=moments)
+
+
 class State:
     """The model and the optimizer of ``job``, wrapped for ``world``.  Their memory has no values until it is healed.
 
-    Raises AssertionError if the wrapped model holds other parts of the tensors than ``plan/placement.py`` says.
+    With ``home`` the parameters and moments live in that slot, and only weights to compute with are on the device.  Raises
+    AssertionError if the wrapped model holds other parts of the tensors than ``plan/placement.py`` says.
     """
 
-    def __init__(self, job: Job, builder: Builder, rule: Rule, world: World, version: Version) -> None:
+    def __init__(self, job: Job, builder: Builder, rule: Rule, world: World, version: Version, home: Home | None = None) -> None:
         blueprint = build_model(job, builder)
         self.tensors = tensors_of(blueprint, rule)
         shapes = {name: tuple(parameter.shape) for name, parameter in blueprint.named_parameters()}
@@ -132,6 +146,15 @@ class State:
         boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
         self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed, shapes, matrices)
         self.shard = Shard(version, cell, self._values(local, cell))
+        assert (home is not None) is job.offloads, "state that is offloaded lives in a slot, and no other does"
+        self.next_home: Home | None = None
+        """The slot into which the next update moves the state."""
+        if home is not None:
+            self._streamed = [
+                {key: value for key, value in self.shard.values.items() if key[1] == name and _is_streamed(key)} for name in local
+            ]
+            self.optimizer.visit = self._visit
+            self._live_in(home)
 
     def _values(self, local: Mapping[str, torch.Tensor], cell: Cell) -> dict[Key, torch.Tensor]:
         buffers = dict(self.model.named_buffers())
@@ -153,6 +176,46 @@ class State:
             )
             values[tensor.kind, tensor.name] = value.detach()
         return values
+
+    # ---- state that lives in a slot
+
+    def _live_in(self, home: Home) -> None:
+        values, parts = home.values, self.optimizer.parts
+        self.shard.values |= {key: values[key] for unit in self._streamed for key in unit}
+        self.shard.home, self.next_home = home, None
+        self.parameters.parts = {name: values["parameter", name] for name in self.parameters.parts}
+        self.trained = {name: values["parameter", name] for name in self.trained}
+        self.optimizer.parts = {name: _part_of(part, values) for name, part in parts.items()}
+
+    def _visit(self, update: Callable[[list[Part]], None]) -> None:
+        """Updates the parts on the device, group by group, on their way to the next slot; the model gets the new weights."""
+        assert self.shard.home is not None and self.next_home is not None and isinstance(self.parameters, Whole)
+        with closing(through(self.world.device, self.shard.home, self.next_home, groups_of(self._streamed))) as groups:
+            for values in groups:
+                names = [name for kind, name in values if kind == "parameter"]
+                update([_part_of(self.optimizer.parts[name], values) for name in names if name in self.trained])
+                for name in names:
+                    self.parameters.take(name, values["parameter", name])
+
+    def move(self) -> None:
+        """Lets the shard live in the next slot, to which an update has brought the streamed tensors, and writes the others."""
+        assert self.next_home is not None
+        self._live_in(self.next_home)
+        self.write_the_rest()
+
+    def write_the_rest(self) -> None:
+        """Writes the tensors that do not live in the slot into it: buffers and scalars."""
+        assert self.shard.home is not None
+        for key, value in self.shard.values.items():
+            if not _is_streamed(key):
+                put(self.shard.home, key, value)
+
+    def read_the_rest(self) -> None:
+        """Reads from the slot the tensors that do not live in it."""
+        assert self.shard.home is not None
+        for key, value in self.shard.values.items():
+            if not _is_streamed(key):
+                value.copy_(self.shard.home.values[key])
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""

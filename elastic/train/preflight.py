@@ -116,7 +116,7 @@ def _unused(job: Job) -> list[str]:
 def _copying(job: Job, state_bytes: int) -> str:
     """Returns a sentence about the memory that copies take."""
     rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts()]
-    text = explained(state_bytes / cells[-1], state_bytes / min(cells), rules.copy_every, rules.buddy_every)
+    text = explained(state_bytes / cells[-1], state_bytes / min(cells), rules.copy_every, rules.buddy_every, offload=job.offloads)
     if rules.layout.dp_shard is None and cells[-1] < job.workers.max:
         text += "; less where a device or a node has too little memory, because more workers share the state then"
     return text

@@ -132,11 +132,11 @@ def make_snapshots(
     rule = job.rules()
     slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
     smallest = _shard_bytes(tensors, job.layouts(min(max(least, shared), job.workers.max))[-1])
-    own, slots = slots_for(rule.copy_every, rule.buddy_every), slots_a_worker(rule.copy_every, rule.buddy_every)
+    own, slots = (count(rule.copy_every, rule.buddy_every, offload=job.offloads) for count in (slots_for, slots_a_worker))
     with alone():
         (free, where), (coming, kept) = free_memory(), copies_here()
         needed, left = slots * smallest, max(free - coming, 0)
-        if why := no_room(job.copies.copy_every, needed, left, where, slots):
+        if why := no_room(job.copies.copy_every, needed, left, where, slots, offload=job.offloads):
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
         region = Region.create(own, slot_bytes, slot_blocks, tensors)
         region["wanted"] = own * smallest

@@ -22,6 +22,7 @@ from elastic.engine.norm import squared_norm
 from elastic.engine.optim.base import Rule
 from elastic.engine.world import TO_HOST, World
 from elastic.errors import ModelError
+from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
 from elastic.plan.placement import reporters
@@ -95,6 +96,8 @@ def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitSha
     reserve(state.world, shape)
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
+    if session.snapshots is not None and state.shard.home is not None:
+        state.next_home = session.snapshots.next_home(state.shard)
     norm = prepare(session, state, fence, step, share)
     if session.meter.first:
         session.meter.held = memory_by_class(state)
@@ -264,6 +267,9 @@ def update(session: Session, state: State, outcome: Outcome) -> None:
     state.optimizer.apply(state.parameters.grads(), outcome)
     state.statistics.apply(finite=outcome.finite)
     session.faults.strike("in_update", outcome.step, state.world)
+    if session.snapshots is not None and state.next_home is not None:
+        state.move()
+        session.snapshots.moved_in(state.shard, Version(outcome.step, outcome.generation))
     state.world.finish()
     state.parameters.forget_grads()
     session.counters["updates_applied"] += 1

@@ -16,6 +16,8 @@ from elastic.engine.norm import squared_norm
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of
+from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.train.model import State
 from elastic.train.step import Session
@@ -60,7 +62,10 @@ def _compute(session: Session, world: World) -> int:
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
         before = torch.cuda.memory_allocated(world.device)
-    state = State(session.job, session.builder, session.rule, world, Version(0, 0))
+    home = None
+    if session.snapshots is not None and session.job.offloads:
+        home = session.snapshots.home(Copy(Version(0, 0), cell_of(world.layout, world.rank)), (), adopt=False)
+    state = State(session.job, session.builder, session.rule, world, Version(0, 0), home)
     with torch.no_grad():
         for value in state.shard.values.values():
             value.zero_()

@@ -22,13 +22,13 @@ from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.member import Member as Rules
 from elastic.protocol.plan import Plan
 from elastic.runs import Run
-from elastic.state.heal import Healing
+from elastic.state.heal import Healing, home_of
 from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.local import save_here
-from elastic.train.model import State
-from elastic.train.session import make_session
+from elastic.train.model import State, build_model, tensors_of
+from elastic.train.session import make_session, make_snapshots
 from elastic.train.step import Session, run_step
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
@@ -114,14 +114,19 @@ def member(
     checkpoints = Checkpoints(ObjectStore.open(job.bucket), job.name)
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=prefetch)
+        if job.offloads:
+            tensors = tensors_of(build_model(job, session.builder), session.rule)
+            session.snapshots = make_snapshots(job, tensors, world.device, session.counters, session.faults)
         try:
             with fence as rules:
                 rules.leave()
                 assert rules.form(plan) and rules.enter(plan)
-            state = State(job, session.builder, session.rule, world, version)
-            Healing(state, plan, worker, session).finish(shards(fence), checkpoints)
+            state = State(job, session.builder, session.rule, world, version, home_of(session, plan, worker))
+            healing = Healing(state, plan, worker, session)
+            healing.finish(shards(fence), checkpoints)
             with fence as rules:
                 rules.healed(0.0, Holding(worker, version, state.shard.cell), state.shard)
+            healing.settle()
             shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.layout, job.reduction.block, world.nodes)
             yield Member(session, state, fence, shape, checkpoints)
         finally:

@@ -47,12 +47,17 @@ class _Unit:
 class Whole(Parameters):
     """The parameters of a model that computes with whole ones."""
 
-    def __init__(self, model: nn.Module, world: World, table: ShardingTable, precision: Precision, scheme: Scheme) -> None:
+    def __init__(
+        self, model: nn.Module, world: World, table: ShardingTable, precision: Precision, scheme: Scheme, *, offloads: bool = False
+    ) -> None:
         """Gives the parameters of ``model``, which may be on the meta device, memory on the device of ``world``.
 
-        A parameter that has memory there already keeps it, unless it is cut.
+        A parameter that has memory there already keeps it, unless it is cut.  With ``offloads`` the parts are on the meta device until the
+        owner of their memory, which is the host's, sets them.
         """
-        self.world, self.scheme, self.shards = world, scheme, world.layout.dp_shard
+        self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
+        self._fresh = False
+        """True if the model's weights are those of the parts; it matters only where the parts are in host memory."""
         known = dict(model.named_parameters())
         self.parts = {name: self._part(parameter) for name, parameter in known.items()}
         self.trained = frozenset(name for name, parameter in known.items() if parameter.requires_grad)
@@ -77,15 +82,21 @@ class Whole(Parameters):
 
     def _part(self, parameter: nn.Parameter) -> Tensor:
         """Returns the memory of this member's part of ``parameter``."""
+        if self.offloads:
+            return self._mine(parameter).detach().to("meta")
         if self.shards == 1:
             return parameter.detach() if not parameter.is_meta else torch.empty_like(parameter, device=self.world.device)
-        first, last = chunk(len(parameter), self.shards, self.world.layout.coordinates(self.world.rank)["dp_shard"])
-        return torch.empty((last - first, *parameter.shape[1:]), dtype=parameter.dtype, device=self.world.device)
+        return torch.empty_like(self._mine(parameter), device=self.world.device)
+
+    def _mine(self, whole: Tensor) -> Tensor:
+        """Returns this member's rows of a whole tensor."""
+        first, last = chunk(len(whole), self.shards, self.world.layout.coordinates(self.world.rank)["dp_shard"])
+        return whole.detach()[first:last]
 
     def _copy(self, parameter: nn.Parameter, part: Tensor, dtype: torch.dtype | None) -> nn.Parameter:
         """Returns a parameter with which the model computes: ``part`` itself if that is all of it and has the ``dtype``."""
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        if self.shards > 1 or dtype != part.dtype:
+        if self.shards > 1 or dtype != part.dtype or self.offloads:
             part = torch.empty(parameter.shape, dtype=dtype, device=self.world.device)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
@@ -110,11 +121,21 @@ class Whole(Parameters):
 
     def _make_copies(self) -> None:
         """Writes the present values into the parameters with which the model computes."""
+        if self.offloads and not self._fresh:
+            for name, part in self.parts.items():
+                self.take(name, part.to(self.world.device, non_blocking=True))
+            self._fresh = True
         if self.shards > 1:
             for names in reversed(self._groups):
                 self._gather(names)
-        elif pairs := [(self._computing[name], part) for name, part in self.parts.items() if self._computing[name].dtype != part.dtype]:
-            torch._foreach_copy_([copy for copy, _ in pairs], [part for _, part in pairs])
+        elif not self.offloads:
+            pairs = [(self._computing[name], part) for name, part in self.parts.items() if self._computing[name].dtype != part.dtype]
+            if pairs:
+                torch._foreach_copy_([copy for copy, _ in pairs], [part for _, part in pairs])
+
+    def take(self, name: str, values: Tensor) -> None:
+        """Writes values of this member's part, which are on the device, into the weight with which the model computes."""
+        self._mine(self._computing[name]).copy_(values)
 
     def _gather(self, names: list[str]) -> None:
         """Gathers some parameters from the parts of all shards, in the dtype of the computation."""
@@ -126,7 +147,8 @@ class Whole(Parameters):
             ends = _ends(whole, self.shards)
             mine = torch.empty(ends[-1], dtype=dtype, device=self.world.device)
             places = [mine[first:][: self.parts[name].numel()] for name, first in zip(alike, ends, strict=False)]
-            torch._foreach_copy_(places, [self.parts[name].flatten() for name in alike])
+            sources = [self._mine(self._computing[name]) if self.offloads else self.parts[name] for name in alike]
+            torch._foreach_copy_(places, [source.flatten() for source in sources])
             everyone = mine.new_empty(self.shards * len(mine))
             all_gather(everyone, mine, self.world.shard_group)
             rows = everyone.view(self.shards, -1)

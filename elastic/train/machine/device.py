@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from elastic.job import Job
 from elastic.plan.copy_budget import amount, slots_a_worker
 from elastic.plan.memory import COPIED, USABLE, Need, least_shard
 from elastic.state.node_memory import whole_memory
+from elastic.state.streaming import GROUP, GROUPS
 from storage.slices import Tensor, nbytes
 
 
@@ -36,19 +38,23 @@ def need_of(job: Job, tensors: Sequence[Tensor]) -> Need:
     compute, zero = PRECISIONS[job.precision].compute, job.parallel.zero
     copies = compute.itemsize * elements if compute is not None else 0
     whole = copies or sum(nbytes(tensor, tensor.whole()) for tensor in parameters)
+    units = Counter[str]()
+    for tensor in tensors:
+        units[tensor.name] += nbytes(tensor, tensor.whole())
     return Need(
-        state=sum(nbytes(tensor, tensor.whole()) for tensor in tensors),
+        state=units.total(),
         gradients=4 * sums * trained + torch.bfloat16.itemsize * matrices,
-        computing=copies,
+        computing=whole if job.offloads else copies,
         gathered=whole if zero in (1, 2) else 0,
         late=zero == 1 and not job.reproducible,
+        streamed=min(GROUPS * (GROUP + max(units.values())), units.total()) if job.offloads else 0,
     )
 
 
 def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
     """Returns the number of states, cut among workers or not, of which this node has room for all copies and saves."""
     rule = job.rules()
-    slots = slots_a_worker(rule.copy_every, rule.buddy_every)
+    slots = slots_a_worker(rule.copy_every, rule.buddy_every, offload=job.offloads)
     return COPIED * whole_memory() / (slots * sum(nbytes(tensor, tensor.whole()) for tensor in tensors))
 
 

@@ -1,0 +1,47 @@
+"""State that lives in host memory (``offload``), in real runs: who keeps its part in a recovery reads and copies nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.runs import Run
+from tests.support.chaos import alone, assert_nothing_left, assert_survived, formed, trial
+from tests.support.kills import one_after_another, perform
+from tests.support.toys import toy_job
+
+OFFLOADED: dict[str, Any] = {"offload": "optimizer", "parallel": {"zero": 2}}
+READ = ("healed_live_bytes", "healed_host_bytes", "healed_bucket_bytes")
+
+
+@pytest.mark.full
+def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path) -> None:
+    """R1, R2: of two workers that share the state, one is killed after it has written its part of an update, the other in a later step.
+
+    Each time a newcomer takes the dead one's part, from host memory.  The survivor has only to forget the update that the dead one did not
+    end, and reads nothing.
+    """
+    expected = alone(toy_job(tmp_path / "alone", name="local", steps=16))
+    faults = [{"point": "in_update", "step": 6, "world_rank": 1}, {"point": "backward", "step": 11, "world_rank": 0, "generation": 2}]
+    job = toy_job(tmp_path / "killed", steps=16, **OFFLOADED, workers={"min": 2, "max": 2}, checkpoint={"save_every": 4}, faults=faults)
+    chaos = trial(job)
+    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
+    first, second, third = formed(Run.open(job).records())
+    assert [(each.tier, each.step, each.redone) for each in (second, third)] == [("host", 5, 1), ("host", 10, 0)]
+    (survivor,) = {*first.members} & {*second.members}
+    assert second.members.index(survivor) == first.members.index(survivor) == 0, "it keeps its part"
+    seen = chaos.witness.seen
+    assert [seen[survivor].final[field] for field in READ] == [0, 0, 0] and seen[survivor].final["updates_applied"] == 11
+    for newcomer in ({*second.members} | {*third.members}) - {*first.members}:
+        assert seen[newcomer].final["healed_host_bytes"] > 0 == seen[newcomer].final["healed_bucket_bytes"]
+    assert_nothing_left(chaos)
+
+
+@pytest.mark.full
+def test_workers_share_the_state_anew_whenever_one_comes_or_goes(tmp_path: Path, script_reference: Any) -> None:
+    """R1, R4, R14: 3→2→3→2→3→3, with a kill in an update and one in a step; at last a member raises in an update."""
+    script = one_after_another("shard", 3, [("in_update", "SIGKILL", 1), ("forward", "SIGSEGV", 0), ("in_update", "exception", 1)])
+    chaos = perform(script, tmp_path, "offloaded", **OFFLOADED)
+    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)

@@ -56,6 +56,10 @@ def test_the_memory_that_copies_take_is_said() -> None:
         "copies in host memory and saves take 9 kB of its node for each worker, in 3 slots of 3 kB: "
         "1 for a save, 2 for copies of its own state"
     )
+    assert explained(3_000, 3_000, 1, 0, offload=True) == (
+        "state in host memory and saves take 12 kB of its node for each worker, in 4 slots of 3 kB: "
+        "1 for a save, 3 for its own state and copies of it"
+    )
     assert explained(3_000, 3_000, 0, 0) == (
         "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the bucket; "
         "a save on its way there takes 3 kB of its node for each worker"
@@ -73,6 +77,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         and "raise the limit by 48 GB" in sentence
         and "need less: copies.buddy_every = 0 leaves 3 of 7 slots, copies.copy_every = 0 leaves 1 of 7 slots, more workers" in sentence
     )
+    assert "need less: copies.buddy_every = 0 leaves 4 of 8 slots, more workers" in no_room(1, 128, 64, "the node", 8, offload=True)
     assert "copies.buddy_every" not in no_room(1, 96 * GB, 64 * GB, "the node", 3)
     assert "or need less: more workers that share the state" in no_room(0, 96 * GB, 64 * GB, "the node", 1)
 

@@ -275,7 +275,7 @@ def test_slots_follow_the_shards_that_a_device_needs(tmp_path: Path, monkeypatch
     assert job.layouts(9) == job.layouts(), "no layout has so many"
     tensors, counters = tensors_of(build_model(job, builder_of(job)), rule_of(job)), Counters(tmp_path / "w1", create=True)
     asked = list[int]()
-    monkeypatch.setattr(session, "no_room", lambda every, needed, left, where, slots: asked.append(needed // slots) or "no room")
+    monkeypatch.setattr(session, "no_room", lambda every, needed, left, where, slots, **_: asked.append(needed // slots) or "no room")
     for least in (1, 3):
         with pytest.raises((JobError, NoRoomYet), match="no room"):
             make_snapshots(job, tensors, torch.device("cpu"), counters, Faults(()), least)

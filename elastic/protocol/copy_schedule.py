@@ -13,6 +13,9 @@ bucket or given up.  For this there is one slot more than copies need, even if n
 The same holds for buddies: a version goes to them once the version before is known to be complete at all of them.  The member must also
 keep that version in its own slot.  When a node dies, its buddy has the dead node's copies; but the nodes whose buddy was the dead node have
 only their own.
+
+Where state is offloaded it lives in the slots, and each update writes the next version there.  Then all members begin every version,
+whether the one before is known to be complete or not, and nobody overwrites the slot in which a member lives.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class Copies:
     are gone.
 
     ``saving`` holds the saves that may not be in the bucket yet.  ``owed`` says that a save was due and has not begun.  ``step`` is the
-    newest committed step.
+    newest committed step.  ``lives`` says that the state itself lives in the slots.
     """
 
     plan: Plan
@@ -94,10 +97,17 @@ class Copies:
     sent: Copy | None = None
     saving: tuple[Copy, ...] = ()
     owed: bool = False
+    lives: bool = False
 
     @staticmethod
     def begin(
-        plan: Plan, worker: WorkerId, before: Copies | None = None, slots: Sequence[Copy | None] = (), rule: SaveRule = NO_SAVES
+        plan: Plan,
+        worker: WorkerId,
+        before: Copies | None = None,
+        slots: Sequence[Copy | None] = (),
+        rule: SaveRule = NO_SAVES,
+        *,
+        lives: bool = False,
     ) -> Copies:
         """Returns the copies of a new generation; ``slots`` lists the complete copies in this worker's slots.
 
@@ -131,6 +141,7 @@ class Copies:
             sent=own if plan.buddy_every else None,
             saving=saving,
             owed=before.owed if before else False,
+            lives=lives,
         )
 
     @property
@@ -154,7 +165,7 @@ class Copies:
             owed=not outcome.saves and (self.owed or self.rule.due(step)),
         )
         complete = self.begun is not None and copied == self.begun
-        if not outcome.saves and not (complete and _due(self.begun, step, plan.copy_every, outcome.copy_every)):
+        if not outcome.saves and not self.lives and not (complete and _due(self.begun, step, plan.copy_every, outcome.copy_every)):
             return new
         begun = Copy(Version(step, plan.generation), self.cell)
         sends = self.sent is not None and buddied == self.sent and _due(self.sent, step, plan.buddy_every, outcome.buddy_every)

@@ -118,7 +118,7 @@ class Snapshots:
         self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.cell)
         self._homeless, self._rank = None, plan.world_rank(worker)
         before = self.copies if self.copies is None or self.region.saving else replace(self.copies, saving=())
-        self.copies = Copies.begin(plan, worker, before, self.region.all_held(), self.saves)
+        self.copies = Copies.begin(plan, worker, before, self.region.all_held(), self.saves, lives=shard.home is not None)
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
         self.region.set_copy("safe", self.copies.buddied)
@@ -231,17 +231,22 @@ class Snapshots:
         self.region.finish(shard.home.slot, Copy(version, shard.cell), shard.home.bytes)
 
     def _empty(self, cell: Cell, layout: Frame, wanted: Version | None = None) -> Home:
-        """Empties a slot that nobody needs and makes it fit.  One that has memory is taken first, and of those the oldest copy.
+        """Empties a slot that nobody needs and makes it fit.
 
-        A copy of ``wanted`` stays.
+        Copies of ``wanted`` stay if they can.  Of the others, slots that have memory are taken first, and then the oldest copy.
         """
         slots = self.region.all_held()[: self._way.slots]
-        free = [slot for slot in self._free(slots) if (there := slots[slot]) is None or there.version != wanted]
+        free = self._free(slots)
         if not free:
             raise NoMemory(f"every one of {len(slots)} slots holds state that is still needed")
-        slot = min(free, key=lambda n: (self.region.lacks(n, layout.bytes) > 0, (-1, -1) if (there := slots[n]) is None else there.age))
+
+        def worth(slot: int) -> tuple[bool, bool, tuple[int, int]]:
+            copy, lacks = slots[slot], self.region.lacks(slot, layout.bytes) > 0
+            return (copy.version == wanted, lacks, copy.age) if copy is not None else (False, lacks, (-1, -1))
+
+        slot = min(free, key=worth)
         self.region.begin(slot)
-        self._make_fit(slot, layout.bytes, free)
+        self._make_fit(slot, layout.bytes, [each for each in free if not worth(each)[0]])
         return self._home(slot, cell, layout)
 
     def _home(self, slot: int, cell: Cell, layout: Frame, *, whole: bool = False) -> Home:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from elastic.errors import AbortStuck, CopyLost, FencedOff, WorldBroken
 from elastic.protocol.commit_record import BadRecord
+from elastic.state.snapshot import NoMemory
 from storage.errors import Damaged, StorageError
 
 OURS = ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/state/")
@@ -44,7 +45,7 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
         return "device", str(sticky).partition("\n")[0]
     if isinstance(error, AbortStuck):
         return "device", str(error)
-    if forming and isinstance(error, torch.OutOfMemoryError):
+    if forming and isinstance(error, torch.OutOfMemoryError | NoMemory):
         return "device", _signature(error)
     if isinstance(error, Damaged):
         return "damaged", ""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import AbortStuck, FencedOff, WorldBroken
+from elastic.state.snapshot import NoMemory
 from elastic.train.blame import classify, tell_where_all_stand, touch
 from storage.errors import Damaged, Unavailable
 
@@ -58,7 +59,8 @@ def test_memory_that_is_lacking_before_a_step_begins() -> None:
     errors = [torch.OutOfMemoryError(message.format(free)) for free in (1.25, 1.5)]
     first, second = (classify(raised(error), fine, forming=True) for error in errors)
     assert first == second and first[0] == "device" and first[1].startswith("OutOfMemoryError at ")
-    assert classify(raised(ValueError("the model's")), fine, forming=True)[0] == "job"
+    assert classify(raised(NoMemory("no slot")), fine, forming=True)[0] == "device", "slots that earlier worlds have left full"
+    assert classify(raised(ValueError("the model's")), fine, forming=True)[0] == classify(raised(NoMemory("")), fine)[0] == "job"
 
 
 def test_an_abort_that_is_stuck() -> None:

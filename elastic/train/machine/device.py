@@ -47,7 +47,7 @@ def need_of(job: Job, tensors: Sequence[Tensor]) -> Need:
         computing=whole if job.offloads else copies,
         gathered=whole if zero in (1, 2) else 0,
         late=zero == 1 and not job.reproducible,
-        streamed=min(GROUPS * (GROUP + max(units.values())), units.total()) if job.offloads else 0,
+        streamed=min(GROUPS * GROUP + sum(sorted(units.values())[-GROUPS:]), units.total()) if job.offloads else 0,
     )
 
 

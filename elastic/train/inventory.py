@@ -18,9 +18,10 @@ def memory_by_class(state: State) -> dict[str, int]:
     gathered parameters, is in no class.
     """
     values, seen = state.shard.values, set[int]()
+    where = " in host memory" if state.shard.home is not None else ""
     classes: dict[str, Iterable[Tensor]] = {
-        "weights": [value for (kind, _), value in values.items() if kind == "parameter"],
-        "moments": [value for (kind, _), value in values.items() if kind.startswith("moment.")],
+        f"weights{where}": [value for (kind, _), value in values.items() if kind == "parameter"],
+        f"moments{where}": [value for (kind, _), value in values.items() if kind.startswith("moment.")],
         "gradients": state.parameters.grads().values(),
         "computing copies": state.parameters.copies,
         "buffers": [value for (kind, _), value in values.items() if kind in BUFFERS],
@@ -31,10 +32,10 @@ def memory_by_class(state: State) -> dict[str, int]:
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Returns the bytes of the memory of ``tensors`` that is not in ``seen``, and adds it there."""
     found = 0
-    for memory in (tensor.untyped_storage() for tensor in tensors):
-        if memory.data_ptr() not in seen:
-            seen.add(memory.data_ptr())
-            found += memory.nbytes()
+    for tensor in tensors:
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            found += tensor.nbytes
     return found
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -133,7 +133,8 @@ class Outcome:
     smallest numbers of steps from one copy to the next.  ``behind`` says that a member has no room for a save.  ``saves`` says that every
     member copies the state after this step and that this copy is a save; it is None in the journals of older versions, whose members
     found that out for themselves.  ``usage`` has the largest value of any member for each field, and ``usage_ranks`` the world rank of
-    that member; without ranks nothing was measured, as in the journals of older versions.
+    that member; without ranks nothing was measured, as in the journals of older versions.  Outcomes are equal whatever
+    was measured.
     """
 
     step: int
@@ -150,8 +151,8 @@ class Outcome:
     copy_every: int = 0
     buddy_every: int = 0
     saves: bool | None = None
-    usage: Usage = NO_USAGE
-    usage_ranks: tuple[int, ...] = ()
+    usage: Usage = field(default=NO_USAGE, compare=False)
+    usage_ranks: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def tokens(self) -> int:

@@ -34,6 +34,8 @@ from storage.objects.selftest import check
 
 SLOW = 5e8
 """Bytes of state a second at which a slow bucket fills a forming world."""
+LARGE = 1e9
+"""Bytes of state from which on a device or a node may have too little memory for all of it."""
 TELLING_S = 10.0
 """Seconds of initialisation on a CPU from which on the user is told of them."""
 DRAWS = 2
@@ -117,7 +119,7 @@ def _copying(job: Job, state_bytes: int) -> str:
     """Returns a sentence about the memory that copies take."""
     rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts()]
     text = explained(state_bytes / cells[-1], state_bytes / min(cells), rules.copy_every, rules.buddy_every, offload=job.offloads)
-    if rules.layout.dp_shard is None and cells[-1] < job.workers.max:
+    if rules.layout.dp_shard is None and cells[-1] < job.workers.max and state_bytes >= LARGE:
         text += "; less where a device or a node has too little memory, because more workers share the state then"
     return text
 

@@ -95,7 +95,7 @@ class Worker:
             classes = classes_of(tensors)
             session.secret = self.secret
             least, states = fitting_shard(self.job, tensors, device), states_fitting(self.job, tensors)
-            shared = max(least, ceil(cluster.workers_here(self.job.workers) / states))
+            shared = ceil(cluster.workers_here(self.job.workers) / states)
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least, shared)
             build = replace(build_of(session), host=cluster.host())
         except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free

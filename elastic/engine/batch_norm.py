@@ -88,12 +88,13 @@ class Statistics:
 
     def begin_round(self, number: int, deal: Deal) -> None:
         """Prepares for the forward pass of round ``number`` of ``deal``."""
+        if not self.norms:
+            return
         self.scheme.begin_step(deal.microbatches)
         self.scheme.round.number, self.scheme.round.last = number, number + 1 == deal.rounds
         for seen in self.seen:
             seen.uses = 0
-        if self.values:
-            torch._foreach_zero_(self.values)  # a NaN would stay, even with a momentum of 1
+        torch._foreach_zero_(self.values)  # a NaN would stay, even with a momentum of 1
 
     @torch.no_grad()
     def add(self, microbatch: int | None) -> None:

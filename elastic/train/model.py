@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -98,7 +98,7 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
     return (*found, UPDATES, *(Tensor(name, "scalar", "F32", ()) for name in rule.scalars))
 
 
-def bytes_of(tensors: tuple[Tensor, ...]) -> int:
+def bytes_of(tensors: Sequence[Tensor]) -> int:
     """Returns the size of the whole state in bytes."""
     return sum(nbytes(tensor, tensor.whole()) for tensor in tensors)
 

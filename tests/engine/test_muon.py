@@ -29,7 +29,7 @@ from elastic.train.counters import Counters
 from elastic.train.model import builder_of, tensors_of
 from elastic.train.session import make_session
 from elastic.train.warmup import warm_up
-from tests.support.carried import Begun, Broken, Healed, begin, broken, go_on, holdings
+from tests.support.carried import Broken, Healed, broken, go_on, hash_after_healing, holdings
 from tests.support.collectives import counting
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, member, train
@@ -218,12 +218,7 @@ def test_its_state_is_saved_and_resumed_in_another_layout(ranks: Ranks, alone: T
 
 def test_its_state_is_healed_from_members(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
     """Promise 4: from memory, to a member that had nothing."""
-    job, old, new = muon_job(tmp_path), Layout(2, 2), Layout(1, 4)
-    begun: list[Begun] = ranks.run(old, begin, job, 2)
-    finish(job, old, [each.receipt for each in begun], begun[0].version)
-    members: list[Healed] = ranks.run(new, go_on, job, holdings(old, begun[0].version, [1, 2, 3]), STEPS)
-    assert all(each.wrong == [] for each in members) and members[0].received > 0
-    assert finish(job, new, [each.receipt for each in members if each.receipt], members[0].version) == alone.hash
+    assert hash_after_healing(ranks, muon_job(tmp_path), STEPS) == alone.hash
 
 
 def lost() -> int:

@@ -15,9 +15,9 @@ from elastic.errors import CodeError, JobError
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.runs import Run
-from tests.support.carried import Begun, Healed, begin, go_on, holdings
+from tests.support.carried import hash_after_healing
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, finish, train
+from tests.support.segments import Trained, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -84,13 +84,7 @@ def test_its_state_is_saved_and_resumed_in_another_layout(ranks: Ranks, alone: T
 
 def test_its_state_is_healed_from_members(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
     """Promise 4: from memory, to a member that had nothing."""
-    job, old, new = own_job(tmp_path), Layout(2, 2), Layout(1, 4)
-    begun: list[Begun] = ranks.run(old, begin, job, 2)
-    finish(job, old, [each.receipt for each in begun], begun[0].version)
-    members: list[Healed] = ranks.run(new, go_on, job, holdings(old, begun[0].version, [1, 2, 3]), STEPS)
-    assert all(each.wrong == [] for each in members) and members[0].received > 0
-    receipts = [each.receipt for each in members if each.receipt is not None]
-    assert finish(job, new, receipts, members[0].version) == alone.hash
+    assert hash_after_healing(ranks, own_job(tmp_path), STEPS) == alone.hash
 
 
 @pytest.mark.fast

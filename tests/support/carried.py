@@ -27,7 +27,8 @@ from storage.checkpoints import ShardReceipt
 from storage.slices import WHOLE
 from tests.support.cells import cell, shard_interval, shard_of, shard_slice
 from tests.support.collectives import Calls, counting
-from tests.support.segments import Member, member, raw, shard_hash, shards
+from tests.support.ranks import Ranks
+from tests.support.segments import Member, finish, member, raw, shard_hash, shards
 
 CARRIED: list[ApplyFence] = []
 """The fence of this process in its last world, with the shards that the process holds; empty before the first world."""
@@ -96,6 +97,19 @@ def go_on(world: World, job: Job, holders: Sequence[Holding], last: int, harmed:
             found.version, found.receipt = me.state.shard.version, me.save()
         CARRIED[:] = [fence]
         return found
+
+
+def hash_after_healing(ranks: Ranks, job: Job, last: int) -> str:
+    """Begins in a world of 2×2, whose first member is lost after two steps; the others and a new one go on in 1×4 to step ``last``.
+
+    Asserts that what was healed is right, and that the new member received it.  Returns the hash of the state at the end.
+    """
+    old, new = Layout(2, 2), Layout(1, 4)
+    begun: list[Begun] = ranks.run(old, begin, job, 2)
+    finish(job, old, [each.receipt for each in begun], begun[0].version)
+    members: list[Healed] = ranks.run(new, go_on, job, holdings(old, begun[0].version, [1, 2, 3]), last)
+    assert all(each.wrong == [] for each in members) and members[0].received > 0
+    return finish(job, new, [each.receipt for each in members if each.receipt is not None], members[0].version)
 
 
 def flip_a_bit(shard: Shard) -> None:

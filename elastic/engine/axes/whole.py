@@ -83,7 +83,7 @@ class Whole(Parameters):
     def _part(self, parameter: nn.Parameter) -> Tensor:
         """Returns the memory of this member's part of ``parameter``."""
         if self.offloads:
-            return self._mine(parameter).detach().to("meta")
+            return self._mine(parameter).to("meta")
         if self.shards == 1:
             return parameter.detach() if not parameter.is_meta else torch.empty_like(parameter, device=self.world.device)
         return torch.empty_like(self._mine(parameter), device=self.world.device)

@@ -17,6 +17,7 @@ from elastic.plan.copy_budget import amount, slots_a_worker
 from elastic.plan.memory import COPIED, USABLE, Need, least_shard
 from elastic.state.node_memory import whole_memory
 from elastic.state.streaming import GROUP, GROUPS
+from elastic.train.model import bytes_of
 from storage.slices import Tensor, nbytes
 
 
@@ -55,7 +56,7 @@ def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
     """Returns the number of states, cut among workers or not, of which this node has room for all copies and saves."""
     rule = job.rules()
     slots = slots_a_worker(rule.copy_every, rule.buddy_every, offload=job.offloads)
-    return COPIED * whole_memory() / (slots * sum(nbytes(tensor, tensor.whole()) for tensor in tensors))
+    return COPIED * whole_memory() / (slots * bytes_of(tensors))
 
 
 def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int = 0) -> int:

@@ -1,6 +1,7 @@
 """Measures tokens a second of Elastic, with everything of fault tolerance on, and of a plain loop, in one run on the same GPUs.
 
     python -m tests.benchmarks.throughput --size 1b [--seq 8192] [--microbatches 4] [--world 1] [NAME ...]
+    python -m tests.benchmarks.throughput --size 8b --plain=--recompute --ours '{"recompute": "block"}' plain free
 
 NAME is one of ``plain``, ``plain-deterministic`` (FlexAttention), ``free``, ``reproducible``, ``again`` (reproducible once more, to compare
 the bits of every loss and norm), ``free-zero-3``, ``free-zero-2`` and ``zero-2``, ``free-fp8`` and ``fp8``, and ``bare``
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -54,6 +56,7 @@ def plain(name: str, options: argparse.Namespace) -> Row:
     """Runs the plain loop in processes of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.world), "-m", "tests.benchmarks.plain_loop"]
     command += ["--size", options.size, "--seq", str(options.seq), "--microbatches", str(options.microbatches), *PLAIN[name]]
+    command += options.plain.split()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -80,7 +83,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace) -> Job:
         "workers": {"min": options.world, "max": options.world, "gpus": options.gpus, "cpus": 1},
         "deadlines": {"form_s": 300},
     }
-    return Job(**(values | OURS[name]))
+    return Job(**(values | OURS[name] | options.ours))
 
 
 def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
@@ -101,21 +104,33 @@ def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
     seconds = statistics.median(took)
     tokens = options.microbatches * options.seq
     bits = [(line.step, line.loss.hex(), line.norm.hex()) for line in steps]
-    return {"step_s": seconds, "tokens_per_s": tokens / seconds, "first_step_s": steps[0].at - began, "bits": bits, "loss": steps[-1].loss}
+    return {
+        "step_s": seconds,
+        "tokens_per_s": tokens / seconds,
+        "first_step_s": steps[0].at - began,
+        "peak_bytes": max(line.peak_bytes for line in steps),
+    } | {
+        "bits": bits,
+        "loss": steps[-1].loss,
+    }
 
 
 def table(rows: dict[str, Row], options: argparse.Namespace) -> str:
     """Returns the rows as a Markdown table."""
     size = SIZES[options.size]
-    lines = ["| what | step | tokens/s a GPU | to `plain` | to `plain-deterministic` | MFU; causal half |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| what | step | tokens/s a GPU | to `plain` | to `plain-deterministic` | MFU; causal half | peak |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, row in rows.items():
         if "failed" in row:
-            lines.append(f"| {name} | failed | | | | |")
+            lines.append(f"| {name} | failed | | | | | |")
             continue
         rate = row["tokens_per_s"]
         shares = [f"{rate / rows[other]['tokens_per_s']:.3f}" if "tokens_per_s" in rows.get(other, {}) else "" for other in PLAIN]
         used = "; ".join(f"{size.flops(options.seq, half=half) * rate / PEAK:.1%}" for half in (False, True))
-        lines.append(f"| {name} | {row['step_s'] * 1e3:.1f} ms | {rate:,.0f} | {shares[0]} | {shares[1]} | {used} |")
+        took, peak = f"{row['step_s'] * 1e3:.1f} ms", f"{row['peak_bytes'] / 1e9:.1f} GB"
+        lines.append(f"| {name} | {took} | {rate:,.0f} | {shares[0]} | {shares[1]} | {used} | {peak} |")
     return "\n".join(lines)
 
 
@@ -128,6 +143,8 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=4, help="of one sample each, by each rank in each step")
     parser.add_argument("--world", type=int, default=1, help="ranks, one on each GPU")
     parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--plain", default="", help="more arguments of the plain loop")
+    parser.add_argument("--ours", type=json.loads, default={}, help="more settings of our jobs, as JSON")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()
     options.gpus = int(torch.cuda.is_available())
@@ -137,6 +154,7 @@ def main() -> int:
         cluster.connect("local")
     for name in options.names:
         rows[name] = plain(name, options) if name in PLAIN else ours(name, folder, options)
+        shutil.rmtree(folder / "bucket", ignore_errors=True)  # checkpoints of several rows would fill a disk
         print(json.dumps({"name": name, **rows[name]}), flush=True)
         (options.out / f"throughput-{options.size}-{options.world}.json").write_text(json.dumps(rows, indent=1) + "\n")
     card = torch.cuda.get_device_name() if options.gpus else "CPU"

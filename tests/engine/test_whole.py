@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -98,3 +101,26 @@ def test_units_are_summed_in_one_order_whatever_is_used(alone: World, monkeypatc
         loss.backward()
         parameters.end_round()
         assert Noting.order == [16, 16, 8]
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["", "control"])
+def test_weights_are_given_back_with_their_world(alone: World, held: bool) -> None:
+    """Without the garbage collector, which does not see all references of tensors on a device.  The control holds one in a cycle."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = Model()
+        parameters = wrapped(model, alone, "bf16", 1)
+        parameters.begin_round(0, last=True)
+        model(torch.ones(2, 4)).backward()
+        parameters.end_round()
+        assert parameters.grads()
+        if held:
+            weight = model.blocks[0].weight
+            weight.register_post_accumulate_grad_hook(partial(lambda holder, _: None, parameters))
+            del weight
+        whole, copy = weakref.ref(parameters), weakref.ref(parameters.copies[0])
+        del model, parameters
+        assert (whole() is not None) is (copy() is not None) is held
+    finally:
+        gc.enable()

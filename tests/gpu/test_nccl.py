@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic.models.llama import Llama
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, train
@@ -37,18 +38,18 @@ def trained(pool: Ranks, folder: Path, layout: Layout, **changes: object) -> Tra
 def test_b17_the_same_config_runs_with_gloo_and_nccl(gpus: Ranks, tmp_path: Path, precision: str, compiled: bool) -> None:
     """B17: one job, all its settings, on either; the losses are near, the ledgers equal; on GPUs every layout gives the same bits, also
     where the blocks are compiled."""
+    changes = {"precision": precision, "compile": compiled, "model": "tests.gpu.test_nccl:Waves", "model_args": MODEL}
     cpus = Ranks(1)
     try:
-        gloo = trained(cpus, tmp_path / "gloo", Layout(1, 1), precision=precision, model_args=MODEL)
+        gloo = trained(cpus, tmp_path / "gloo", Layout(1, 1), **(changes | {"compile": False}))
     finally:
         cpus.close()
-    changes = {"precision": precision, "compile": compiled, "model_args": MODEL}
     nccl = [trained(gpus, tmp_path / "nccl", layout, **changes) for layout in LAYOUTS]
     assert len({found.hash for found in nccl}) == 1
     for found in nccl:
         for ours, theirs in zip(found.outcomes, gloo.outcomes, strict=True):
             assert (ours.step, ours.samples, ours.tokens) == (theirs.step, theirs.samples, theirs.tokens)
-            assert ours.loss == pytest.approx(theirs.loss, rel=1e-2)
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-3 if precision == "fp32" else 1e-2)
 
 
 def test_the_library_sum_depends_on_the_layout(gpus: Ranks, tmp_path: Path) -> None:
@@ -61,3 +62,13 @@ def test_the_library_sum_depends_on_the_layout(gpus: Ranks, tmp_path: Path) -> N
 
 MODEL = {"vocab": 29, "dim": 32, "layers": 4, "heads": 2}
 """The model has no dropout, because random numbers of CPUs and GPUs differ."""
+
+
+class Waves(Llama):
+    """A model whose first weights are no random numbers."""
+
+    def init_weights(self) -> None:
+        for number, parameter in enumerate(self.parameters()):
+            places = torch.arange(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            waves = 0.05 * torch.sin(0.7 * places + number)
+            parameter.copy_(torch.ones_like(parameter) if parameter.dim() < 2 else waves.view(parameter.shape))

@@ -11,6 +11,7 @@ not use some parameters.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -105,9 +106,10 @@ class Whole(Parameters):
             self._groups.append(names)
         if names := [name for name in names if name in self.trained]:
             unit = _Unit(self.scheme.reduction(), names, [self._computing[name] for name in names])
+            hook = partial(_came, weakref.ref(self), len(self._units))
             self._units.append(unit)
             for parameter in unit.computing:
-                parameter.register_post_accumulate_grad_hook(partial(self._came, unit))
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def begin_round(self, number: int, *, last: bool) -> None:
         self.scheme.round.number, self.scheme.round.last = number, last
@@ -155,9 +157,9 @@ class Whole(Parameters):
             pairs = [pair for copy, (first, last) in zip(whole, pairwise(ends), strict=True) for pair in _pairs(copy, rows[:, first:last])]
             torch._foreach_copy_([copy for copy, _ in pairs], [found for _, found in pairs])
 
-    def _came(self, unit: _Unit, _: Tensor) -> None:
-        """Notes that the backward pass has brought a gradient of ``unit``."""
-        unit.waiting -= 1
+    def _came(self, number: int) -> None:
+        """Notes that the backward pass has brought a gradient of a unit."""
+        self._units[number].waiting -= 1
         while self._next < len(self._units) and not self._units[self._next].waiting:
             self._sum(self._units[self._next])
 
@@ -211,6 +213,17 @@ class Whole(Parameters):
             unit.total = None
             for parameter in unit.computing:
                 parameter.grad = None
+
+
+def _came(whole: weakref.ref[Whole], number: int, _: Tensor) -> None:
+    """Tells the owner of a parameter that its gradient came.
+
+    The parameter's hook must not hold its owner, which holds the parameter: torch 2.11 hides hooks of a device's tensors from Python's
+    garbage collector, and the weights of each world that is over would stay in the device's memory.
+    """
+    owner = whole()
+    assert owner is not None, "a backward pass runs while its world is there"
+    owner._came(number)
 
 
 def _ends(whole: list[nn.Parameter], shards: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -51,6 +52,8 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     _add_run_commands(commands)
     _add_faults(commands)
+    estimate = _takes_job(commands, "estimate", _estimate, "tell how much memory a job takes, before anything runs", optional=True)
+    estimate.add_argument("--params", type=float, help="only tell what so many parameters take, say 7e9")
     data = commands.add_parser("data", help="prepare datasets and look at them")
     _add_data(data.add_subparsers(metavar="command", required=True))
     checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run")
@@ -60,13 +63,15 @@ def _parser() -> Parser:
     return parser
 
 
-def _takes_job(commands: Any, name: str, perform: Any, help: str, file: str = "the job file (TOML)", **options: Any) -> Parser:
+def _takes_job(
+    commands: Any, name: str, perform: Any, help: str, file: str = "the job file (TOML)", *, optional: bool = False, **options: Any
+) -> Parser:
     """Adds a command that takes a job file and the settings of the job."""
     epilog = (
         None if options.get("listed") else "Settings of the job, as --section.option value, may follow; `elastic train --help` lists them."
     )
     command: Parser = commands.add_parser(name, help=help, settings=Job, beside=commands.choices, epilog=epilog, **options)
-    command.add_argument("job", type=Path, help=file)
+    command.add_argument("job", type=Path, help=file, nargs="?" if optional else None)
     command.set_defaults(perform=perform)
     return command
 
@@ -187,6 +192,29 @@ def _on_run(known: Namespace) -> int:
             return run_commands.clean(job, known.force)
         case _:
             return run_commands.logs(job, known.workers)
+
+
+def _estimate(known: Namespace) -> int:
+    from elastic.train import estimate
+
+    if (known.params is None) is (known.job is None):
+        raise JobError(f"{COMMAND_LINE}: elastic estimate takes a job file, or --params and a number, say --params 7e9")
+    if known.params is not None:
+        if not 1 <= known.params < math.inf:
+            raise JobError(f"{COMMAND_LINE}: --params = {known.params:g} is no number of parameters; give 1 or more, say 7e9")
+        for line in estimate.of_parameters(known.params):
+            say(line)
+        return 0
+    sys.path.insert(0, str(Path.cwd()))
+    job = _job(known)
+    tensors = estimate.tensors_of_job(job)
+    for line in estimate.of_job(job, tensors):
+        say(line)
+    table = Table("share the state", *(f"zero = {stage}" for stage in estimate.STAGES), title="memory of a worker's device")
+    for shards, sizes in estimate.by_stage(job, tensors, job.workers.max):
+        table.add_row(str(shards), *map(estimate.gigabytes, sizes))
+    console.print(table)
+    return 0
 
 
 def _settings(_: Namespace) -> int:

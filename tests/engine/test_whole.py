@@ -105,7 +105,7 @@ def test_units_are_summed_in_one_order_whatever_is_used(alone: World, monkeypatc
 
 @pytest.mark.parametrize("held", [False, True], ids=["", "control"])
 def test_weights_are_given_back_with_their_world(alone: World, held: bool) -> None:
-    """Without the garbage collector, which does not see all references of tensors on a device.  The control holds one in a cycle."""
+    """It needs no garbage collector, which does not see all references of tensors on a device.  The control holds one in a cycle."""
     gc.collect()
     gc.disable()
     try:

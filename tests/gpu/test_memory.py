@@ -40,7 +40,7 @@ def left_behind(world: World, job: Job) -> int:
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "bf16", "compile": True}, {"recompute": "block"}], ids=str)
 def test_a_world_leaves_nothing_behind(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """From the second world on, since the first one fills caches.  One matrix of the model has 4 MB."""
+    """The first world does not count, since it fills caches.  One matrix of the model has 4 MB."""
     pool = Ranks(1, "cuda")
     job = toy_job(tmp_path, workers={"gpus": 1}, model_args={"vocab": 29, "dim": 1024, "layers": 3, "heads": 8}, **settings)
     try:

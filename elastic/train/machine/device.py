@@ -28,15 +28,18 @@ def memory_of(job: Job, device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 
-def need_of(job: Job, tensors: Sequence[Tensor]) -> Need:
-    """Returns what training needs beside activations.  With blocks of several microbatches a member holds two sums of gradients."""
+def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Need:
+    """Returns what training needs beside activations.  With blocks of several microbatches a member holds two sums of gradients.
+
+    ``zero`` is the stage of ZeRO, if it is not the job's.
+    """
     parameters = [tensor for tensor in tensors if tensor.kind == "parameter"]
     elements = sum(math.prod(tensor.shape) for tensor in parameters)
     with_moments = {tensor.name for tensor in tensors if tensor.kind.startswith("moment.")}
     trained = sum(math.prod(tensor.shape) for tensor in parameters if tensor.name in with_moments or not with_moments)
     matrices = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == f"moment.{MOMENTUM}")
     sums = 2 if job.reproducible and job.reduction.block > 1 else 1
-    compute, zero = PRECISIONS[job.precision].compute, job.parallel.zero
+    compute, stage = PRECISIONS[job.precision].compute, job.parallel.zero if zero is None else zero
     copies = compute.itemsize * elements if compute is not None else 0
     whole = copies or sum(nbytes(tensor, tensor.whole()) for tensor in parameters)
     units = Counter[str]()
@@ -46,8 +49,8 @@ def need_of(job: Job, tensors: Sequence[Tensor]) -> Need:
         state=units.total(),
         gradients=4 * sums * trained + torch.bfloat16.itemsize * matrices,
         computing=whole if job.offloads else copies,
-        gathered=whole if zero in (1, 2) else 0,
-        late=zero == 1 and not job.reproducible,
+        gathered=whole if stage in (1, 2) else 0,
+        late=stage == 1 and not job.reproducible,
         streamed=min(GROUPS * GROUP + sum(sorted(units.values())[-GROUPS:]), units.total()) if job.offloads else 0,
     )
 

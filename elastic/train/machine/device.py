@@ -55,6 +55,11 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
     )
 
 
+def transient_of(need: Need, took: int, shards: int) -> int:
+    """Returns the bytes that come and go in a step, if a member took ``took`` bytes when it warmed up in a world of ``shards`` shards."""
+    return max(0, took - replace(need, late=False).held(shards))  # its only round was the last, so no sum was late
+
+
 def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
     """Returns the number of states, cut among workers or not, of which this node has room for all copies and saves."""
     rule = job.rules()
@@ -72,15 +77,14 @@ def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, too
         return 1
     most = rule.dp_shard or job.workers.max // (rule.dp_replicate or 1)
     need = need_of(job, tensors)
-    transient = max(0, took - replace(need, late=False).held(job.workers.max))  # its only round was the last, so no sum was late
-    need = replace(need, transient=transient)
+    need = replace(need, transient=transient_of(need, took, job.workers.max))
     if rule.dp_shard is not None and need.of_a_member(most) <= memory:
         return 1  # the job has chosen
     if least := least_shard(need, memory, most):
         return least
     raise JobError(
         f"workers.max = {job.workers.max}: even if {most} of them share the state ({amount(need.state)}), each needs "
-        f"{amount(need.of_a_member(most))} of device memory, {amount(transient)} of it for a while in each step, and "
+        f"{amount(need.of_a_member(most))} of device memory, {amount(need.transient)} of it for a while in each step, and "
         f"{amount(USABLE * memory)} can be used here; raise "
         f"workers.max or parallel.dp_shard, lower microbatch, or set recompute"
     )

@@ -97,10 +97,11 @@ class Job(Part):
     """
     compile: Branch[Flag] = False
     """``true`` compiles each block of the model.  New worlds of the same process reuse the compiled code."""
-    recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective"]] = "none"
+    recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective"] | Annotated[Number, Field(gt=0, lt=1)]] = "none"
     """The part of each block that the backward pass computes again, so that it need not be kept: ``block`` is all but its input, a third
     more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``attention`` is attention alone;
-    ``selective`` is all but matrix products and attention.
+    ``selective`` is all but matrix products and attention: norms, casts, rotary positions, activation functions, dropout.  A number between
+    0 and 1 is a budget: so large a part of the blocks, evenly spread, is as with ``block``, and the others keep everything.
     """
     activations: Branch[Literal["keep", "offload", "int8", "fp8"]] = "keep"
     """The place or format of what blocks keep for the backward pass: ``offload`` is memory of the host, with the same bits; ``int8`` and

@@ -98,6 +98,7 @@ def test_a_file_and_options_over_it(job_file: Path) -> None:
         (["--reproducible", "0"], "reproducible", False),
         (["--steps", "007"], "steps", 7),
         (["--steps", "1e3"], "steps", 1000),
+        (["--recompute", "0.4"], "recompute", 0.4),
         (["--optim.betas", ".8", "0.9"], "optim", Optim(lr=1e-3, betas=(0.8, 0.9))),
     ],
 )
@@ -169,6 +170,21 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             [],
             "job.toml: activations = 'int8' cannot reach what recompute = 'sqrt' keeps; set recompute to 'none', 'attention' or 'block', "
             "or leave activations out",
+        ),
+        (
+            "recompute = 1.0",
+            [],
+            "job.toml: recompute = 1.0 must be 'none', 'block', 'sqrt', 'attention' or 'selective', or less than 1",
+        ),
+        (
+            "",
+            ["--recompute", "0"],
+            "command line: recompute = 0 must be 'none', 'block', 'sqrt', 'attention' or 'selective', or more than 0",
+        ),
+        (
+            "recompute = 'half'",
+            [],
+            "job.toml: recompute = 'half' must be 'none', 'block', 'sqrt', 'attention' or 'selective', or a finite number",
         ),
         (
             "[optim]\nmomentum = 0.5",

@@ -6,6 +6,9 @@ compiled: the compiler then fuses other operations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+from math import floor
 from types import MethodType
 from typing import Any
 
@@ -21,28 +24,45 @@ aten = torch.ops.aten
 KEPT: frozenset[Any] = frozenset(
     {
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default),
+        *(aten.addbmm.default, aten.mv.default, aten.addmv.default, aten._grouped_mm.default, aten._scaled_grouped_mm.default),
         *(aten.convolution.default, aten._softmax.default),
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+        *(aten._flash_attention_forward.default, aten._efficient_attention_forward.default),
         torch.ops.higher_order.flex_attention,
     }
 )
-"""The operations whose results ``selective`` keeps: matrix products and attention.  The others are cheap for what they would keep."""
+"""The operations whose results ``selective`` keeps: matrix products and attention.  The others, such as norms, casts and
+activation functions, are cheap for what they would keep.
+"""
 
 
-def apply_recompute(model: nn.Module, table: ShardingTable, policy: str) -> None:
-    """Lets each block of ``model`` keep less for its backward pass, by the setting ``recompute``.
+def apply_recompute(model: nn.Module, table: ShardingTable, policy: str | float) -> None:
+    """Lets each block of ``model`` keep less for its backward pass, by the setting ``recompute``; with a number only some blocks do.
 
     It replaces ``forward`` of the blocks, so names of parameters stay, and hooks of the axes run once.  The random numbers of dropout are
     drawn again (Chen and others 2016, section 3).
     """
     if policy == "none":
         return
-    for name in table.blocks:
+    blocks, forward = (table.blocks, _POLICIES[policy]) if isinstance(policy, str) else (spread(table.blocks, policy), _all_but_its_input)
+    for name in blocks:
         block = model.get_submodule(name)
-        block.forward = MethodType(_POLICIES[policy], block)  # no closure: the compiler would compile each block anew
+        block.forward = MethodType(forward, block)  # no closure: the compiler would compile each block anew
+
+
+def spread(blocks: Sequence[str], part: float) -> list[str]:
+    """Returns ``part`` of the blocks, rounded up and evenly spread.  The last one is among them only if all are.
+
+    A block that is computed again needs all of its memory then.  The last one is needed first, when all others still keep theirs.  Which
+    blocks these are follows from their number alone, so it is the same on every device.
+    """
+    count = len(blocks)
+    others = floor(count * (1 - Fraction(str(part))))  # as the user wrote it: 0.1 of 10 blocks is one
+    return [name for n, name in enumerate(blocks) if (n + 1) * others // count == n * others // count]
 
 
 def _all_but_its_input(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.split import Split, apply_fsdp, apply_sync, keep_streams
 from elastic.engine.axes.whole import Whole
 from elastic.engine.batch_norm import Statistics, apply_batch_norm
-from elastic.engine.compile import apply_compile
+from elastic.engine.compile import INDUCTOR, apply_compile
 from elastic.engine.fp8 import apply_fp8
 from elastic.engine.groups import apply_groups
 from elastic.engine.loss_scale import is_scaled
@@ -34,8 +34,10 @@ KERNELS_SINCE = 3
 """The first ``numerics`` with a fused loss, and with FlexAttention: in reproducible runs, and where documents are kept apart."""
 
 
-def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module, Parameters, Scheme, Statistics]:
-    """Wraps ``blueprint`` (on meta) for ``world`` and gives it memory, but no values yet.
+def parallelize(
+    blueprint: nn.Module, world: World, job: Job, *, backend: str = INDUCTOR
+) -> tuple[nn.Module, Parameters, Scheme, Statistics]:
+    """Wraps ``blueprint`` (on meta) for ``world`` and gives it memory, but no values yet.  ``backend`` compiles its blocks, if it may.
 
     Returns the wrapped model, this member's parts of its parameters, the scheme that sums their gradients, and the running statistics.
     """
@@ -50,7 +52,7 @@ def parallelize(blueprint: nn.Module, world: World, job: Job) -> tuple[nn.Module
     norms = apply_batch_norm(blueprint, table, world.device, job)
     statistics = Statistics(norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, late=True), job.model)
     if job.compile:
-        apply_compile(blueprint, table, forward_alone=job.recompute == "sqrt" or job.activations != "keep")
+        apply_compile(blueprint, table, forward_alone=job.recompute == "sqrt" or job.activations != "keep", backend=backend)
     if job.recompute == "sqrt":
         apply_groups(blueprint, table)
     apply_activations(blueprint, table, job.activations)

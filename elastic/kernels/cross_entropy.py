@@ -63,7 +63,7 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 def _losses_(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
     """Writes the cross-entropy of each row into ``losses``, and its gradient over the logits.  Masked rows become zeros."""
-    if logits.device.type == "cuda":
+    if logits.device.type == "cuda" and type(logits) is Tensor:  # a fake tensor has no memory
         from elastic.kernels.triton_kernels import cross_entropy_
 
         return cross_entropy_(logits, targets, losses)

@@ -76,12 +76,14 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
         {"batch_ramp": {"start": 4, "increment": 4, "samples": 80}},
         {"precision": "fp16"},
         {"recompute": "block"},
+        {"recompute": "selective", "compile": True},
+        {"recompute": 0.5},
         {"parallel": {"zero": 2}},
         {"optim": {"lr": 1e-2, "moments": "bf16"}},
         {"model": "elastic.models.gpt2:build", "model_args": {"vocab": 29, "dim": 32, "length": 16}},
         {"model": "tests.support.toys:batch_normed", "model_args": {}},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=str,
 )
 def test_a_kill_costs_no_bits_whatever_the_engine_does(tmp_path: Path, changes: dict[str, Any]) -> None:
     """A10, E3: the only worker that holds a shard is killed while the batch grows, or under another setting of the engine."""

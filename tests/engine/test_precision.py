@@ -147,8 +147,8 @@ def test_inputs_in_float32_are_cast_in_every_layout(ranks: Ranks, tmp_path: Path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
-def test_compiled_blocks_have_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path, recompute: str) -> None:
+@pytest.mark.parametrize("recompute", ["none", "block", "selective", 0.5])
+def test_compiled_blocks_have_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path, recompute: str | float) -> None:
     """FSDP2 and whole weights; a cast inside of compiled code would round at another place."""
     settings: dict[str, Any] = {
         "compile": True,

@@ -37,6 +37,7 @@ def gpus() -> Iterator[Ranks]:
         {"precision": "fp16"},
         {"recompute": "block"},
         {"recompute": "sqrt"},
+        {"recompute": 0.5},
         {"activations": "offload"},
         {"activations": "offload", "recompute": "block", "compile": False},
         {"activations": "int8"},

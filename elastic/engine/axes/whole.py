@@ -64,7 +64,8 @@ class Whole(Parameters):
         self.trained = frozenset(name for name, parameter in known.items() if parameter.requires_grad)
         self._computing = {name: self._copy(parameter, self.parts[name], precision.compute) for name, parameter in known.items()}
         _replace(model, {id(known[name]): parameter for name, parameter in self._computing.items()})
-        self.copies = [copy for name, copy in self._computing.items() if copy.data_ptr() != self.parts[name].data_ptr()]
+        memory = {name: part.untyped_storage()._cdata for name, part in self.parts.items()}
+        self.copies = [copy for name, copy in self._computing.items() if copy.untyped_storage()._cdata != memory[name]]
         self._units: list[_Unit] = []
         """The units in the order in which a backward pass completes them."""
         self._groups: list[list[str]] = []

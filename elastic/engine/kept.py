@@ -1,0 +1,140 @@
+"""Counts the bytes that a microbatch leaves on the device for its backward pass, block by block, without computing anything.
+
+The forward pass runs on fake tensors, which have shapes and a device but no memory.  So every setting of ``recompute`` can be tried before
+a world forms, in a fraction of a second, however large the model is.  Blocks are wrapped as in a run (:func:`parallelize`), and a mode of
+torch sees each tensor that an operation makes.  What still lives at the end is what the backward pass needs.  Hooks for saved tensors would
+not do: of a selective checkpoint they see only the inputs.
+
+Compiled blocks are traced and split into forward and backward as for kernels, but no kernels are made.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from elastic.engine.parallelize import parallelize, sharding_table
+from elastic.engine.world import World
+from elastic.job import Job
+from elastic.kernels.attention import causal_mask
+from elastic.plan.layout import Layout
+
+WITH_STATE = torch.ops.higher_order.run_and_save_rng_state
+"""The operation that traced blocks use for dropout.  It returns the state of the generator too; kernels keep a seed of 8 bytes instead."""
+TRACED = "aot_eager_decomp_partition"
+"""The backend of torch's compiler that splits a block as for kernels, and runs its operations one by one."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that live on the device at the end of a microbatch's forward pass: made in each block, in forward order, and elsewhere.
+
+    What a block returns was made in it, also if only the next block keeps it.  In the backward pass a block that is computed again needs,
+    for a while, what it keeps without recomputation.
+    """
+
+    blocks: tuple[int, ...]
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.blocks) + self.rest
+
+
+def kept_bytes(
+    build: Callable[[], nn.Module],
+    job: Job,
+    loss: Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor]],
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+) -> Kept:
+    """Returns what a microbatch like ``batch`` leaves for its backward pass under ``job.recompute``.
+
+    ``build()`` returns a new model of the job on the meta device; only shapes and dtypes of ``batch`` matter.  To compare settings, call it
+    with ``job.replace(recompute=...)``.  The result does not depend on the layout, and is before ``activations`` moves or compresses.
+    Weights, gradients and moments are not in it, nor are seeds and states of random generators.
+
+    Call it while no world is there, best before the first one: it ends with an empty compiler, and fake tensors stay in whatever cache the
+    model's code keeps for the whole process.  Raises what the model or the loss raises, and torch's DataDependentOutputException if they
+    ask for values of tensors.
+    """
+    job = job.replace(activations="keep", offload="none")
+    with _imagined(device) as world, FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        model, *_ = parallelize(build(), world, job, backend=TRACED)
+        model.train()
+        watch = _Watch()
+        blocks = sharding_table(model).blocks
+        for number, name in enumerate(blocks):
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(torch.compiler.disable(partial(watch.enter, number)), prepend=True)
+            block.register_forward_hook(torch.compiler.disable(watch.leave))
+        moved = {name: fake.from_tensor(value).to(device) for name, value in batch.items()}
+        with watch:
+            result = loss(model, moved)
+        gc.collect()  # the compiler leaves cycles with tensors
+        living = watch.living()
+        del result
+    return Kept(tuple(living.get(number, 0) for number in range(len(blocks))), living.get(None, 0))
+
+
+@contextmanager
+def _imagined(device: torch.device) -> Iterator[World]:
+    """Yields a world of one member, and leaves nothing of what is compiled or cached in it."""
+    causal_mask.cache_clear()
+    torch.compiler.reset()
+    world = World.imagined(Layout(1, 1), device)
+    try:
+        yield world
+    finally:
+        world.close()
+        torch.compiler.reset()
+        causal_mask.cache_clear()
+
+
+class _Watch(TorchDispatchMode):
+    """Knows the memory that operations made, and the block in which they did."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._block: int | None = None
+        self._made: dict[StorageWeakRef, tuple[int | None, int]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Says that blocks may be compiled in this mode; in others torch refuses it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        for each in tree_leaves(out[1:] if func is WITH_STATE else out):
+            if isinstance(each, Tensor) and (memory := StorageWeakRef(each.untyped_storage())) not in given:
+                self._made.setdefault(memory, (self._block, each.untyped_storage().nbytes()))
+        return out
+
+    def enter(self, number: int, *_: Any) -> None:
+        self._block = number
+
+    def leave(self, *_: Any) -> None:
+        self._block = None
+
+    def living(self) -> dict[int | None, int]:
+        """Returns the bytes of the memory that still lives, by block; None stands for the rest of the model and the loss."""
+        found: dict[int | None, int] = {}
+        for memory, (block, size) in self._made.items():
+            if not memory.expired():
+                found[block] = found.get(block, 0) + size
+        return found

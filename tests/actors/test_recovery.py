@@ -70,6 +70,8 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
 @pytest.mark.parametrize(
     "changes",
     [

@@ -17,10 +17,10 @@ from rich.table import Table
 import elastic
 from actors.terminal import console, say, show, show_result
 from elastic.config.command_line import COMMAND_LINE, Parser
-from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
+from elastic.errors import STOPPED, DataError, ElasticError, JobError, PlatformGaveUp
 from elastic.imports import failure
 from elastic.job import Job
-from storage.errors import Damaged, StorageError
+from storage.errors import Damaged, StorageError, Unavailable
 
 if TYPE_CHECKING:
     from storage.journal import Segment
@@ -213,6 +213,17 @@ def _estimate(known: Namespace) -> int:
     table = Table("share the state", *(f"zero = {stage}" for stage in estimate.STAGES), title="memory of a worker's device")
     for shards, sizes in estimate.by_stage(job, tensors, job.workers.max):
         table.add_row(str(shards), *map(estimate.gigabytes, sizes))
+    console.print(table)
+    try:
+        rows = estimate.by_recompute(job, tensors)
+    except (DataError, Unavailable) as error:
+        say(f"what comes and goes with a microbatch is not known without the data: {error}")
+        return 0
+    table = Table("recompute", "comes and goes with a microbatch", "workers that must share the state")
+    for policy, size, least in rows:
+        table.add_row(
+            policy, estimate.gigabytes(size), str(least) if least else "" if job.workers.device_gb == "auto" else "more than there are"
+        )
     console.print(table)
     return 0
 

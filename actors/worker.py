@@ -84,7 +84,7 @@ class Worker:
         from elastic.train.machine.device import fitting_shard, states_fitting
         from elastic.train.model import build_model, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
-        from elastic.train.warmup import warm_up
+        from elastic.train.warmup import choose_recompute
         from storage.checkpoints import Checkpoints
         from storage.objects import ObjectStore
 
@@ -107,15 +107,16 @@ class Worker:
             return
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
-        took = warm_up(session, device)
+        took = choose_recompute(session, tensors, device)
         session.snapshots.ready()
         go_or_end(self._keep_lease, "lease")
         try:
-            least = fitting_shard(self.job, tensors, device, took)
+            least = fitting_shard(session.job, tensors, device, took)
         except JobError as error:
             self._cannot_start(error)
             return
-        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors), least, states)
+        kind = kind_of(device, session.job.recompute if self.job.recompute == "auto" and self.job.compile else "none")
+        self._joined = Joined(self.worker, cluster.here(), kind, classes, build, bytes_by_class(tensors), least, states)
         self.report(self._joined)
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)

@@ -97,11 +97,13 @@ class Job(Part):
     """
     compile: Branch[Flag] = False
     """``true`` compiles each block of the model.  New worlds of the same process reuse the compiled code."""
-    recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective"] | Annotated[Number, Field(gt=0, lt=1)]] = "none"
+    recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective", "auto"] | Annotated[Number, Field(gt=0, lt=1)]] = "auto"
     """The part of each block that the backward pass computes again, so that it need not be kept: ``block`` is all but its input, a third
     more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``attention`` is attention alone;
     ``selective`` is all but matrix products and attention: norms, casts, rotary positions, activation functions, dropout.  A number between
     0 and 1 is a budget: so large a part of the blocks, evenly spread, is as with ``block``, and the others keep everything.
+    ``auto``: the first of ``none``, ``selective`` and ``block`` with which half of ``workers.max`` can train in the memory of their
+    devices, or else all; each worker tries it before it joins.
     """
     activations: Branch[Literal["keep", "offload", "int8", "fp8"]] = "keep"
     """The place or format of what blocks keep for the backward pass: ``offload`` is memory of the host, with the same bits; ``int8`` and
@@ -177,8 +179,9 @@ class Job(Part):
         return Job(**{name: getattr(self, name) for name in self.model_fields_set} | settings)
 
     def going_on(self, stored: dict[str, Any]) -> Job:
-        """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names a number itself."""
-        return self if "numerics" in self.model_fields_set else self.replace(numerics=(BEFORE | stored)["numerics"])
+        """Returns the job with ``numerics`` and ``recompute`` of the run whose ``job.json`` is ``stored``, unless it names them."""
+        left = {"numerics", "recompute"} - self.model_fields_set
+        return self.replace(**{name: (BEFORE | stored)[name] for name in sorted(left)}) if left else self
 
     def begun_as(self, stored: dict[str, Any]) -> Job:
         """Returns the job of a run's ``job.json`` as this code reads it.

@@ -99,7 +99,7 @@ class Run:
 
     @classmethod
     def look(cls, job: Job) -> Run:
-        """Returns the run in order to read it, even if it has not begun.  Its job has the ``numerics`` that the run began with.
+        """Returns the run in order to read it, even if it has not begun.  What its job leaves out is as the run began (``going_on``).
 
         Raises :class:`JobError` if the folder has another trajectory's run.
         """

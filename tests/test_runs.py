@@ -143,6 +143,20 @@ def test_a_run_goes_on_with_its_own_numerics() -> None:
     assert Job.from_json(json.dumps(about["job"])).numerics == 1
 
 
+def test_a_run_goes_on_with_its_own_recompute() -> None:
+    """A run that began before ``auto`` was there recomputes nothing; one that begins now, what its workers choose."""
+    old = Job(name="old", bucket=a_run().job.bucket)
+    new = Run.open(old.replace(name="new"))
+    assert new.job.recompute == "auto" and Run.open(old.replace(name="new")).job.recompute == "auto"
+    about = json.loads(new.store.get("new/job.json"))
+    for stored, recompute in (({}, "none"), ({"recompute": "none"}, "none"), ({"recompute": "block"}, "block")):
+        job = {name: value for name, value in about["job"].items() if name != "recompute"} | stored
+        new.store.put("old/job.json", json.dumps({**about, "job": job}).encode())
+        assert Run.open(old).job.recompute == recompute
+    with pytest.raises(JobError, match=r"\(recompute = 'block' there and 'auto' here\)"):
+        Run.open(old.replace(recompute="auto"))
+
+
 def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_valid() -> None:
     """A setting that was valid when the run began is not checked again, unless it defines the trajectory."""
     run = a_run()

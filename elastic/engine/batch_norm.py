@@ -51,7 +51,7 @@ def apply_batch_norm(model: nn.Module, table: ShardingTable, device: torch.devic
         if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward and module.num_batches_tracked is not None
     }
     for name, norm in norms.items():
-        if job.compile and job.recompute != "none" and any(name.startswith(f"{block}.") for block in table.blocks):
+        if job.compile and job.recompute not in ("none", "auto") and any(name.startswith(f"{block}.") for block in table.blocks):
             raise ModelError(
                 f"{name!r} of {job.model!r} keeps running statistics, which a compiled block cannot do if it is also computed again: "
                 f"compile = true, recompute = {job.recompute!r}; set recompute = 'none' or compile = false"

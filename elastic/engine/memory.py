@@ -46,7 +46,7 @@ def apply_recompute(model: nn.Module, table: ShardingTable, policy: str | float)
     It replaces ``forward`` of the blocks, so names of parameters stay, and hooks of the axes run once.  The random numbers of dropout are
     drawn again (Chen and others 2016, section 3).
     """
-    if policy == "none":
+    if policy in ("none", "auto"):  # a worker that must recompute has put another policy in the place of "auto"
         return
     blocks, forward = (table.blocks, _POLICIES[policy]) if isinstance(policy, str) else (spread(table.blocks, policy), _all_but_its_input)
     for name in blocks:

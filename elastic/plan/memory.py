@@ -9,6 +9,7 @@ beside the new one, and no gradients; the old part is not larger than that at th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 USABLE = 0.92
@@ -56,3 +57,16 @@ def least_shard(need: Need, device: int, most: int) -> int:
     """
     found = next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)
     return found or (most if need.of_a_member(most) <= device else 0)
+
+
+def first_roomy(policies: Sequence[str], least_of: Callable[[str], int], most: int) -> str:
+    """Returns the first policy with which half of ``most`` members can train, or else all of them; the last one if there is none.
+
+    ``least_of`` returns the smallest shard degree at which a member fits with a policy, or 0.  It is asked for as few as it takes.
+    """
+    found: dict[str, int] = {}
+    for policy in policies:
+        found[policy] = least_of(policy)
+        if 0 < found[policy] <= max(most // 2, 1):
+            return policy
+    return next((policy for policy, least in found.items() if least), policies[-1])

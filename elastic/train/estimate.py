@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
+from elastic.engine.kept import kept_bytes
 from elastic.engine.optim.base import rule_of
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
-from elastic.train.machine.device import fitting_shard, need_of
+from elastic.plan.memory import least_shard
+from elastic.train.machine.device import fitting_shard, memory_of, most_shards, need_of, policies_of
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
+from elastic.train.session import loss_of, opened
 from storage.slices import Tensor
 
 STAGES = (0, 1, 2, 3)
@@ -67,10 +72,31 @@ def of_job(job: Job, tensors: Sequence[Tensor]) -> Iterator[str]:
         yield "how many workers must share it depends on the memory of their devices; name that, say --workers.device-gb 80"
     held = ", ".join(f"{gigabytes(size)} of {name}" for name, size in found.items() if size)
     yield f"if {shards} of {layouts[-1].world} workers share the state, each holds {held}; {gigabytes(sum(found.values()))} in all"
-    yield "what a microbatch keeps for its backward pass comes on top; a worker measures that before it joins"
     rule = job.rules()
     parts = [bytes_of(tensors) / layout.dp_shard for layout in layouts]
     yield explained(parts[-1], max(parts), rule.copy_every, rule.buddy_every, offload=job.offloads)
+
+
+def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[tuple[str, int, int]]:
+    """Returns what ``auto`` tries: (setting of ``recompute``, bytes that come and go with a microbatch, smallest number of workers).
+
+    The bytes are of what the forward pass leaves for the backward pass; a block that is computed again needs for a while what it would have
+    kept.  The number is of workers that share the state; 0 stands for an unknown memory of the devices, and for a state that does not fit.
+    Raises what opening the data raises.
+    """
+    batch, builder, loss = opened(job).read(tuple(range(job.microbatch))), builder_of(job), loss_of(job)
+    policies = policies_of(job) if job.recompute == "auto" else (job.recompute,)
+    jobs = {policy: job.replace(recompute=policy) for policy in ("none", *policies)}
+    kept = {
+        policy: kept_bytes(partial(build_model, each, builder), each, loss, batch, torch.device("cpu")) for policy, each in jobs.items()
+    }
+    again = max(kept["none"].blocks, default=0)
+    memory, need, most, found = memory_of(job, torch.device("cpu")), need_of(job, tensors), most_shards(job), []
+    for policy in policies:
+        transient = kept[policy].total + (again if policy != "none" else 0)
+        least = least_shard(replace(need, transient=transient), memory, most) if memory else 0
+        found.append((str(policy), transient, least))
+    return found
 
 
 def by_stage(job: Job, tensors: Sequence[Tensor], most: int) -> list[tuple[int, list[int]]]:

@@ -87,11 +87,15 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
     return device
 
 
-def kind_of(device: torch.device) -> str:
-    """Returns the kind of a worker on ``device``: workers of one kind compute the same bits."""
+def kind_of(device: torch.device, chosen: str | float = "none") -> str:
+    """Returns the kind of a worker on ``device``: workers of one kind compute the same bits.
+
+    ``chosen`` is what the worker chose for ``recompute = "auto"``, if bits depend on it.
+    """
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # kernels of another capability add in another order
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    again = f", recompute = {chosen!r}" if chosen != "none" else ""
+    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads{again}"
 
 
 def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -> Session:
@@ -99,7 +103,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
 
     Raises an :class:`~elastic.errors.ElasticError` that names the setting if a part does not fit.
     """
-    dataset = _opened(job)
+    dataset = opened(job)
     if len(dataset) < job.global_batch:
         raise DataError(
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
@@ -108,10 +112,11 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     rule = rule_of(job)
     cursor = Cursor(len(dataset), job.batches(), job.seed, job.data.sampling)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
-    return Session(job, builder_of(job), rule, _loss(job), cursor, loader, counters, Faults(job.faults))
+    return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, Faults(job.faults))
 
 
-def _loss(job: Job) -> Loss:
+def loss_of(job: Job) -> Loss:
+    """Returns the loss that the job names.  Raises :class:`CodeError`."""
     found: Loss = load(job.loss, "loss")
     if isinstance(found, type) or not callable(found):
         what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
@@ -160,7 +165,8 @@ def _shard_bytes(tensors: Sequence[Tensor], layout: Layout) -> int:
     return frame(tensors, cell_of(layout, 0)).bytes
 
 
-def _opened(job: Job) -> Dataset:
+def opened(job: Job) -> Dataset:
+    """Opens the data.  Raises :class:`DataError`, or :class:`Unavailable` if a store does not answer."""
     kind = load(job.data.dataset, "data.dataset")
     try:
         dataset: Dataset = kind(**job.data.args)

@@ -9,24 +9,29 @@ from __future__ import annotations
 import gc
 import time
 import traceback
+from collections.abc import Sequence
 
 import torch
 
 from elastic.engine.norm import squared_norm
 from elastic.engine.world import World
+from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.plan.layout import Layout
+from elastic.plan.memory import first_roomy
 from elastic.plan.placement import cell_of
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream
+from elastic.train.machine.device import fitting_shard, memory_of, most_shards, policies_of
 from elastic.train.model import State
 from elastic.train.step import Session
+from storage.slices import Tensor
 
 
 def warm_up(session: Session, device: torch.device) -> int:
     """Warms up once, before the first world.  A failure here happens again in the first step, and is reported there with its samples.
 
-    Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU.
+    Returns the most bytes that a member of the largest world took on a GPU, more than it has if that was not enough; 0 on a CPU.
     """
     began, took = time.monotonic(), 0
     try:
@@ -43,6 +48,9 @@ def warm_up(session: Session, device: torch.device) -> int:
             for staging_stream in [StagingStream(device, number) for number in range(STREAMS)]:
                 with staging_stream:
                     pass
+    except torch.OutOfMemoryError as error:
+        took = torch.cuda.mem_get_info(device)[1] + 1
+        print(f"not warmed up: {error}", flush=True)
     except Exception:  # a boundary: the user's code may raise anything
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
     gc.collect()
@@ -51,6 +59,33 @@ def warm_up(session: Session, device: torch.device) -> int:
         torch.cuda.empty_cache()
     print(f"the warm-up took {time.monotonic() - began:.3f} s", flush=True)
     return took
+
+
+def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.device) -> int:
+    """Warms up, and lets ``session.job`` name what its ``recompute = "auto"`` stands for on ``device``.  Returns as :func:`warm_up`."""
+    job, took = session.job, dict[str, int]()
+    if job.recompute != "auto":
+        return warm_up(session, device)
+    if not memory_of(job, device):
+        session.job = job.replace(recompute="none")
+        return warm_up(session, device)
+
+    def least_of(policy: str) -> int:
+        session.job = job.replace(recompute=policy)
+        took[policy] = warm_up(session, device)
+        if not took[policy] and policy != "none":
+            return 0  # the model cannot be trained so
+        try:
+            return fitting_shard(session.job, tensors, device, took[policy])
+        except JobError as error:
+            print(f"recompute = {policy!r}: {error}", flush=True)
+            return 0
+
+    chosen = first_roomy(policies_of(job), least_of, most_shards(job))
+    chosen = chosen if took[chosen] else "none"
+    session.job = job.replace(recompute=chosen)
+    print(f"recompute = {chosen!r}", flush=True)
+    return took[chosen]
 
 
 def _compute(session: Session, world: World) -> int:

@@ -4,9 +4,9 @@
     python -m tests.benchmarks.variants --draw FILE ...                              # the figure of some results
 
 NAME is one of ``fp32``, ``bf16``, ``fp16``, ``fp8``; ``frozen`` (fp8 with one scale for all tensors, which must be wrong); ``zero-0`` to
-``zero-3``, on ``--world`` GPUs; ``offload``; and the optimizers ``adam``, ``sgd``, ``adagrad``, ``rmsprop`` and ``muon``.  All begin with the
-same weights and see the same samples.  Exits with 1 if stages of ZeRO or offloading gave other bits than the first of them, if fp8 ended
-more than 1 % from bf16, or if ``frozen`` did not.
+``zero-3``, on ``--world`` GPUs; ``offload``; and the optimizers ``adam``, ``sgd``, ``adagrad``, ``rmsprop`` and ``muon``.
+All begin with the same weights and see the same samples.  Exits with 1 if stages of ZeRO or offloading gave other bits than the first of
+them, if fp8 ended more than 1 % from bf16, or if ``frozen`` did not.
 """
 
 from __future__ import annotations

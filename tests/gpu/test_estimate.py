@@ -14,12 +14,13 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.plan.memory import Need
+from elastic.plan.memory import USABLE, Need
 from elastic.train.counters import Counters
-from elastic.train.machine.device import need_of, transient_of
+from elastic.train.estimate import by_recompute, tensors_of_job
+from elastic.train.machine.device import fitting_shard, memory_of, need_of, transient_of
 from elastic.train.model import build_model, tensors_of
 from elastic.train.session import make_session
-from elastic.train.warmup import warm_up
+from elastic.train.warmup import choose_recompute, warm_up
 from tests.support.ranks import Ranks
 from tests.support.segments import member
 from tests.support.toys import toy_job
@@ -76,11 +77,40 @@ def test_f8_the_peak_is_within_a_tenth_of_what_was_foreseen(gpu: Ranks, tmp_path
     )
     ((need, peak),) = gpu.run(Layout(1, 1), measured, job, str(tmp_path))
     foreseen, without = need.of_a_member(1), replace(need, transient=0).of_a_member(1)
-    print(
-        f"{name}: foreseen {foreseen / 1e6:.0f} MB, measured {peak / 1e6:.0f} MB, {foreseen / peak - 1:+.1%}; held {need.held(1) / 1e6:.0f} MB"
-    )
+    ((_, size, _),) = by_recompute(job.replace(recompute="none" if job.recompute == "auto" else job.recompute), tensors_of_job(job))
+    untried = replace(need, transient=size).of_a_member(1)
+    words = [f"{word} {number / 1e6:.0f} MB ({number / peak - 1:+.1%})" for word, number in (("foreseen", foreseen), ("untried", untried))]
+    print(f"F8 {name}: measured {peak / 1e6:.0f} MB, {', '.join(words)}; held {need.held(1) / 1e6:.0f} MB", flush=True)
     assert foreseen == pytest.approx(peak, rel=0.1)
     assert without != pytest.approx(peak, rel=0.1)
+
+
+def chosen(world: World, job: Job, folder: str) -> tuple[str | float, int]:
+    """Returns what a worker takes for ``recompute``, and the smallest number of shards that it asks for then."""
+    session = make_session(job, Counters(Path(folder) / f"counters{world.rank}", create=True))
+    tensors = tensors_of(build_model(job, session.builder), session.rule)
+    took = choose_recompute(session, tensors, world.device)
+    session.loader.close()
+    return session.job.recompute, fitting_shard(session.job, tensors, world.device, took)
+
+
+def test_auto_recomputes_where_memory_asks_for_it(gpu: Ranks, tmp_path: Path) -> None:
+    """With one worker.  What each policy needs is measured first; a device of a bit more than that is large enough, one of less is not."""
+    settings: dict[str, Any] = {"model_args": LARGE, "precision": "bf16", "data": {"dataset": "tests.gpu.test_estimate:Long"}}
+    needs: dict[str, float] = {}
+    for number, policy in enumerate(("none", "selective", "block")):
+        job = toy_job(tmp_path, recompute=policy, workers={"gpus": 1, "max": 1}, **settings)
+        (folder := tmp_path / str(number)).mkdir()
+        ((need, _),) = gpu.run(Layout(1, 1), measured, job, str(folder))
+        needs[policy] = need.of_a_member(1)
+    print(needs)
+    assert needs["none"] > 1.05 * needs["selective"] > 1.05**2 * needs["block"]
+    for number, policy in enumerate(needs):
+        device_gb = 1.02 * needs[policy] / USABLE / 1e9
+        job = toy_job(tmp_path, recompute="auto", workers={"gpus": 1, "max": 1, "device_gb": device_gb}, **settings)
+        assert int(device_gb * 1e9) == memory_of(job, torch.device("cuda"))
+        (folder := tmp_path / f"auto{number}").mkdir()
+        assert gpu.run(Layout(1, 1), chosen, job, str(folder)) == [(policy, 1)]
 
 
 class Long:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.plan.memory import USABLE, Need, least_shard
+from elastic.plan.memory import USABLE, Need, first_roomy, least_shard
 
 pytestmark = pytest.mark.fast
 GB = 10**9
@@ -35,3 +35,27 @@ def test_a_member_needs_no_more_among_more_shards(need: Need, shards: int) -> No
     A single shard may need less than two, which hold an old part beside the new one.
     """
     assert shards == 1 or need.of_a_member(shards + 1) <= need.of_a_member(shards)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "policy", "asked"),
+    [
+        ({"none": 2, "selective": 1, "block": 1}, 4, "none", ["none"]),
+        ({"none": 3, "selective": 2, "block": 1}, 4, "selective", ["none", "selective"]),
+        ({"none": 4, "selective": 3, "block": 3}, 4, "none", ["none", "selective", "block"]),
+        ({"none": 0, "selective": 4, "block": 3}, 4, "selective", ["none", "selective", "block"]),
+        ({"none": 0, "selective": 0, "block": 0}, 4, "block", ["none", "selective", "block"]),
+        ({"none": 1, "selective": 1, "block": 1}, 1, "none", ["none"]),
+        ({"none": 0, "selective": 0, "block": 1}, 1, "block", ["none", "selective", "block"]),
+    ],
+)
+def test_the_first_policy_with_which_half_of_the_workers_can_train(least: dict[str, int], most: int, policy: str, asked: list[str]) -> None:
+    """If there is none, it is the first one with which all can, and without that the one that needs least."""
+    found: list[str] = []
+
+    def least_of(each: str) -> int:
+        found.append(each)
+        return least[each]
+
+    assert first_roomy([*least], least_of, most) == policy
+    assert found == asked

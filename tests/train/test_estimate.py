@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from actors.cli import main
+from elastic.engine.loss import next_token
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.models.llama import build
 from elastic.plan.layout import Layout
-from elastic.train.estimate import by_stage, classes, tensors_of_job
+from elastic.train.estimate import by_recompute, by_stage, classes, tensors_of_job
+from elastic.train.session import opened
 from tests.support.ranks import Ranks
 from tests.support.segments import member
 from tests.support.toys import toy_job
@@ -95,8 +98,34 @@ def test_a_job_file_is_told_with_what_its_devices_allow(tmp_path: Path, capsys: 
     assert "8,030,261,248 parameters; the state takes 96.4 GB" in said and "--workers.device-gb 80" in said
     assert main(["estimate", str(file), "--workers.device-gb", "80"]) == 0
     assert "if 4 of 8 workers share the state" in " ".join(capsys.readouterr().out.split())
+    assert "not known without the data" in said
     assert main(["estimate", str(file), "--workers.device-gb", "8"]) == 1
     assert "even if 8 of them share the state" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_a_microbatch_takes_is_told_for_what_auto_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the devices are known, with the workers that must share the state: fewer of them, if the backward pass computes more again."""
+    model = {"vocab": 29, "dim": 64, "layers": 6, "heads": 2}
+    job = toy_job(tmp_path, model_args=model, microbatch=16, workers={"max": 8, "device_gb": 0.012})
+    rows = by_recompute(job, tensors_of_job(job))
+    assert [policy for policy, *_ in rows] == ["none", "selective", "block"]
+    sizes, least = [size for _, size, _ in rows], [least for *_, least in rows]
+    assert sizes[0] > 1.2 * sizes[1] > 1.2**2 * sizes[2]
+    assert least[0] > least[2] >= 1
+    batch = opened(job).read(tuple(range(16)))
+    model_of = build(**model)
+    model_of.init_weights()
+    saved: dict[int, int] = {}
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        saved[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    own = {parameter.untyped_storage().data_ptr() for parameter in model_of.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        next_token(model_of, batch)
+    counted = sum(size for place, size in saved.items() if place not in own)
+    assert sizes[0] == pytest.approx(counted, rel=0.1), "torch's own count of what a forward pass saves"
 
 
 @pytest.mark.parametrize("words", [["estimate"], ["estimate", "--params", "-3"], ["estimate", "job.toml", "--params", "7"]])

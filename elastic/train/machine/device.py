@@ -60,6 +60,17 @@ def transient_of(need: Need, took: int, shards: int) -> int:
     return max(0, took - replace(need, late=False).held(shards))  # its only round was the last, so no sum was late
 
 
+def most_shards(job: Job) -> int:
+    """Returns the largest shard degree that the job allows."""
+    rule = job.layout_rule()
+    return rule.dp_shard or job.workers.max // (rule.dp_replicate or 1)
+
+
+def policies_of(job: Job) -> tuple[str, ...]:
+    """Returns the settings of ``recompute`` that ``auto`` tries, in their order."""
+    return ("none", "selective", "block") if job.activations == "keep" else ("none", "block")
+
+
 def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
     """Returns the number of states, cut among workers or not, of which this node has room for all copies and saves."""
     rule = job.rules()
@@ -75,7 +86,7 @@ def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, too
     memory, rule = memory_of(job, device), job.layout_rule()
     if not memory:
         return 1
-    most = rule.dp_shard or job.workers.max // (rule.dp_replicate or 1)
+    most = most_shards(job)
     need = need_of(job, tensors)
     need = replace(need, transient=transient_of(need, took, job.workers.max))
     if rule.dp_shard is not None and need.of_a_member(most) <= memory:

@@ -104,7 +104,7 @@ def test_a_job_file_is_told_with_what_its_devices_allow(tmp_path: Path, capsys: 
 
 
 def test_what_a_microbatch_takes_is_told_for_what_auto_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the devices are known, with the workers that must share the state: fewer of them, if the backward pass computes more again."""
+    """If the memory of devices is known, so is the number of workers that must share the state: fewer, if more is computed again."""
     model = {"vocab": 29, "dim": 64, "layers": 6, "heads": 2}
     job = toy_job(tmp_path, model_args=model, microbatch=16, workers={"max": 8, "device_gb": 0.012})
     rows = by_recompute(job, tensors_of_job(job))

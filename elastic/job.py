@@ -85,9 +85,10 @@ class Job(Part):
     """Samples of one step, whatever the number of workers."""
     microbatch: Branch[Positive] = 2
     """Samples of one forward and backward.  ``global_batch`` must be a multiple of it."""
-    precision: Branch[Literal["fp32", "bf16", "fp16", "fp8"]] = "fp32"
-    """Number format of forward and backward.  Gradients are summed in float32.  ``fp8``: the linear layers of blocks multiply in fp8, all
-    else is as with ``bf16``; it needs GPUs of compute capability 8.9, or CPUs for a test.
+    precision: Branch[Literal["fp32", "bf16", "fp16", "fp8", "fp8-rowwise"]] = "fp32"
+    """Number format of forward and backward.  Gradients are summed in float32.  ``fp8``: the linear layers of blocks multiply in fp8 with a
+    scale for each tensor, all else is as with ``bf16``; it needs GPUs of compute capability 8.9, or CPUs for a test.  ``fp8-rowwise`` has a
+    scale for each row, and gradients of weights are products in bf16: it is slower and bears outliers.
 
     Weights and moments keep the format of the model, which is float32 unless it or ``optim.moments`` says otherwise.
     """

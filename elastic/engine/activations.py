@@ -67,7 +67,7 @@ def _run(hold: Hold, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) 
     own = [each.untyped_storage().nbytes() for each in given if each.requires_grad]
     if not own or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    others = (*block.parameters(), *block.buffers(), *(each for each in given if not each.requires_grad))
+    others = (*block.parameters(), *block.buffers(), *fp8.held_by(block), *(each for each in given if not each.requires_grad))
     kept = _Kept(hold, {each.untyped_storage()._cdata for each in others}, own[0] // SMALL)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, _unpack):
         return forward(*args, **kwargs)

@@ -1,16 +1,24 @@
-"""Matrix products in fp8 (Micikevicius and others 2022): E4M3 for inputs and weights, E5M2 for gradients, with one scale for each tensor.
+"""Matrix products in fp8 (Micikevicius and others 2022): E4M3 for inputs and weights, E5M2 for gradients, each with a scale.
 
-The linear layers of the blocks multiply so; everything else computes in bf16.  The scale of a tensor is the largest power of two with which
-its largest element fits.  So scaling changes no bits, and the scale depends on no order.  A tensor is the whole input of a microbatch, or a
-whole weight, whatever members hold of it; so the products have the same bits in every layout.  If an element is not finite, no element of
-the product is.
+The linear layers of the blocks multiply so; everything else computes in bf16.  A scale is the largest power of two with which the largest
+element that it belongs to fits.  So scaling changes no bits, and a scale depends on no order.  There are two recipes:
+
+* ``tensor``: a tensor has one scale, and all three products of a layer are in fp8.  A tensor is the whole input of a microbatch, or a whole
+  weight, whatever members hold of it.
+* ``row``: each row of an input, of a gradient and of a weight (an output of the layer) has a scale, so an outlier costs precision in its
+  own row only.  The product for the gradient of the input sums over the rows of the weight, and no product takes scales there; so that
+  gradient is multiplied by them before it gets scales of its own, and the same fp8 values of the weight serve both products.  The
+  gradient of the weight sums over the rows of inputs, so it is a product in bf16 (as in torchao's recipe ``rowwise_with_gw_hp``).
+
+So the products have the same bits in every layout.  If an element is not finite, no element that its scale belongs to is.
+``fp8_weights.py`` casts weights once a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +33,15 @@ LEAST = 2.0**-100
 """Largest element that counts as zero."""
 EXPONENT = 0x7F800000
 """The bits of a float32 that hold its exponent."""
+Recipe = Literal["tensor", "row"]
+"""The names of the recipes."""
 
 
-def apply_fp8(model: nn.Module, table: ShardingTable) -> None:
+def apply_fp8(model: nn.Module, table: ShardingTable, recipe: Recipe = "tensor") -> None:
     """Lets the linear layers of the blocks multiply in fp8."""
     for layer in layers_of(model, table):
-        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]  # no closure: the compiler would compile each block anew
+        hold(layer, None, None)
+        layer.forward = MethodType(_FORWARDS[recipe], layer)  # type: ignore[method-assign]  # no closure: each block would compile anew
 
 
 def layers_of(model: nn.Module, table: ShardingTable) -> list[nn.Linear]:
@@ -39,46 +50,106 @@ def layers_of(model: nn.Module, table: ShardingTable) -> list[nn.Linear]:
     return [each for each in found if type(each) is nn.Linear and not each.in_features % MULTIPLE and not each.out_features % MULTIPLE]
 
 
-def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+def hold(layer: nn.Linear, values: Tensor | None, inverse: Tensor | None) -> None:
+    """Lets ``layer`` multiply by fp8 ``values`` with their ``inverse`` scale or scales, in place of its weight.
+
+    None: it casts its weight in each pass.  They are attributes and no buffers, because buffers are part of the state.
+    """
+    layer.fp8_values, layer.fp8_inverse = values, inverse  # type: ignore[assignment]
+
+
+def held_by(module: nn.Module) -> list[Tensor]:
+    """Returns the fp8 values that layers within ``module`` hold."""
+    found = (getattr(each, "fp8_values", None) for each in module.modules())
+    return [each for each in found if each is not None]
+
+
+def _by_tensor(layer: nn.Linear, x: Tensor) -> Tensor:
+    return _forward(_Product, layer, x)
+
+
+def _by_row(layer: nn.Linear, x: Tensor) -> Tensor:
+    return _forward(_RowProduct, layer, x)
+
+
+_FORWARDS: dict[Recipe, Callable[[nn.Linear, Tensor], Tensor]] = {"tensor": _by_tensor, "row": _by_row}
+
+
+def _forward(kind: type[torch.autograd.Function], layer: nn.Linear, x: Tensor) -> Tensor:
     if not x.numel():
-        return torch.nn.functional.linear(x, layer.weight, layer.bias)
-    product: Tensor = _Product.apply(x, layer.weight)
+        return x.new_zeros(*x.shape[:-1], layer.out_features)
+    product: Tensor = kind.apply(x, layer.weight, layer.fp8_values, layer.fp8_inverse)
     return product if layer.bias is None else product + layer.bias
 
 
 class _Product(torch.autograd.Function):
-    """The product x @ w.T: x [..., in], w [out, in] -> [..., out].  Of the input it keeps the fp8 values alone."""
+    """The product x @ w.T: x [..., in], w [out, in] -> [..., out].  Of the input it keeps the fp8 values alone.
+
+    ``values`` and ``inverse`` are those of ``w``, which has none of its own then; None: they are computed here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, values: Tensor | None, inverse: Tensor | None) -> Tensor:
         rows, by_x = scaled(x.reshape(-1, x.shape[-1]), FORWARD)
-        weights, by_w = scaled(w, FORWARD)
-        ctx.save_for_backward(rows, by_x, w)
+        ctx.save_for_backward(rows, by_x, w if values is None else None, values, inverse)
+        weights, by_w = (values, inverse) if values is not None and inverse is not None else scaled(w, FORWARD)
         return _multiply(rows, by_x, weights.t(), by_w, w.dtype, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        rows, by_x, w = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, by_x, w, values, inverse = ctx.saved_tensors
         grads, by_grad = scaled(grad.reshape(-1, grad.shape[-1]), BACKWARD)
         of_x = of_w = None
         if ctx.needs_input_grad[0]:
-            weights, by_w = scaled(w, FORWARD)
+            weights, by_w = (values, inverse) if w is None else scaled(w, FORWARD)
             of_x = _multiply(grads, by_grad, _columns(weights), by_w, grad.dtype).view(*grad.shape[:-1], -1)
         if not ctx.needs_input_grad[1]:
-            return of_x, None
+            return of_x, None, None, None
         if len(rows) % MULTIPLE:
-            of_w = (grads.to(w.dtype).t() @ rows.to(w.dtype)) * (by_grad * by_x).to(w.dtype)
+            of_w = (grads.to(grad.dtype).t() @ rows.to(grad.dtype)) * (by_grad * by_x).to(grad.dtype)
         else:
-            of_w = _multiply(grads.t().contiguous(), by_grad, _columns(rows), by_x, w.dtype)
-        return of_x, of_w
+            of_w = _multiply(grads.t().contiguous(), by_grad, _columns(rows), by_x, grad.dtype)
+        return of_x, of_w, None, None
 
 
-def scaled(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns ``values`` times a power of two in the fp8 ``dtype``, and the inverse of that power: a float32 scalar."""
-    largest = values.abs().amax().float()
-    fits = torch.finfo(dtype).max / largest.clamp_min(LEAST)
-    power = (fits.view(torch.int32) & EXPONENT).view(torch.float32) + (largest - largest)  # NaN if the largest is not finite
+class _RowProduct(torch.autograd.Function):
+    """A product as :class:`_Product` is one, with a scale for each row.  It keeps the input as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, values: Tensor | None, inverse: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, w if values is None else None, values, inverse)
+        rows, by_x = scaled(x.reshape(-1, x.shape[-1]), FORWARD, by_row=True)
+        weights, by_w = (values, inverse) if values is not None and inverse is not None else scaled(w, FORWARD, by_row=True)
+        return _multiply(rows, by_x, weights.t(), by_w.view(1, -1), w.dtype, fast=True).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, w, values, inverse = ctx.saved_tensors
+        flat, of_x, of_w = grad.reshape(-1, grad.shape[-1]), None, None
+        if ctx.needs_input_grad[0]:
+            weights, by_w = (values, inverse) if w is None else scaled(w, FORWARD, by_row=True)
+            grads, by_grad = scaled(flat * by_w.view(1, -1).to(flat.dtype), BACKWARD, by_row=True)  # exact: powers of two
+            ones = torch.ones(1, weights.shape[1], dtype=torch.float32, device=grad.device)
+            of_x = _multiply(grads, by_grad, _columns(weights), ones, grad.dtype).view(*grad.shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            of_w = flat.t() @ x.reshape(-1, x.shape[-1])
+        return of_x, of_w, None, None
+
+
+def scaled(values: Tensor, dtype: torch.dtype, *, by_row: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns ``values`` times powers of two in the fp8 ``dtype``, and the inverse of these powers, float32: a scalar, or [rows, 1].
+
+    The maximum is taken of rows first also for a scalar: the compiler can do that where it computes the rows.
+    """
+    largest = values.abs().amax(-1, keepdim=by_row)
+    power = power_of((largest if by_row else largest.amax()).float(), dtype)
     return (values.float() * power).to(dtype), 1 / power
+
+
+def power_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the largest powers of two with which ``largest``, float32, fit the ``dtype``; NaN for those that are not finite."""
+    fits = torch.finfo(dtype).max / largest.clamp_min(LEAST)
+    return (fits.view(torch.int32) & EXPONENT).view(torch.float32) + (largest - largest)
 
 
 def _columns(matrix: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic.engine.activations import apply_activations
 from elastic.engine.axes.base import Parameters
-from elastic.engine.axes.split import Split, apply_fsdp, apply_sync, keep_streams
+from elastic.engine.axes.split import Split, apply_fp8_gather, apply_fsdp, apply_sync, keep_streams, settle
 from elastic.engine.axes.whole import Whole
 from elastic.engine.batch_norm import Statistics, apply_batch_norm
 from elastic.engine.compile import INDUCTOR, apply_compile
@@ -46,8 +46,8 @@ def parallelize(
     scheme = scheme_of(job)(world, deal, late=job.parallel.zero == 1)
     apply_kernels(blueprint, world.device, job)
     precision = PRECISIONS[job.precision]
-    if precision.fp8:
-        apply_fp8(blueprint, table)
+    if precision.fp8 is not None:
+        apply_fp8(blueprint, table, precision.fp8)
     apply_recompute(blueprint, table, job.recompute)
     norms = apply_batch_norm(blueprint, table, world.device, job)
     statistics = Statistics(norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, late=True), job.model)
@@ -63,13 +63,15 @@ def parallelize(
                 module._buffers[name] = torch.empty_like(buffer, device=world.device)
         _tie(blueprint, aliases)
         return blueprint, parameters, scheme, statistics
+    fp8 = apply_fp8_gather(blueprint, world, table, precision)
     apply_fsdp(blueprint, world, table, precision)
     apply_sync(blueprint, scheme)
     blueprint.to_empty(device=world.device)
     _tie(blueprint, aliases)
+    settle(blueprint)
     if world.device.type == "cuda":
         keep_streams(blueprint, world)
-    return blueprint, Split(blueprint, scheme), scheme, statistics
+    return blueprint, Split(blueprint, scheme, fp8), scheme, statistics
 
 
 def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:

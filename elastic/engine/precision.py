@@ -11,23 +11,26 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.engine.fp8 import Recipe
+
 
 @dataclass(frozen=True)
 class Precision:
     """One policy.  With ``compute`` None the parameters are used in the dtype that they have.
 
-    With ``fp8`` linear layers of the blocks multiply in that format: see ``fp8.py``.
+    With ``fp8`` linear layers of the blocks multiply in that format, by one of the recipes of ``fp8.py``.
     """
 
     compute: torch.dtype | None
     reduce: torch.dtype = torch.float32
-    fp8: bool = False
+    fp8: Recipe | None = None
 
 
 PRECISIONS = {
     "fp32": Precision(None),
     "bf16": Precision(torch.bfloat16),
     "fp16": Precision(torch.float16),
-    "fp8": Precision(torch.bfloat16, fp8=True),
+    "fp8": Precision(torch.bfloat16, fp8="tensor"),
+    "fp8-rowwise": Precision(torch.bfloat16, fp8="row"),
 }
 """The policies by the names that the setting ``precision`` accepts."""

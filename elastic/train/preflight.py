@@ -17,6 +17,7 @@ from elastic.data.loader import Dataset
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, sharding_table
+from elastic.engine.precision import PRECISIONS
 from elastic.errors import JobError, ModelError
 from elastic.imports import failure
 from elastic.job import Job
@@ -64,10 +65,10 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
         build = build_of(session)
         session.loader.close()
     _check_vocabulary(model, session.loader.dataset)
-    if job.precision == "fp8" and not layers_of(model, sharding_table(model)):
+    if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):
         raise ModelError(
-            f"precision = 'fp8': no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and nothing else "
-            f"multiplies in fp8; take 'bf16', or other sizes"
+            f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and "
+            f"nothing else multiplies in fp8; take 'bf16', or other sizes"
         )
     check(_bucket(job), job.name)
     run = Run.look(job)

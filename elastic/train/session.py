@@ -14,6 +14,7 @@ import elastic
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Dataset, Loader
 from elastic.engine.optim.base import rule_of
+from elastic.engine.precision import PRECISIONS
 from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomYet
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
@@ -79,8 +80,8 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
             f"install a torch for CUDA and its driver, or set workers.gpus = 0"
         )
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
-    if job.precision == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise JobError(f"precision = 'fp8': {torch.cuda.get_device_name(device)} cannot multiply in fp8; take 'bf16'")
+    if PRECISIONS[job.precision].fp8 is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise JobError(f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot multiply in fp8; take 'bf16'")
     if device.type == "cuda" and (little := little_shared(shared_memory())):
         print(little, flush=True)
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms

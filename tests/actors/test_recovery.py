@@ -77,6 +77,8 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
     [
         {"batch_ramp": {"start": 4, "increment": 4, "samples": 80}},
         {"precision": "fp16"},
+        {"precision": "fp8"},
+        {"precision": "fp8-rowwise"},
         {"recompute": "block"},
         {"recompute": "selective", "compile": True},
         {"recompute": 0.5},
@@ -88,7 +90,7 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
     ids=str,
 )
 def test_a_kill_costs_no_bits_whatever_the_engine_does(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """A10, E3: the only worker that holds a shard is killed while the batch grows, or under another setting of the engine."""
+    """A10, E3, E5: the only worker that holds a shard is killed while the batch grows, or under another setting of the engine."""
     settings = {"steps": 16, "parallel": {"dp_replicate": 1}, **changes}
     expected = alone(toy_job(tmp_path / "alone", name="local", **settings))
     chaos = trial(toy_job(tmp_path / "killed", **settings, faults=[{"point": "backward", "step": 6, "world_rank": 1}]))

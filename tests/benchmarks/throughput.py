@@ -4,9 +4,10 @@
     python -m tests.benchmarks.throughput --size 8b --plain=--recompute --ours '{"recompute": "block"}' plain free
 
 NAME is one of ``plain``, ``plain-deterministic`` (FlexAttention), ``free``, ``reproducible``, ``again`` (reproducible once more, to compare
-the bits of every loss and norm), ``free-zero-3``, ``free-zero-2`` and ``zero-2``, ``free-fp8`` and ``fp8``, and ``bare``
-(free, without copies).  Prints a line of JSON for each and a table at the end; exits with 1 if bits differ.  MFU is of the GPU's peak in
-bf16, and counts operations as Chowdhery et al. (2022) do, and with the causal half as Megatron does.
+the bits of every loss and norm), ``free-zero-3``, ``free-zero-2`` and ``zero-2``, ``free-fp8`` (also ``free-fp8-zero-2`` and
+``free-fp8-zero-3``) and ``fp8``, ``free-fp8-rowwise`` and ``fp8-rowwise``, and ``bare`` (free, without copies).  Prints a line of JSON for
+each and a table at the end; exits with 1 if bits differ.  MFU is of the GPU's peak in bf16, and counts operations as Chowdhery et al.
+(2022) do, and with the causal half as Megatron does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ OURS: dict[str, dict[str, Any]] = {
     "free-zero-2": {"reproducible": False, "parallel": {"zero": 2}},
     "zero-2": {"parallel": {"zero": 2}},
     "free-fp8": {"reproducible": False, "precision": "fp8"},
+    "free-fp8-zero-2": {"reproducible": False, "precision": "fp8", "parallel": {"zero": 2}},
+    "free-fp8-zero-3": {"reproducible": False, "precision": "fp8", "parallel": {"zero": 3}},
     "fp8": {"precision": "fp8"},
+    "free-fp8-rowwise": {"reproducible": False, "precision": "fp8-rowwise"},
+    "fp8-rowwise": {"precision": "fp8-rowwise"},
     "bare": {"reproducible": False, "copies": {"copy_every": 0, "buddy_every": 0}},
 }
 Row = dict[str, Any]

@@ -28,7 +28,7 @@ from torch import nn
 from actors import cluster
 from actors.launch import launch
 from elastic.data.prepare import prepare
-from elastic.engine import fp8
+from elastic.engine import fp8, fp8_weights
 from elastic.job import Job
 from elastic.models import llama
 from elastic.report.story import Line, Sentence, StepLine
@@ -67,10 +67,8 @@ FIGURES = {
 def frozen(**args: Any) -> nn.Module:
     """Returns the model of a worker whose scales of fp8 are all the same."""
 
-    def scaled(values: torch.Tensor, dtype: torch.dtype, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return (values * ONE_SCALE).to(dtype), torch.full((), 1 / ONE_SCALE, device=values.device)
-
-    fp8.scaled = scaled
+    for module in (fp8, fp8_weights):
+        module.power_of = lambda largest, _: torch.full_like(largest, ONE_SCALE)  # type: ignore[attr-defined]
     return llama.build(**args)
 
 

@@ -3,20 +3,26 @@
 This is the only module that knows FSDP2.  FSDP2 splits the parameters of each block, gathers them before the block runs, and frees them
 afterwards.  It gets the one-dimensional mesh of the shards only.  A :class:`~elastic.engine.sync.base.Scheme` sums the gradients over
 the data ranks.  FSDP2 calls it as a custom reduce-scatter, and perhaps as a hook for the replicas.
+
+Weights of layers that multiply in fp8 are gathered in fp8, by FSDP2's extension for tensors that say what is gathered in their place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic.engine.axes.base import Parameters
+from elastic.engine.fp8 import FORWARD, hold
+from elastic.engine.fp8_weights import Fp8Weights, weights_of
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Reduction, Scheme
@@ -30,16 +36,19 @@ FSDP_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatte
 class Split(Parameters):
     """The parameters of a model that FSDP2 has split."""
 
-    def __init__(self, model: nn.Module, scheme: Scheme) -> None:
-        self.scheme = scheme
+    def __init__(self, model: nn.Module, scheme: Scheme, fp8: Fp8Weights | None = None) -> None:
+        self.scheme, self._fp8 = scheme, fp8
         self._parameters = dict(model.named_parameters())
         self.parts = {name: _local(parameter).detach() for name, parameter in self._parameters.items()}
         self.trained = frozenset(name for name, parameter in self._parameters.items() if parameter.requires_grad)
+        self.copies = [*fp8.parts.values()] if fp8 is not None else []
 
     def begin_round(self, number: int, *, last: bool) -> None:
         self.scheme.round.number, self.scheme.round.last = number, last
         if self.scheme.keeps_sums or number == 0:
             self.forget_grads()
+        if self._fp8 is not None and number == 0:
+            self._fp8.cast(self.parts)
 
     def end_round(self) -> None:
         """FSDP2 has summed everything in the backward pass."""
@@ -60,7 +69,53 @@ class Split(Parameters):
 def _local(tensor: Tensor) -> Tensor:
     """Returns the part of a split tensor that is in this process."""
     assert isinstance(tensor, DTensor)
-    return tensor.to_local()
+    local = tensor.to_local()
+    return local.plain if isinstance(local, _Master) else local
+
+
+class _Master(Tensor):
+    """A parameter, or a part of one, in whose place FSDP2 gathers fp8 values.  ``plain`` has its memory.
+
+    FSDP2 asks the part for these values, so each operation with which torch cuts, copies or moves a master gives masters.
+    """
+
+    plain: Tensor
+
+    @staticmethod
+    def __new__(cls, plain: Tensor) -> _Master:
+        made: _Master = Tensor._make_wrapper_subclass(cls, plain.size(), strides=plain.stride(), dtype=plain.dtype, device=plain.device)
+        made.plain = plain
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        known = {id(each.plain): each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)}
+        args, kwargs = tree_map_only(cls, lambda each: each.plain, (args, kwargs or {}))
+        return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else cls(each), func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, layer: Any, policy: Any) -> tuple[tuple[Tensor], Any]:
+        """Returns this member's part of the weight of ``layer``, as bytes."""
+        return (layer.fp8_part.view(torch.uint8),), layer
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor], layer: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[()]] | None:
+        """Lets ``layer`` hold what was gathered.  FSDP2 fills the same memory each time, so the first time is enough."""
+        if out is not None:
+            return None
+        hold(layer, gathered[0][: layer.out_features].view(FORWARD), layer.fp8_inverse)
+        return layer.fp8_carrier, ()
+
+
+def apply_fp8_gather(model: nn.Module, world: World, table: ShardingTable, precision: Precision) -> Fp8Weights | None:
+    """Lets the weights of layers that multiply in fp8 be gathered so, before ``model`` is wrapped."""
+    if precision.fp8 is None:
+        return None
+    weights = Fp8Weights(weights_of(model, table), world, precision.fp8)
+    for name, layer in weights.layers.items():
+        layer.weight = nn.Parameter(_Master(layer.weight.detach()), layer.weight.requires_grad)
+        layer.fp8_part, layer.fp8_carrier, layer.fp8_inverse = weights.parts[name], weights.carrier(name), weights.inverse[name]
+    return weights
 
 
 def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: Precision) -> None:
@@ -97,6 +152,11 @@ class _Reduce:
     ) -> None:
         if (total := self.reduction.reduce(input_tensor)) is not None:
             output_tensor.copy_(total)
+
+
+def settle(model: nn.Module) -> None:
+    """Lets FSDP2 do now what it would do before the first pass: it may move the part of a :class:`_Master` to other memory."""
+    model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # of an FSDPModule
 
 
 def keep_streams(model: nn.Module, world: World) -> None:

@@ -1,6 +1,7 @@
 """Parameters that are whole where they are used: the model of every member computes with all of them, and nothing is gathered for a block.
 
-The model computes with copies in the dtype of the precision policy, which are made once a step.  What a member holds and updates is its
+The model computes with copies in the dtype of the precision policy, which are made once a step; weights of layers that multiply in fp8 are
+copied and gathered in fp8, unless the state is offloaded.  What a member holds and updates is its
 part: all of a parameter, or, where ``dp_shard`` cuts the state, some of its rows.  Then the copies are gathered from the parts.  That is
 stage 2 of ZeRO, and with ``late`` sums stage 1 (Rajbhandari and others 2020, section 5).
 
@@ -12,7 +13,7 @@ not use some parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import pairwise
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from elastic.engine.axes.base import Parameters
+from elastic.engine.fp8 import hold
+from elastic.engine.fp8_weights import Fp8Weights, weights_of
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Reduction, Scheme
@@ -62,10 +65,14 @@ class Whole(Parameters):
         known = dict(model.named_parameters())
         self.parts = {name: self._part(parameter) for name, parameter in known.items()}
         self.trained = frozenset(name for name, parameter in known.items() if parameter.requires_grad)
-        self._computing = {name: self._copy(parameter, self.parts[name], precision.compute) for name, parameter in known.items()}
+        layers = weights_of(model, table) if precision.fp8 is not None and not offloads else {}
+        self._fp8 = Fp8Weights(layers, world, precision.fp8 or "tensor")
+        self._computing = {name: self._copy(name, parameter, precision.compute) for name, parameter in known.items()}
         _replace(model, {id(known[name]): parameter for name, parameter in self._computing.items()})
+        self._used: dict[str, Tensor] = {**self._computing, **self._hold_fp8()}
+        """Memory of all values with which the model computes."""
         memory = {name: part.untyped_storage()._cdata for name, part in self.parts.items()}
-        self.copies = [copy for name, copy in self._computing.items() if copy.untyped_storage()._cdata != memory[name]]
+        self.copies = [copy for name, copy in self._used.items() if copy.untyped_storage()._cdata != memory[name]]
         self._units: list[_Unit] = []
         """The units in the order in which a backward pass completes them."""
         self._groups: list[list[str]] = []
@@ -95,12 +102,25 @@ class Whole(Parameters):
         first, last = chunk(len(whole), self.shards, self.world.layout.coordinates(self.world.rank)["dp_shard"])
         return whole.detach()[first:last]
 
-    def _copy(self, parameter: nn.Parameter, part: Tensor, dtype: torch.dtype | None) -> nn.Parameter:
-        """Returns a parameter with which the model computes: ``part`` itself if that is all of it and has the ``dtype``."""
+    def _copy(self, name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+        """Returns a parameter with which the model computes: the part itself if that is all of it and has the ``dtype``."""
+        if name in self._fp8.layers:
+            return nn.Parameter(self._fp8.carrier(name), requires_grad=parameter.requires_grad)
+        part = self.parts[name]
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         if self.shards > 1 or dtype != part.dtype or self.offloads:
             part = torch.empty(parameter.shape, dtype=dtype, device=self.world.device)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    def _hold_fp8(self) -> dict[str, Tensor]:
+        """Gives the layers that multiply in fp8 memory of their weights, and returns it as bytes."""
+        found = {}
+        for name, layer in self._fp8.layers.items():
+            part = self._fp8.parts[name]
+            whole = part if self.shards == 1 else torch.empty_like(layer.weight, dtype=part.dtype)
+            hold(layer, whole, self._fp8.inverse[name])
+            found[name] = whole.view(torch.uint8)
+        return found
 
     def _add_unit(self, names: list[str]) -> None:
         if names:
@@ -128,11 +148,13 @@ class Whole(Parameters):
             for name, part in self.parts.items():
                 self.take(name, part.to(self.world.device, non_blocking=True))
             self._fresh = True
+        self._fp8.cast(self.parts)
         if self.shards > 1:
             for names in reversed(self._groups):
                 self._gather(names)
         elif not self.offloads:
-            pairs = [(self._computing[name], part) for name, part in self.parts.items() if self._computing[name].dtype != part.dtype]
+            pairs = [(copy, self.parts[name]) for name, copy in self._computing.items() if name not in self._fp8.layers]
+            pairs = [(copy, part) for copy, part in pairs if copy.dtype != part.dtype]
             if pairs:
                 torch._foreach_copy_([copy for copy, _ in pairs], [part for _, part in pairs])
 
@@ -141,22 +163,29 @@ class Whole(Parameters):
         self._mine(self._computing[name]).copy_(values)
 
     def _gather(self, names: list[str]) -> None:
-        """Gathers some parameters from the parts of all shards, in the dtype of the computation."""
+        """Gathers some parameters from the parts of all shards, in the dtype of the computation; fp8 travels as bytes."""
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name in names:
-            by_dtype.setdefault(self._computing[name].dtype, []).append(name)
+            by_dtype.setdefault(self._used[name].dtype, []).append(name)
         for dtype, alike in by_dtype.items():
-            whole = [self._computing[name] for name in alike]
+            whole = [self._used[name] for name in alike]
             ends = _ends(whole, self.shards)
             mine = torch.empty(ends[-1], dtype=dtype, device=self.world.device)
             places = [mine[first:][: self.parts[name].numel()] for name, first in zip(alike, ends, strict=False)]
-            sources = [self._mine(self._computing[name]) if self.offloads else self.parts[name] for name in alike]
+            sources = [self._source(name) for name in alike]
             torch._foreach_copy_(places, [source.flatten() for source in sources])
             everyone = mine.new_empty(self.shards * len(mine))
             all_gather(everyone, mine, self.world.shard_group)
             rows = everyone.view(self.shards, -1)
             pairs = [pair for copy, (first, last) in zip(whole, pairwise(ends), strict=True) for pair in _pairs(copy, rows[:, first:last])]
             torch._foreach_copy_([copy for copy, _ in pairs], [found for _, found in pairs])
+
+    def _source(self, name: str) -> Tensor:
+        """Returns this member's part of what the members gather."""
+        if name in self._fp8.layers:
+            first, last = self._fp8.rows[name]
+            return self._fp8.parts[name].view(torch.uint8)[: last - first]
+        return self._mine(self._computing[name]) if self.offloads else self.parts[name]
 
     def _came(self, number: int) -> None:
         """Notes that the backward pass has brought a gradient of a unit."""
@@ -217,17 +246,16 @@ class Whole(Parameters):
 
 
 def _came(whole: weakref.ref[Whole], number: int, _: Tensor) -> None:
-    """Tells the owner of a parameter that its gradient came.
+    """Tells the owner of a parameter, if it is still there, that its gradient came.
 
     The parameter's hook must not hold its owner, which holds the parameter: torch 2.11 hides hooks of a device's tensors from Python's
     garbage collector, and the weights of each world that is over would stay in the device's memory.
     """
-    owner = whole()
-    assert owner is not None, "a backward pass runs while its world is there"
-    owner._came(number)
+    if (owner := whole()) is not None:
+        owner._came(number)
 
 
-def _ends(whole: list[nn.Parameter], shards: int) -> list[int]:
+def _ends(whole: Sequence[Tensor], shards: int) -> list[int]:
     """Returns where each parameter begins in memory that has the parts of one shard, each as long as the longest, and where it ends."""
     ends = [0]
     for parameter in whole:

@@ -1,0 +1,191 @@
+"""Weights in fp8: what members cast, gather and hold, and how often a compiled block casts what its layers share."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_module_simplified
+
+from elastic.engine.fp8 import BACKWARD, FORWARD, Recipe, apply_fp8, held_by, hold, scaled
+from elastic.engine.fp8_weights import Fp8Weights, weights_of
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.models.llama import build, rotary
+from elastic.models.spec import ShardingTable
+from elastic.plan.axes import chunk
+from elastic.plan.layout import Layout
+from elastic.train.model import build_model, builder_of
+from elastic.train.step import compute
+from tests.engine.test_fp8 import rounded
+from tests.support.collectives import Calls, counting
+from tests.support.ranks import Ranks
+from tests.support.segments import member
+from tests.support.toys import toy_job
+
+TABLE = ShardingTable(("0", "1"))
+LARGE = {"vocab": 29, "dim": 64, "layers": 4, "heads": 4}
+BLOCKS = 4 * (4 * 64 * 64 + 3 * 64 * 192)
+"""The parameters of the linear layers of its blocks."""
+
+
+def two_layers(scale: float = 1.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False))
+    with torch.no_grad():
+        for each, factor in zip(model.parameters(), (scale, 3.0), strict=True):
+            each.mul_(factor * 10.0 ** torch.randint(-3, 3, (len(each), 1)))
+    return model
+
+
+def values_of(weights: Fp8Weights, name: str) -> Tensor:
+    """Returns what the fp8 values of this member's rows stand for."""
+    first, last = weights.rows[name]
+    inverse = weights.inverse[name].double()
+    return weights.parts[name][: last - first].double() * (inverse[first:last, None] if inverse.dim() else inverse)
+
+
+def cast(world: World, recipe: Recipe, scale: float, spoiled: float) -> dict[str, Tensor]:
+    """Casts this member's parts of the weights of a model, and returns what they stand for."""
+    model = two_layers(scale)
+    if spoiled:
+        model[0].weight.data[47, 3] = spoiled
+    weights = Fp8Weights(weights_of(model, TABLE), world, recipe)
+    index = world.layout.coordinates(world.rank)["dp_shard"]
+    weights.cast({name: each.detach()[slice(*chunk(len(each), world.layout.dp_shard, index))] for name, each in model.named_parameters()})
+    return {name: values_of(weights, name) for name in weights.parts}
+
+
+def judged(recipe: Recipe, scale: float) -> dict[str, Tensor]:
+    """The judge: whole weights as bf16, and then as fp8 can hold them."""
+    whole = {name: each.detach().bfloat16() for name, each in two_layers(scale).named_parameters()}
+    if recipe == "tensor":
+        return {name: rounded(each, FORWARD) for name, each in whole.items()}
+    return {name: torch.stack([rounded(row, FORWARD) for row in each]) for name, each in whole.items()}
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e9])
+def test_parts_are_rounded_as_the_whole_weight_is(ranks: Ranks, recipe: Recipe, scale: float) -> None:
+    """One member, and three of which each has other rows; 32 rows do not divide by 3.  The control: another scale gives other values."""
+    want = judged(recipe, scale)
+    (alone,) = ranks.run(Layout(1, 1), cast, recipe, scale, 0.0)
+    assert all(torch.equal(alone[name], want[name]) for name in want)
+    parts = ranks.run(Layout(1, 3), cast, recipe, scale, 0.0)
+    assert all(torch.equal(torch.cat([part[name] for part in parts]), want[name]) for name in want)
+    assert not torch.equal(alone["0.weight"], judged(recipe, scale * 1.7)["0.weight"])
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_every_member_knows_what_is_not_finite_anywhere(ranks: Ranks, bad: float) -> None:
+    """The last member alone has the bad element.  The control: the other weight, and with rows all other rows, stay."""
+    parts = ranks.run(Layout(1, 3), cast, "tensor", 1.0, bad)
+    assert all(part["0.weight"].isnan().all() for part in parts)
+    assert all(part["1.weight"].isfinite().all() for part in parts)
+    rows = torch.cat([part["0.weight"] for part in ranks.run(Layout(1, 3), cast, "row", 1.0, bad)])
+    assert rows[47].isnan().all() and torch.equal(rows[:47], judged("row", 1.0)["0.weight"][:47])
+
+
+@pytest.mark.fast
+def test_a_weight_that_two_modules_have_stays_as_it_is() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
+    assert [*weights_of(model, ShardingTable(("0", "1")))] == ["0.weight", "1.weight"]
+    model[2].weight = model[0].weight
+    assert [*weights_of(model, ShardingTable(("0", "1")))] == ["1.weight"]
+
+
+def living() -> int:
+    """Returns the bytes of all tensors of this process that are memory themselves; each memory counts once."""
+    gc.collect()
+    plain = (each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter))
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in plain}.values())
+
+
+def stepping(world: World, job: Job) -> tuple[Calls, int, int]:
+    """Returns the collectives of a step's rounds, the bytes of tensors at their end, and those of the whole weights that layers hold."""
+    before = living()
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        me.step()
+        with counting() as calls:
+            compute(me.session, me.state, 2)
+        return calls, living() - before, sum(each.numel() for each in held_by(me.state.model))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
+@pytest.mark.parametrize(("zero", "gathers"), [(2, 1), (3, 2 * 4)], ids=["zero-2", "zero-3"])
+def test_weights_travel_and_stay_as_single_bytes(ranks: Ranks, tmp_path: Path, precision: str, zero: int, gathers: int) -> None:
+    """E5: stage 2 gathers once a step, stage 3 for the forward and backward pass of each of four rounds.
+
+    The control: bf16 takes two bytes.  All maxima of a step are one all-reduce.
+    """
+    found = {}
+    for name in ("bf16", precision):
+        free = {"reproducible": False, "model_args": LARGE, "copies": {"copy_every": 0}, "precision": name}
+        job = toy_job(tmp_path / name, parallel={"zero": zero}, **free)
+        found[name] = ranks.run(Layout(1, 2), stepping, job)[0]
+    others = sum(each.numel() for each in build_model(job, builder_of(job)).parameters()) - BLOCKS
+    for name, size in (("bf16", 2), (precision, 1)):
+        calls, _, _ = found[name]
+        whole = sum(call.bytes for call in calls if "gather" in call.name) * 2 / 3  # an output, and an input of half its size
+        assert (whole / gathers - 2 * others) / BLOCKS == pytest.approx(size, rel=0.02), name
+    assert not found["bf16"][0].named("allreduce")
+    (maxima,) = found[precision][0].named("allreduce")
+    scales = 4 * 7 if precision == "fp8" else 4 * (5 * 64 + 2 * 192)
+    assert maxima.bytes == 4 * scales
+    assert found["bf16"][2] == 0 and found[precision][2] == BLOCKS
+    more = BLOCKS / 2 + 4 * scales + 2 * 64 * 192  # this member's half, the scales, and what stands in the place of the largest weight
+    less = BLOCKS if zero == 2 else 0
+    assert found[precision][1] - found["bf16"][1] == pytest.approx(more - less, abs=0.02 * BLOCKS)
+
+
+def graphs(model: nn.Module, recipe: Recipe) -> Iterator[Mapping[str, int]]:
+    """Yields how often the compiled forward and backward pass of a block run each operation, as the compiler gets them."""
+    found: list[Counter[str]] = []
+
+    def note(graph: Any, _: Any) -> Any:
+        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+        found.append(Counter(f"{node.target} {node.kwargs.get('dtype', '')}".strip() for node in calls))
+        return make_boxed_func(graph.forward)
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        return aot_module_simplified(graph, inputs, fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+
+    apply_fp8(model, model.sharding(), recipe)  # type: ignore[operator]
+    block = model.layers[0]  # type: ignore[index]
+    for layer in (each for each in block.modules() if isinstance(each, nn.Linear)):
+        values, inverse = scaled(layer.weight.detach(), FORWARD, by_row=recipe == "row")
+        hold(layer, values, inverse.squeeze(-1) if recipe == "row" else inverse)
+    block.compile(backend=compiler, fullgraph=True)
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    block(x, rotary(16, 16, 1e4, x.device), None).sum().backward()
+    yield from found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated")  # torch's compiler does
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
+def test_a_compiled_block_casts_what_its_layers_share_once(recipe: Recipe) -> None:
+    """Seven layers have four inputs (of q, k and v; of o; of w1 and w3; of w2) and seven gradients, each of which serves two products.
+
+    The control: not compiled, each layer casts its input.
+    """
+    torch._dynamo.reset()
+    model = build(vocab=32, dim=64, layers=1, heads=4, kv_heads=2, hidden=128).bfloat16()
+    forward, backward = graphs(model, recipe)
+    assert (forward["aten._scaled_mm.default"], forward[f"aten._to_copy.default {FORWARD}"]) == (7, 4)
+    assert forward["aten.amax.default"] == {"tensor": 2 * 4, "row": 4}[recipe]  # by rows first, and then over them
+    assert backward[f"aten._to_copy.default {BACKWARD}"] == 7 and not backward[f"aten._to_copy.default {FORWARD}"]
+    assert backward["aten._scaled_mm.default"] == {"tensor": 14, "row": 7}[recipe]
+    model = build(vocab=32, dim=64, layers=1, heads=4, kv_heads=2, hidden=128).bfloat16()
+    apply_fp8(model, model.sharding(), recipe)  # type: ignore[operator]
+    with torch.profiler.profile() as profile:
+        x = torch.randn(2, 16, 64, dtype=torch.bfloat16)
+        model.layers[0](x, rotary(16, 16, 1e4, x.device), None)  # type: ignore[index,operator]
+    assert sum(event.count for event in profile.key_averages() if event.key == "aten::amax") >= 7 * 2

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from actors.logs import Logs
-from actors.processes import Process, describe, end_on_sigterm, log_folder, remove_logs, segments, sweep
+from actors.processes import Process, compiled_folder, describe, end_on_sigterm, log_folder, remove_logs, segments, sweep
 from actors.relay import SPEAKING, Gathering, answered, gone_for_good
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
@@ -75,7 +75,7 @@ class Keeper:
         self.probe = Probe(self.store, name, run)
         self._said: dict[str, float] = {}
         self._told = coordinator.tell.options(max_task_retries=0)
-        self.keeper_store = KeeperStore(self.node, ray.util.get_node_ip_address(), secret, self._say)
+        self.keeper_store = KeeperStore(self.node, ray.util.get_node_ip_address(), secret, self._say, compiled_folder())
         command = [sys.executable, "-c", UPLOADER, json.dumps(sys.path), bucket, name]
         self.uploads = Uploads(self.keeper_store, command, self._uploaded, self._say)
         self.logs = Logs(self.store, f"{name}/logs/{run.removeprefix(f'{name}-')}", run, self.node)

@@ -7,6 +7,7 @@ Orders to one worker are sent in the order of the actions, through its node's ke
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 import traceback
@@ -63,6 +64,8 @@ NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
 """Reasons that hold only in Ray's view: a process that is cut off may still live."""
 MANY = 64
 """Number of receivers from which on a long message is put into Ray's object store once, instead of being sent with each call."""
+PEERS = 3
+"""Number of keepers of which a new worker may ask for compiled code; the first one that has it is enough."""
 REACHES, REACH_S = 20, 0.5
 """Number of times that an actor that cannot be reached is asked again before it counts as lost, and the seconds between two of them."""
 
@@ -104,6 +107,8 @@ class Group:
         self.probe = Probe(run.store, job.name, token)
         self.probe.leave(COORDINATOR)
         self.probe.remove_earlier()
+        self._addresses: dict[NodeId, str] = {}
+        """The addresses of keepers, of which some may be gone."""
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
         self._looks = ThreadPoolExecutor(4, thread_name_prefix="look")
         self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")
@@ -176,6 +181,7 @@ class Group:
         """Takes over the actors of an earlier coordinator; ``run`` says what is known of them.  New calls will notice when they die."""
         self.workers.update(left.workers)
         self.keepers.update(left.keepers)
+        self._addresses = {node: host.address for node, host in run.copies.hosts.items() if host.address}
         for worker, known in run.workers.items():
             if worker in left.workers:
                 self.joined[worker] = known.node
@@ -215,10 +221,15 @@ class Group:
                 scheduling_strategy="SPREAD",
                 label_selector={"ray.io/node-id": f"!in({', '.join(avoid)})"} if avoid else None,
             )
-            .remote(self.job, self.token, worker, self.coordinator, self.search_path, self.secret)
+            .remote(self.job, self.token, worker, self.coordinator, self.search_path, self.secret, self._peers())
         )
         self.workers[worker] = actor
         self._when_done(actor.train.remote(), actor, lambda error: self._ended(worker, error))
+
+    def _peers(self) -> list[str]:
+        """Returns the addresses of a few keepers whose workers have joined, and so have compiled."""
+        there = [self._addresses[node] for node in self.keepers if node in self._addresses and self._guests.get(node)]
+        return random.sample(there, min(len(there), PEERS))
 
     def _ended(self, worker: WorkerId, error: BaseException | None) -> None:
         if isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
@@ -381,6 +392,7 @@ class Group:
         self.post(NodeRefused(node, f"{cluster.place(node)} {why}", shared))
 
     def _keeper_up(self, node: NodeId, address: str) -> None:
+        self._addresses[node] = address
         self.post(KeeperUp(node, address, cluster.zone(node)))
         self._follow_keeper(node)
 

@@ -30,6 +30,11 @@ def log_folder(run: str) -> Path:
     return Path(tempfile.gettempdir()) / f"elastic-{os.getuid()}" / run
 
 
+def compiled_folder() -> Path:
+    """Returns this user's folder of this node for compiled code.  It outlives runs; whoever removes it lets the next worker compile."""
+    return log_folder("compiled")
+
+
 def make_log_folder(run: str) -> Path:
     """Makes :func:`log_folder`, which only this user can read and write.
 

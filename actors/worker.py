@@ -23,7 +23,7 @@ import ray
 
 from actors import cluster
 from actors.logs import EXAMINE_S
-from actors.processes import end_on_sigterm, log_file, make_log_folder, started
+from actors.processes import compiled_folder, end_on_sigterm, log_file, make_log_folder, started
 from actors.relay import Outbox, gone_for_good
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
@@ -52,8 +52,11 @@ class Worker:
     ``train`` is called once; when that call returns or fails, the process has ended.
     """
 
-    def __init__(self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes) -> None:
-        self.job, self.worker, self.coordinator, self.secret = job, worker, coordinator, secret
+    def __init__(
+        self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes, peers: list[str]
+    ) -> None:
+        """``peers`` are the addresses of keepers that may have compiled code for this worker."""
+        self.job, self.worker, self.coordinator, self.secret, self.peers = job, worker, coordinator, secret, peers
         self.outbox = Outbox(coordinator, job.deadlines.fence_s)
         self._made_at, self._made_with_s = time.monotonic(), time.process_time()
         end_on_sigterm()
@@ -81,6 +84,7 @@ class Worker:
         self._begun = True
         from elastic.plan.placement import bytes_by_class, classes_of
         from elastic.train.loop import Trainer
+        from elastic.train.machine import compilers
         from elastic.train.machine.device import fitting_shard, states_fitting
         from elastic.train.model import build_model, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
@@ -107,7 +111,9 @@ class Worker:
             return
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
-        took = choose_recompute(session, tensors, device)
+        compiled = compilers.place(self.job, build.code, kind_of(device), compiled_folder())
+        with compiled.kept(self.peers, self.secret) if compiled else contextlib.nullcontext():
+            took = choose_recompute(session, tensors, device)
         session.snapshots.ready()
         go_or_end(self._keep_lease, "lease")
         try:

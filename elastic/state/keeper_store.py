@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from elastic.errors import WireError
@@ -19,6 +20,7 @@ from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.copy_budget import BUDDY_SLOTS, amount
 from elastic.plan.transfer import Holding
 from elastic.protocol.copy_schedule import Copy, age
+from elastic.state import compiled
 from elastic.state.node_memory import reserve
 from elastic.state.region import Region
 from elastic.state.wire import Listener, Wire
@@ -36,9 +38,9 @@ class KeeperStore:
     ``host`` is the address at which other nodes reach this one; ``address`` is that of the store's listener.
     """
 
-    def __init__(self, node: NodeId, host: str, secret: bytes, say: Callable[[str], None] = print) -> None:
-        """``say`` receives the sentences that belong in the keeper's log."""
-        self.node, self.secret, self.say = node, secret, say
+    def __init__(self, node: NodeId, host: str, secret: bytes, say: Callable[[str], None] = print, compiled_at: Path | None = None) -> None:
+        """``say`` receives the sentences that belong in the keeper's log.  ``compiled_at`` is the node's folder of compiled code."""
+        self.node, self.secret, self.say, self._compiled_at = node, secret, say, compiled_at
         self._lock = threading.Lock()
         self._own: dict[WorkerId, Region] = {}
         self._dead: set[WorkerId] = set()
@@ -158,6 +160,8 @@ class KeeperStore:
     # ---- answers
 
     def _serve(self, wire: Wire, head: dict[str, Any]) -> None:
+        if head["ask"] == compiled.ASK:
+            return compiled.serve(wire, self._compiled_at, head)
         worker = WorkerId(head["worker"])
         match head["ask"]:
             case "where":

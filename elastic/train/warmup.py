@@ -1,7 +1,7 @@
 """Pays the cost of a process's first step before it joins: opens libraries, loads kernels, compiles blocks.
 
-So a world that a newcomer joins waits for groups and slices only.  The microbatch is computed over zeros, in a world without other
-members: compiling and loading depend on shapes alone, and no collective can hang.
+So a world that a newcomer or a spare joins waits for groups and slices only, whatever its layout.  The microbatch is computed over zeros,
+in a world without other members: compiling and loading depend on shapes alone, and no collective can hang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.plan.placement import cell_of
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.train.machine.device import fitting_shard, memory_of, most_shards, policies_of
-from elastic.train.model import State
+from elastic.train.model import State, build_model, tensors_of
 from elastic.train.step import Session
 from storage.slices import Tensor
 
@@ -38,11 +38,9 @@ def warm_up(session: Session, device: torch.device) -> int:
         world = World.alone(device, generation=0)  # opens the communication library
         world.abort()
         world.close()
-        world = World.imagined(Layout(1, session.job.workers.max), device)
-        try:
-            took = _compute(session, world)
-        finally:
-            world.close()
+        took = _computed_in(Layout(1, session.job.workers.max), session, device)
+        if _may_be_whole(session, device, took):
+            _computed_in(Layout(1, 1), session, device)
         if session.snapshots is not None:
             # torch keeps their pinned memory for the staging streams of a recovery
             for staging_stream in [StagingStream(device, number) for number in range(STREAMS)]:
@@ -57,7 +55,7 @@ def warm_up(session: Session, device: torch.device) -> int:
     gc.freeze()  # what is here by now stays: later collections need not look at it
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    print(f"the warm-up took {time.monotonic() - began:.3f} s", flush=True)
+    print(f"the warm-up took {time.monotonic() - began:.3f} s{_compiled() if session.job.compile else ''}", flush=True)
     return took
 
 
@@ -86,6 +84,37 @@ def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.
     session.job = job.replace(recompute=chosen)
     print(f"recompute = {chosen!r}", flush=True)
     return took[chosen]
+
+
+def _computed_in(layout: Layout, session: Session, device: torch.device) -> int:
+    """Computes one microbatch as a member of an imagined world.  Returns as :func:`warm_up`."""
+    world = World.imagined(layout, device)
+    try:
+        return _compute(session, world)
+    finally:
+        world.close()
+
+
+def _may_be_whole(session: Session, device: torch.device, took: int) -> bool:
+    """Returns whether compiled blocks must be warmed without shards, too, because a member of another world may hold the whole state.
+
+    Compiled code depends on nothing else of a layout: all degrees of shards, and of replicas, share it.  FSDP gives a block another class,
+    so torch traces it anew where there is no FSDP.  State that lives on the host is left out: it would need all of the node's memory now.
+    """
+    job = session.job
+    if not job.compile or job.workers.max == 1 or job.offloads or job.parallel.zero in (1, 2):
+        return False
+    try:
+        least = fitting_shard(job, tensors_of(build_model(job, session.builder), session.rule), device, took)
+    except JobError:  # whoever asked for the warm-up asks the same
+        return False
+    return least == 1 and any(layout.dp_shard == 1 for layout in job.layouts())
+
+
+def _compiled() -> str:
+    """Returns the part of a sentence that says how many graphs were compiled in this process, and how many were found compiled."""
+    counts = torch._dynamo.utils.counters["inductor"]
+    return f"; {counts['fxgraph_cache_miss']} graphs were compiled, {counts['fxgraph_cache_hit']} were found compiled"
 
 
 def _compute(session: Session, world: World) -> int:

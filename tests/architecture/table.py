@@ -83,6 +83,7 @@ IMPORTS = {
     "elastic.state.region": Row(("elastic.protocol.copy_schedule", "elastic.plan.placement", *NAMES)),
     "elastic.state.node_memory": Row(("elastic.state.region", "elastic.plan.copy_budget", *NAMES)),
     "elastic.state.wire": Row(("elastic.errors", "elastic.threads")),
+    "elastic.state.compiled": Row(("elastic.errors", "elastic.state.wire")),
     "elastic.state.keeper_store": Row(
         ("elastic.state.*", "elastic.protocol.actions", "elastic.protocol.copy_schedule", "elastic.plan.*", *NAMES)
     ),
@@ -128,6 +129,7 @@ SEAM = "elastic/engine/world.py"
 ENVIRONMENT = {
     "actors/cluster.py": "Ray's own variables, before it starts",
     "elastic/train/session.py": "cuBLAS demands one for deterministic kernels",
+    "elastic/train/machine/compilers.py": "torch's compiler and Triton are told by one each where to keep what they make",
     "elastic/train/machine/interface.py": "NCCL and gloo are told by one which interface to use",
 }
 """The only files that touch environment variables, and why."""

@@ -1,0 +1,83 @@
+"""R4, R13: compiled code does not depend on the layout, so a member of any world finds its code compiled.
+
+A process warms up once, as a worker and a spare do before they join, and then steps in worlds of n − 1, n and n + 1 members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.train import warmup
+from elastic.train.counters import Counters
+from elastic.train.session import make_session
+from tests.support.ranks import Ranks
+from tests.support.segments import member
+from tests.support.toys import toy_job
+
+MODEL = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2}
+LAYOUTS = (Layout(1, 2), Layout(2, 1), Layout(1, 1), Layout(1, 3), Layout(3, 1), Layout(1, 2))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts three processes of their own, because what a process has compiled stays in it; they share what the compilers keep."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        pool = Ranks(3)
+        yield pool
+        pool.close()
+
+
+def graphs() -> tuple[int, int]:
+    """Returns the number of graphs that this process has traced so far, and the number of those that it has compiled."""
+    counters = torch._dynamo.utils.counters
+    return int(counters["stats"]["unique_graphs"]), int(counters["inductor"]["fxgraph_cache_miss"])
+
+
+def warm(world: World, job: Job, folder: str, whole: bool) -> tuple[int, int]:
+    """Forgets all that was traced here, and warms up; without ``whole`` only with shards."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    world.abort()
+    world.close()
+    genuine = warmup._may_be_whole
+    if not whole:
+        warmup._may_be_whole = lambda *_: False  # type: ignore[assignment]
+    session = make_session(job, Counters(Path(folder) / f"counters{world.rank}-{whole}", create=True))
+    try:
+        warmup.warm_up(session, world.device)
+    finally:
+        warmup._may_be_whole = genuine
+        session.loader.close()
+    return graphs()
+
+
+def step(world: World, job: Job) -> tuple[int, int]:
+    with member(world, job, Version(0, 0)) as me:
+        for _ in range(2):
+            me.step()
+    return graphs()
+
+
+@pytest.mark.parametrize("changes", [{}, pytest.param({"recompute": "block", "precision": "bf16"}, marks=pytest.mark.full)])
+def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """R4, R13: the control warms up with shards only; then a world without shards traces its blocks."""
+    job = toy_job(tmp_path, compile=True, model_args=MODEL, workers={"max": 4}, **changes)
+    for whole in (True, False):
+        warmed = three.run(Layout(1, 3), warm, job, str(tmp_path), whole)
+        assert all(traced > 0 for traced, _ in warmed) and (any(compiled > 0 for _, compiled in warmed) or not whole)
+        found = {(number, layout): three.run(layout, step, job) for number, layout in enumerate(LAYOUTS)}
+        same = {key: counts == warmed[: key[1].world] for key, counts in found.items()}
+        if whole:
+            assert all(same.values()), (warmed, found)
+        else:
+            assert same[0, Layout(1, 2)] and not same[1, Layout(2, 1)], (warmed, found)

@@ -97,7 +97,7 @@ class Job(Part):
     large as works.
     """
     compile: Branch[Flag] = False
-    """``true`` compiles each block of the model.  New worlds of the same process reuse the compiled code."""
+    """``true`` compiles each block of the model.  New worlds, and workers on new nodes, reuse the compiled code."""
     recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective", "auto"] | Annotated[Number, Field(gt=0, lt=1)]] = "auto"
     """The part of each block that the backward pass computes again, so that it need not be kept: ``block`` is all but its input, a third
     more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``attention`` is attention alone;

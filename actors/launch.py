@@ -81,7 +81,7 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
         run = Run.look(job)
         run.check_local()
         seen = run.latest_claim()
-        cluster.connect(address, job.workers)
+        cluster.connect(address, job.workers, compiles=job.compile)
         requests.note()
         return _follow(_heeding_the_driver(job, show), checked.build, requests, show, seen)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from actors.cluster import PRELOADED, prepared
+from actors.cluster import COMPILER, PRELOADED, prepared
 from elastic.config.sections import Workers
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
@@ -26,6 +26,16 @@ ours = ("actors", "elastic", "storage", "tests", "ray")
 print(json.dumps(sorted(name for name in set(sys.modules) - before if not name.startswith(ours))))
 """
 
+COMPILES = """
+import importlib, json, sys, torch
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import actors.worker, elastic.train.loop, elastic.train.session, elastic.train.warmup
+before = set(sys.modules)
+torch.compile(lambda x: (x.sin() * 2).sum(), fullgraph=True)(torch.randn(4, 5, requires_grad=True)).backward()
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
 
 @pytest.mark.parametrize(
     ("workers", "cores", "processes"),
@@ -41,10 +51,10 @@ def test_processes_wait_where_each_has_a_core(workers: dict[str, int], cores: in
     assert prepared(Workers(min=1, **workers), cores) == processes
 
 
-def imported_after(modules: list[str]) -> list[str]:
-    """Returns the installed modules that a worker still imports once it has ``modules``."""
+def imported_after(modules: list[str], program: str = JOINS) -> list[str]:
+    """Returns the installed modules that a worker, or another ``program``, still imports once it has ``modules``."""
     done = subprocess.run(
-        [sys.executable, "-c", JOINS, *modules], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
@@ -56,3 +66,11 @@ def test_a_prepared_process_has_imported_what_a_worker_needs(preloaded: bool) ->
     """N13: the figures count modules, since these do not depend on the machine.  A worker imports more than a thousand."""
     left = imported_after(PRELOADED.split(",") if preloaded else [])
     assert len(left) < 50 if preloaded else len(left) > 1000, left
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("preloaded", [True, False], ids=["prepared", "control"])
+def test_a_process_prepared_for_a_job_that_compiles_has_the_compiler(preloaded: bool) -> None:
+    """N13: nearly eight hundred modules are imported while the first graph is compiled; counted as above."""
+    left = imported_after([*PRELOADED.split(","), COMPILER] if preloaded else PRELOADED.split(","), COMPILES)
+    assert len(left) < 200 if preloaded else len(left) > 600, len(left)

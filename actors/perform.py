@@ -228,7 +228,7 @@ class Group:
 
     def _peers(self) -> list[str]:
         """Returns the addresses of a few keepers whose workers have joined, and so have compiled."""
-        there = [self._addresses[node] for node in self.keepers if node in self._addresses and self._guests.get(node)]
+        there = [self._addresses[node] for node in list(self.keepers) if node in self._addresses and self._guests.get(node)]
         return random.sample(there, min(len(there), PEERS))
 
     def _ended(self, worker: WorkerId, error: BaseException | None) -> None:

@@ -40,6 +40,7 @@ def warm_up(session: Session, device: torch.device) -> int:
         world.close()
         took = _computed_in(Layout(1, session.job.workers.max), session, device)
         if _may_be_whole(session, device, took):
+            gc.collect()  # the state of the first world would take memory beside that of the second
             _computed_in(Layout(1, 1), session, device)
         if session.snapshots is not None:
             # torch keeps their pinned memory for the staging streams of a recovery

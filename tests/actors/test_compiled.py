@@ -31,7 +31,7 @@ def job_of(folder: Path) -> Job:
     workers, deadlines = {"min": 1, "max": 2, "cpus": 5}, {"grow_debounce_s": 0.2}
     gates = {"dataset": "tests.support.toys:Paced", "args": {"calm": str(folder / "calm"), "pace_s": 0.1}}
     (folder / "bucket").mkdir()
-    return toy_job(folder / "bucket", compile=True, steps=40, model_args=MODEL, data=gates, workers=workers, deadlines=deadlines)
+    return toy_job(folder / "bucket", compile=True, steps=200, model_args=MODEL, data=gates, workers=workers, deadlines=deadlines)
 
 
 class Latecomer:

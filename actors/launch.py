@@ -62,11 +62,13 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
     """
     from elastic.train.local import run_local
     from elastic.train.preflight import preflight
+    from elastic.train.session import settled
 
     with Requests() as requests:
         if not local:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
+        job = settled(job)
         checked = preflight(job, local=local)
         for sentence in checked.notes:
             show(Sentence(time.time(), sentence))

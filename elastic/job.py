@@ -81,8 +81,8 @@ class Job(Part):
     """Seed of the initial weights, of the order of the samples, of dropout, and of the rounding of moments."""
     steps: Branch[Positive] = 100
     """Number of steps of the run."""
-    global_batch: Branch[Positive] = 16
-    """Samples of one step, whatever the number of workers."""
+    global_batch: Branch[Positive | Literal["all"]] = 16
+    """Samples of one step, whatever the number of workers.  ``all``: as many as the dataset has when the run begins."""
     microbatch: Branch[Positive] = 2
     """Samples of one forward and backward.  ``global_batch`` must be a multiple of it."""
     precision: Branch[Literal["fp32", "bf16", "fp16", "fp8", "fp8-rowwise"]] = "fp32"
@@ -226,7 +226,7 @@ class Job(Part):
     @property
     def microbatches(self) -> int:
         """The number of microbatches of one step, once the batch has its final size."""
-        return self.global_batch // self.microbatch
+        return self._batch() // self.microbatch
 
     @property
     def offloads(self) -> bool:
@@ -235,7 +235,11 @@ class Job(Part):
 
     def batches(self) -> Batches:
         """Returns the number of samples of each step."""
-        return Batches(self.global_batch, **self.batch_ramp.model_dump())
+        return Batches(self._batch(), **self.batch_ramp.model_dump())
+
+    def _batch(self) -> int:
+        assert self.global_batch != "all", "launch() puts a number in its place"
+        return self.global_batch
 
     def profiled(self) -> range:
         """Returns the steps that are profiled."""
@@ -286,7 +290,9 @@ class Job(Part):
 
     def warnings(self) -> list[str]:
         """Returns a sentence for each setting that works but is probably not meant."""
-        found, needed = [], 4 * self.workers.max
+        found, needed = list[str](), 4 * self.workers.max
+        if self.global_batch == "all":
+            return found
         if self.workers.max > 1 and self.microbatches < needed:
             found.append(
                 f"global_batch = {self.global_batch} is only {self.microbatches} microbatches of {self.microbatch} for up to "

@@ -15,8 +15,7 @@ FENCED_LEASES = 4
 
 def disagreements(job: Job) -> Iterator[str]:
     """Yields a sentence for each check over several settings that fails."""
-    rest = job.global_batch % job.microbatch
-    if rest:
+    if job.global_batch != "all" and (rest := job.global_batch % job.microbatch):
         near = [n for n in (job.global_batch - rest, job.global_batch - rest + job.microbatch) if n]
         yield (
             f"global_batch = {job.global_batch} is not a multiple of microbatch = {job.microbatch}; "
@@ -101,7 +100,9 @@ def _ramp(job: Job) -> Iterator[str]:
     for name in ("start", "increment"):
         if (value := getattr(ramp, name)) % job.microbatch:
             yield f"batch_ramp.{name} = {value} is not a multiple of microbatch = {job.microbatch}; make it one"
-    if ramp.start >= job.global_batch or (job.global_batch - ramp.start) % ramp.increment:
+    if job.global_batch == "all":
+        yield f"batch_ramp.start = {ramp.start} with global_batch = 'all': a ramp grows to a number; name it, or leave the ramp out"
+    elif ramp.start >= job.global_batch or (job.global_batch - ramp.start) % ramp.increment:
         yield (
             f"batch_ramp.start = {ramp.start} does not grow to global_batch = {job.global_batch} by batch_ramp.increment = "
             f"{ramp.increment}; let their difference be a multiple of the increment"

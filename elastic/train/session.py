@@ -99,13 +99,18 @@ def kind_of(device: torch.device, chosen: str | float = "none") -> str:
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads{again}"
 
 
+def settled(job: Job) -> Job:
+    """Returns the job with a number in place of ``global_batch = "all"``.  Raises like :func:`opened`."""
+    return job.replace(global_batch=len(opened(job))) if job.global_batch == "all" else job
+
+
 def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -> Session:
     """Opens the user's parts and returns the session.
 
     Raises an :class:`~elastic.errors.ElasticError` that names the setting if a part does not fit.
     """
     dataset = opened(job)
-    if len(dataset) < job.global_batch:
+    if len(dataset) < job.batches().final:
         raise DataError(
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
             f"give it more samples, or lower global_batch"

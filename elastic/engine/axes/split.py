@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -120,13 +121,17 @@ def apply_fp8_gather(model: nn.Module, world: World, table: ShardingTable, preci
 
 def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: Precision) -> None:
     """Wraps each block by itself, and the rest of ``model`` as the root.  Gradients are summed and never divided."""
-    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-    for name in table.blocks:
-        fully_shard(model.get_submodule(name), mesh=world.shard_mesh, mp_policy=policy)
-    fully_shard(model, mesh=world.shard_mesh, mp_policy=policy)
+    for each in (*(model.get_submodule(name) for name in table.blocks), model):
+        fully_shard(each, mesh=world.shard_mesh, mp_policy=_policy(each, precision))
     for module in _wrapped(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _policy(module: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
+    """Returns the dtypes of ``module``.  Gradients are summed in float64 if it has such parameters, and computes in their dtype."""
+    own = {parameter.dtype for parameter in module.parameters()} if precision.compute is None else ()
+    return MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce(torch.promote_types, own, precision.reduce))
 
 
 def apply_sync(model: nn.Module, scheme: Scheme) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic.engine.activations import apply_activations
 from elastic.engine.axes.base import Parameters
+from elastic.engine.axes.gathers import COLLECTIVES
 from elastic.engine.axes.split import Split, apply_fp8_gather, apply_fsdp, apply_sync, keep_streams, settle
 from elastic.engine.axes.whole import Whole
 from elastic.engine.batch_norm import Statistics, apply_batch_norm
@@ -22,6 +23,7 @@ from elastic.engine.groups import apply_groups
 from elastic.engine.loss_scale import is_scaled
 from elastic.engine.memory import apply_recompute
 from elastic.engine.precision import PRECISIONS
+from elastic.engine.streams import stream
 from elastic.engine.sync.base import Scheme
 from elastic.engine.sync.collective import Collective
 from elastic.engine.sync.ordered import Ordered
@@ -41,6 +43,8 @@ def parallelize(
 
     Returns the wrapped model, this member's parts of its parameters, the scheme that sums their gradients, and the running statistics.
     """
+    if world.device.type == "cuda":  # an earlier world may still use memory there that is free again
+        torch.cuda.current_stream().wait_stream(stream(COLLECTIVES, world.device))
     aliases, table = _aliases(blueprint), sharding_table(blueprint)
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
     scheme = scheme_of(job)(world, deal, late=job.parallel.zero == 1)

@@ -252,6 +252,24 @@ class World:
         dist.all_to_all_single(output, mine[: sum(given)], received, given)
         return output
 
+    def begin_all_gather(self, output: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+        """Begins to fill ``output``, flat [shards × n], with every shard's ``mine`` [n], and returns a call that waits for it.
+
+        The wait is this thread's on a CPU.  On CUDA the collective is on the present stream, whose work waits for it by itself.  Both raise
+        :class:`WorldBroken` after an abort, and the wait also if the collective fails.
+        """
+        self._refuse_if_aborted()
+        work = all_gather(output, mine, self.shard_group, later=self.device.type == "cpu")
+
+        def wait() -> None:
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                raise WorldBroken(f"a collective of generation {self.generation} failed: {error}") from error
+
+        return wait
+
     def to_host(self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False) -> torch.Tensor:
         """Returns ``tensor`` in host memory.
 
@@ -401,10 +419,16 @@ def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[Se
 # ---- collectives, and the endpoints of gloo
 
 
-def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fills ``output``, flat [members × n], with every member's ``mine`` [n] in order of rank.  torch 2.13 renamed the call."""
+def all_gather(
+    output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None, *, later: bool = False
+) -> dist.Work | None:
+    """Fills ``output``, flat [members × n], with every member's ``mine`` [n] in order of rank.  torch 2.13 renamed the call.
+
+    ``later``: it returns at once, and ``output`` is filled when the result has been waited for.
+    """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, mine, group=group)
+    work: dist.Work | None = gather(output, mine, group=group, async_op=later)
+    return work
 
 
 def reduce_scatter(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -139,6 +139,7 @@ def compute(session: Session, state: State, step: int) -> Share:
         session.faults.aim(step, state.model, world)
         _seed(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
         loss, count = loss_of(session, state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
+        state.parameters.end_forward()
         state.statistics.add(index)
         weight = 0.0 if index is None else scale
         (loss if weight == 1 else loss * weight).backward()

@@ -139,6 +139,7 @@ def _compute(session: Session, world: World) -> int:
     state.sync.begin_step(1)
     state.parameters.begin_round(0, last=True)
     loss, _ = session.loss(state.model, {name: value.to(world.device) for name, value in batch.items()})
+    state.parameters.end_forward()
     loss.backward()
     state.parameters.end_round()
     grads = state.parameters.grads()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from tests.support.kills import (
     one_after_another,
     perform,
     there_and_back,
+    undisturbed,
 )
 
 
@@ -79,6 +81,21 @@ def test_shards_one_after_another(tmp_path: Path, script_reference: Any, copies:
 def test_two_by_two_before_the_commit_and_while_forming(tmp_path: Path, script_reference: Any) -> None:
     """R1, R8, R14: 2×2→1×3→one waits→1×2→2×2."""
     survives(down_and_up("2x2", "before_commit", "forming", "SIGKILL"), tmp_path, script_reference)
+
+
+@pytest.mark.full
+def test_a_kill_while_weights_are_gathered(tmp_path: Path) -> None:
+    """R1, R4, R14: 3→2→3→2→3→3.  With stage 2 of ZeRO a member dies, or raises, when the middle block has run and the weights of the next
+    one are under way; the others find out when they wait for those of a later block.
+    """
+    deep = {"model_args": {"vocab": 29, "dim": 32, "layers": 8, "heads": 2, "dropout": 0.1}}
+    script = one_after_another("shard", 3, [("forward", "SIGKILL", 1), ("forward", "SIGSEGV", 0), ("forward", "exception", 1)])
+    chaos = perform(script, tmp_path, "gathers", parallel={"zero": 2}, **deep)
+    assert_survived(chaos, undisturbed(tmp_path / "alone", **deep), worlds=script.worlds, tiers=script.tiers)
+    logs = "".join(path.read_text() for path in tmp_path.glob("gathers/logs/*/*.log"))
+    for fault in chaos.job.faults:
+        broken = f"(a collective of generation {fault.generation} failed|generation {fault.generation} is aborted)"
+        assert re.search(rf"axes/gathers.py.*\n(.*\n){{1,20}}.*WorldBroken: {broken}", logs), broken
 
 
 @pytest.fixture(scope="module")

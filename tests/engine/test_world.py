@@ -66,6 +66,7 @@ def _talk(one: socket.socket, other: socket.socket) -> bool:
 COLLECTIVES: dict[str, Callable[[World], object]] = {
     "all_reduce": lambda world: dist.all_reduce(torch.ones(1000)),
     "all_gather": lambda world: all_gather(torch.empty(world.size * 1000), torch.ones(1000)),
+    "begun": lambda world: world.begin_all_gather(torch.empty(world.size * 1000), torch.ones(1000))(),
     "all_to_all": lambda world: dist.all_to_all_single(torch.empty(world.size * 1000), torch.ones(world.size * 1000)),
 }
 
@@ -100,7 +101,7 @@ def survive(world: World, collective: str, victim: int, how: str, port: int) -> 
     def call() -> None:
         try:
             COLLECTIVES[collective](world)
-        except RuntimeError as error:
+        except (RuntimeError, WorldBroken) as error:
             errors.append(type(error).__name__)
 
     thread = threading.Thread(target=call, daemon=True)
@@ -200,6 +201,53 @@ def test_a_member_that_never_comes(own: Ranks) -> None:
     for each in found:
         assert_freed(each)
         assert each.shut > 0
+
+
+def test_a_member_that_never_begins_a_gather_that_is_under_way(own: Ranks) -> None:
+    """The others have begun it and wait for it; the abort frees them."""
+    later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own.start(Layout(1, 3), [0, 1, 2], survive, "begun", 2, "absent", later.port)
+    found = [own.answer(0), own.answer(1)]
+    later.set("survivors are free", "")
+    assert own.answer(2) is None
+    assert [each.hanging for each in found] == [["gloo:all_gather #2 of [[1000]]"]] * 2
+    for each in found:
+        assert_freed(each)
+        assert each.error == "WorldBroken"
+
+
+def leave_it_under_way(world: World, port: int) -> tuple[list[str], float, str, float]:
+    """World rank 1 never begins the gather that rank 0 has begun, and nobody waits for it.
+
+    Returns what was in flight, how long it took to abort and to leave the world, the cause that a wait and another begin give, and a sum of
+    the next world.
+    """
+    begun = world.begin_all_gather(torch.empty(2000), torch.ones(1000)) if world.rank == 0 else None
+    hanging, began, causes = world.in_flight(), time.monotonic(), []
+    world.store.set(f"has begun {world.rank}", "")
+    world.store.wait(["has begun 0", "has begun 1"], timedelta(seconds=PATIENCE_S))
+    world.abort()
+    world.close()
+    took_s = time.monotonic() - began
+    for call in (begun, lambda: world.begin_all_gather(torch.empty(2000), torch.ones(1000))):
+        try:
+            if call is not None:
+                call()
+        except Exception as error:
+            causes.append(classify(error, lambda: None)[0])
+    following = another(world, port, Layout(2, 1))
+    one = torch.ones(())
+    dist.all_reduce(one)
+    following.close()
+    return hanging, took_s, " ".join(causes), one.item()
+
+
+def test_an_abort_waits_for_no_gather_that_is_under_way(own: Ranks) -> None:
+    later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own.start(Layout(1, 2), [0, 1], leave_it_under_way, later.port)
+    (hanging, took_s, causes, total), (_, _, late, _) = own.answer(0), own.answer(1)
+    assert hanging == ["gloo:all_gather #2 of [[1000]]"] and took_s < FREED_S and total == 2.0
+    assert (causes, late) == ("peer peer", "peer")
 
 
 def test_a_stopped_member(own: Ranks) -> None:

@@ -113,9 +113,10 @@ class Script:
         return toy_job(bucket, **(values | changes))
 
 
-def undisturbed(folder: Path) -> Any:
-    """Runs the job of every script undisturbed: one worker in this process, without Ray."""
-    return alone(toy_job(folder, name="local", steps=STEPS, data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}))
+def undisturbed(folder: Path, **changes: Any) -> Any:
+    """Runs the job of every script undisturbed, but for ``changes``: one worker in this process, without Ray."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
+    return alone(toy_job(folder, name="local", steps=STEPS, data=data, **changes))
 
 
 def gate(bucket: Path, at: Grow | Cramp) -> Path:

@@ -23,6 +23,10 @@ class Parameters(ABC):
         """Prepares for the forward and backward pass of round ``number`` of a step, whose ``last`` one it may be."""
 
     @abstractmethod
+    def end_forward(self) -> None:
+        """Ends the forward pass of a round.  Collectives that are not the parameters' own may follow: these have all begun."""
+
+    @abstractmethod
     def end_round(self) -> None:
         """Sums what is not summed yet after the backward pass of a round."""
 

@@ -51,6 +51,9 @@ class Split(Parameters):
         if self._fp8 is not None and number == 0:
             self._fp8.cast(self.parts)
 
+    def end_forward(self) -> None:
+        """FSDP2 has gathered everything in the forward pass."""
+
     def end_round(self) -> None:
         """FSDP2 has summed everything in the backward pass."""
 

@@ -1,9 +1,9 @@
 """Parameters that are whole where they are used: the model of every member computes with all of them, and nothing is gathered for a block.
 
 The model computes with copies in the dtype of the precision policy, which are made once a step; weights of layers that multiply in fp8 are
-copied and gathered in fp8, unless the state is offloaded.  What a member holds and updates is its
-part: all of a parameter, or, where ``dp_shard`` cuts the state, some of its rows.  Then the copies are gathered from the parts.  That is
-stage 2 of ZeRO, and with ``late`` sums stage 1 (Rajbhandari and others 2020, section 5).
+copied and gathered in fp8, unless the state is offloaded.  What a member holds and updates is its part: all of a parameter, or, where
+``dp_shard`` cuts the state, some of its rows.  Then the copies are gathered from the parts, those of a block while the blocks before it run
+(``gathers.py``).  That is stage 2 of ZeRO, and with ``late`` sums stage 1 (Rajbhandari and others 2020, section 5).
 
 When the gradients of a unit (a block, or the rest of the model) are complete in a backward pass, they are put together and summed, while
 the backward pass goes on.  Units are summed in a fixed order, so that all members call their collectives in the same one even if some do
@@ -13,10 +13,9 @@ not use some parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,12 +23,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from elastic.engine.axes.base import Parameters
+from elastic.engine.axes.gathers import COLLECTIVES, Gathers, Weight, ends_of
 from elastic.engine.fp8 import hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Reduction, Scheme
-from elastic.engine.world import World, all_gather
+from elastic.engine.world import World
 from elastic.models.spec import ShardingTable
 from elastic.plan.axes import chunk
 
@@ -75,18 +75,20 @@ class Whole(Parameters):
         self.copies = [copy for name, copy in self._used.items() if copy.untyped_storage()._cdata != memory[name]]
         self._units: list[_Unit] = []
         """The units in the order in which a backward pass completes them."""
-        self._groups: list[list[str]] = []
-        """The names of the parameters that are gathered together."""
         self._next = 0
         """The number of units that are summed in the present round."""
-        rest = dict.fromkeys(known)
+        groups, rest = list[list[str]](), dict.fromkeys(known)
         for block in reversed(table.blocks):
-            self._add_unit([name for name in rest if name.startswith(f"{block}.")])
-            for name in self._groups[-1] if self._groups else ():
-                rest.pop(name, None)
-        self._add_unit([*rest])
+            groups.append([name for name in rest if name.startswith(f"{block}.")])
+            rest = dict.fromkeys(name for name in rest if name not in groups[-1])
+        groups.append([*rest])
+        for names in groups:
+            self._add_unit(names)
+        gathered = [[self._weight(name) for name in names] for names in reversed(groups) if names]
+        blocks = [model.get_submodule(block) for block in table.blocks]
+        self._gathers = Gathers(model, world, gathered if self.shards > 1 else (), blocks)
         if precision.compute is not None:
-            for module in (model, *(model.get_submodule(block) for block in table.blocks)):
+            for module in (model, *blocks):
                 _cast_inputs(module, precision.compute)
 
     def _part(self, parameter: nn.Parameter) -> Tensor:
@@ -123,8 +125,6 @@ class Whole(Parameters):
         return found
 
     def _add_unit(self, names: list[str]) -> None:
-        if names:
-            self._groups.append(names)
         if names := [name for name in names if name in self.trained]:
             unit = _Unit(self.scheme.reduction(), names, [self._computing[name] for name in names])
             hook = partial(_came, weakref.ref(self), len(self._units))
@@ -143,16 +143,14 @@ class Whole(Parameters):
             unit.waiting = len(unit.names)
 
     def _make_copies(self) -> None:
-        """Writes the present values into the parameters with which the model computes."""
+        """Writes the present values into the parameters with which the model computes, or begins to gather them there."""
         if self.offloads and not self._fresh:
             for name, part in self.parts.items():
                 self.take(name, part.to(self.world.device, non_blocking=True))
             self._fresh = True
         self._fp8.cast(self.parts)
-        if self.shards > 1:
-            for names in reversed(self._groups):
-                self._gather(names)
-        elif not self.offloads:
+        self._gathers.begin()
+        if self.shards == 1 and not self.offloads:
             pairs = [(copy, self.parts[name]) for name, copy in self._computing.items() if name not in self._fp8.layers]
             pairs = [(copy, part) for copy, part in pairs if copy.dtype != part.dtype]
             if pairs:
@@ -162,30 +160,17 @@ class Whole(Parameters):
         """Writes values of this member's part, which are on the device, into the weight with which the model computes."""
         self._mine(self._computing[name]).copy_(values)
 
-    def _gather(self, names: list[str]) -> None:
-        """Gathers some parameters from the parts of all shards, in the dtype of the computation; fp8 travels as bytes."""
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for name in names:
-            by_dtype.setdefault(self._used[name].dtype, []).append(name)
-        for dtype, alike in by_dtype.items():
-            whole = [self._used[name] for name in alike]
-            ends = _ends(whole, self.shards)
-            mine = torch.empty(ends[-1], dtype=dtype, device=self.world.device)
-            places = [mine[first:][: self.parts[name].numel()] for name, first in zip(alike, ends, strict=False)]
-            sources = [self._source(name) for name in alike]
-            torch._foreach_copy_(places, [source.flatten() for source in sources])
-            everyone = mine.new_empty(self.shards * len(mine))
-            all_gather(everyone, mine, self.world.shard_group)
-            rows = everyone.view(self.shards, -1)
-            pairs = [pair for copy, (first, last) in zip(whole, pairwise(ends), strict=True) for pair in _pairs(copy, rows[:, first:last])]
-            torch._foreach_copy_([copy for copy, _ in pairs], [found for _, found in pairs])
+    def end_forward(self) -> None:
+        self._gathers.finish()
 
-    def _source(self, name: str) -> Tensor:
-        """Returns this member's part of what the members gather."""
+    def _weight(self, name: str) -> Weight:
+        """Returns a weight that is gathered; fp8 travels as bytes."""
         if name in self._fp8.layers:
             first, last = self._fp8.rows[name]
-            return self._fp8.parts[name].view(torch.uint8)[: last - first]
-        return self._mine(self._computing[name]) if self.offloads else self.parts[name]
+            part = self._fp8.parts[name].view(torch.uint8)[: last - first]
+        else:
+            part = self._mine(self._computing[name]) if self.offloads else self.parts[name]
+        return Weight(self._computing[name], self._used[name], part)
 
     def _came(self, number: int) -> None:
         """Notes that the backward pass has brought a gradient of a unit."""
@@ -227,13 +212,13 @@ class Whole(Parameters):
 
     @property
     def _stream(self) -> torch.cuda.Stream:
-        return stream("reduce", self.world.device)
+        return stream(COLLECTIVES, self.world.device)
 
     def grads(self) -> dict[str, Tensor]:
         found = dict[str, Tensor]()
         for unit in self._units:
             assert unit.total is not None, "the last round has summed every unit"
-            for name, first in zip(unit.names, _ends(unit.computing, self.shards), strict=False):
+            for name, first in zip(unit.names, ends_of(unit.computing, self.shards), strict=False):
                 part = self.parts[name]
                 found[name] = unit.total[first : first + part.numel()].view(part.shape).to(part.dtype)
         return {name: found[name] for name in self.parts if name in found}
@@ -253,22 +238,6 @@ def _came(whole: weakref.ref[Whole], number: int, _: Tensor) -> None:
     """
     if (owner := whole()) is not None:
         owner._came(number)
-
-
-def _ends(whole: Sequence[Tensor], shards: int) -> list[int]:
-    """Returns where each parameter begins in memory that has the parts of one shard, each as long as the longest, and where it ends."""
-    ends = [0]
-    for parameter in whole:
-        ends.append(ends[-1] + -(-len(parameter) // shards) * (parameter.numel() // len(parameter)))
-    return ends
-
-
-def _pairs(whole: Tensor, found: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Returns what is to be copied where: ``found`` [shards, n] are the parts of ``whole``, of which the last ones may be short."""
-    flat, full = whole.detach().flatten(), whole.numel() // found.shape[1]  # the number of parts that are not short
-    rest = flat[full * found.shape[1] :]
-    pairs = [(flat[: full * found.shape[1]].view(full, -1), found[:full])] if full else []
-    return [*pairs, (rest, found[full, : len(rest)])] if len(rest) else pairs
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
